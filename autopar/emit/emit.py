@@ -1,0 +1,242 @@
+"""emit: a plan becomes two fx GraphModules at local shapes, forward and backward, with the collectives in them.
+
+The forward takes the local parameters, buffers, constants, inputs and this rank's coordinates, and returns results, then the
+values that backward needs. Backward takes those as one list and pops each right before its first use, so that nothing
+outlives its last reader. One program serves all ranks: where ranks differ, a coordinate comes in as a tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.emit.writer import BodyWriter, Writer, target_of
+from autopar.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
+from autopar.layout import Layout, local_type, show
+from autopar.plan import Choice, Delivery, Plan
+from autopar.rules.bodies import BODIES
+from autopar.rules.local import localise
+from autopar.strategy import operand_types
+
+INPUT_KINDS = ("parameter", "buffer", "constant", "input")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What runs on every rank.
+
+    `inputs`: the sources that the forward takes, in order (nodes of the graph); after them one coordinate per axis.
+    `results`: (result, layout) of what the forward returns, in order, before the saved values. `tangents`, `gradients`:
+    likewise for the backward, which is None for inference.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    inputs: tuple[Node, ...]
+    results: tuple[tuple[Result, Layout], ...]
+    tangents: tuple[Node, ...]
+    gradients: tuple[tuple[Result, Layout], ...]
+
+    @property
+    def code(self) -> str:
+        """Both parts as text, each line with the module it came from and the layout it gives."""
+        parts = [_commented(self.forward)]
+        if self.backward is not None:
+            parts.append(_commented(self.backward).replace("def forward(", "def backward(", 1))
+        return "\n".join(parts)
+
+
+def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu") -> Program:
+    """Write the program of `plan`. `groups`: mesh axis -> name of this rank's process group on it."""
+    forward = _Emitter(plan, groups, device, "forward", None)
+    sources = tuple(n for kind in INPUT_KINDS for n in plan.graph.nodes if n.op == kind)
+    for node in sources:
+        forward.values[Ref(node.name)] = forward.placeholder(node.name)
+    forward.add_coordinates()
+    forward.run()
+    backward, saved = None, []
+    tangents = tuple(n for n in plan.graph.nodes if n.op == "tangent")
+    if any(result.kind == "gradient" for result in plan.graph.results):
+        backward = _Emitter(plan, groups, device, "backward", forward.values)
+        for node in tangents:
+            backward.values[Ref(node.name)] = backward.placeholder(node.name)
+        backward.add_coordinates()
+        backward.run()
+        saved = [forward.values[ref] for ref in reversed(backward.popped)]
+    results = forward.delivered
+    forward.graph.output(tuple([*(value for _, _, value in results), *saved]))
+    if backward is not None:
+        backward.graph.output(tuple(value for _, _, value in backward.delivered))
+    return Program(
+        forward.finish("Forward"),
+        None if backward is None else backward.finish("Backward"),
+        sources,
+        tuple((result, layout) for result, layout, _ in results),
+        tangents,
+        () if backward is None else tuple((result, layout) for result, layout, _ in backward.delivered),
+    )
+
+
+class _Emitter:
+    """One phase. In backward, values of the forward are popped from the list `saved` when first needed."""
+
+    def __init__(
+        self, plan: Plan, groups: Mapping[str, str], device: str, phase: Phase, saved_from: Mapping[Ref, fx.Node] | None
+    ) -> None:
+        self.plan, self.phase = plan, phase
+        self.graph = fx.Graph()
+        self.writer = Writer(self.graph, plan.mesh, groups, device)
+        self.values: dict[Ref, fx.Node] = {}
+        self.saved_from = saved_from
+        self.saved = None if saved_from is None else self.placeholder("saved")
+        self.popped: list[Ref] = []
+        self.delivered: list[tuple[Result, Layout, fx.Node | None]] = []
+        self.node_of = plan.graph.by_name
+        self.used = {ref for node in plan.graph.nodes for ref in node.operands} | {r.ref for r in plan.graph.results if r.ref}
+
+    def placeholder(self, name: str) -> fx.Node:
+        return self.graph.placeholder(name)
+
+    def add_coordinates(self) -> None:
+        self.writer.coordinates = {axis: self.placeholder(f"coordinate_{axis}") for axis in self.plan.mesh.names}
+
+    def finish(self, name: str) -> fx.GraphModule:
+        self.graph.lint()
+        return fx.GraphModule(torch.nn.Module(), self.graph, class_name=name)
+
+    def run(self) -> None:
+        deliveries = self._deliveries()
+        for result, delivery in deliveries.pop(None, []):  # results that are sources, or nothing at all
+            self._deliver(result, delivery)
+        for node in self.plan.graph.nodes:
+            if node.phase != self.phase:
+                continue
+            if not node.is_source:
+                self._node(node, self.plan.choices[node.name])
+            for result, delivery in deliveries.get(node.name, []):
+                self._deliver(result, delivery)
+        order = {result: place for place, result in enumerate(self.plan.graph.results)}
+        self.delivered.sort(key=lambda item: order[item[0]])
+
+    def _deliveries(self) -> dict[str | None, list[tuple[Result, Delivery | None]]]:
+        """Results of this phase by the node that makes them; a gradient may be a value of the forward."""
+        found: dict[str | None, list[tuple[Result, Delivery | None]]] = {}
+        for result, delivery in zip(self.plan.graph.results, self.plan.deliveries, strict=True):
+            if (result.kind == "gradient") != (self.phase == "backward"):
+                continue
+            here = result.ref is not None and self.node_of[result.ref.name].phase == self.phase
+            at_node = result.ref.name if here and result.ref is not None else None
+            if at_node is not None and self.node_of[at_node].is_source and self.phase == "forward":
+                at_node = None
+            found.setdefault(at_node, []).append((result, delivery))
+        return found
+
+    def _deliver(self, result: Result, delivery: Delivery | None) -> None:
+        if result.ref is None or delivery is None:
+            self.delivered.append((result, (), None))
+            return
+        self.writer.comment = f"{result.kind} {result.target}: {self._told(result.ref, delivery.layout)}"
+        value = self.writer.reshard(self.value(result.ref), delivery.changes)
+        self.delivered.append((result, delivery.layout, value))
+
+    def value(self, ref: Ref) -> fx.Node:
+        """The value in its producer's layout; from the forward, it is popped off the saved list here, once."""
+        if ref not in self.values:
+            assert self.saved_from is not None and ref in self.saved_from, f"{ref} is not made before it is used"
+            popped = self.graph.call_method("pop", (self.saved,))
+            popped.name = f"{self.saved_from[ref].name}_saved"
+            popped.meta["comment"] = self._told(ref, self._given(ref))
+            self.values[ref] = popped
+            self.popped.append(ref)
+        return self.values[ref]
+
+    def _given(self, ref: Ref) -> Layout:
+        return self.plan.choices[ref.name].gives[ref.index]
+
+    def _told(self, ref: Ref, layout: Layout) -> str:
+        type = self.node_of[ref.name].outputs[ref.index]
+        return "" if type is None else show(layout, self.plan.mesh, len(type.shape))
+
+    def _node(self, node: Node, choice: Choice) -> None:
+        writer = self.writer
+        moved: dict[tuple[Ref, Layout], fx.Node] = {}
+        operands: list[fx.Node] = []
+        for ref, layout, read in zip(node.operands, choice.takes, choice.reads, strict=True):
+            if (ref, layout) not in moved:
+                writer.comment = f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)}"
+                moved[ref, layout] = writer.reshard(self.value(ref), read)
+            operands.append(moved[ref, layout])
+        writer.comment = "; ".join(filter(None, [node.module, node.source, self._layouts(node, choice)]))
+        if node.op == "autopar.share":
+            self.values[Ref(node.name)] = operands[0]
+            return
+        types = operand_types(node, self.node_of)
+        local_in = tuple(local_type(t, layout, self.plan.mesh) for t, layout in zip(types, choice.takes, strict=True))
+        local_out = tuple(
+            None if t is None else local_type(t, layout, self.plan.mesh)
+            for t, layout in zip(node.outputs, choice.gives, strict=True)
+        )
+        values = iter(operands)
+        args = map_refs(localise(node, node.args, local_out, local_in), lambda _: next(values))
+        kwargs = {key: map_refs(arg, lambda _: next(values)) for key, arg in node.kwargs}
+        if choice.body:
+            self._bind_body(node, choice, args, kwargs, local_in, local_out)
+        else:
+            value = writer.call(target_of(node.op), *args, **kwargs)
+            _rename(value, node.name)
+            self._bind(node, value, lambda index: writer.get(value, index))
+
+    def _bind_body(
+        self, node: Node, choice: Choice, args: Any, kwargs: dict[str, Any],
+        local_in: tuple[TensorType, ...], local_out: tuple[TensorType | None, ...],
+    ) -> None:  # fmt: skip
+        body = BodyWriter(self.writer, choice.body_axes, choice.body_size, local_in, local_out)
+        made = BODIES[choice.body].emit(body, node, args)
+        if len(node.outputs) == 1 and not isinstance(made, tuple):
+            made = (made,)
+        self._bind(node, None, lambda index: made[index])
+
+    def _bind(self, node: Node, single: fx.Node | None, pick: Callable[[int], fx.Node]) -> None:
+        """Name the results; of several, only those that somebody reads."""
+        if len(node.outputs) == 1 and single is not None:
+            self.values[Ref(node.name)] = single
+            return
+        for index in range(len(node.outputs)):
+            if (ref := Ref(node.name, index)) in self.used:
+                self.values[ref] = pick(index)
+
+    def _layouts(self, node: Node, choice: Choice) -> str:
+        roles = [f"{role}@{axis}" for role, axis in zip(choice.roles, self.plan.mesh.names, strict=True) if role]
+        told = [self._told(Ref(node.name, i), layout) for i, layout in enumerate(choice.gives) if node.outputs[i] is not None]
+        return f"{','.join(roles) or 'whole'} -> {', '.join(told)}"
+
+
+def _rename(value: fx.Node, name: str) -> None:
+    value.name = name if name.isidentifier() else value.name
+
+
+def _commented(module: fx.GraphModule) -> str:
+    comment_of = {node.name: node.meta.get("comment", "") for node in module.graph.nodes}
+    lines: list[str] = []
+    for line in module.code.strip().splitlines():
+        made = re.match(r"    (\w+) = ", line)
+        comment = comment_of.get(made.group(1), "") if made else ""
+        lines.append(f"{line.split(';  ')[0]}  # {comment}" if comment else line)
+    return "\n".join(lines) + "\n"
+
+
+def forward_only(graph: Graph) -> Graph:
+    """The graph of inference: what the outputs and the mutated buffers need, without gradients."""
+    results = tuple(result for result in graph.results if result.kind != "gradient")
+    needed = {result.ref.name for result in results if result.ref is not None}
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if node.name in needed or node.op in ("parameter", "buffer", "input"):
+            kept.append(node)
+            needed.update(ref.name for ref in node.operands)
+    return Graph(tuple(reversed(kept)), results)

@@ -1,0 +1,103 @@
+"""The functions that emitted code calls besides ATen: products, pieces of tensors for collectives, sharded dropout.
+
+Each is a plain function of tensors without rank or group in it; where ranks differ, the difference comes in as a tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+@functools.cache
+def _plan(equation: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    left, result = equation.split("->")
+    a, b = left.split(",")
+    return tuple(a.split()), tuple(b.split()), tuple(result.split())
+
+
+def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """`b s k, n k -> b s n`: one matrix product (batched if a letter stands in all three), without copies of views.
+
+    A dim of size one may be written `1`. Letters of both operands that the result lacks are summed.
+    """
+    names_a, names_b, names_out = _plan(equation)
+    shared = [n for n in names_a if n in names_b and n in names_out and n != "1"]
+    summed = [n for n in names_a if n in names_b and n not in names_out and n != "1"]
+    rows = [n for n in names_a if n not in names_b and n != "1"]
+    columns = [n for n in names_b if n not in names_a and n != "1"]
+    size = {n: s for n, s in (*zip(names_a, a.shape, strict=True), *zip(names_b, b.shape, strict=True)) if n != "1"}
+    flat_a = _matrix(a, names_a, (shared, rows, summed), size)
+    flat_b = _matrix(b, names_b, (shared, summed, columns), size)
+    product = torch.bmm(flat_a, flat_b) if shared else torch.mm(flat_a, flat_b)
+    made = [*shared, *rows, *columns]
+    product = product.reshape([size[n] for n in made])
+    wanted = [n for n in names_out if n != "1"]
+    if wanted != made:
+        product = product.permute([made.index(n) for n in wanted])
+    return product if len(wanted) == len(names_out) else product.reshape([size.get(n, 1) for n in names_out])
+
+
+def _matrix(x: Tensor, names: Sequence[str], parts: Sequence[Sequence[str]], size: dict[str, int]) -> Tensor:
+    """x with its dims gathered into the given parts; a leading empty part (no batch) is left out."""
+    x = x.reshape([size[n] for n in names if n != "1"]) if "1" in names else x
+    have = [n for n in names if n != "1"]
+    want = [n for part in parts for n in part]
+    if want != have:
+        x = x.permute([have.index(n) for n in want])
+    shape = [math.prod(size[n] for n in part) for part in parts]
+    return x.reshape(shape if parts[0] else shape[1:])
+
+
+def to_front(x: Tensor, dim: int, parts: int) -> Tensor:
+    """Cut `dim` into equal parts and stack them along dim 0, as a reduce-scatter or all-to-all wants them."""
+    if math.prod(x.shape[:dim]) == 1:
+        shape = list(x.shape)
+        shape[dim] //= parts
+        shape[0] *= parts
+        return x.reshape(shape).contiguous()
+    return torch.cat(x.chunk(parts, dim), 0)
+
+
+def from_front(x: Tensor, dim: int, parts: int) -> Tensor:
+    """Inverse of `to_front`: equal parts stacked along dim 0 go side by side along `dim`, as after an all-gather."""
+    if dim == 0:
+        return x
+    if math.prod(x.shape[:dim]) == parts:
+        shape = list(x.shape)
+        shape[0] //= parts
+        shape[dim] *= parts
+        return x.reshape(shape)
+    return torch.cat(x.chunk(parts, 0), dim)
+
+
+def piece(x: Tensor, dim: int, parts: int, index: Tensor) -> Tensor:
+    """The `index`-th of `parts` equal pieces of `dim`, as a copy of its own."""
+    return x.unflatten(dim, (parts, x.shape[dim] // parts)).index_select(dim, index.reshape(1)).squeeze(dim)
+
+
+def draw_seed() -> Tensor:
+    """A number from the default generator: the same on every rank whose generator is in the same state."""
+    return torch.randint(2**31, ())
+
+
+@torch.library.custom_op("autopar::dropout", mutates_args=())
+def _dropout(x: Tensor, p: float, seed: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator(device=x.device)
+    generator.manual_seed(int(seed) * 1_000_003 + int(shard))
+    mask = torch.rand(x.shape, generator=generator, device=x.device) >= p
+    return x * mask * (1.0 / (1.0 - p) if p < 1 else 0.0), mask
+
+
+@_dropout.register_fake
+def _(x: Tensor, p: float, seed: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+def dropout(x: Tensor, p: float, seed: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+    """Dropout of one shard of a tensor: a mask of its own for each `shard`, all from one `seed`. Returns (out, mask)."""
+    return torch.ops.autopar.dropout(x, p, seed, shard)

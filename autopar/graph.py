@@ -1,0 +1,172 @@
+"""The joint forward/backward graph as plain values: what trace leaves behind and every later stage reads.
+
+No torch here. An operator is named by its torch.ops path without the leading `torch.ops.` (`aten.mm.default`), or by a
+name of ours (`autopar.einsum`). A node with several results is one node; `Ref(name, i)` is its i-th result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Phase = Literal["forward", "backward"]
+
+ITEMSIZE = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Global (unsplit) shape and dtype (`float32`) of a value."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The `index`-th result of the node called `name`."""
+
+    name: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A torch constant in an argument: kind is dtype, device, layout or memory_format."""
+
+    kind: str
+    value: str
+
+
+# What stands in an argument list: None, bool, int, float, str, Ref, Const or a tuple of these.
+Arg = Any
+
+SOURCES = ("parameter", "buffer", "input", "tangent", "constant")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator application, or a source of values (op is one of SOURCES, and target names what it is).
+
+    `target` of a parameter or buffer is its name in the model; of an input its path among the arguments; of a tangent
+    the index of the output it belongs to; of a constant its values as JSON. `module` and `source` say where in the user's
+    model the node came from.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[TensorType | None, ...]
+    phase: Phase = "forward"
+    target: str = ""
+    module: str = ""
+    source: str = ""
+
+    @property
+    def operands(self) -> tuple[Ref, ...]:
+        """The tensors it reads, in the order in which they stand in args, then kwargs (with repetitions)."""
+        return tuple(_refs((self.args, tuple(value for _, value in self.kwargs))))
+
+    @property
+    def is_source(self) -> bool:
+        return self.op in SOURCES
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the graph gives back: kind is output, gradient or buffer; target is an output index, or a name.
+
+    `ref` is None where the model returns None, or where a parameter has no gradient.
+    """
+
+    kind: Literal["output", "gradient", "buffer"]
+    target: str
+    ref: Ref | None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in execution order: every operand is defined above its use. Forward nodes stand before backward nodes."""
+
+    nodes: tuple[Node, ...]
+    results: tuple[Result, ...]
+
+    def __post_init__(self) -> None:
+        seen: dict[str, int] = {}
+        for node in self.nodes:
+            for ref in node.operands:
+                if ref.index >= seen.get(ref.name, 0):
+                    raise ValueError(f"{node.source or node.module}: %{node.name} uses %{ref.name}[{ref.index}] before it is defined")
+            if node.name in seen:
+                raise ValueError(f"two nodes are called %{node.name}")
+            seen[node.name] = len(node.outputs)
+        for result in self.results:
+            if result.ref is not None and result.ref.index >= seen.get(result.ref.name, 0):
+                raise ValueError(f"{result.kind} {result.target} is %{result.ref.name}[{result.ref.index}], which is not defined")
+
+    @property
+    def by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    def type_of(self, ref: Ref) -> TensorType:
+        found = self.by_name[ref.name].outputs[ref.index]
+        assert found is not None, ref
+        return found
+
+    @property
+    def digest(self) -> str:
+        """Content hash: the same for the same program, whatever the process. Sources and module paths do not count."""
+        told = [(n.name, n.op, _plain(n.args), _plain(n.kwargs), [str(t) for t in n.outputs], n.phase, n.target) for n in self.nodes]
+        ends = [(r.kind, r.target, _plain(r.ref)) for r in self.results]
+        return hashlib.sha256(json.dumps([told, ends], separators=(",", ":")).encode()).hexdigest()
+
+
+def _refs(arg: Arg) -> Iterator[Ref]:
+    if isinstance(arg, Ref):
+        yield arg
+    elif isinstance(arg, tuple):
+        for part in arg:
+            yield from _refs(part)
+
+
+def _plain(arg: Arg) -> Any:
+    match arg:
+        case Ref():
+            return {"ref": [arg.name, arg.index]}
+        case Const():
+            return {arg.kind: arg.value}
+        case tuple():
+            return [_plain(part) for part in arg]
+        case float():
+            return repr(arg)
+        case _:
+            return arg
+
+
+def map_refs(arg: Arg, change: Any) -> Arg:
+    """The same argument with `change(ref)` in the place of every Ref."""
+    if isinstance(arg, Ref):
+        return change(arg)
+    if isinstance(arg, tuple):
+        return tuple(map_refs(part, change) for part in arg)
+    return arg

@@ -1,0 +1,54 @@
+"""The mesh as a plain value: named axes and their sizes. torch's `DeviceMesh` is translated to it once, at the border."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes of a grid of ranks, outermost first; ranks are numbered row-major (the last axis is contiguous)."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.sizes) or not self.names:
+            raise ValueError(f"mesh has {len(self.names)} axis names and {len(self.sizes)} sizes; give one size per name")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"mesh axis names {self.names} repeat; give each axis its own name")
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if size < 1:
+                raise ValueError(f"mesh axis {name!r} has size {size}; sizes are whole numbers from 1")
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        return self.sizes[self.names.index(axis)]
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """Where `rank` sits on each axis."""
+        where: list[int] = []
+        for size in reversed(self.sizes):
+            rank, index = divmod(rank, size)
+            where.append(index)
+        return tuple(reversed(where))
+
+    def __str__(self) -> str:
+        return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
+
+
+def parse_mesh(text: str) -> Mesh:
+    """Read `data=8,tensor=8`. Raises ValueError naming the part that does not fit."""
+    names: list[str] = []
+    sizes: list[int] = []
+    for part in text.split(","):
+        name, found, size = part.partition("=")
+        if not found or not name.strip().isidentifier() or not size.strip().isdigit():
+            raise ValueError(f"mesh part {part!r} is not NAME=SIZE; write for example data=8,tensor=8")
+        names.append(name.strip())
+        sizes.append(int(size))
+    return Mesh(tuple(names), tuple(sizes))

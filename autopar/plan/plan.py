@@ -1,0 +1,143 @@
+"""The plan: the decision in full. It holds the graph and, for every node, the chosen strategy with its steps and the
+layout changes in front of it, so that emitting it needs neither rules nor solver nor prices.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from autopar.graph import Graph, Node
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.reshard import Reshard
+from cost_models.steps import Comm, Step, received_bytes
+
+
+class PlanMismatch(ValueError):
+    """A plan does not fit the model, the inputs, the mesh or this version; the message says which part differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one node runs.
+
+    `roles`: per axis the factor it splits ("" none, "+0" operand 0 is a partial sum). `takes`, `gives`: layouts of operands
+    and results. `body`, `body_axes`, `body_size`: the local body that replaces the operator, the axes it works over, and
+    the global size of the factors it splits. `steps`: what
+    one rank performs. `reads`: per operand, the layout changes that bring it from what its producer gives.
+    """
+
+    roles: tuple[str, ...]
+    takes: tuple[Layout, ...]
+    gives: tuple[Layout, ...]
+    body: str
+    body_axes: tuple[str, ...]
+    body_size: int
+    steps: tuple[Step, ...]
+    reads: tuple[tuple[Reshard, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How one result of the graph leaves it: the layout changes, and the layout it arrives in."""
+
+    changes: tuple[Reshard, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision, with what was predicted of it.
+
+    Seconds and bytes are those of one rank and one training step, predicted on `hardware`. `bound` is a proven lower bound
+    on the seconds of any plan of the searched space; `gap` = (step_seconds - bound) / step_seconds. `peak_bytes` per
+    memory tier. `notes`: what a user should know, such as operators without a rule, which run replicated.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    hardware: str
+    hardware_digest: str
+    optimizer: str
+    memory_limit: float | None
+    outputs: str
+    choices: Mapping[str, Choice]
+    deliveries: tuple[Delivery | None, ...]
+    step_seconds: float
+    bound: float
+    peak_bytes: Mapping[str, int]
+    seconds_by: Mapping[str, float]
+    notes: tuple[str, ...] = ()
+    search: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, (self.step_seconds - self.bound) / self.step_seconds) if self.step_seconds else 0.0
+
+    @property
+    def parameters(self) -> dict[str, Layout]:
+        """Layout of every parameter, under the name that the graph uses."""
+        return {n.target: self.choices[n.name].gives[0] for n in self.graph.nodes if n.op == "parameter"}
+
+    def comms(self) -> list[Comm]:
+        """Every collective of one step, in the order of the graph."""
+        found: list[Comm] = []
+        for node in self.graph.nodes:
+            choice = self.choices[node.name]
+            for read in read_once(node, choice):
+                found += self._comms(read)
+            found += [step for step in choice.steps if isinstance(step, Comm)]
+        for delivery in self.deliveries:
+            if delivery is not None:
+                found += self._comms(delivery.changes)
+        return [comm for comm in found if comm.ranks > 1]
+
+    def _comms(self, changes: tuple[Reshard, ...]) -> list[Comm]:
+        return [s for change in changes for s in change.steps(self.mesh.size(change.axis)) if isinstance(s, Comm)]
+
+    @property
+    def comm_bytes(self) -> dict[tuple[str, str], int]:
+        """(collective, axis) -> bytes that one rank receives in a step."""
+        total: dict[tuple[str, str], int] = defaultdict(int)
+        for comm in self.comms():
+            total[comm.collective, comm.axis] += received_bytes(comm)
+        return dict(sorted(total.items()))
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON: to a temporary file first, then renamed, so that no half plan is ever seen."""
+        from autopar.plan.store import save
+
+        save(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read and check. Raises PlanMismatch where the file is cut short, edited or of another version."""
+        from autopar.plan.store import load
+
+        return load(Path(path))
+
+    def to_dot(self) -> str:
+        """The plan as a Graphviz graph; see `autopar.plan.dot`."""
+        from autopar.plan.dot import to_dot
+
+        return to_dot(self)
+
+    def explain(self) -> str:
+        """The plan as one screen of text; see `autopar.plan.explain`."""
+        from autopar.plan.explain import explain
+
+        return explain(self)
+
+
+def read_once(node: Node, choice: Choice) -> list[tuple[Reshard, ...]]:
+    """The layout changes in front of a node; an operand that stands twice in its arguments, in one layout, comes once."""
+    seen: set[object] = set()
+    reads: list[tuple[Reshard, ...]] = []
+    for ref, layout, read in zip(node.operands, choice.takes, choice.reads, strict=True):
+        if (ref, layout) not in seen:
+            seen.add((ref, layout))
+            reads.append(read)
+    return reads

@@ -1,0 +1,169 @@
+"""Layout changes: the cheapest sequence of collectives from one layout of a tensor to another.
+
+On one axis a step is an all-gather (split -> whole), reduce-scatter (partial -> split), all-reduce (partial -> whole),
+all-to-all (split -> split elsewhere) or a slice (whole -> split, nothing is sent). A step may only touch the innermost
+axis that splits a dim, so that every rank's piece stays contiguous. Prices of all pairs come from one
+Floyd-Warshall per tensor type (Floyd 1962); the path itself is walked only for the pairs that a plan uses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.graph import TensorType
+from autopar.layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, local_shape
+from autopar.mesh import Mesh
+from cost_models.hardware import Hardware
+from cost_models.price import Link, seconds
+from cost_models.steps import Comm, Compute, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """One layout step on one axis: `before` and `after` are the placements on it; `local` is the local type it starts from."""
+
+    axis: str
+    before: Placement
+    after: Placement
+    local: TensorType
+
+    @property
+    def kind(self) -> str:
+        match self.before, self.after:
+            case Shard(), Replicate():
+                return "all_gather"
+            case Partial(), Replicate():
+                return "all_reduce"
+            case Partial(), Shard():
+                return "reduce_scatter"
+            case Shard(), Shard():
+                return "all_to_all"
+            case Replicate(), Shard():
+                return "slice"
+            case _:
+                raise ValueError(f"no step leads from {self.before} to {self.after}")
+
+    def steps(self, ranks: int) -> tuple[Step, ...]:
+        """What one rank does: the collective, and a copy where the pieces are not contiguous in memory."""
+        nbytes = self.local.nbytes
+        match self.before, self.after:
+            case Shard(dim), Replicate():
+                whole = nbytes * ranks
+                return (Comm("all_gather", self.axis, ranks, whole), *_copies(self.local, dim, whole))
+            case Partial(), Replicate():
+                return (Comm("all_reduce", self.axis, ranks, nbytes),)
+            case Partial(), Shard(dim):
+                return (Comm("reduce_scatter", self.axis, ranks, nbytes), *_copies(self.local, dim, nbytes))
+            case Shard(src), Shard(dst):
+                lead = min(src, dst)
+                return (Comm("all_to_all", self.axis, ranks, nbytes), *_copies(self.local, max(lead, 1), 2 * nbytes))
+            case _:
+                return (Compute("slice", 0.0, 2.0 * nbytes / ranks, self.local.dtype, 1, "elementwise"),)
+
+
+def _copies(local: TensorType, dim: int, nbytes: int) -> tuple[Step, ...]:
+    """Collectives work on the leading dim; another dim costs one pass through memory, unless all before it have size 1."""
+    if all(size == 1 for size in local.shape[:dim]):
+        return ()
+    return (Compute("reorder", 0.0, 2.0 * nbytes, local.dtype, 1, "elementwise"),)
+
+
+class Resharder:
+    """Prices and paths of layout changes on one mesh and hardware. Tables are made per tensor type when first asked for."""
+
+    def __init__(self, mesh: Mesh, hardware: Hardware, links: Mapping[str, Link]) -> None:
+        self.mesh, self.hardware, self.links = mesh, hardware, links
+        self._tables: dict[TensorType, _Table] = {}
+
+    def table(self, type: TensorType) -> _Table:
+        if type not in self._tables:
+            self._tables[type] = self._make(type)
+        return self._tables[type]
+
+    def path(self, type: TensorType, src: Layout, dst: Layout) -> tuple[Reshard, ...]:
+        """The steps from src to dst; empty if they are equal. Raises ValueError where no path exists."""
+        table = self.table(type)
+        at, end = table.index[src], table.index[dst]
+        if not np.isfinite(table.price[at, end]):
+            raise ValueError(f"{type}: no layout change leads from {src} to {dst}")
+        steps: list[Reshard] = []
+        while at != end:
+            towards = {step: cost + table.price[step, end] for step, cost in table.steps[at].items()}
+            best = min(towards, key=lambda step: (towards[step], step))
+            steps.append(self._step(type, table.layouts[at], table.layouts[best]))
+            at = best
+        return tuple(steps)
+
+    def _step(self, type: TensorType, src: Layout, dst: Layout) -> Reshard:
+        (axis,) = (i for i, (before, after) in enumerate(zip(src, dst, strict=True)) if before != after)
+        local = local_shape(type.shape, src, self.mesh)
+        assert local is not None
+        return Reshard(self.mesh.names[axis], src[axis], dst[axis], TensorType(local, type.dtype))
+
+    def _make(self, type: TensorType) -> _Table:
+        layouts = all_layouts(type, self.mesh)
+        index = {layout: i for i, layout in enumerate(layouts)}
+        price = np.full((len(layouts), len(layouts)), np.inf)
+        np.fill_diagonal(price, 0.0)
+        steps: list[dict[int, float]] = []
+        for i, layout in enumerate(layouts):
+            reached: dict[int, float] = {}
+            for nearby in _neighbours(layout, len(type.shape)):
+                if (j := index.get(nearby)) is not None:
+                    step = self._step(type, layout, nearby)
+                    ranks = self.mesh.size(step.axis)
+                    reached[j] = sum(seconds(s, self.hardware, self.links) for s in step.steps(ranks))
+            for j, cost in reached.items():
+                price[i, j] = cost
+            steps.append(reached)
+        for k in range(len(layouts)):
+            np.minimum(price, price[:, k, None] + price[None, k, :], out=price)
+        nbytes = np.array([_local_bytes(type, layout, self.mesh) for layout in layouts], dtype=np.float64)
+        return _Table(layouts, index, price, steps, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    layouts: tuple[Layout, ...]
+    index: dict[Layout, int]
+    price: NDArray[np.float64]
+    steps: list[dict[int, float]]
+    nbytes: NDArray[np.float64]
+
+
+def all_layouts(type: TensorType, mesh: Mesh) -> tuple[Layout, ...]:
+    """Every layout with even shards: per axis whole, split along a dim, or partial (sum or max)."""
+    choices: list[Placement] = [REPLICATE, *(Shard(dim) for dim in range(len(type.shape))), Partial("sum"), Partial("max")]
+    per_axis = [choices if size > 1 else choices[: len(type.shape) + 3] for size in mesh.sizes]
+    found: list[Layout] = []
+    for layout in itertools.product(*per_axis):
+        if len({p.op for p in layout if isinstance(p, Partial)}) <= 1 and local_shape(type.shape, layout, mesh) is not None:
+            found.append(layout)
+    return tuple(found)
+
+
+def _neighbours(layout: Layout, ndim: int) -> list[Layout]:
+    """Layouts one step away."""
+    found: list[Layout] = []
+    for axis, before in enumerate(layout):
+        inner = {p.dim for p in layout[axis + 1 :] if isinstance(p, Shard)}
+        if isinstance(before, Shard) and before.dim in inner:
+            continue  # only the innermost axis of a dim may move
+        reachable: list[Placement] = [Shard(dim) for dim in range(ndim) if dim not in inner]
+        if isinstance(before, Partial) and before.op != "sum":
+            reachable = []
+        for after in (REPLICATE, *reachable):
+            if after != before:
+                found.append((*layout[:axis], after, *layout[axis + 1 :]))
+    return found
+
+
+def _local_bytes(type: TensorType, layout: Layout, mesh: Mesh) -> int:
+    shape = local_shape(type.shape, layout, mesh)
+    assert shape is not None
+    return TensorType(shape, type.dtype).nbytes

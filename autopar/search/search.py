@@ -1,0 +1,139 @@
+"""search: graph in, plan out. No torch here; the one place that speaks to both solver/ and cost_models/."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from autopar.assemble import DEVICE, Assembled, assemble
+from autopar.decide import decide
+from autopar.graph import Graph
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.price import Pricer
+from autopar.strategy import Strategy, propose
+from cost_models.hardware import Hardware
+from solver import Solution, solve
+
+Progress = Callable[[str], None]
+
+# Above this many pairs of options the problem is solved with repeated layers tied to one choice.
+TIE_ABOVE_PAIRS = 1_500_000
+
+
+class Infeasible(RuntimeError):
+    """No plan fits: the message names the least memory that would do, the instant of the peak and the largest tenants."""
+
+
+class NoAnswerInTime(RuntimeError):
+    """The time limit passed before any plan was found."""
+
+
+def search(
+    graph: Graph,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    memory: float | None = None,
+    optimizer: str = "adamw",
+    outputs: str = "sharded",
+    fixed: Mapping[str, Layout] | None = None,
+    time_limit_s: float = 60.0,
+    tied: bool | None = None,
+    progress: Progress = lambda text: None,
+) -> Plan:
+    """The fastest plan for one training step of `graph` that fits in `memory` bytes on each rank.
+
+    `outputs`: "sharded" leaves outputs in the plan's layouts, "global" brings them whole to every rank. `fixed`: layouts of
+    parameters that are settled already. `tied`: one choice for repeated layers (default: only where the problem is
+    large). Same arguments, same plan, unless the time limit cuts the search. Raises Infeasible, NoAnswerInTime.
+    """
+    started = time.perf_counter()
+    pricer = Pricer.on(mesh, hardware, optimizer)
+    strategies, without_rule = propose(graph, mesh)
+    progress(f"proposed {sum(map(len, strategies.values())):,} strategies for {len(graph.nodes):,} nodes")
+    if tied is None:
+        tied = _pairs(graph, strategies) > TIE_ABOVE_PAIRS
+    assembled = assemble(
+        graph, strategies, pricer, memory=memory, tied=tied, whole_outputs=outputs == "global", fixed=fixed
+    )
+    problem = assembled.problem
+    proposed_s = time.perf_counter() - started
+    progress(
+        f"assembled {len(problem.costs):,} items and {len(problem.edges):,} edges in {proposed_s:.1f} s"
+        + (", repeated layers tied" if tied else "")
+    )
+    solution = solve(problem, time_limit_s=time_limit_s)
+    progress(f"solved in {solution.seconds:.1f} s: {solution.status}, gap {solution.gap:.2%}")
+    picks = _picks_or_raise(solution, graph, assembled, memory, time_limit_s)
+    notes = [*_rule_notes(graph, without_rule)]
+    if tied:
+        notes.append("repeated layers share one choice; the gap is to the best plan that ties them")
+    facts: dict[str, float | int | str] = {
+        "status": solution.status,
+        "tied": int(tied),
+        "nodes": len(graph.nodes),
+        "items": len(problem.costs),
+        "options": sum(len(cost) for cost in problem.costs),
+        "edges": len(problem.edges),
+    }
+    plan = decide(
+        graph, assembled, picks, pricer,
+        objective=solution.cost, bound=solution.bound, memory=memory, outputs=outputs, notes=notes, search=facts,
+    )  # fmt: skip
+    progress(f"refereed: {plan.step_seconds * 1e3:.3f} ms a step, {time.perf_counter() - started:.1f} s in all")
+    return plan
+
+
+def _pairs(graph: Graph, strategies: Mapping[str, tuple[Strategy, ...]]) -> int:
+    return sum(len(strategies[node.name]) * len(strategies[ref.name]) for node in graph.nodes for ref in node.operands)
+
+
+def _rule_notes(graph: Graph, without_rule: tuple[str, ...]) -> list[str]:
+    node_of = graph.by_name
+    counts = Counter(node_of[name].op for name in without_rule)
+    return [f"{op} has no sharding rule and runs replicated ({count} nodes)" for op, count in sorted(counts.items())]
+
+
+def _picks_or_raise(
+    solution: Solution, graph: Graph, assembled: Assembled, memory: float | None, time_limit_s: float
+) -> tuple[int, ...]:
+    if solution.picks is not None:
+        return solution.picks
+    if solution.status == "infeasible":
+        raise Infeasible(_why_infeasible(solution, graph, memory))
+    raise NoAnswerInTime(f"no plan was found within {time_limit_s:.0f} s; give the search more time (--time-limit), or more memory")
+
+
+def _why_infeasible(solution: Solution, graph: Graph, memory: float | None) -> str:
+    explanation = solution.explanation
+    shortages = explanation.shortages if explanation is not None else ()
+    shortage = next((s for s in shortages if s.resource == DEVICE), None)
+    if shortage is None or memory is None:
+        return "no combination of strategies is consistent; this is a defect of autopar, please report the model"
+    at = min(shortage.instant, len(graph.nodes) - 1)
+    node = graph.nodes[at]
+    where = f"%{node.name} ({node.module or node.op})" if shortage.instant < len(graph.nodes) else "the optimizer step"
+    tenants = "; ".join(f"{name} {size(nbytes)}" for name, nbytes in shortage.tenants)
+    if shortage.enough is None:
+        least = f"at least {size(shortage.at_least)} is needed"
+    elif shortage.enough <= shortage.at_least * (1 + 1e-6):
+        least = f"the least that would do is {size(shortage.enough)}"
+    else:
+        least = f"the least that would do lies between {size(shortage.at_least)} and {size(shortage.enough)}"
+    return (
+        f"no plan fits in {size(memory)} per rank: {least}, "
+        f"at the peak while {where} runs. The five largest tenants there: {tenants}. "
+        "Give more memory or more ranks, or make the batch smaller."
+    )
+
+
+def size(nbytes: float) -> str:
+    """`12.3 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    raise AssertionError

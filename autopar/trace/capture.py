@@ -1,0 +1,125 @@
+"""torch comes in here: a model and example inputs become one joint forward/backward ATen `torch.fx` graph.
+
+Everything runs on fake tensors, so a model of any size, on any device or on none, is traced without allocating it.
+The route is `torch.export` (non-strict), then AOTAutograd's joint graph, whose placeholders and outputs carry
+descriptors that say what they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors
+from autopar.modules import with_tensors
+
+
+class TraceError(RuntimeError):
+    """The model could not be captured as one graph; the message names the line of the model."""
+
+
+@dataclass
+class Captured:
+    """`joint`: the fx graph module; `out_spec`: the tree of the model's outputs; `leaves`: the flat example inputs."""
+
+    joint: torch.fx.GraphModule
+    out_spec: pytree.TreeSpec
+    leaves: tuple[tuple[str, Any], ...]
+    constants: dict[str, torch.Tensor]
+
+
+class _ScalarsDifferentiable(nn.Module):
+    """Calls `inner`; where one of its outputs is a scalar that requires grad, only scalars keep their gradient.
+
+    Otherwise a logits-sized tangent of zeros would be asked for, and flow through the whole backward pass.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten(self.inner(*args, **kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(tensor.requires_grad and tensor.ndim == 0 for tensor in tensors):
+            leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf for leaf in leaves]
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """The model with fake tensors of the same shapes on the CPU, whatever device (or meta) the real ones are on."""
+    fakes: dict[int, torch.Tensor] = {}
+    with mode:
+        for parameter in model.parameters():
+            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+            fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            fakes[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype)
+    return with_tensors(model, fakes)
+
+
+def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    """(path, leaf) of every argument, in a fixed order: positional first, keywords by name. Paths read `[0]`, `['x']`."""
+    paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(sorted(kwargs.items()))))
+    return [(pytree.keystr(path[1:]), leaf) for path, leaf in paths], spec
+
+
+@contextlib.contextmanager
+def _naming_the_line() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        where = _line_of_model(error)
+        reason = re.split(r"\n\s*\n|\nThe following|\nUser code|\nFor more", str(error).strip())[0].replace("\n", " ")[:400]
+        raise TraceError(
+            f"the model cannot be captured as one graph{where}: {type(error).__name__}: {reason} "
+            "Control flow and shapes may not depend on tensor values; rewrite that line without them."
+        ) from error
+
+
+def _line_of_model(error: BaseException) -> str:
+    """The innermost line outside torch and autopar: from the traceback, else from what the message quotes."""
+    ours = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
+    while error is not None:
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if not frame.filename.startswith(ours) and "contextlib" not in frame.filename:
+                if "transformers/utils" in frame.filename or frame.name == "<module>":
+                    continue
+                return f" at {frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured:
+    """Capture forward and backward of `model(*args, **kwargs)` in its present mode (`train` or `eval`).
+
+    Tensors among the inputs give shapes and dtypes only; DTensors count with their global shape. Raises TraceError.
+    """
+    leaves, spec = flatten_inputs(args, kwargs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_model = fake_copy(model, mode)
+    with mode:
+        fakes = [torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+    fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
+    with _naming_the_line(), ExitStack() as stack:
+        exported = torch.export.export(fake_model, fake_args, fake_kwargs, strict=False)
+        inner = exported.module(check_guards=False)
+        joint = aot_export_joint_with_descriptors(
+            stack, _ScalarsDifferentiable(inner), fake_args, fake_kwargs, decompositions=None
+        )
+    graph_module = joint.graph_module
+    constants = {
+        str(node.target): getattr(graph_module, str(node.target))
+        for node in graph_module.graph.nodes
+        if node.op == "get_attr"
+    }
+    return Captured(graph_module, joint.out_spec, tuple(leaves), constants)

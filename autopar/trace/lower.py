@@ -1,0 +1,163 @@
+"""The captured fx graph becomes a plain `Graph`: one node per operator, torch constants as `Const`, no getitem."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from typing import Any
+
+import torch
+
+from autopar.graph import Arg, Const, Graph, Node, Ref, Result, TensorType
+from autopar.trace.capture import Captured
+
+DROPPED_KWARGS = ("pin_memory", "layout", "memory_format", "non_blocking")
+WITHOUT_RESULT = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
+
+
+def lower(captured: Captured) -> Graph:
+    """Translate; the prefix that capture's wrapper put before names is taken off again."""
+    nodes: list[Node] = []
+    ref_of: dict[torch.fx.Node, Any] = {}
+    results: list[Result] = []
+    for fx_node in captured.joint.graph.nodes:
+        match fx_node.op:
+            case "placeholder":
+                _add_source(fx_node, captured, nodes, ref_of)
+            case "get_attr":
+                value = captured.constants[str(fx_node.target)]
+                target = f"{fx_node.target}:{_content_hash(value)}"
+                nodes.append(Node(fx_node.name, "constant", (), (), (_type(value),), target=target))
+                ref_of[fx_node] = Ref(fx_node.name)
+            case "call_function" if fx_node.target is operator.getitem:
+                base, index = fx_node.args
+                ref_of[fx_node] = Ref(ref_of[base].name, index)
+            case "call_function":
+                if str(fx_node.target) in WITHOUT_RESULT:
+                    continue
+                nodes.append(_lower_call(fx_node, ref_of))
+                ref_of[fx_node] = Ref(fx_node.name)
+            case "output":
+                results = _results(fx_node, ref_of)
+            case _:
+                raise AssertionError(f"a captured graph has no {fx_node.op} nodes")
+    return Graph(tuple(nodes), tuple(results))
+
+
+def _add_source(fx_node: torch.fx.Node, captured: Captured, nodes: list[Node], ref_of: dict[torch.fx.Node, Any]) -> None:
+    value = fx_node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        ref_of[fx_node] = value  # a number or None among the inputs: the graph is specialised to it
+        return
+    op, target = _describe_source(fx_node.meta["desc"], captured)
+    phase = "backward" if op == "tangent" else "forward"
+    name = fx_node.name if op == "tangent" else _readable(target)
+    nodes.append(Node(name, op, (), (), (_type(value),), phase=phase, target=target))
+    ref_of[fx_node] = Ref(name)
+
+
+def _describe_source(desc: Any, captured: Captured) -> tuple[str, str]:
+    match type(desc).__name__:
+        case "ParamAOTInput":
+            return "parameter", desc.target.removeprefix("inner.")
+        case "BufferAOTInput":
+            return "buffer", desc.target.removeprefix("inner.")
+        case "PlainAOTInput":
+            return "input", captured.leaves[desc.idx][0]
+        case "TangentAOTInput":
+            return "tangent", str(desc.output.idx)
+        case other:
+            raise NotImplementedError(f"this torch describes a graph input as {other}, which autopar does not know")
+
+
+def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> list[Result]:
+    results: list[Result] = []
+    for value, desc in zip(fx_node.args[0], fx_node.meta["desc"], strict=True):
+        ref = ref_of[value] if isinstance(value, torch.fx.Node) else None
+        match type(desc).__name__:
+            case "PlainAOTOutput":
+                results.append(Result("output", str(desc.idx), ref if isinstance(ref, Ref) else None))
+            case "InputMutationAOTOutput":
+                results.append(Result("buffer", desc.mutated_input.target.removeprefix("inner."), ref))
+            case "GradAOTOutput" if type(desc.grad_of).__name__ == "ParamAOTInput":
+                results.append(Result("gradient", desc.grad_of.target.removeprefix("inner."), ref))
+            case "GradAOTOutput":
+                raise NotImplementedError(f"gradients with respect to inputs ({desc.grad_of}) are not built yet")
+            case "NoneType":
+                pass
+            case other:
+                raise NotImplementedError(f"this torch describes a graph output as {other}, which autopar does not know")
+    return results
+
+
+def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Node:
+    value = fx_node.meta["val"]
+    outputs = tuple(_type(v) for v in value) if isinstance(value, (tuple, list)) else (_type(value),)
+    kwargs = tuple((key, _arg(arg, ref_of)) for key, arg in sorted(fx_node.kwargs.items()) if key not in DROPPED_KWARGS)
+    if str(fx_node.target) == "aten.clone.default" and "memory_format" in fx_node.kwargs:
+        kwargs = (("memory_format", Const("memory_format", "contiguous_format")),)
+    is_backward = fx_node.meta.get("partitioner_tag") == "is_backward"
+    return Node(
+        fx_node.name,
+        str(fx_node.target),
+        tuple(_arg(arg, ref_of) for arg in fx_node.args),
+        kwargs,
+        outputs,
+        phase="backward" if is_backward else "forward",
+        module=_module_path(fx_node),
+        source=_source_line(fx_node),
+    )
+
+
+def _type(value: Any) -> TensorType | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return TensorType(tuple(int(size) for size in value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def _arg(arg: Any, ref_of: dict[torch.fx.Node, Any]) -> Arg:
+    match arg:
+        case torch.fx.Node():
+            return ref_of[arg]
+        case tuple() | list():
+            return tuple(_arg(part, ref_of) for part in arg)
+        case torch.dtype():
+            return Const("dtype", str(arg).removeprefix("torch."))
+        case torch.device():
+            return Const("device", arg.type)
+        case torch.layout():
+            return Const("layout", str(arg).removeprefix("torch."))
+        case torch.memory_format():
+            return Const("memory_format", str(arg).removeprefix("torch."))
+        case None | bool() | int() | float() | str():
+            return arg
+        case _:
+            raise NotImplementedError(f"an operator argument of type {type(arg).__name__} ({arg!r}) is not known to autopar")
+
+
+def _module_path(fx_node: torch.fx.Node) -> str:
+    stack = fx_node.meta.get("nn_module_stack") or fx_node.meta.get("fwd_nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return str(path).removeprefix("inner").removeprefix(".")
+
+
+def _source_line(fx_node: torch.fx.Node) -> str:
+    """`modeling_gpt2.py:581 causal_mask = create_causal_mask(`: the innermost line of the user's code."""
+    found = re.findall(r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)', fx_node.meta.get("stack_trace") or "")
+    if not found:
+        return ""
+    path, line, code = found[-1]
+    return f"{path.rsplit('/', 1)[-1]}:{line} {code.strip()}"
+
+
+def _readable(target: str) -> str:
+    name = re.sub(r"\W+", "_", target).strip("_")
+    return f"arg_{name}" if not name or name[0].isdigit() else name
+
+
+def _content_hash(value: torch.Tensor) -> str:
+    if value.numel() == 0:
+        return "empty"
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(bytes(flat.tolist())).hexdigest()[:12]

@@ -1,0 +1,57 @@
+"""How much arithmetic one operator does: flops as closed forms of its shapes, and the kind that picks the rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.graph import Node, TensorType
+
+# Operators whose result is another look at an operand's storage: they move nothing and hold nothing of their own.
+VIEWS = (
+    "aten.view.default",
+    "aten.permute.default",
+    "aten.expand.default",
+    "aten.slice.Tensor",
+    "aten.select.int",
+    "aten.split.Tensor",
+    "aten.split_with_sizes.default",
+    "aten.chunk.default",
+    "aten.unbind.int",
+    "aten.diagonal.default",
+    "autopar.share",
+)
+
+
+def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
+    """(flops, kind) of the whole, unsplit operator. Kinds: matmul, attention, conv, elementwise.
+
+    Attention forward is two products of 2*b*h*q*k*d, backward five of them (Dao 2023, section 3.1).
+    """
+    op = node.op
+    if op == "autopar.einsum" or op.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")):
+        return 2.0 * _product_size(node, operands), "matmul"
+    if "scaled_dot_product" in op or "_attention_" in op:
+        is_backward = op.endswith("_backward.default")
+        q, k = operands[1:3] if is_backward else operands[0:2]
+        one = 2.0 * math.prod(q.shape) * k.shape[-2]
+        return (5.0 if is_backward else 2.0) * one, "attention"
+    if op == "aten.convolution.default":
+        out = node.outputs[0]
+        assert out is not None
+        return 2.0 * out.numel * math.prod(operands[1].shape[1:]), "conv"
+    if op == "aten.convolution_backward.default":
+        return 2.0 * operands[0].numel * math.prod(operands[2].shape[1:]), "conv"
+    return float(sum(out.numel for out in node.outputs if out is not None)), "elementwise"
+
+
+def _product_size(node: Node, operands: Sequence[TensorType]) -> float:
+    if node.op != "autopar.einsum":
+        left, right = operands[-2:]
+        return float(math.prod(left.shape) * right.shape[-1])
+    terms = str(node.args[0]).split("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        sizes.update(zip(term.split(), operand.shape, strict=True))
+    sizes.pop("1", None)
+    return float(math.prod(sizes.values()))

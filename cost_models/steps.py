@@ -1,0 +1,156 @@
+"""What one rank does, as plain values: compute, communicate, move between memory tiers, repeat.
+
+A step is about one rank and says nothing about time. `cost_models.price` gives its seconds on a machine,
+`received_bytes` the bytes that it takes from other ranks; generated code and explanations read the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+
+TIERS = ("hbm", "host")
+MATRIX_KINDS = frozenset({"matmul", "attention", "conv"})  # run on matrix units, where a device has them
+
+
+def _less_one(ranks: float) -> float:
+    return ranks - 1
+
+
+def _itself(ranks: float) -> float:
+    return ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The closed form of one collective over `ranks` ranks, of which every reader takes what it needs.
+
+    In each of `phases` phases a rank waits for `hops(ranks)` messages, one after the other, and receives
+    `pieces(ranks)` pieces of nbytes / ranks bytes:
+
+        bytes   = phases * pieces(ranks) * nbytes / ranks
+        seconds = phases * (hops(ranks) * latency_s + pieces(ranks) * nbytes / ranks / bytes_per_s)
+
+    This is the ring of Patarasuk and Yuan (2009), which is also NCCL's ring; the broadcast is a pipelined ring.
+    `pairwise` marks the collective in which every rank talks to every other rank instead of its neighbour.
+    All of it is arithmetic only, so sympy symbols pass through as well as numbers (the tests do this).
+    """
+
+    name: str
+    phases: int
+    hops: Callable[[float], float]
+    pieces: Callable[[float], float]
+    pairwise: bool = False
+
+    def received(self, ranks: float, nbytes: float) -> float:
+        """Bytes that one rank receives; `nbytes` is the payload of `Comm`."""
+        return self.phases * self.pieces(ranks) * nbytes / ranks
+
+    def seconds(self, ranks: float, nbytes: float, latency_s: float, bytes_per_s: float) -> float:
+        """Seconds on a link of `latency_s` per message and `bytes_per_s` per rank in one direction."""
+        return self.phases * (self.hops(ranks) * latency_s + self.pieces(ranks) * nbytes / ranks / bytes_per_s)
+
+
+COLLECTIVES = {
+    form.name: form
+    for form in (
+        Collective("all_gather", phases=1, hops=_less_one, pieces=_less_one),
+        Collective("reduce_scatter", phases=1, hops=_less_one, pieces=_less_one),
+        Collective("all_reduce", phases=2, hops=_less_one, pieces=_less_one),  # a reduce-scatter, then an all-gather
+        Collective("all_to_all", phases=1, hops=_less_one, pieces=_less_one, pairwise=True),
+        Collective("broadcast", phases=1, hops=_less_one, pieces=_itself),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run an operator on local data.
+
+    `flops` counts a multiply-add as two; `nbytes` are the bytes read and written in device memory; `dtype` is torch's
+    name without the prefix ("bfloat16"); `kernels` is how many kernels are launched (0 for a view). `kind` says which
+    unit works: "matmul", "attention" and "conv" use matrix units, "host" the host's processor and memory (an
+    offloaded optimizer step), anything else ("elementwise", "reduction", ...) the device's ordinary units.
+    """
+
+    op: str
+    flops: float
+    nbytes: float
+    dtype: str = "float32"
+    kernels: int = 1
+    kind: str = "matmul"
+
+    def __post_init__(self) -> None:
+        for name, figure in (("flops", self.flops), ("nbytes", self.nbytes), ("kernels", self.kernels)):
+            if not (figure >= 0 and isfinite(figure)):
+                raise ValueError(f"Compute {self.op!r}: {name} is {figure}, must be finite and not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Comm:
+    """Run a collective over the `ranks` ranks of one mesh axis.
+
+    `nbytes` is the payload on one rank: all_gather: the gathered output; reduce_scatter: the full input;
+    all_reduce: the tensor; all_to_all: the local tensor; broadcast: the tensor.
+    """
+
+    collective: str
+    axis: str
+    ranks: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if self.collective not in COLLECTIVES:
+            raise ValueError(f"no collective {self.collective!r}; known collectives: {', '.join(COLLECTIVES)}")
+        if self.ranks < 1:
+            raise ValueError(f"{self.collective} over axis {self.axis!r} has {self.ranks} ranks, needs at least 1")
+        if not (self.nbytes >= 0 and isfinite(self.nbytes)):
+            raise ValueError(f"{self.collective} over axis {self.axis!r} has {self.nbytes} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy `nbytes` bytes from one memory tier of this rank to another ("hbm", "host")."""
+
+    src: str
+    dst: str
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        for tier in (self.src, self.dst):
+            if tier not in TIERS:
+                raise ValueError(f"no memory tier {tier!r}; known tiers: {', '.join(TIERS)}")
+        if self.src == self.dst:
+            raise ValueError(f"a move from {self.src} to {self.dst} goes nowhere")
+        if not (self.nbytes >= 0 and isfinite(self.nbytes)):
+            raise ValueError(f"the move from {self.src} to {self.dst} has {self.nbytes} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Run `body` in order, `rounds` times; with `overlap` transfers run during the compute of the round before."""
+
+    rounds: int
+    body: tuple[Step, ...]
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"a loop of {self.rounds} rounds; needs at least 1")
+
+
+Step = Compute | Comm | Move | Loop
+
+
+def received_bytes(comm: Comm) -> int:
+    """Bytes that one rank receives from other ranks: algorithmic bytes, not what a transport puts on the wire.
+
+    With g ranks and n = comm.nbytes: all_gather, reduce_scatter and all_to_all (g-1)/g n, all_reduce 2(g-1)/g n,
+    broadcast n (a rank that is not the root). Exact where g divides n; otherwise each phase is rounded down, so that an
+    all_reduce is a reduce_scatter and an all_gather to the byte. One rank receives nothing.
+    """
+    if comm.ranks == 1:
+        return 0
+    form = COLLECTIVES[comm.collective]
+    return form.phases * (int(form.pieces(comm.ranks)) * comm.nbytes // comm.ranks)

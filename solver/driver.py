@@ -1,0 +1,100 @@
+"""solve: presolve, backend, way back, referee; and the reason when nothing fits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Sequence
+
+from solver.backends import Budget, run
+from solver.explain import explain
+from solver.presolve import Dead, Presolved, presolve
+from solver.problem import Problem
+from solver.referee import evaluate
+from solver.solution import OPTIMAL_REL_GAP, BackendError, Outcome, Solution, relative_gap
+
+
+def solve(
+    problem: Problem,
+    *,
+    time_limit_s: float = 60.0,
+    gap: float = 0.0,
+    threads: int | None = None,
+    backend: str = "auto",
+    start: Sequence[int] | None = None,
+    reductions: bool | Collection[str] = True,
+) -> Solution:
+    """Find the cheapest picks that fit, or say why there are none.
+
+    time_limit_s  wall clock; the best picks and bound known by then are returned
+    gap           stop when (cost - bound) / cost is at most this; 0 means as small as doubles allow (1e-7)
+    threads       of the backend, one if not given: the same answer on every machine
+    backend       "auto" or a name in solver.backends.BACKENDS
+    start         picks to begin from; the answer is never worse than they are
+    reductions    True: all, False: none, or names out of solver.presolve.REDUCTIONS
+
+    The answer is the same on every run unless the time limit cuts it. Raises ValueError for arguments that make no
+    sense and BackendError if the referee disagrees with what the backend claims.
+    """
+    began = time.monotonic()
+    if not time_limit_s > 0 or not gap >= 0:
+        raise ValueError(f"time_limit_s={time_limit_s:g} must be positive and gap={gap:g} not negative")
+    deadline = began + time_limit_s
+    stats: dict[str, float] = {"items": len(problem.costs), "edges": len(problem.edges)}
+    given = evaluate(problem, start) if start is not None else None
+    try:
+        presolved = presolve(problem, reductions)
+    except Dead as dead:
+        explanation = explain(problem, str(dead), deadline)
+        seconds = time.monotonic() - began
+        return Solution("infeasible", None, math.inf, math.inf, seconds, explanation, stats)
+    stats |= _sizes(presolved)
+    stats["presolve_s"] = time.monotonic() - began
+    projected = presolved.project(start) if start is not None else None
+    budget = Budget(deadline, gap, threads or 1, projected)
+    if stats["core_items"]:
+        outcome = run("highs" if backend == "auto" else backend, presolved.core, budget)
+    else:
+        outcome = _certain(presolved)
+    stats |= outcome.stats
+    picks, cost = _lifted(problem, presolved, outcome)
+    if start is not None and given is not None and given.fits and given.cost < cost:
+        picks, cost = tuple(int(pick) for pick in start), given.cost
+    if picks is None:
+        explanation = explain(problem, "no choice of options fits", deadline) if outcome.status == "infeasible" else None
+        seconds = time.monotonic() - began
+        return Solution(outcome.status, None, math.inf, outcome.bound, seconds, explanation, stats, outcome.prices)
+    bound = min(outcome.bound, cost)
+    status = "optimal" if relative_gap(cost, bound) <= OPTIMAL_REL_GAP else "feasible"
+    return Solution(status, picks, cost, bound, time.monotonic() - began, None, stats, outcome.prices)
+
+
+def _certain(presolved: Presolved) -> Outcome:
+    """Presolve settled everything."""
+    cost = float(presolved.core.costs[0][0])
+    return Outcome("optimal", (0,), cost, cost)
+
+
+def _lifted(problem: Problem, presolved: Presolved, outcome: Outcome) -> tuple[tuple[int, ...] | None, float]:
+    """Picks and cost for the whole problem, by the referee."""
+    if outcome.picks is None:
+        return None, math.inf
+    picks = presolved.lift(outcome.picks)
+    evaluation = evaluate(problem, picks)
+    if not math.isclose(evaluation.cost, outcome.cost, rel_tol=1e-6, abs_tol=1e-12):
+        raise BackendError(f"claimed cost {outcome.cost:.9g}, but the picks cost {evaluation.cost:.9g}")
+    if not evaluation.fits:
+        over = {name: evaluation.peak[name] for name, limit in problem.limits.items() if evaluation.peak[name] > limit}
+        raise BackendError(f"claimed to fit, but the picks peak at {over} bytes, above the limits {problem.limits}")
+    return picks, evaluation.cost
+
+
+def _sizes(presolved: Presolved) -> dict[str, float]:
+    core, state = presolved.core, presolved.state
+    sizes: dict[str, float] = {
+        "core_items": len(presolved.items),
+        "core_edges": len(core.edges),
+        "core_options": sum(len(core.costs[item]) for item in range(len(presolved.items))),
+        "core_pairs": sum(edge.cost.size for edge in core.edges),
+    }
+    return sizes | {f"fired_{name}": count for name, count in sorted(state.fired.items())}

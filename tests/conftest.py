@@ -1,0 +1,54 @@
+"""What every test gets: the same seeds and one thread. What some ask for: a mesh of many ranks in one process.
+
+torch is not imported here: tests of solver/, cost_models/ and the plain values of autopar/ run without it.
+"""
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+# Read by torch when it is imported, and inherited by the child processes of a test.
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import numpy as np
+import pytest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@pytest.fixture(autouse=True)
+def _same_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fake_mesh() -> Iterator[Callable[..., "DeviceMesh"]]:
+    """`fake_mesh(data=2, tensor=4)` is a CPU `DeviceMesh` of 8 ranks in this process, seen from rank 0.
+
+    Shapes come out right and values do not, as nothing is sent. For values, enter `autopar._compat.LocalTensorMode(8)`
+    on top of it. A second call replaces the first mesh; the process group ends with the test.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from autopar._compat import FakeStore
+
+    def make(**sizes: int) -> "DeviceMesh":
+        close()
+        ranks = int(np.prod(list(sizes.values())))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def close() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    yield make
+    close()

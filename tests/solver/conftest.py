@@ -1,0 +1,72 @@
+"""Random problems small enough to try every assignment, made so that every reduction has something to do."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from solver import Edge, EdgeUsage, Problem, Usage
+
+
+def random_problem(seed: int) -> Problem:
+    """2 to 6 items with 1 to 4 options; integers as costs and bytes; about a third are infeasible."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 7))
+    sizes = rng.integers(1, 5, n)
+    costs = []
+    for size in sizes:
+        cost = rng.integers(0, 12, size).astype(float)
+        cost[rng.random(size) < 0.06] = np.inf
+        costs.append(cost)
+    tree_like = rng.random() < 0.6
+    edges = []
+    for k in range(int(rng.integers(n - 1, n + 3))):
+        src = int(rng.integers(0, n))
+        dst = int(rng.integers(0, n)) if not tree_like or k >= n - 1 else k + 1
+        if tree_like and k < n - 1:
+            src = int(rng.integers(0, k + 1))
+        edges.append(Edge(src, dst, _matrix(rng, int(sizes[src]), int(sizes[dst]))))
+    if len(edges) > 1 and rng.random() < 0.2:
+        edges.append(Edge(edges[0].src, edges[0].dst, edges[0].cost))  # the same array twice
+    usages, edge_usages = [], []
+    resources = ["hbm", "host"][: int(rng.integers(1, 3))]
+    correlated = rng.random() < 0.3
+    for item in range(n):
+        for _ in range(int(rng.choice([0, 1, 1, 2]))):
+            start = int(rng.integers(0, 8))
+            nbytes = rng.integers(0, 9, sizes[item]).astype(float)
+            if correlated:
+                nbytes = np.where(costs[item] < np.inf, costs[item], 0.0) + 1
+            usages.append(Usage(item, str(rng.choice(resources)), start, start + int(rng.integers(0, 5)), nbytes))
+    if edges and rng.random() < 0.4:
+        for _ in range(int(rng.integers(1, 3))):
+            number, start = int(rng.integers(0, len(edges))), int(rng.integers(0, 8))
+            nbytes = rng.integers(0, 6, edges[number].cost.shape).astype(float)
+            resource = str(rng.choice(resources))
+            edge_usages.append(EdgeUsage(number, resource, start, start + int(rng.integers(0, 5)), nbytes))
+    limits = {name: float(rng.integers(3, 26)) for name in resources if rng.random() < 0.9}
+    return Problem(tuple(costs), tuple(edges), tuple(usages), tuple(edge_usages), limits)
+
+
+def _matrix(rng: np.random.Generator, n: int, m: int) -> np.ndarray:
+    kind = rng.integers(0, 5)
+    cost = rng.integers(0, 9, (n, m)).astype(float)
+    if kind == 0:  # one end determines the other
+        determined = np.full((n, m), np.inf)
+        if rng.random() < 0.5:
+            determined[rng.integers(0, n, m), np.arange(m)] = rng.integers(0, 4, m)
+        else:
+            determined[np.arange(n), rng.integers(0, m, n)] = rng.integers(0, 4, n)
+        return determined
+    if kind == 1:  # an outer sum
+        return rng.integers(0, 4, (n, 1)) + rng.integers(0, 4, (1, m)).astype(float)
+    if kind == 2:  # nearly constant, so that options dominate
+        return (rng.random((n, m)) < 0.2).astype(float)
+    cost[rng.random((n, m)) < (0.3 if kind == 3 else 0.0)] = np.inf
+    return cost
+
+
+def assignments(problem: Problem) -> int:
+    """How many there are."""
+    return math.prod(len(cost) for cost in problem.costs)

@@ -1,0 +1,116 @@
+"""Every backend and every reduction finds the cost that trying all assignments finds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from tests.solver.conftest import assignments, random_problem
+
+from solver import BACKENDS, REDUCTIONS, evaluate, solve
+from solver.presolve import Dead, presolve
+
+ALWAYS = {"forbidden", "single"}
+
+
+def least_cost(problem):
+    """inf if nothing is feasible."""
+    best = math.inf
+    for picks in itertools.product(*(range(len(cost)) for cost in problem.costs)):
+        evaluation = evaluate(problem, picks)
+        if evaluation.fits:
+            best = min(best, evaluation.cost)
+    return best
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """Least cost of random problem k."""
+    known: dict[int, float] = {}
+
+    def cost(seed: int) -> float:
+        if seed not in known:
+            known[seed] = least_cost(random_problem(seed))
+        return known[seed]
+
+    return cost
+
+
+def core_cost(problem, reductions, fired):
+    """Least cost of the core, each of whose assignments must agree with the lifted one."""
+    try:
+        presolved = presolve(problem, reductions)
+    except Dead:
+        return math.inf
+    fired.update(presolved.state.fired.keys())
+    best = math.inf
+    for picks in itertools.product(*(range(len(cost)) for cost in presolved.core.costs)):
+        small = evaluate(presolved.core, picks)
+        if small.cost < math.inf:
+            large = evaluate(problem, presolved.lift(picks))
+            assert (small.cost, small.fits) == (pytest.approx(large.cost), large.fits)
+            if small.fits:
+                best = min(best, small.cost)
+    return best
+
+
+SETS = [frozenset(), *(frozenset({name}) for name in sorted(REDUCTIONS)), *(REDUCTIONS - {n} for n in sorted(REDUCTIONS))]
+
+
+@pytest.mark.parametrize("reductions", [*SETS, REDUCTIONS], ids=lambda s: "+".join(sorted(s)) if len(s) < 2 else str(len(s)))
+def test_presolve_keeps_a_cheapest_solution(reductions, truth):
+    fired = Counter()
+    seeds = range(1200) if reductions == REDUCTIONS else range(250)
+    for seed in seeds:
+        problem = random_problem(seed)
+        if assignments(problem) <= 1500:
+            assert core_cost(problem, reductions, fired) == pytest.approx(truth(seed)), f"seed {seed}"
+    missing = (reductions | ALWAYS) - set(fired)
+    assert not missing, f"never fired: {missing}"
+
+
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"exhaustive"}))
+@pytest.mark.parametrize("reductions", [False, True])
+def test_backend_matches_trying_everything(backend, reductions, truth):
+    feasible = 0
+    for seed in range(200 if backend == "highs" else 80):
+        problem = random_problem(seed)
+        if assignments(problem) > 1500:
+            continue
+        solution = solve(problem, backend=backend, reductions=reductions)
+        assert solution.cost == pytest.approx(truth(seed)), f"seed {seed}"
+        assert solution.status == ("optimal" if truth(seed) < math.inf else "infeasible"), f"seed {seed}"
+        if solution.picks is not None:
+            feasible += 1
+            evaluation = evaluate(problem, solution.picks)
+            assert evaluation.fits and evaluation.cost == solution.cost and solution.gap <= 2e-7
+    assert feasible > 20
+
+
+def test_a_larger_limit_never_costs_more(truth):
+    for seed in range(100):
+        problem = random_problem(seed)
+        if assignments(problem) <= 1500:
+            roomier = {name: limit * 1.5 for name, limit in problem.limits.items()}
+            larger = type(problem)(problem.costs, problem.edges, problem.usages, problem.edge_usages, roomier)
+            assert solve(larger).cost <= truth(seed) + 1e-9
+
+
+def test_the_order_of_items_does_not_change_the_cost(truth):
+    for seed in range(100):
+        problem = random_problem(seed)
+        order = np.random.default_rng(seed).permutation(len(problem.costs)).tolist()
+        place = {item: k for k, item in enumerate(order)}
+        edges = tuple(type(e)(place[e.src], place[e.dst], e.cost) for e in problem.edges)
+        usages = tuple(type(u)(place[u.item], u.resource, u.start, u.end, u.nbytes) for u in problem.usages)
+        costs = tuple(problem.costs[item] for item in order)
+        permuted = type(problem)(costs, edges, usages, problem.edge_usages, problem.limits)
+        assert solve(permuted).cost == pytest.approx(solve(problem).cost), f"seed {seed}"
+
+
+def test_every_run_gives_the_same_picks():
+    for seed in range(40):
+        assert solve(random_problem(seed)).picks == solve(random_problem(seed)).picks
