@@ -23,3 +23,14 @@ def tensors_by_name(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return parameters, buffers
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Further name -> first name, of every parameter or buffer that has several (tied weights)."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for tensors in tensors_by_name(model):
+        for name, tensor in tensors.items():
+            if (known := first.setdefault(id(tensor), name)) != name:
+                found[name] = known
+    return found

@@ -1,7 +1,7 @@
 """A solver for assignment problems with pairwise costs and memory limits; numbers in, numbers out.
 
-    problem = Problem(costs, edges, usages, limits={"hbm": 80e9})
-    solution = solve(problem)
+problem = Problem(costs, edges, usages, limits={"hbm": 80e9})
+solution = solve(problem)
 """
 
 from solver.backends import BACKENDS

@@ -5,7 +5,6 @@ Edge costs are row-major with the first listed item as the slow index; intervals
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from solver.problem import Array, Edge, Problem, Usage
+from solver.store import read_document, write_whole
 
 RESOURCE = "memory"
 FORBIDDEN = 10**18
@@ -21,13 +21,7 @@ _ABOVE_IS_FORBIDDEN = 1e17  # sums of real costs stay below, sums of forbidden o
 
 def read_contest(path: str | Path) -> Problem:
     """The problem in a .json or .json.gz file. Raises ValueError naming what is wrong with it, OSError."""
-    path = Path(path)
-    try:
-        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        document = json.loads(text)
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from error
-    return contest_problem(document)
+    return contest_problem(read_document(path))
 
 
 def contest_problem(document: Any) -> Problem:
@@ -97,7 +91,9 @@ def _list(where: Any, name: str, what: str) -> list[Any]:
 def _numbers(values: Any, what: str) -> Array:
     try:
         array = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
+    except OverflowError as error:
+        raise ValueError(f"{what} overflow: a number beyond 2^63 is in them") from error
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{what}: {error}") from error
     if array.ndim != 1:
         raise ValueError(f"{what} are not a flat list of numbers")
@@ -153,6 +149,4 @@ def _whole(value: float) -> int:
 
 def write_contest(problem: Problem, path: str | Path, name: str = "problem") -> None:
     """Write the contest's form, compressed if the name ends in .gz."""
-    path = Path(path)
-    text = json.dumps(contest_document(problem, name)).encode()
-    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    write_whole(path, json.dumps(contest_document(problem, name)).encode())

@@ -61,7 +61,9 @@ def solve(
     if start is not None and given is not None and given.fits and given.cost < cost:
         picks, cost = tuple(int(pick) for pick in start), given.cost
     if picks is None:
-        explanation = explain(problem, "no choice of options fits", deadline) if outcome.status == "infeasible" else None
+        explanation = (
+            explain(problem, "no choice of options fits", deadline) if outcome.status == "infeasible" else None
+        )
         seconds = time.monotonic() - began
         return Solution(outcome.status, None, math.inf, outcome.bound, seconds, explanation, stats, outcome.prices)
     bound = min(outcome.bound, cost)

@@ -14,7 +14,7 @@ from solver.problem import Array, Edge, Problem
 from solver.referee import evaluate, tenants
 from solver.solution import Explanation, Shortage
 
-# The search for the smallest workable limit may go on a little after the deadline: a refusal without a number is no help.
+# The search for the smallest workable limit may outlast the deadline a little: a refusal without a number is no help.
 LEAST_S = 2.0
 MOST_S = 20.0
 
@@ -22,10 +22,13 @@ MOST_S = 20.0
 def explain(problem: Problem, reason: str, deadline: float) -> Explanation:
     """Name what is too small. `reason` is what the search found out first."""
     free = _without_costs(problem)
-    try:
-        presolve(replace(free, limits={}), REDUCTIONS)
-    except Dead as dead:
-        return Explanation(f"no choice of options avoids all forbidden pairs, whatever the limits: {dead}")
+    for reductions in ({"arcs"}, REDUCTIONS):  # arcs alone gives the plainer message
+        try:
+            presolve(replace(free, limits={}), reductions)
+        except Dead as dead:
+            return Explanation(f"no choice of options avoids all forbidden pairs, whatever the limits: {dead}")
+    if not problem.limits:
+        return Explanation("no choice of options avoids all forbidden pairs")
     shortages: list[Shortage] = []
     for resource in sorted(problem.limits):
         left_s = min(max(deadline - time.monotonic(), LEAST_S), MOST_S) / len(problem.limits)

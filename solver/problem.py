@@ -130,9 +130,7 @@ def _check_costs(cost: Array, what: str) -> None:
 def _check_usages(problem: Problem) -> None:
     for number, usage in enumerate(problem.usages):
         if not 0 <= usage.item < len(problem.costs):
-            raise ValueError(
-                f"usage {number} names item {usage.item}, but the items are 0 to {len(problem.costs) - 1}"
-            )
+            raise ValueError(f"usage {number} names item {usage.item}, but the items are 0 to {len(problem.costs) - 1}")
         what = f"usage {number} of {usage.resource} by {problem.name(usage.item)}"
         _check_bytes(usage, problem.costs[usage.item].shape, what)
     for number, usage in enumerate(problem.edge_usages):
@@ -150,7 +148,7 @@ def _check_bytes(usage: Usage | EdgeUsage, shape: tuple[int, ...], what: str) ->
     if usage.nbytes.shape != shape:
         raise ValueError(f"{what}: its bytes have shape {usage.nbytes.shape}, but the options make it {shape}")
     least, most = float(usage.nbytes.min()), float(usage.nbytes.max())
-    if not (0 <= least and most < np.inf):  # also false for nan
+    if not (least >= 0 and most < np.inf):  # also false for nan
         raise ValueError(f"{what}: bytes run from {least:g} to {most:g}; they must be finite and not negative")
 
 

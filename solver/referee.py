@@ -44,9 +44,7 @@ def evaluate(problem: Problem, picks: Sequence[int]) -> Evaluation:
     return Evaluation(math.fsum(terms), peak, peak_at, fits)
 
 
-def tenants(
-    problem: Problem, picks: Sequence[int], resource: str, instant: int, n: int = 5
-) -> list[tuple[str, float]]:
+def tenants(problem: Problem, picks: Sequence[int], resource: str, instant: int, n: int = 5) -> list[tuple[str, float]]:
     """The `n` largest holders of `resource` at `instant`: (name, bytes), largest first."""
     held: dict[str, float] = {}
     for usage in problem.usages:

@@ -1,9 +1,9 @@
-"""Local bodies: what one rank runs in the place of an operator when a factor is split that the operator alone cannot split.
+"""Local bodies: what one rank runs in the place of an operator that cannot be split along a factor as it is.
 
-A factor names its body in the rule (`v@masked_lookup`); all factors of one node that name a body name the same one. `emit`
-is written against a `Builder`: tests give it a builder that computes at once, code generation one that writes fx nodes.
-`shards`, `shard_index`, `all_reduce` and `factor_size` run over all mesh axes that split a factor naming the body; axes that
-split other factors do not count. What `emit` returns is sharded or partial just as the rule says.
+A factor names its body in the rule (`v@masked_lookup`); all factors of one node that name a body name the same one.
+`emit` is written against a `Builder`: tests give it a builder that computes at once, code generation one that writes fx
+nodes. `shards`, `shard_index`, `all_reduce` and `factor_size` run over all mesh axes that split a factor naming the
+body; axes that split other factors do not count. What `emit` returns is sharded or partial just as the rule says.
 
 `comm` tells the collectives that `emit` performs and the bytes of the buffer one rank passes to each.
 """
@@ -158,8 +158,9 @@ def _cast_result(b: Builder, value: Value) -> Value:
 
 def _row_comm(times: int, dim_at: int) -> Callable[[Node, Types, Sequence[TensorType | None]], Comm]:
     def comm(node: Node, operands: Types, outputs: Sequence[TensorType | None]) -> Comm:
-        shape, dim = operands[0].shape, node.args[dim_at]
-        return (("all_reduce", operands[0].numel // shape[dim] * ITEMSIZE[wide(operands[0].dtype)]),) * times
+        shape, dim = operands[0].shape, int(node.args[dim_at])
+        nbytes = operands[0].numel // shape[dim] * ITEMSIZE[wide(operands[0].dtype)]
+        return (("all_reduce", nbytes),) * times
 
     return comm
 

@@ -1,4 +1,4 @@
-"""Bodies of norms whose normalised dims are split: statistics are summed over the shards, the variance in a second pass."""
+"""Bodies of norms whose normalised dims are split: the shards sum their statistics, the variance in a second pass."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _but_channels(rank: int) -> list[int]:
 
 
 def batch_norm(b: Builder, node: Node, args: tuple[Any, ...]) -> tuple[Value | None, ...]:
-    """Statistics of the global batch; the running ones are updated from these, the variance with the global count less one."""
+    """Statistics of the global batch. They update the running ones, the variance with the global count less one."""
     w, type = Writer(b), b.local_operands[0]
     x, weight, bias, running_mean, running_var, _, momentum, eps = args
     dims, count, dtype = _but_channels(len(type.shape)), b.factor_size, wide(type.dtype)

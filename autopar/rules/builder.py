@@ -1,4 +1,4 @@
-"""What bodies are written against: a `Builder`, one rank's way to run operators, and the `Writer` that makes them short."""
+"""What bodies are written against: a `Builder` runs operators on one rank, a `Writer` makes its calls short."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Writer:
 
 
 OVERLOADS = {
-    **dict.fromkeys("add sub mul div".split(), "Tensor"),
-    **dict.fromkeys("ge lt ne eq masked_fill".split(), "Scalar"),
-    **dict.fromkeys("exp log rsqrt clamp unsqueeze view cat amax bitwise_not".split(), "default"),
+    **dict.fromkeys(["add", "sub", "mul", "div"], "Tensor"),
+    **dict.fromkeys(["ge", "lt", "ne", "eq", "masked_fill"], "Scalar"),
+    **dict.fromkeys(["exp", "log", "rsqrt", "clamp", "unsqueeze", "view", "cat", "amax", "bitwise_not"], "default"),
     "bitwise_and": "Tensor",
     "slice": "Tensor",
 }

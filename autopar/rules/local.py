@@ -113,7 +113,7 @@ def localise(
     local_output_types: Sequence[TensorType | None],
     local_operand_types: Sequence[TensorType],
 ) -> tuple[Arg, ...]:
-    """`args` (Refs, or whatever stands for them) with the sizes that hold on one rank. Keyword arguments never hold sizes."""
+    """`args` (Refs, or what stands for them) with the sizes that hold on one rank. Keyword arguments hold no sizes."""
     table = LOCAL.get(node.op, {})
     if node.op == "aten.convolution.default":
         transposed = node.args[6]

@@ -2,17 +2,17 @@
 
     m k, k n -> m n | 0 | 1
 
-Left of the arrow stands one word group per tensor operand (in the order of `Node.operands`), right of it one per result.
-Every word is one dim; equal names are one **factor**, an index that the operator runs over. Split a factor over a mesh
-axis: each tensor that has it is split along that dim, operands without it stay whole, and a result without it is partial:
-the sum over the ranks is the value (`k` above).
+Left of the arrow stand the tensor operands (in the order of `Node.operands`), right of it the results. A word is one
+dim; equal names are one **factor**, an index that the operator runs over. Split a factor over a mesh axis: each tensor
+that has it is split along that dim, operands without it stay whole, a result without it is partial: the sum over the
+ranks is the value (`k` above).
 
     b s! -> b s!                         ! : the factor is never split
     a 1, b -> a b                        1 : a dim of size one (broadcast)
     a (h d) -> a h d                     (h d) : one dim made of several factors, major first; only the outermost splits
     (h=4 k) -> (h k)                     =4 : the size, where the shapes leave it open
     a b -> b ^max                        ^max, ^min : how a result is put together where a factor is missing from it
-    n c@stats, c -> n c, n ^same         ^same : the result does not run over the factors it lacks; every rank has it whole
+    n c@stats, c -> n c, n ^same         ^same : factors missing from it do not matter: every rank has it whole
     v@masked_lookup d, b -> b d          @name : splitting v replaces the operator by that body (`bodies.py`)
     ., a -> a, -                         . : a tensor without dims;   - : a result that is not there (None)
 
@@ -37,7 +37,7 @@ _TOKEN = re.compile(r"[()]|[^\s()]+")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How an operator may be split, at concrete shapes. A result that is not there has no dims, like a rank-0 tensor."""
+    """How an operator may be split, at concrete shapes. A result that is not there has no dims, like a scalar."""
 
     inputs: tuple[tuple[Dim, ...], ...]
     outputs: tuple[tuple[Dim, ...], ...]
@@ -49,7 +49,7 @@ class Rule:
 
     @property
     def splittable(self) -> tuple[str, ...]:
-        """Factors that an axis may split while no other axis splits anything: not locked, outermost wherever they stand."""
+        """Factors that an axis may split: not locked, and outermost in every dim where they stand."""
         inner: set[str] = set()
         for dim in (dim for tensor in self.inputs + self.outputs for dim in tensor):
             inner.update([name for name in dim if self.sizes[name] != 1][1:])
@@ -186,7 +186,8 @@ class _Reading:
                     )
             todo, progress = later, len(later) < len(todo)
         if todo:
+            names = " ".join(todo[0][1])
             raise ValueError(
-                f"rule {self.text!r}: the sizes of ({' '.join(todo[0][1])}) do not follow from the shapes; write name=size"
+                f"rule {self.text!r}: the sizes of ({names}) do not follow from the shapes; write name=size"
             )
         return {name: self.sizes[name] for name in self.order}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 from autopar.graph import Arg, Node, Ref, TensorType
 
@@ -59,11 +59,11 @@ def linear(*alternatives: str) -> str:
     return "".join(f" | {one}" for one in alternatives)
 
 
-def as_dims(value: Any, rank: int) -> tuple[int, ...]:
+def as_dims(value: Arg, rank: int) -> tuple[int, ...]:
     """A dim argument as non-negative dims; None or () means all of them."""
     if value is None or value == ():
         return tuple(range(rank))
-    listed = value if isinstance(value, tuple) else (value,)
+    listed = cast("tuple[int, ...]", value if isinstance(value, tuple) else (value,))
     return tuple(dim % rank if rank else 0 for dim in listed)
 
 

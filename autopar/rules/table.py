@@ -1,7 +1,7 @@
 """The sharding rule of every operator we know, one line each: text in the notation, or a function that writes it.
 
-To add an operator: one line in the table of its subject (`table_*.py`), one sample in `tests/rules/samples_*.py`, and if
-its arguments hold sizes one line in `local.py`.
+To add an operator: one line in the table of its subject (`table_*.py`), one sample in `tests/rules/samples_*.py`, and
+one line in `local.py` if its arguments hold sizes.
 """
 
 from __future__ import annotations

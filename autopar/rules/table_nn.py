@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.graph import Node, Ref
-from autopar.rules.spelling import Table, Types, Writer, all_locked, arg, foreign, operands, results, shape_of, spell
+from autopar.rules.spelling import Table, Types, Writer, all_locked, arg, foreign, operands, results, spell
 from autopar.rules.table_shape import leading
 
 
@@ -44,7 +44,7 @@ def _filters(transposed: bool, groups: int, spatial: Sequence[int]) -> tuple[str
 
 
 def convolution(node: Node, types: Types) -> str:
-    """(x, weight, bias?, stride, padding, dilation, transposed, output_padding, groups). With a bias the inputs are locked."""
+    """(x, weight, bias?, stride, padding, dilation, transposed, output_padding, groups). A bias locks channels of x."""
     x, weight, y = _filters(node.args[6], node.args[8], types[0].shape[2:])
     if node.args[2] is None:
         return f"{x}, {weight} -> {y} | 0 | 1"
@@ -54,16 +54,16 @@ def convolution(node: Node, types: Types) -> str:
 
 
 def convolution_backward(node: Node, types: Types) -> str | None:
-    """(grad, x, weight, bias_sizes, stride, ..., transposed 7, output_padding, groups 9, mask): one result at a time."""
+    """(grad, x, weight, bias_sizes, stride, .., transposed 7, output_padding, groups 9, mask): one result only."""
     x, weight, y = _filters(node.args[7], node.args[9], types[1].shape[2:])
     match tuple(node.args[10]):
         case (True, False, False):
             return f"{y}, {x}, {weight} -> {results(node, x)} | 0 | 2"
         case (False, True, False):
             return f"{y}, {x}, {weight} -> {results(node, '-', weight)} | 0 | 1"
-        case (False, False, True):
-            grad = " ".join(["n o", *(f"y{d}" for d in range(len(types[0].shape) - 2))])
-            return f"{grad}, {foreign(types[1].shape, 'u')}, {foreign(types[2].shape, 'v')} -> {results(node, '-', '-', 'o')} | 0"
+        case (False, False, True):  # the channels of x are not summed over, so they are locked
+            x, weight = (words.replace(" i", " i!") if node.args[9] == 1 else words for words in (x, weight))
+            return f"{y}, {x}, {weight} -> {results(node, '-', '-', y.split('y')[0].removeprefix('n '))} | 0"
         case _:
             return None
 
@@ -100,7 +100,7 @@ def _lse(shape: Sequence[int], q: Sequence[int], heads: str, sequence: str) -> s
 
 
 def attention(split_queries: bool, dropout: int, causal: int, mask: int | str | None) -> Writer:
-    """Batch and heads split; query positions too, where the kernel knows no order among them. `mask` is where a mask stands.
+    """Batch and heads split; query positions too, where the kernel knows no order among them. `mask`: where one stands.
 
     With dropout every shard would draw the same mask: everything is locked.
     """
@@ -160,7 +160,7 @@ def dense_attention(node: Node, types: Types) -> str:
 
 # places: grad q k v out lse dropout causal
 def _places(*numbers: int) -> dict[str, int]:
-    return dict(zip("grad q k v out lse dropout causal".split(), numbers, strict=True))
+    return dict(zip(["grad", "q", "k", "v", "out", "lse", "dropout", "causal"], numbers, strict=True))
 
 
 CPU_FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"

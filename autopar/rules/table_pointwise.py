@@ -2,51 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.graph import Node
 from autopar.rules.spelling import LETTERS, Table, Types, Writer, arg, foreign, linear, operands, shape_of, spell
 
 
+def aligned(node: Node, types: Types, alternatives: Sequence[str]) -> str:
+    """Trailing dims aligned, as torch broadcasts. Linear alternatives that name a number and no tensor drop out."""
+    full = shape_of(node)
+    rank = len(full)
+
+    def words(shape: tuple[int, ...], place: str) -> str:
+        if 0 in shape and 0 not in full:  # an unused buffer (log_sigmoid on CUDA)
+            return foreign(shape, place)
+        return spell(shape, LETTERS[rank - len(shape) : rank])
+
+    left = ", ".join(words(type.shape, f"x{place}_") for place, type in enumerate(types))
+    right = ", ".join("-" if out is None else words(out.shape, f"y{place}_") for place, out in enumerate(node.outputs))
+    fit = [one for one in alternatives if max(map(int, one)) < len(types)]
+    return f"{left} -> {right}{linear(*fit)}"
+
+
 def pointwise(*alternatives: str) -> Writer:
-    """Trailing dims aligned, as torch broadcasts. Linear alternatives that name a number instead of a tensor drop out."""
-
-    def write(node: Node, types: Types) -> str:
-        full = shape_of(node)
-        rank = len(full)
-
-        def words(shape: tuple[int, ...], place: str) -> str:
-            if 0 in shape and 0 not in full:  # an unused buffer (log_sigmoid on CUDA)
-                return foreign(shape, place)
-            return spell(shape, LETTERS[rank - len(shape) : rank])
-
-        left = ", ".join(words(type.shape, f"x{place}_") for place, type in enumerate(types))
-        right = ", ".join(
-            "-" if out is None else words(out.shape, f"y{place}_") for place, out in enumerate(node.outputs)
-        )
-        fit = [one for one in alternatives if max(map(int, one)) < len(types)]
-        return f"{left} -> {right}{linear(*fit)}"
-
-    return write
+    return lambda node, types: aligned(node, types, alternatives)
 
 
-def zero_value(position: int, alternative: str = "0") -> Writer:
-    """Linear only where the number at `position` is zero."""
-
-    def write(node: Node, types: Types) -> str:
-        value = node.args[position] if position < len(node.args) else 0
-        return pointwise(*([alternative] if value == 0 else []))(node, types)
-
-    return write
+def zero_value(node: Node, types: Types) -> str:
+    """masked_fill: linear only where the number that is filled in is zero."""
+    return aligned(node, types, ["0"] if node.args[2] == 0 else [])
 
 
 def division(node: Node, types: Types) -> str:
-    return pointwise(*([] if arg(node, 2, "rounding_mode") else ["0"]))(node, types)
+    """Rounding is not linear."""
+    return aligned(node, types, [] if arg(node, 2, "rounding_mode") else ["0"])
 
 
 def to_copy(node: Node, types: Types) -> str:
     """A partial sum may be widened before it is added up; narrowed or cut to whole numbers it may not."""
     target = node.outputs[0]
     assert target is not None
-    return pointwise(*(["0"] if target.dtype in WIDER.get(types[0].dtype, ()) else []))(node, types)
+    return aligned(node, types, ["0"] if target.dtype in WIDER.get(types[0].dtype, ()) else [])
 
 
 WIDER = {
@@ -57,11 +53,6 @@ WIDER = {
     "int32": ("int32", "int64", "float64"),
     "int64": ("int64", "float64"),
 }
-
-
-def like(node: Node, types: Types) -> str:
-    """Only dtype and shape of the operand count."""
-    return pointwise()(node, types)
 
 
 def made(node: Node, types: Types) -> str:
@@ -82,25 +73,32 @@ def dropout(node: Node, types: Types) -> str:
     return f"{words} -> {words}, {words}"
 
 
-UNARY = """abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2
-    expm1 floor frac gelu hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p
-    log2 log_sigmoid logical_not logit mish nan_to_num reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc
-    sinh softplus softshrink hardshrink sqrt square tan tanh threshold trunc clamp clamp_min clamp_max log_sigmoid_forward
-    special_ndtri special_log_ndtr"""
-UNARY_SCALAR = "eq ne lt le gt ge pow fmod remainder bitwise_and bitwise_or bitwise_xor rsub add sub".split()
-BINARY = """eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and.default logical_or.default logical_xor.default
-    bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor bitwise_right_shift.Tensor
-    minimum.default maximum.default fmin.default fmax.default pow.Tensor_Tensor pow.Tensor_Scalar pow.Scalar fmod.Tensor remainder.Tensor
-    floor_divide.default atan2.default hypot.default clamp.Tensor clamp_min.Tensor clamp_max.Tensor logaddexp.default logaddexp2.default
-    xlogy.Tensor nextafter.default copysign.Tensor heaviside.default isclose.default where.ScalarSelf where.ScalarOther where.Scalar
-    special_xlog1py.default gcd.default round.decimals _prelu_kernel.default"""
+UNARY = """
+    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc
+    erfinv exp exp2 expm1 floor frac gelu hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf
+    isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num reciprocal
+    relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink hardshrink sqrt
+    square tan tanh threshold trunc clamp clamp_min clamp_max log_sigmoid_forward special_ndtri special_log_ndtr
+"""
+UNARY_SCALAR = "eq ne lt le gt ge pow fmod remainder bitwise_and bitwise_or bitwise_xor rsub add sub"
+BINARY = """
+    eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor logical_and.default logical_or.default
+    logical_xor.default bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor
+    bitwise_right_shift.Tensor minimum.default maximum.default fmin.default fmax.default pow.Tensor_Tensor
+    pow.Tensor_Scalar pow.Scalar fmod.Tensor remainder.Tensor floor_divide.default atan2.default hypot.default
+    clamp.Tensor clamp_min.Tensor clamp_max.Tensor logaddexp.default logaddexp2.default xlogy.Tensor
+    nextafter.default copysign.Tensor heaviside.default isclose.default where.ScalarSelf where.ScalarOther
+    where.Scalar special_xlog1py.default gcd.default round.decimals _prelu_kernel.default
+"""
 # The first operand is the gradient, and the result is linear in it.
-GRADIENT = """gelu silu sigmoid tanh threshold hardtanh hardsigmoid hardswish leaky_relu elu softplus softshrink hardshrink mish
-    log_sigmoid logit _prelu_kernel native_dropout"""
+GRADIENT = """
+    gelu silu sigmoid tanh threshold hardtanh hardsigmoid hardswish leaky_relu elu softplus softshrink
+    hardshrink mish log_sigmoid logit _prelu_kernel native_dropout
+"""
 
 POINTWISE: Table = {
     **{f"aten.{name}.default": pointwise() for name in UNARY.split()},
-    **{f"aten.{name}.Scalar": pointwise() for name in UNARY_SCALAR},
+    **{f"aten.{name}.Scalar": pointwise() for name in UNARY_SCALAR.split()},
     **{f"aten.{name}": pointwise() for name in BINARY.split()},
     **{f"aten.{name}_backward.default": pointwise("0") for name in GRADIENT.split()},
     "aten.neg.default": pointwise("0"),
@@ -109,8 +107,6 @@ POINTWISE: Table = {
     "aten.alias.default": pointwise("0"),
     "aten.detach.default": pointwise("0"),
     "aten.lift_fresh_copy.default": pointwise("0"),
-    "aten.real.default": pointwise("0"),
-    "aten._conj.default": pointwise("0"),
     "aten._to_copy.default": to_copy,
     "aten.add.Tensor": pointwise("01"),
     "aten.sub.Tensor": pointwise("01"),
@@ -122,19 +118,19 @@ POINTWISE: Table = {
     "aten.div.Tensor_mode": division,
     "aten.div.Scalar_mode": division,
     "aten.where.self": pointwise("12"),
-    "aten.masked_fill.Scalar": zero_value(2),
+    "aten.masked_fill.Scalar": zero_value,
     "aten.masked_fill.Tensor": pointwise("02"),
     "aten.lerp.Scalar": pointwise("01"),
     "aten.lerp.Tensor": pointwise("01"),
     "aten.addcmul.default": pointwise("01", "02"),
     "aten.addcdiv.default": pointwise("01"),
     "aten.copy.default": pointwise("1"),
-    "aten.fill.Scalar": like,
+    "aten.fill.Scalar": pointwise(),  # only shape and dtype of the operand count
     "aten.fill.Tensor": pointwise("1"),
-    "aten.zeros_like.default": like,
-    "aten.ones_like.default": like,
-    "aten.empty_like.default": like,
-    "aten.full_like.default": like,
+    "aten.zeros_like.default": pointwise(),  # only shape and dtype of the operand count
+    "aten.ones_like.default": pointwise(),  # only shape and dtype of the operand count
+    "aten.empty_like.default": pointwise(),  # only shape and dtype of the operand count
+    "aten.full_like.default": pointwise(),  # only shape and dtype of the operand count
     "aten.full.default": made,
     "aten.zeros.default": made,
     "aten.ones.default": made,

@@ -13,6 +13,7 @@ from autopar.rules.spelling import (
     arg,
     as_dims,
     foreign,
+    linear,
     operands,
     results,
     shape_of,
@@ -20,8 +21,8 @@ from autopar.rules.spelling import (
 )
 
 
-def reduction(op: str = "", position: int = 1, body: str = "", linear: str = "") -> Writer:
-    """Dims given by an argument (all, where it is missing) go away or become 1. They are locked unless `op` or a body joins them."""
+def reduction(op: str = "", position: int = 1, body: str = "", alternative: str = "") -> Writer:
+    """Dims given by an argument (or all) go away or become 1. They are locked unless `op` or a body joins them."""
 
     def write(node: Node, types: Types) -> str:
         shape, rank = types[0].shape, len(types[0].shape)
@@ -30,18 +31,18 @@ def reduction(op: str = "", position: int = 1, body: str = "", linear: str = "")
         kept = len(shape_of(node)) == rank
         words = ["1" if d in dims or size == 1 else LETTERS[d] for d, size in enumerate(shape) if kept or d not in dims]
         right = (" ".join(words) or ".") + (f" ^{op}" if op else "")
-        return f"{left} -> {', '.join([right] * len(node.outputs))}" + (f" | {linear}" if linear else "")
+        return f"{left} -> {', '.join([right] * len(node.outputs))}" + (f" | {alternative}" if alternative else "")
 
     return write
 
 
-def softmax(words: str, alternative: str, position: int) -> Writer:
+def softmax(body: str, position: int, *alternatives: str) -> Writer:
     """All operands and the result have one shape; the dim that is normalised over splits with a body."""
 
     def write(node: Node, types: Types) -> str:
         dims = as_dims(node.args[position], len(types[0].shape))
-        one = spell(types[0].shape, body={d: words for d in dims})
-        return f"{', '.join([one] * len(types))} -> {one}" + (f" | {alternative}" if alternative else "")
+        one = spell(types[0].shape, body=dict.fromkeys(dims, body))
+        return f"{', '.join([one] * len(types))} -> {one}{linear(*alternatives)}"
 
     return write
 
@@ -67,7 +68,7 @@ def bucketize(node: Node, types: Types) -> str:
 
 
 def layer_norm(body: str) -> Writer:
-    """(x, normalized_shape, weight?, bias?, eps) -> y, mean, rstd; also the RMS norm, which has neither bias nor mean."""
+    """(x, normalized_shape, weight?, bias?, eps) -> y, mean, rstd. The RMS norm has neither bias nor mean."""
 
     def write(node: Node, types: Types) -> str:
         shape, free = types[0].shape, len(types[0].shape) - len(node.args[1])
@@ -101,20 +102,20 @@ def _channels(shape: Sequence[int], body: str = "", lock: Sequence[int] = ()) ->
 
 
 def batch_norm(training: int | None) -> Writer:
-    """(x, weight?, bias?, running_mean?, running_var?, training, momentum, eps) -> y, mean, rstd, running_mean, running_var."""
+    """(x, weight?, bias?, running_mean?, running_var?, training, momentum, eps) -> y, mean, rstd and both running."""
 
     def write(node: Node, types: Types) -> str:
         trains = training is not None and node.args[training]
         x = _channels(types[0].shape, "batch_norm" if trains else "")
         c = spell(types[0].shape[1:2], ["c"])
         stats = [c + " ^same" if out and out.shape == types[0].shape[1:2] else "z! ^same" for out in node.outputs[1:]]
-        return f"{operands(node, dict.fromkeys(range(1, 5), c) | {0: x})} -> {results(node, x, *stats)}"
+        return f"{operands(node, {0: x, 1: c, 2: c, 3: c, 4: c})} -> {results(node, x, *stats)}"
 
     return write
 
 
 def batch_norm_backward(node: Node, types: Types) -> str:
-    """(grad, x, weight?, running_mean?, running_var?, save_mean?, save_rstd?, train, eps, mask) -> dx, dweight, dbias."""
+    """(grad, x, weight?, running mean?, running var?, mean?, rstd?, train, eps, mask) -> dx, dweight, dbias."""
     trains = node.args[7]
     x = _channels(types[1].shape, "batch_norm_backward" if trains else "")
     c = spell(types[1].shape[1:2], ["c"])
@@ -143,7 +144,7 @@ def group_norm_backward(node: Node, types: Types) -> str:
 
 
 def elementwise_loss(position: int, backward: bool = False) -> Writer:
-    """Loss of two tensors of one shape. reduction (0 none, 1 mean, 2 sum) stands at `position`; a mean splits with a body."""
+    """Loss of two tensors of one shape; `position` of reduction (0 none, 1 mean, 2 sum). A mean splits with a body."""
 
     def write(node: Node, types: Types) -> str:
         how = arg(node, position, "reduction", 1)
@@ -157,7 +158,7 @@ def elementwise_loss(position: int, backward: bool = False) -> Writer:
 
 
 def nll_loss(node: Node, types: Types) -> str:
-    """(logp, target, weight?, reduction, ignore_index) -> loss, total_weight. The mean is not linear in the shards: locked."""
+    """(logp, target, weight?, reduction, ignore_index) -> loss, total_weight. Means over unequal counts are locked."""
     mean = node.args[3] == 1
     shape = types[0].shape
     names = ["n", "c", *(f"s{d}" for d in range(len(shape) - 2))] if len(shape) > 1 else ["c"]
@@ -180,10 +181,10 @@ def nll_loss_backward(node: Node, types: Types) -> str:
 
 
 REDUCE: Table = {
-    "aten.sum.default": reduction("sum", 99, linear="0"),
-    "aten.sum.dim_IntList": reduction("sum", linear="0"),
-    "aten.mean.default": reduction("", 99, body="share", linear="0"),
-    "aten.mean.dim": reduction("", body="share", linear="0"),
+    "aten.sum.default": reduction("sum", 99, alternative="0"),
+    "aten.sum.dim_IntList": reduction("sum", alternative="0"),
+    "aten.mean.default": reduction("", 99, body="share", alternative="0"),
+    "aten.mean.dim": reduction("", body="share", alternative="0"),
     "aten.amax.default": reduction("max"),
     "aten.amin.default": reduction("min"),
     "aten.max.default": reduction("max", 99),
@@ -216,11 +217,11 @@ REDUCE: Table = {
     "aten.cumprod.default": at_dim_locked(1),
     "aten.logcumsumexp.default": at_dim_locked(1),
     "aten.bucketize.Tensor": bucketize,
-    "aten._softmax.default": softmax("softmax", "", 1),
-    "aten._safe_softmax.default": softmax("softmax", "", 1),
-    "aten._log_softmax.default": softmax("log_softmax", "", 1),
-    "aten._softmax_backward_data.default": softmax("softmax_backward", "0", 2),
-    "aten._log_softmax_backward_data.default": softmax("log_softmax_backward", "0", 2),
+    "aten._softmax.default": softmax("softmax", 1),
+    "aten._safe_softmax.default": softmax("softmax", 1),
+    "aten._log_softmax.default": softmax("log_softmax", 1),
+    "aten._softmax_backward_data.default": softmax("softmax_backward", 2, "0"),
+    "aten._log_softmax_backward_data.default": softmax("log_softmax_backward", 2, "0"),
     "aten.native_layer_norm.default": layer_norm("layer_norm"),
     "aten.native_layer_norm_backward.default": layer_norm_backward("layer_norm_backward", 2),
     "aten._fused_rms_norm.default": layer_norm("rms_norm"),

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from autopar.graph import Node, Ref
-from autopar.rules.spelling import LETTERS, Table, Types, Writer, arg, as_dims, foreign, shape_of, spell
+from autopar.rules.spelling import (
+    LETTERS,
+    Table,
+    Types,
+    Writer,
+    all_locked,
+    arg,
+    as_dims,
+    foreign,
+    linear,
+    shape_of,
+    spell,
+)
 
 
 def regroup(source: Sequence[int], target: Sequence[int]) -> str:
     """The rule of a reshape: the coarsest factors of which both shapes are made.
 
-    Dims are walked from the major end. Stretches of equal product are independent; within one, the sizes of the factors are
-    the ratios of neighbouring suffix products of both shapes. Where these do not divide one another (6 4 -> 4 6), only the
-    common part of the two outermost dims may be split, and the rest is locked.
+    Dims are walked from the major end. Stretches of equal product are independent; within one, the sizes of the factors
+    are the ratios of neighbouring suffix products of both shapes. Where these do not divide one another (6 4 -> 4 6),
+    only the common part of the two outermost dims may be split, and the rest is locked.
     """
     if 0 in source or 0 in target:
         return f"{foreign(source, 'x')} -> {foreign(target, 'y')}"
@@ -34,8 +47,8 @@ def regroup(source: Sequence[int], target: Sequence[int]) -> str:
                 b, j = b * target[outs[j]], j + 1
         dims, wants = ins[first:i], outs[second:j]
         cuts = sorted({*_suffixes([source[d] for d in dims]), *_suffixes([target[d] for d in wants])}, reverse=True)
-        if all(big % small == 0 for big, small in zip(cuts, cuts[1:], strict=False)):
-            names = {big: (next(letters), big // small) for big, small in zip(cuts, cuts[1:], strict=False)}
+        if all(big % small == 0 for big, small in pairwise(cuts)):
+            names = {big: (next(letters), big // small) for big, small in pairwise(cuts)}
             for words, shape, places in ((left, source, dims), (right, target, wants)):
                 rest = math.prod(shape[d] for d in places)
                 for d in places:
@@ -65,7 +78,8 @@ def squeeze(node: Node, types: Types) -> str:
     shape = types[0].shape
     dims = as_dims(arg(node, 1, "dim"), len(shape))
     words = spell(shape, body={dim: "reshape" for dim in dims})
-    return f"{words} -> {' '.join(w for dim, w in enumerate(words.split()) if shape[dim] > 1 or dim not in dims) or '.'} | 0"
+    kept = [word for dim, word in enumerate(words.split()) if dim not in dims or shape[dim] > 1] if shape else []
+    return f"{words} -> {' '.join(kept) or '.'} | 0"
 
 
 def expand(node: Node, types: Types) -> str:
@@ -113,8 +127,24 @@ def cut(node: Node, types: Types) -> str:
     return f"{left} -> {right} | 0"
 
 
+def glu(node: Node, types: Types) -> str:
+    whole, half = _pair(types[0].shape, shape_of(node))
+    return f"{whole} -> {half}"
+
+
+def glu_backward(node: Node, types: Types) -> str:
+    whole, half = _pair(types[1].shape, types[0].shape)
+    return f"{half}, {whole} -> {whole} | 0"
+
+
+def complex_pairs(node: Node, types: Types) -> str:
+    """view_as_real and back: the last dim of the real tensor holds real and imaginary part."""
+    left, right = types[0].shape, shape_of(node)
+    return f"{spell(left, lock=[len(right)])} -> {spell(right, lock=[len(left)])} | 0"
+
+
 def constant_pad(node: Node, types: Types) -> str:
-    """Padding with zeros is linear. A dim that is cropped on one side and padded on the other keeps its size, not its place."""
+    """Padding with zeros is linear. A dim that is cropped here and padded there keeps its size, not its place."""
     shape, pad = types[0].shape, node.args[1]
     padded = {len(shape) - 1 - place // 2 for place, amount in enumerate(pad) if amount}
     after = [LETTERS[d] + ("_pad" if d in padded else "") for d in range(len(shape))]
@@ -222,7 +252,7 @@ def leading(position: int, *alternatives: str) -> Writer:
         right = ", ".join(
             "-" if out is None else words(out.shape, f"y{place}_") for place, out in enumerate(node.outputs)
         )
-        return f"{left} -> {right}" + "".join(f" | {one}" for one in alternatives)
+        return f"{left} -> {right}" + linear(*alternatives)
 
     return write
 
@@ -299,9 +329,9 @@ def scatter(*alternatives: str) -> Writer:
     def write(node: Node, types: Types) -> str:
         whole, ids = _along(node, types)
         if len(types) > 2 and types[2].shape != types[1].shape:  # torch takes the corner of a larger source
-            return f"{foreign(types[0].shape, 'x')}, {foreign(types[1].shape, 'y')}, {foreign(types[2].shape, 'z')} -> {foreign(types[0].shape, 'x')}"
-        linear = alternatives if node.op != "aten.scatter.value" or node.args[3] == 0 else ()
-        return f"{', '.join([whole] + [ids] * (len(types) - 1))} -> {whole}" + "".join(f" | {one}" for one in linear)
+            return all_locked(node, types)
+        fit = alternatives if node.op != "aten.scatter.value" or node.args[3] == 0 else ()
+        return f"{', '.join([whole] + [ids] * (len(types) - 1))} -> {whole}" + linear(*fit)
 
     return write
 
@@ -349,6 +379,10 @@ SHAPE: Table = {
     "aten.split_with_sizes.default": split,
     "aten.cat.default": cat,
     "aten.repeat.default": repeat,
+    "aten.view_as_real.default": complex_pairs,
+    "aten.view_as_complex.default": complex_pairs,
+    "aten.glu.default": glu,
+    "aten.glu_backward.default": glu_backward,
     "aten.flip.default": at_dim(1, many=True),
     "aten.roll.default": at_dim(2, many=True),
     "aten.cumsum.default": at_dim(1),

@@ -8,6 +8,7 @@ descriptors that say what they are.
 from __future__ import annotations
 
 import contextlib
+import operator
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors
-from autopar.modules import with_tensors
+from autopar.modules import aliases, with_tensors
 
 
 class TraceError(RuntimeError):
@@ -29,30 +30,37 @@ class TraceError(RuntimeError):
 
 @dataclass
 class Captured:
-    """`joint`: the fx graph module; `out_spec`: the tree of the model's outputs; `leaves`: the flat example inputs."""
+    """`joint`: the fx graph module; `out_spec`: the tree of the model's outputs; `leaves`: the flat example inputs.
+
+    `aliases`: every further name of a parameter or buffer that the model has under several -> its first name.
+    """
 
     joint: torch.fx.GraphModule
     out_spec: pytree.TreeSpec
     leaves: tuple[tuple[str, Any], ...]
     constants: dict[str, torch.Tensor]
+    aliases: dict[str, str]
 
 
-class _ScalarsDifferentiable(nn.Module):
-    """Calls `inner`; where one of its outputs is a scalar that requires grad, only scalars keep their gradient.
+def _keep_scalar_gradients(outputs: list[Any]) -> list[Any]:
+    """Where an output is a scalar that requires grad, detach the others.
 
     Otherwise a logits-sized tangent of zeros would be asked for, and flow through the whole backward pass.
     """
+    tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
+    if any(value.requires_grad and value.ndim == 0 for value in tensors):
+        return [value.detach() if isinstance(value, torch.Tensor) and value.ndim else value for value in outputs]
+    return outputs
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(self.inner(*args, **kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(tensor.requires_grad and tensor.ndim == 0 for tensor in tensors):
-            leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf for leaf in leaves]
-        return pytree.tree_unflatten(leaves, spec)
+def _only_scalars_differentiable(module: torch.fx.GraphModule) -> None:
+    """Pass the outputs of an exported module through `_keep_scalar_gradients`."""
+    (output,) = module.graph.find_nodes(op="output")
+    leaves = list(output.args[0])
+    with module.graph.inserting_before(output):
+        kept = module.graph.call_function(_keep_scalar_gradients, (leaves,))
+        output.args = (tuple(module.graph.call_function(operator.getitem, (kept, i)) for i in range(len(leaves))),)
+    module.recompile()
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
@@ -113,13 +121,12 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     with _naming_the_line(), ExitStack() as stack:
         exported = torch.export.export(fake_model, fake_args, fake_kwargs, strict=False)
         inner = exported.module(check_guards=False)
-        joint = aot_export_joint_with_descriptors(
-            stack, _ScalarsDifferentiable(inner), fake_args, fake_kwargs, decompositions=None
-        )
+        _only_scalars_differentiable(inner)
+        joint = aot_export_joint_with_descriptors(stack, inner, fake_args, fake_kwargs, decompositions=None)
     graph_module = joint.graph_module
     constants = {
         str(node.target): getattr(graph_module, str(node.target))
         for node in graph_module.graph.nodes
         if node.op == "get_attr"
     }
-    return Captured(graph_module, joint.out_spec, tuple(leaves), constants)
+    return Captured(graph_module, joint.out_spec, tuple(leaves), constants, aliases(model))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 
@@ -17,7 +18,7 @@ WITHOUT_RESULT = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.d
 
 
 def lower(captured: Captured) -> Graph:
-    """Translate; the prefix that capture's wrapper put before names is taken off again."""
+    """Translate node by node; descriptors of the captured graph say what its inputs and outputs are."""
     nodes: list[Node] = []
     ref_of: dict[torch.fx.Node, Any] = {}
     results: list[Result] = []
@@ -39,7 +40,7 @@ def lower(captured: Captured) -> Graph:
                 nodes.append(_lower_call(fx_node, ref_of))
                 ref_of[fx_node] = Ref(fx_node.name)
             case "output":
-                results = _results(fx_node, ref_of)
+                results = _results(fx_node, ref_of, captured.aliases)
             case _:
                 raise AssertionError(f"a captured graph has no {fx_node.op} nodes")
     return Graph(tuple(nodes), tuple(results))
@@ -51,6 +52,11 @@ def _add_source(fx_node: torch.fx.Node, captured: Captured, nodes: list[Node], r
         ref_of[fx_node] = value  # a number or None among the inputs: the graph is specialised to it
         return
     op, target = _describe_source(fx_node.meta["desc"], captured)
+    if op in ("parameter", "buffer"):
+        target = captured.aliases.get(target, target)  # a tied tensor is one node, under its first name
+        if known := next((node for node in nodes if (node.op, node.target) == (op, target)), None):
+            ref_of[fx_node] = Ref(known.name)
+            return
     phase = "backward" if op == "tangent" else "forward"
     name = fx_node.name if op == "tangent" else _readable(target)
     nodes.append(Node(name, op, (), (), (_type(value),), phase=phase, target=target))
@@ -60,9 +66,9 @@ def _add_source(fx_node: torch.fx.Node, captured: Captured, nodes: list[Node], r
 def _describe_source(desc: Any, captured: Captured) -> tuple[str, str]:
     match type(desc).__name__:
         case "ParamAOTInput":
-            return "parameter", desc.target.removeprefix("inner.")
+            return "parameter", desc.target
         case "BufferAOTInput":
-            return "buffer", desc.target.removeprefix("inner.")
+            return "buffer", desc.target
         case "PlainAOTInput":
             return "input", captured.leaves[desc.idx][0]
         case "TangentAOTInput":
@@ -71,24 +77,35 @@ def _describe_source(desc: Any, captured: Captured) -> tuple[str, str]:
             raise NotImplementedError(f"this torch describes a graph input as {other}, which autopar does not know")
 
 
-def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> list[Result]:
-    results: list[Result] = []
+def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], aliases: Mapping[str, str]) -> list[Result]:
+    results: dict[tuple[str, str], Result] = {}
+
+    def add(kind: Literal["output", "gradient", "buffer"], target: str, ref: Any) -> None:
+        """Of a tied tensor's names export reads one only: the others give nothing."""
+        key = kind, aliases.get(target, target) if kind != "output" else target
+        found = Result(kind, key[1], ref if isinstance(ref, Ref) else None)
+        known = results.get(key)
+        if known is not None and known.ref is not None and found.ref is not None:
+            raise NotImplementedError(f"{kind} {target} comes under two names of one tied tensor, which is not built yet")
+        if known is None or known.ref is None:
+            results[key] = found
+
     for value, desc in zip(fx_node.args[0], fx_node.meta["desc"], strict=True):
         ref = ref_of[value] if isinstance(value, torch.fx.Node) else None
         match type(desc).__name__:
             case "PlainAOTOutput":
-                results.append(Result("output", str(desc.idx), ref if isinstance(ref, Ref) else None))
+                add("output", str(desc.idx), ref)
             case "InputMutationAOTOutput":
-                results.append(Result("buffer", desc.mutated_input.target.removeprefix("inner."), ref))
+                add("buffer", desc.mutated_input.target.removeprefix("inner."), ref)
             case "GradAOTOutput" if type(desc.grad_of).__name__ == "ParamAOTInput":
-                results.append(Result("gradient", desc.grad_of.target.removeprefix("inner."), ref))
+                add("gradient", desc.grad_of.target.removeprefix("inner."), ref)
             case "GradAOTOutput":
                 raise NotImplementedError(f"gradients with respect to inputs ({desc.grad_of}) are not built yet")
             case "NoneType":
                 pass
             case other:
                 raise NotImplementedError(f"this torch describes a graph output as {other}, which autopar does not know")
-    return results
+    return list(results.values())
 
 
 def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Node:
@@ -139,7 +156,7 @@ def _arg(arg: Any, ref_of: dict[torch.fx.Node, Any]) -> Arg:
 def _module_path(fx_node: torch.fx.Node) -> str:
     stack = fx_node.meta.get("nn_module_stack") or fx_node.meta.get("fwd_nn_module_stack") or {}
     path = next(reversed(stack.values()))[0] if stack else ""
-    return str(path).removeprefix("inner").removeprefix(".")
+    return str(path)
 
 
 def _source_line(fx_node: torch.fx.Node) -> str:

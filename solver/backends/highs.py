@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import highspy
 import numpy as np
@@ -34,6 +35,7 @@ class Model:
 
     def __init__(self, lowered: Lowered, threads: int, peak_of: str | None = None) -> None:
         self.lowered, self.peak_of = lowered, peak_of
+        self.is_integer = False
         self.known: dict[tuple[str, int], int] = {}  # memory row of (resource, instant)
         limits = {profile.resource: profile.limit for profile in lowered.profiles}
         self.byte_scale = {name: max(limit, 1.0) / 1000 for name, limit in limits.items()}
@@ -79,39 +81,34 @@ class Model:
 
     def add_cover(self, columns: np.ndarray, most: int) -> None:
         """At most `most` of the columns: cuts off picks that exceed a limit by less than HiGHS notices."""
-        self.highs.addRow(-highspy.kHighsInf, float(most), len(columns), columns.astype(np.int32), np.ones(len(columns)))
+        self.highs.addRow(
+            -highspy.kHighsInf, float(most), len(columns), columns.astype(np.int32), np.ones(len(columns))
+        )
         self.num_rows += 1
 
     def add_violated(self, x: np.ndarray) -> int:
         """Add the limits that `x` exceeds (in peak mode: those above the present peak); how many were added."""
         added = 0
+        rows = {profile.resource: profile for profile in self.lowered.profiles}
         for profile in self.lowered.profiles:
-            shifted = profile
             if profile.resource == self.peak_of:
                 z = x[len(self.lowered.cost)] * self.byte_scale[profile.resource]
-                shifted = type(profile)(
-                    profile.resource,
-                    profile.limit,
-                    profile.instants,
-                    profile.room + z,
-                    profile.column,
-                    profile.first,
-                    profile.last,
-                    profile.nbytes,
-                )
-            for position in violated(shifted, x[: len(self.lowered.cost)], set(self.known), MOST_ROWS_PER_ROUND):
-                self.add_row(profile.row(position))
+                profile = replace(profile, room=profile.room + z)
+            for position in violated(profile, x[: len(self.lowered.cost)], set(self.known), MOST_ROWS_PER_ROUND):
+                self.add_row(rows[profile.resource].row(position))
                 added += 1
         return added
 
     def solve(self, left_s: float) -> highspy.HighsModelStatus:
         """Run for at most that many seconds."""
-        self.highs.setOptionValue("time_limit", self.highs.getRunTime() + left_s)
+        # measured with highspy 1.15.1: for linear programs the clock runs on from call to call, for integer ones not
+        self.highs.setOptionValue("time_limit", left_s if self.is_integer else self.highs.getRunTime() + left_s)
         self.highs.run()
         return self.highs.getModelStatus()
 
     def make_integer(self) -> None:
         """Ask for integral options; pairs follow."""
+        self.is_integer = True
         n = self.lowered.num_x
         kinds = np.full(n, highspy.HighsVarType.kInteger)
         self.highs.changeColsIntegrality(n, np.arange(n, dtype=np.int32), kinds)
@@ -144,14 +141,13 @@ class _Search:
         self.best: tuple[int, ...] | None = None
         self.cost, self.bound = math.inf, self.lowered.offset
         self.prices: dict[tuple[str, int], float] = {}
-        self.model: Model | None = None
+        self.model = Model(self.lowered, budget.threads)
 
     def run(self) -> Outcome:
         if self.budget.start is not None:
             self.offer(self.budget.start)
         if not self.lowered.num_x:
             return self.outcome("infeasible" if not self.offer((0,) * len(self.core.costs)) else None)
-        self.model = Model(self.lowered, self.budget.threads)
         status = self.relax()
         if status is None and not self.is_done():
             status = self.branch()
@@ -250,8 +246,7 @@ class _Search:
 
     def outcome(self, status: str | None) -> Outcome:
         stats = {"columns": float(len(self.lowered.cost)), "rows": float(len(self.lowered.right))}
-        if self.model is not None:
-            stats["memory_rows"] = float(len(self.model.known))
+        stats["memory_rows"] = float(len(self.model.known))
         if self.best is None:
             if status == "infeasible":
                 return Outcome("infeasible", None, math.inf, math.inf, stats=stats)

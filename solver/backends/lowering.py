@@ -12,6 +12,7 @@ every item is taken off the room: what is left is small, which keeps the numeric
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,11 @@ from numpy.typing import NDArray
 from solver.problem import Array, Problem
 
 Index = NDArray[np.intp]
+
+
+def bincount(positions: Index, weights: Array, size: int) -> Array:
+    """Sum of the weights at each position."""
+    return np.asarray(np.bincount(positions, weights=weights, minlength=size), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,14 +55,14 @@ class Profile:
     def use(self, x: Array) -> Array:
         """Bytes above the certain ones at every instant, for column values `x`."""
         held, size = self.nbytes * x[self.column], len(self.instants)
-        change = np.bincount(self.first, held, size + 1) - np.bincount(self.last, held, size + 1)
+        change = bincount(self.first, held, size + 1) - bincount(self.last, held, size + 1)
         return np.cumsum(change)[:size]
 
     def row(self, position: int) -> MemoryRow:
         """The limit at this position, terms of one column summed."""
         there = (self.first <= position) & (position < self.last)
         columns, inverse = np.unique(self.column[there], return_inverse=True)
-        nbytes = np.bincount(inverse, self.nbytes[there], len(columns))
+        nbytes = bincount(inverse, self.nbytes[there], len(columns))
         return MemoryRow(self.resource, int(self.instants[position]), columns, nbytes, float(self.room[position]))
 
 
@@ -83,7 +89,7 @@ class Lowered:
     def picks(self, x: Array) -> tuple[int, ...]:
         """The largest option of every item."""
         bounds = self.x_first.tolist()
-        return tuple(int(x[a:b].argmax()) if b > a else 0 for a, b in zip(bounds, bounds[1:], strict=False))
+        return tuple(int(x[a:b].argmax()) if b > a else 0 for a, b in itertools.pairwise(bounds))
 
     def point(self, picks: tuple[int, ...]) -> Array:
         """Column values of picks; columns of forbidden pairs do not exist, so the picks must avoid them."""
@@ -118,11 +124,11 @@ def lower(core: Problem) -> Lowered:
         offset += least
         costs.append(entries - least)
         e = np.arange(next_column, next_column + len(i))
-        x_a, x_b = x_first[edge.src], x_first[edge.dst]
+        x_a, x_b = int(x_first[edge.src]), int(x_first[edge.dst])
         end_a.append(x_a + i)
         end_b.append(x_b + j)
         rows += [next_row + i, next_row + n + j, np.arange(next_row, next_row + n + m)]
-        columns += [e, e, np.concatenate((np.arange(x_a, x_a + n), np.arange(x_b, x_b + m)))]
+        columns += [e, e, np.arange(x_a, x_a + n), np.arange(x_b, x_b + m)]
         values += [np.ones(2 * len(i)), -np.ones(n + m)]
         right.append(np.zeros(n + m))
         if number in holding:

@@ -14,6 +14,7 @@ building it takes about 30 times as long as backends/highs.py.
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import numpy as np
 import pulp
@@ -49,7 +50,7 @@ def run(core: Problem, budget: Budget) -> Outcome:
             if best is None:
                 return Outcome("infeasible", None, math.inf, math.inf)
             break
-        info = model.solverModel.getInfo()
+        info = cast(Any, model.solverModel).getInfo()  # the HiGHS object PuLP leaves behind
         # a program without integer variables has no dual bound of its own: its objective is one
         value = info.mip_dual_bound if lowered.num_x else info.objective_function_value
         if np.isfinite(value):
@@ -80,7 +81,11 @@ def run(core: Problem, budget: Budget) -> Outcome:
             taken = [columns[c] for c in np.flatnonzero(exact[: lowered.num_x] > 0.5)]
             model += pulp.lpSum(taken) <= len(taken) - 1, f"not_again_{covers}"
             covers += 1
-    stats = {"columns": float(len(columns)), "rows": float(len(model.constraints)), "memory_rows": float(len(known))}
+    stats = {
+        "columns": float(len(columns)),
+        "rows": float(len(lowered.right) + len(known)),
+        "memory_rows": float(len(known)),
+    }
     if best is None:
         return Outcome("unknown", None, math.inf, bound, stats=stats)
     status = "optimal" if relative_gap(cost, bound) <= OPTIMAL_REL_GAP else "feasible"

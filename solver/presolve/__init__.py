@@ -70,7 +70,9 @@ def presolve(problem: Problem, reductions: bool | Collection[str] = True) -> Pre
 
 def _reduce(core: Core, chosen: frozenset[str]) -> None:
     dominance = Dominance()
-    _drain(core, chosen - {"path"})
+    _drain(core, chosen - {"path"})  # contraction first: a path shortened too early makes a dense matrix
+    for item in core.items():
+        core.touch(item)
     while True:
         _drain(core, chosen)
         # from the cheapest to the dearest; after any change start over
@@ -117,7 +119,9 @@ def _as_problem(core: Core) -> Presolved:
                 edges.append(Edge(number[u], number[v], core.neighbours[u][v]))
                 for span, nbytes in core.edge_usages(u, v).items():
                     edge_usages.append(EdgeUsage(len(edges) - 1, *_interval(core, span), nbytes))
-    usages = [Usage(number[u], *_interval(core, span), held) for u in items for span, held in core.components[u].items()]
+    usages = [
+        Usage(number[u], *_interval(core, span), held) for u in items for span, held in core.components[u].items()
+    ]
     limits = {name: core.problem.limits[name] * (1 + FITS_REL_TOL / 2) for name in core.resources}
     fixed = len(items)
     for r, resource in enumerate(core.resources):

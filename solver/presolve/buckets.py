@@ -1,4 +1,4 @@
-"""Bucket elimination (keeps at least one cheapest solution): solve whole parts of the problem that memory does not touch.
+"""Bucket elimination (keeps at least one cheapest solution): solve whole parts that memory does not touch.
 
 A connected part in which nothing holds memory that can bind is a sum of small tables. Eliminate its items one by one:
 add up the tables that mention the item, take the minimum over its options, and a new table over its neighbours

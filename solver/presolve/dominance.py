@@ -2,7 +2,8 @@
 
 Option k dominates i at item u if swapping i for k cannot cost more whatever the neighbours pick,
 
-    cost_u[k] - cost_u[i] + sum over neighbours v of max over j with (i, j) allowed of [cost_uv[k, j] - cost_uv[i, j]] <= 0
+    cost_u[k] - cost_u[i]
+        + sum over neighbours v of max over j with (i, j) allowed of [cost_uv[k, j] - cost_uv[i, j]]  <=  0
 
 and k holds no more than i in every component. The relation is transitive, so all dominated options of one item go at
 once; of two that dominate each other the first stays.

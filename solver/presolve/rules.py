@@ -128,7 +128,7 @@ def arcs(core: Core, u: int, v: int) -> bool:
     for item, other, pairs in ((u, v, facts.rows), (v, u, facts.columns)):
         if not pairs.all():
             core.fired["arcs"] += 1
-            cause = f"{core.problem.name(other)} forbids every option left"
+            cause = f"{core.problem.name(other)} forbids every option of it that is left"
             core.keep(item, np.flatnonzero(pairs), cause)
             changed = True
     return changed

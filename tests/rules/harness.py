@@ -51,8 +51,8 @@ def type_of(value: torch.Tensor) -> TensorType:
 
 
 def resolve(op: str) -> Callable[..., Any]:
-    if op == "autopar.einsum":
-        return _einsum
+    if op in STAND_INS:
+        return STAND_INS[op]
     found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part)
@@ -66,6 +66,24 @@ def _einsum(equation: str, *operands: torch.Tensor) -> torch.Tensor:
         for word in equation.replace(",", " , ").split()
     )
     return torch.einsum(short, *operands)
+
+
+def _rms_norm_backward(grad: Any, x: Any, normalized: Any, rstd: Any, weight: Any, mask: Any) -> tuple[Any, Any]:
+    """What CUDA has a kernel for and CPU has not."""
+    leaves = [value.detach().clone().requires_grad_() if value is not None else None for value in (x, weight)]
+    dims = list(range(-len(normalized), 0))
+    eps = (rstd.square().reciprocal() - x.square().mean(dims, keepdim=True)).detach()
+    y = leaves[0] * (leaves[0].square().mean(dims, keepdim=True) + eps).rsqrt()
+    y = y if leaves[1] is None else y * leaves[1]
+    y.backward(grad)
+    return tuple(leaf.grad if leaf is not None and wanted else None for leaf, wanted in zip(leaves, mask, strict=True))  # type: ignore[return-value]
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "autopar.einsum": _einsum,
+    "autopar.share": lambda x: x,
+    "aten._fused_rms_norm_backward.default": _rms_norm_backward,
+}
 
 
 def make_call(op: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Call:
@@ -84,7 +102,6 @@ def make_call(op: str, args: Sequence[Any], kwargs: dict[str, Any] | None = None
 
     plain_args = tuple(plain(value) for value in args)
     plain_kwargs = tuple((name, plain(value)) for name, value in (kwargs or {}).items())
-    node = Node("node", op, plain_args, plain_kwargs, ())
     outputs = run_op(op, real(plain_args, operands), real_kwargs(plain_kwargs, operands))
     types = tuple(type_of(out) if isinstance(out, torch.Tensor) else None for out in outputs)
     return Call(Node("node", op, plain_args, plain_kwargs, types), operands, outputs)
@@ -126,8 +143,10 @@ def shard(value: torch.Tensor, dims: Sequence[Sequence[str]], factor: str, size:
 
 
 def terms(value: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Random numbers that sum to `value`."""
-    if value.is_floating_point():
+    """Random numbers that sum to `value`; in low precision fixed parts of it, of which the sum is exact."""
+    if value.is_floating_point() and value.dtype != torch.float64:
+        return [value / 2 ** min(place + 1, size - 1) for place in range(size)]
+    if value.is_floating_point() or value.is_complex():
         parts = [torch.randn_like(value) for _ in range(size - 1)]
     else:
         parts = [torch.randint_like(value, -9, 9) for _ in range(size - 1)]
@@ -176,7 +195,9 @@ class Ranks(list):  # type: ignore[type-arg]
 class LockStep:
     """The builder of `bodies.py`, computing at once for all ranks."""
 
-    def __init__(self, call: Call, rule: Rule, axes: Sequence[Axis], body: str, operands: Types, outputs: Outputs) -> None:
+    def __init__(
+        self, call: Call, rule: Rule, axes: Sequence[Axis], body: str, operands: Types, outputs: Outputs
+    ) -> None:
         self.coordinates = list(itertools.product(*(range(axis.size) for axis in axes)))
         self.mine = [place for place, axis in enumerate(axes) if axis.factor and rule.bodies.get(axis.factor) == body]
         self.axes, self.local_operands, self.local_outputs = axes, operands, outputs
@@ -186,7 +207,11 @@ class LockStep:
 
     def call(self, op: str, *args: Any, **kwargs: Any) -> Any:
         results = [
-            run_op(op, [_torch(_at(arg, rank)) for arg in args], {name: _torch(_at(arg, rank)) for name, arg in kwargs.items()})
+            run_op(
+                op,
+                [_torch(_at(arg, rank)) for arg in args],
+                {name: _torch(_at(arg, rank)) for name, arg in kwargs.items()},
+            )
             for rank in range(len(self.coordinates))
         ]
         return Ranks(one[0] if len(one) == 1 else one for one in results)
@@ -241,15 +266,21 @@ def run_split(call: Call, rule: Rule, axes: Sequence[Axis]) -> dict[tuple[int, .
         (name,) = names
         b = LockStep(call, rule, axes, name, types, outputs)
         operands = [Ranks(dealt[at][place] for at in b.coordinates) for place in range(len(types))]
-        value = BODIES[name].emit(b, call.node, tuple(map_refs(arg, lambda ref: operands[int(ref.name[1:])]) for arg in args))
+        value = BODIES[name].emit(
+            b, call.node, tuple(map_refs(arg, lambda ref: operands[int(ref.name[1:])]) for arg in args)
+        )
         values = [value] if isinstance(value, Ranks) else list(value)
-        assert tuple(b.moved) == tuple(BODIES[name].comm(call.node, types, outputs)), "comm() differs from what emit() moved"
+        assert tuple(b.moved) == tuple(BODIES[name].comm(call.node, types, outputs)), (
+            "comm() differs from what emit() moved"
+        )
         ran = {at: [None if one is None else one[rank] for one in values] for rank, at in enumerate(b.coordinates)}
     for at, results in ran.items():
         assert len(results) >= len(outputs)
         for place, (result, type) in enumerate(zip(results, outputs, strict=True)):
             if type is not None:
-                assert type_of(result) == type, f"result {place} of rank {at} is {type_of(result)}, the rule says {type}"
+                assert type_of(result) == type, (
+                    f"result {place} of rank {at} is {type_of(result)}, the rule says {type}"
+                )
     return ran
 
 
@@ -286,7 +317,7 @@ def check(call: Call, axes: Sequence[Axis], tolerance: float = 1e-10) -> None:
         if isinstance(whole, torch.Tensor):
             joined = join(rule, axes, place, {at: results[place] for at, results in ran.items()})
             told = f"result {place} of {call.node.op} split over {axes}"
-            tight = tolerance if whole.is_floating_point() else 0
+            tight = tolerance if whole.is_floating_point() or whole.is_complex() else 0
             torch.testing.assert_close(
                 joined, whole, rtol=tight, atol=tight, equal_nan=True, msg=lambda text, told=told: f"{told}: {text}"
             )

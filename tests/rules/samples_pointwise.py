@@ -31,7 +31,12 @@ def s(*args: Any, **kwargs: Any) -> Sample:
 
 
 def _unary(name: str) -> list[Sample]:
-    extra: dict[str, tuple[Any, ...]] = {"threshold": (0.3, 7.0), "clamp": (-0.5, 0.5), "clamp_min": (0.1,), "clamp_max": (0.1,)}
+    extra: dict[str, tuple[Any, ...]] = {
+        "threshold": (0.3, 7.0),
+        "clamp": (-0.5, 0.5),
+        "clamp_min": (0.1,),
+        "clamp_max": (0.1,),
+    }
     if name == "bitwise_not":
         return [s(ints(50, 6, 12))]
     return [s(f(6, 12, 1), *extra.get(name, ()))]
@@ -60,8 +65,8 @@ def _binary(name: str) -> list[Sample]:
 
 
 _AFTER_GRAD: dict[str, tuple[Any, ...]] = {
-    "threshold": (0.3,), "hardtanh": (-1.0, 1.0), "leaky_relu": (0.2, False), "softplus": (1.0, 20.0), "softshrink": (0.5,),
-    "hardshrink": (0.5,), "logit": (1e-3,),
+    "threshold": (0.3,), "hardtanh": (-1.0, 1.0), "leaky_relu": (0.2, False), "softplus": (1.0, 20.0),
+    "softshrink": (0.5,), "hardshrink": (0.5,), "logit": (1e-3,),
 }  # fmt: skip
 
 
@@ -85,10 +90,11 @@ def _scalar(name: str) -> list[Sample]:
 def samples() -> Samples:
     return {
         **{f"aten.{name}.default": _unary(name) for name in UNARY.split()},
-        **{f"aten.{name}.Scalar": _scalar(name) for name in UNARY_SCALAR},
+        **{f"aten.{name}.Scalar": _scalar(name) for name in UNARY_SCALAR.split()},
         **{f"aten.{name}": _binary(name) for name in BINARY.split()},
         **{f"aten.{name}_backward.default": _gradient(name) for name in GRADIENT.split()},
-        **{f"aten.{name}.default": [s(f(6, 12))] for name in "neg clone alias detach lift_fresh_copy real _conj".split()},
+        **{f"aten.{name}.default": [s(f(6, 12))] for name in ["neg", "clone", "alias", "detach", "lift_fresh_copy"]},
+        "autopar.share": [s(f(6, 12))],
         "aten._to_copy.default": [
             s(f(6, 12), dtype=F32),
             s(f(6, 12).bfloat16(), dtype=F64),
@@ -113,6 +119,8 @@ def samples() -> Samples:
         "aten.addcmul.default": [s(f(6, 12), f(6, 12), f(12), value=0.5)],
         "aten.addcdiv.default": [s(f(6, 12), f(6, 12), f(12), value=0.5)],
         "aten.copy.default": [s(f(6, 12), f(12)), s(f(6, 12), f(6, 12))],
+        "aten.view_as_real.default": [s(torch.randn(6, 12, dtype=torch.complex128))],
+        "aten.view_as_complex.default": [s(f(6, 12, 2))],
         "aten.fill.Scalar": [s(f(6, 12), 2.0)],
         "aten.fill.Tensor": [s(f(6, 12), f())],
         "aten.zeros_like.default": [s(f(6, 12))],

@@ -29,7 +29,7 @@ def _pad(name: str, dims: int, pad: list[int]) -> Samples:
 
 def samples() -> Samples:
     return {
-        **{f"aten.{name}.default": VIEWS for name in "view _unsafe_view reshape _reshape_copy view_copy".split()},
+        **{f"aten.{name}.default": VIEWS for name in ["view", "_unsafe_view", "reshape", "_reshape_copy", "view_copy"]},
         "aten.unsqueeze.default": [s(f(6, 12), 1), s(f(6, 12), -1), s(f(), 0)],
         "aten.squeeze.default": [s(f(6, 1, 12)), s(f(2, 1, 3)), s(f(1))],
         "aten.squeeze.dim": [s(f(6, 1, 12), 1), s(f(2, 3), 0)],
@@ -41,7 +41,11 @@ def samples() -> Samples:
         "aten.slice.Tensor": [s(f(6, 12), 1, 3, 9), s(f(6, 12), 0, 0, 9223372036854775807), s(f(6, 12), 1, 0, 12, 2)],
         "aten.slice_backward.default": [s(f(6, 4), [6, 12], 1, 2, 6, 1), s(f(6, 12), [6, 12], 1, 0, 12, 1)],
         "aten.slice_scatter.default": [s(f(6, 12), f(6, 4), 1, 2, 6), s(f(6, 12), f(6, 12), 1, 0, 12)],
-        "aten.constant_pad_nd.default": [s(f(6, 12), [1, 2]), s(f(6, 12), [1, -1, 0, 0], 3.0), s(f(6, 12, 18), [0, 0, 2, 0])],
+        "aten.constant_pad_nd.default": [
+            s(f(6, 12), [1, 2]),
+            s(f(6, 12), [1, -1, 0, 0], 3.0),
+            s(f(6, 12, 18), [0, 0, 2, 0]),
+        ],
         "aten.select.int": [s(f(6, 12, 18), 1, 5), s(f(6, 12), -1, 0), s(f(6), 0, 2)],
         "aten.select_backward.default": [s(f(6, 18), [6, 12, 18], 1, 5), s(f(), [6], 0, 2)],
         "aten.select_scatter.default": [s(f(6, 12, 18), f(6, 18), 1, 5)],
@@ -60,6 +64,8 @@ def samples() -> Samples:
         **_pad("reflection_pad", 2, [2, 1, 0, 3]),
         **_pad("replication_pad", 1, [2, 1]),
         **_pad("replication_pad", 2, [2, 1, 0, 3]),
+        "aten.glu.default": [s(f(6, 12, 24), -1), s(f(12, 6), 0)],
+        "aten.glu_backward.default": [s(f(6, 12), f(6, 24), 1)],
         "aten.diagonal.default": [s(f(6, 5, 12, 7), 1, 1, 3), s(f(5, 7, 6))],
         "aten.pixel_shuffle.default": [s(f(6, 24, 12, 18), 2)],
         "aten.index.Tensor": [
@@ -77,8 +83,15 @@ def samples() -> Samples:
             s(f(6, 12, 18), [ints(6, 6), None, ints(18, 6)], f(6, 12), True),
         ],
         "aten._unsafe_index_put.default": [s(f(6, 12, 18), [None, ints(12, 4)], f(6, 4, 18), True)],
-        "aten.gather.default": [s(f(6, 12), 1, ints(12, 6, 18)), s(f(6, 12), -1, ints(12, 3, 2)), s(f(6, 12, 1), 0, ints(6, 2, 12, 1))],
-        "aten.scatter.src": [s(f(6, 12), 1, torch.rand(6, 12).argsort(1)[:, :4], f(6, 4)), s(f(6, 12), 0, ints(1, 2, 6), f(6, 12))],
+        "aten.gather.default": [
+            s(f(6, 12), 1, ints(12, 6, 18)),
+            s(f(6, 12), -1, ints(12, 3, 2)),
+            s(f(6, 12, 1), 0, ints(6, 2, 12, 1)),
+        ],
+        "aten.scatter.src": [
+            s(f(6, 12), 1, torch.rand(6, 12).argsort(1)[:, :4], f(6, 4)),
+            s(f(6, 12), 0, ints(1, 2, 6), f(6, 12)),
+        ],
         "aten.scatter.value": [s(f(6, 12), 1, ints(12, 6, 4), 0), s(f(6, 12), 1, ints(12, 6, 4), 2.0)],
         "aten.scatter_add.default": [s(f(6, 12), 1, ints(12, 6, 4), f(6, 4)), s(f(6, 12), 1, ints(12, 3, 4), f(3, 4))],
         "aten.index_select.default": [s(f(6, 12, 18), 1, ints(12, 24))],

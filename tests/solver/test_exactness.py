@@ -8,10 +8,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tests.solver.conftest import assignments, random_problem
 
 from solver import BACKENDS, REDUCTIONS, evaluate, solve
 from solver.presolve import Dead, presolve
+from tests.solver.problems import assignments, random_problem
 
 ALWAYS = {"forbidden", "single"}
 
@@ -57,10 +57,16 @@ def core_cost(problem, reductions, fired):
     return best
 
 
-SETS = [frozenset(), *(frozenset({name}) for name in sorted(REDUCTIONS)), *(REDUCTIONS - {n} for n in sorted(REDUCTIONS))]
+SETS = [
+    frozenset(),
+    *(frozenset({name}) for name in sorted(REDUCTIONS)),
+    *(REDUCTIONS - {n} for n in sorted(REDUCTIONS)),
+]
 
 
-@pytest.mark.parametrize("reductions", [*SETS, REDUCTIONS], ids=lambda s: "+".join(sorted(s)) if len(s) < 2 else str(len(s)))
+@pytest.mark.parametrize(
+    "reductions", [*SETS, REDUCTIONS], ids=lambda s: "+".join(sorted(s)) if len(s) < 2 else str(len(s))
+)
 def test_presolve_keeps_a_cheapest_solution(reductions, truth):
     fired = Counter()
     seeds = range(1200) if reductions == REDUCTIONS else range(250)

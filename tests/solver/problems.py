@@ -12,6 +12,8 @@ from solver import Edge, EdgeUsage, Problem, Usage
 def random_problem(seed: int) -> Problem:
     """2 to 6 items with 1 to 4 options; integers as costs and bytes; about a third are infeasible."""
     rng = np.random.default_rng(seed)
+    if seed % 10 == 9:
+        return _tangled_problem(rng)
     n = int(rng.integers(2, 7))
     sizes = rng.integers(1, 5, n)
     costs = []
@@ -49,6 +51,17 @@ def random_problem(seed: int) -> Problem:
     return Problem(tuple(costs), tuple(edges), tuple(usages), tuple(edge_usages), limits)
 
 
+def _tangled_problem(rng: np.random.Generator) -> Problem:
+    """Four or five items, each joined with each, so that no item has few neighbours; memory on some."""
+    n = int(rng.integers(4, 6))
+    costs = [rng.integers(0, 12, 3).astype(float) for _ in range(n)]
+    pairs = [(u, v) for u in range(n) for v in range(u)]
+    edges = [Edge(u, v, rng.integers(0, 9, (3, 3)).astype(float)) for u, v in pairs]
+    usages = [Usage(u, "hbm", 0, 1, rng.integers(0, 9, 3).astype(float)) for u in range(n)]
+    limits = {"hbm": float(rng.integers(10, 40))} if rng.random() < 0.5 else {}
+    return Problem(tuple(costs), tuple(edges), tuple(usages), (), limits)
+
+
 def _matrix(rng: np.random.Generator, n: int, m: int) -> np.ndarray:
     kind = rng.integers(0, 5)
     cost = rng.integers(0, 9, (n, m)).astype(float)
@@ -70,3 +83,29 @@ def _matrix(rng: np.random.Generator, n: int, m: int) -> np.ndarray:
 def assignments(problem: Problem) -> int:
     """How many there are."""
     return math.prod(len(cost) for cost in problem.costs)
+
+
+FORBIDDEN = 10**18
+# x@W, gelu, loss, gradient of W; by hand: without a limit 29 at [0,0,0,0,0], with it 31 at [1,1,1,1,1], peak 56.
+MLP_5 = {
+    "problem": {
+        "name": "mlp-5",
+        "nodes": {
+            "intervals": [[0, 9], [2, 6], [3, 8], [0, 0], [6, 9]],
+            "costs": [[0, 4], [10, 10, 18], [1, 1, 2], [0, 3], [10, 12]],
+            "usages": [[40, 20], [16, 16, 32], [16, 16, 32], [0, 0], [40, 20]],
+        },
+        "edges": {
+            "nodes": [[0, 1], [1, 2], [2, 3], [4, 2], [0, 4], [0, 1]],
+            "costs": [
+                [0, 0, 0, 6, 0, 6],
+                [0, FORBIDDEN, FORBIDDEN, FORBIDDEN, 0, FORBIDDEN, FORBIDDEN, FORBIDDEN, 0],
+                [0, 2, 9, 0, 3, 3],
+                [8, FORBIDDEN, 0, 4, 0, 5],
+                [0, 5, 7, 0],
+                [0, 1, 0, 2, 1, 0],
+            ],
+        },
+        "usage_limit": 84,
+    }
+}

@@ -1,0 +1,246 @@
+"""Does a plan fit: its parts to each other, and the whole to a model, inputs and mesh?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autopar.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
+from autopar.layout import Layout, encode, local_shape
+from autopar.mesh import Mesh
+from autopar.plan.plan import Choice, Plan, PlanMismatch
+from autopar.reshard import Reshard
+from autopar.rules.bodies import BODIES
+from cost_models.steps import Comm, Compute, Loop, Move, Step
+
+AGAIN = "run `python -m autopar.search` again to make a new plan"
+
+
+# --- a plan against what is to run -----------------------------------------------------------------------------------
+
+
+def check(
+    plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, origin: str = "the plan"
+) -> None:
+    """Raise PlanMismatch, naming the first difference, unless `plan` was made for this graph and mesh.
+
+    `graph`: what the model traces to now. Names of operators do not count, as the program is emitted from the plan's
+    own graph; operators, arguments, shapes and the names of inputs, parameters and buffers do. `outputs`: as in
+    `search`, if it matters.
+    """
+
+    def fail(told: str) -> None:
+        raise PlanMismatch(f"{origin} was made for {told}")
+
+    if mesh != plan.mesh:
+        fail(f"mesh {plan.mesh}, this mesh is {mesh}; use a mesh with those names and sizes, or {AGAIN}")
+    if outputs is not None and outputs != plan.outputs:
+        fail(f"outputs={plan.outputs!r}, this call asks for outputs={outputs!r}; ask for the former, or {AGAIN}")
+    for op, subject, wanted in _SOURCES:
+        if (told := _sources(plan.graph, graph, op)) is not None:
+            fail(f"{told[0]}, this {subject} {told[1]}; {wanted}{AGAIN}")
+    if (ends := _results(plan.graph, graph)) is not None:
+        fail(f"{ends[0]}, this model {ends[1]}; {AGAIN}")
+    if (nodes := _operators(plan.graph, graph)) is not None:
+        fail(f"another model: {nodes}; {AGAIN}")
+
+
+# source, who brings it, what else could be done
+_SOURCES = (
+    ("input", "call", "pass what it was made for, or "),
+    ("parameter", "model", "build the model it was made for, or "),
+    ("buffer", "model", "build the model it was made for, or "),
+    ("constant", "model", ""),
+    ("tangent", "model", ""),
+)
+
+
+def _sources(ours: Graph, theirs: Graph, op: str) -> tuple[str, str] | None:
+    """(what the plan has, what is there now) of the first source of this kind that differs."""
+    was, now = _types(ours, op), _types(theirs, op)
+    for name in was:
+        if name not in now:
+            new = [other for other in now if other not in was]
+            return f"{op} {name} {was[name]}", f"has none of that name{f', but {op} {new[0]}' if new else ''}"
+        if was[name] != now[name]:
+            return f"{op} {name} {was[name]}", f"{'passes' if op == 'input' else 'has'} {now[name]}"
+    for name in now:
+        if name not in was:
+            return f"{len(was)} {op}s without {name}", f"{'passes' if op == 'input' else 'has'} {name} {now[name]}"
+    return None
+
+
+def _types(graph: Graph, op: str) -> dict[str, TensorType | None]:
+    return {node.target: node.outputs[0] for node in graph.nodes if node.op == op}
+
+
+def _results(ours: Graph, theirs: Graph) -> tuple[str, str] | None:
+    """What the graph gives back: outputs, gradients of parameters, changed buffers."""
+
+    def told(graph: Graph) -> dict[str, bool]:
+        return {_end(result): result.ref is not None for result in graph.results}
+
+    was, now = told(ours), told(theirs)
+    for name in was:
+        if was[name] and not now.get(name, False):
+            return f"a model with {name}", "has none"
+    for name in now:
+        if now[name] and not was.get(name, False):
+            return f"a model without {name}", "has it"
+    return None
+
+
+def _end(result: Result) -> str:
+    match result.kind:
+        case "output":
+            return f"output {result.target}"
+        case "gradient":
+            return f"a gradient for parameter {result.target}"
+        case "buffer":
+            return f"an update of buffer {result.target}"
+
+
+def _operators(ours: Graph, theirs: Graph) -> str | None:
+    """The first operator that differs, with the lines it came from; None where the programs are the same."""
+    was, now = list(_told(ours)), list(_told(theirs))
+    for (node, mine), (other, yours) in zip(was, now, strict=False):
+        if mine != yours:
+            return f"{_where(node)} was {_call(node)}, now {_where(other)} is {_call(other)}"
+    if len(was) != len(now):
+        more, nodes = ("plan", was) if len(was) > len(now) else ("model", now)
+        extra = nodes[min(len(was), len(now))][0]
+        counts = f"it had {len(was)} operators, now there are {len(now)}"
+        return f"{counts}; only the {more} has {_where(extra)}, {_call(extra)}"
+    ends = [[(r.kind, r.target, r.ref and at[r.ref.name], r.ref and r.ref.index) for r in g.results] for g, at in (
+        (ours, _places(ours)), (theirs, _places(theirs))
+    )]  # fmt: skip
+    for mine, yours in zip(*ends, strict=False):
+        if mine != yours:
+            return f"{mine[0]} {mine[1]} was another value than {yours[0]} {yours[1]} is now"
+    return None
+
+
+def _places(graph: Graph) -> dict[str, int | str]:
+    """Operators by their number, sources by what they are: their order and names are of no account."""
+    places: dict[str, int | str] = {}
+    for node in graph.nodes:
+        places[node.name] = f"{node.op} {node.target}" if node.is_source else len(places)
+    count = 0
+    for node in graph.nodes:
+        if not node.is_source:
+            places[node.name] = count
+            count += 1
+    return places
+
+
+def _told(graph: Graph) -> Iterable[tuple[Node, object]]:
+    places = _places(graph)
+
+    def place(arg: Arg) -> str:
+        def number(ref: Ref) -> tuple[int | str, int]:
+            return places[ref.name], ref.index
+
+        return repr(map_refs(arg, number))
+
+    for node in graph.nodes:
+        if not node.is_source:
+            yield node, (node.op, place(node.args), place(node.kwargs), node.outputs, node.phase, node.target)
+
+
+def _where(node: Node) -> str:
+    return f"{node.module or 'the model'}" + (f" ({node.source})" if node.source else f" %{node.name}")
+
+
+def _call(node: Node) -> str:
+    made = ", ".join(str(type) for type in node.outputs if type is not None)
+    plain = [repr(arg) for arg in node.args if not isinstance(arg, Ref)]
+    return f"{node.op}({', '.join([*(f'%{ref.name}' for ref in node.operands), *plain])[:80]}) -> {made}"
+
+
+# --- the parts of a plan against each other --------------------------------------------------------------------------
+
+
+class _Flaw(Exception):
+    """(place, cause)"""
+
+
+def flaw_of(plan: Plan) -> tuple[str, str] | None:
+    """(place, cause) of the first contradiction in a plan, such as ("nodes[3] (%mm)", "has layout 'S0', which ...").
+
+    What emit relies on: one layout per operand and result, each of which the mesh can hold, and layout changes that
+    lead from what is given to what is taken.
+    """
+    try:
+        _check_parts(plan)
+    except _Flaw as flaw:
+        place, cause = flaw.args
+        return place, cause
+    return None
+
+
+def _check_parts(plan: Plan) -> None:
+    given: dict[Ref, tuple[TensorType | None, Layout]] = {}
+    for number, node in enumerate(plan.graph.nodes):
+        place = f"nodes[{number}] (%{node.name})"
+        choice = plan.choices[node.name]
+        operands = node.operands
+        counts = (len(choice.takes), len(choice.reads), len(choice.gives), len(choice.roles))
+        if counts != (len(operands), len(operands), len(node.outputs), len(plan.mesh.names)):
+            raise _Flaw(place, "has a choice made for another number of operands, results or mesh axes")
+        _check_body(choice, plan.mesh, place)
+        for ref, takes, read in zip(operands, choice.takes, choice.reads, strict=True):
+            _check_way(plan.mesh, *given[ref], read, takes, place)
+        for index, (type, layout) in enumerate(zip(node.outputs, choice.gives, strict=True)):
+            _local(plan.mesh, type, layout, place)
+            given[Ref(node.name, index)] = type, layout
+    for number, (result, delivery) in enumerate(zip(plan.graph.results, plan.deliveries, strict=True)):
+        place = f"results[{number}] ({result.kind} {result.target})"
+        if (result.ref is None) != (delivery is None):
+            raise _Flaw(place, "has a value or a delivery, but not both")
+        if result.ref is not None and delivery is not None:
+            _check_way(plan.mesh, *given[result.ref], delivery.changes, delivery.layout, place)
+
+
+def _check_body(choice: Choice, mesh: Mesh, place: str) -> None:
+    if choice.body and choice.body not in BODIES:
+        raise _Flaw(place, f"runs the local body {choice.body!r}, which this autopar does not have")
+    if unknown := sorted({*choice.body_axes, *_axes(choice.steps)} - {*mesh.names}):
+        raise _Flaw(place, f"works over axis {unknown[0]!r}, which the mesh {mesh} does not have")
+
+
+def _local(mesh: Mesh, type: TensorType | None, layout: Layout, place: str) -> tuple[int, ...]:
+    if len(layout) != len(mesh.names):
+        raise _Flaw(place, f"has layout {encode(layout)!r} on a mesh of {len(mesh.names)} axes")
+    shape = () if type is None else local_shape(type.shape, layout, mesh)
+    if shape is None:
+        raise _Flaw(place, f"has layout {encode(layout)!r}, which does not divide {type} on mesh {mesh}")
+    return shape
+
+
+def _check_way(
+    mesh: Mesh, type: TensorType | None, at: Layout, changes: Sequence[Reshard], end: Layout, place: str
+) -> None:
+    if type is None:
+        raise _Flaw(place, "reads a result that does not exist")
+    for change in changes:
+        axis = mesh.names.index(change.axis) if change.axis in mesh.names else None
+        local = TensorType(_local(mesh, type, at, place), type.dtype)
+        if axis is None or at[axis] != change.before or local != change.local:
+            told = f"{change.axis}: {encode((change.before,))} -> {encode((change.after,))} of {change.local}"
+            raise _Flaw(place, f"has the layout change ({told}) where the value is {type} in {encode(at)!r}")
+        at = (*at[:axis], change.after, *at[axis + 1 :])
+    _local(mesh, type, at, place)
+    if at != end:
+        raise _Flaw(place, f"takes a value in {encode(end)!r}, but its layout changes lead to {encode(at)!r}")
+
+
+def _axes(steps: Iterable[Step]) -> set[str]:
+    found: set[str] = set()
+    for step in steps:
+        match step:
+            case Comm():
+                found.add(step.axis)
+            case Loop():
+                found |= _axes(step.body)
+            case Compute() | Move():
+                pass
+    return found

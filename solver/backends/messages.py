@@ -1,0 +1,216 @@
+"""Bounds and picks for cores that are too large for a linear program: message passing and prices of memory.
+
+For any prices lambda >= 0 of the binding instants and any messages M, the least of
+
+    sum_u [cost_u + held_u lambda + sum_v M_v->u](x_u)  +  sum_uv [cost_uv - M_u->v - M_v->u](x_u, x_v)  -  room lambda
+
+over all picks, which fit or not, is at most the cost of every solution that fits. TRW-S (Kolmogorov, "Convergent
+tree-reweighted message passing for energy minimization", 2006) improves the messages item by item, forth and back, so
+that a bound on that least value never falls at fixed prices; the sum of what it subtracts when it makes messages
+non-negative is the bound. On the way it decodes picks, whose excess of memory says how to move the prices (Polyak's
+step). The best decoded picks are repaired and improved one item at a time.
+
+Exact only by luck: its gap is what local consistency leaves, about that of the linear program.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from solver.backends import Budget
+from solver.backends.local import improve
+from solver.backends.lowering import Lowered, Profile, bincount, lower
+from solver.problem import Array, Problem
+from solver.referee import evaluate
+from solver.solution import OPTIMAL_REL_GAP, Outcome, Prices, relative_gap
+
+SWEEPS_PER_PRICE = 2
+MOST_INSTANTS = 64
+POLISH_EVERY = 5
+PATIENCE = 12  # price steps without a better bound before the step is halved
+
+
+def run(core: Problem, budget: Budget) -> Outcome:
+    """Improve bound and picks until the deadline or the budget's gap."""
+    return _Ascent(core, budget).run()
+
+
+@dataclass(slots=True)
+class _Link:
+    """One edge seen from its item: `near` is its earlier or later end, rows of `cost` are the item's options."""
+
+    other: int
+    cost: Array
+    number: int  # message into this item is incoming[number], out of it incoming[number ^ 1]
+
+
+class _Ascent:
+    def __init__(self, core: Problem, budget: Budget) -> None:
+        self.core, self.budget = core, budget
+        self.lowered: Lowered = lower(core)
+        self.best: tuple[int, ...] | None = None
+        self.cost, self.bound = math.inf, self.lowered.offset
+        self.links: list[list[_Link]] = [[] for _ in core.costs]
+        self.messages: list[Array] = []
+        self.base = [edge.cost for edge in core.edges]
+        for number, edge in enumerate(core.edges):
+            self.links[edge.src].append(_Link(edge.dst, edge.cost, 2 * number))
+            self.links[edge.dst].append(_Link(edge.src, edge.cost.T, 2 * number + 1))
+            self.messages += [np.zeros(len(core.costs[edge.src])), np.zeros(len(core.costs[edge.dst]))]
+        self.link_of = {link.number: link for links in self.links for link in links}
+        self.weight = [self._weight(u) for u in range(len(core.costs))]
+        self.price = [np.zeros(len(profile.instants)) for profile in self.lowered.profiles]
+        self.best_price = [price.copy() for price in self.price]
+        self.costs = list(core.costs)
+
+    def _weight(self, u: int) -> float:
+        later = sum(link.other > u for link in self.links[u])
+        return 1.0 / max(later, len(self.links[u]) - later, 1)
+
+    def run(self) -> Outcome:
+        if self.budget.start is not None:
+            self._offer(self.budget.start)
+        step, stale, rounds = 1.0, 0, 0
+        while True:
+            picks: tuple[int, ...] = ()
+            value = -math.inf
+            for _ in range(SWEEPS_PER_PRICE):
+                picks, forth = self._sweep(range(len(self.costs)))
+                _, back = self._sweep(range(len(self.costs) - 1, -1, -1))
+                value = max(value, forth, back)
+                if not self.budget.left_s():
+                    break
+            if value > self.bound + 1e-6 * abs(self.bound):
+                stale = 0
+            else:
+                stale += 1
+            if value > self.bound:
+                self.bound, self.best_price = value, [price.copy() for price in self.price]
+            if rounds % POLISH_EVERY == 0 or not self.budget.left_s():
+                self._offer(improve(self.core, self.lowered, picks, self._polish_until()))
+            self._offer(picks)
+            rounds += 1
+            done = relative_gap(self.cost, self.bound) <= max(self.budget.gap, OPTIMAL_REL_GAP / 2)
+            if done or not self.budget.left_s() or step < 1e-3:
+                return self._outcome()
+            if stale >= PATIENCE:
+                step, stale = step / 2, 0
+            self._move_prices(picks, value, step)
+
+    def _polish_until(self) -> float:
+        # on a large core improving may take longer than many sweeps; it may outlast the deadline by a little
+        now = time.monotonic()
+        return max(now + 0.2 * self.budget.left_s(), min(now + 1.0, self.budget.deadline + 0.5))
+
+    def _sweep(self, order: range) -> tuple[tuple[int, ...], float]:
+        """Send messages along the order; picks decoded on the way, and the bound of this pass."""
+        ahead = order.step
+        bound = -sum(float(price @ p.room) for price, p in zip(self.price, self.lowered.profiles, strict=True))
+        picks = [0] * len(self.costs)
+        messages = self.messages
+        for u in order:
+            total = self.costs[u]
+            choice = total
+            for link in self.links[u]:
+                message = messages[link.number]
+                total = total + message
+                choice = choice + (message if (link.other - u) * ahead > 0 else link.cost[:, picks[link.other]])
+            picks[u] = int(choice.argmin())
+            least = total.min()
+            bound += least
+            total = (total - least) * self.weight[u]
+            for link in self.links[u]:
+                if (link.other - u) * ahead > 0:
+                    sent = (link.cost + (total - messages[link.number])[:, None]).min(0)
+                    least = sent.min()
+                    bound += least
+                    messages[link.number ^ 1] = sent - least
+        return tuple(picks), float(bound)
+
+    def _move_prices(self, picks: tuple[int, ...], value: float, step: float) -> None:
+        """One subgradient step: dearer where the picks exceed the limit, cheaper where room is left."""
+        moves: list[Array] = []
+        norm = 0.0
+        x = self._x(picks)
+        for profile, price in zip(self.lowered.profiles, self.price, strict=True):
+            over = profile.use(x) - profile.room
+            chosen = _separated_peaks(over, price)
+            move = np.zeros(len(over))
+            move[chosen] = over[chosen]
+            move[(price <= 0) & (over < 0)] = 0.0
+            moves.append(move / max(profile.limit, 1.0))
+            norm += float((moves[-1] ** 2).sum())
+        if norm == 0:
+            return
+        # without picks that fit, aim a little above the bound
+        target = self.cost if math.isfinite(self.cost) else value + 0.05 * abs(value)
+        length = step * max(target - value, 1e-6 * abs(value)) / norm
+        for r, (profile, move) in enumerate(zip(self.lowered.profiles, moves, strict=True)):
+            self.price[r] = np.maximum(0.0, self.price[r] + length * move / max(profile.limit, 1.0))
+        self._price_in()
+
+    def _price_in(self) -> None:
+        """Add price times bytes to the costs of options and pairs."""
+        extra = np.zeros(len(self.lowered.cost))
+        for profile, price in zip(self.lowered.profiles, self.price, strict=True):
+            rising = np.concatenate(([0.0], np.cumsum(price)))
+            per_byte = rising[profile.last] - rising[profile.first]
+            extra += bincount(profile.column, profile.nbytes * per_byte, len(extra))
+        bounds = self.lowered.x_first.tolist()
+        for u, cost in enumerate(self.core.costs):
+            if bounds[u + 1] > bounds[u]:
+                self.costs[u] = cost + extra[bounds[u] : bounds[u + 1]]
+        column = self.lowered.num_x
+        for number, edge in enumerate(self.core.edges) if self.core.edge_usages else ():
+            i, j = np.nonzero(edge.cost < np.inf)
+            here = extra[column : column + len(i)]
+            column += len(i)
+            if here.any():
+                priced = edge.cost.copy()
+                priced[i, j] += here
+                self.link_of[2 * number].cost, self.link_of[2 * number + 1].cost = priced, priced.T
+
+    def _x(self, picks: tuple[int, ...]) -> Array:
+        if self.core.edge_usages:
+            return self.lowered.point(picks)
+        x = np.zeros(len(self.lowered.cost))
+        several = np.diff(self.lowered.x_first) > 0
+        x[(self.lowered.x_first[:-1] + np.array(picks))[several]] = 1.0
+        return x
+
+    def _offer(self, picks: tuple[int, ...]) -> None:
+        evaluation = evaluate(self.core, picks)
+        if evaluation.fits and evaluation.cost < self.cost:
+            self.best, self.cost = picks, evaluation.cost
+
+    def _outcome(self) -> Outcome:
+        prices: dict[tuple[str, int], float] = {}
+        for profile, price in zip(self.lowered.profiles, self.best_price, strict=True):
+            for k in np.flatnonzero(price):
+                prices[profile.resource, int(profile.instants[k])] = float(price[k])
+        return outcome(self.best, self.cost, self.bound, prices)
+
+
+def outcome(best: tuple[int, ...] | None, cost: float, bound: float, prices: Prices) -> Outcome:
+    """Label what is known."""
+    if best is None:
+        return Outcome("unknown", None, math.inf, bound, prices)
+    proven = relative_gap(cost, bound) <= OPTIMAL_REL_GAP
+    return Outcome("optimal" if proven else "feasible", best, cost, min(bound, cost), prices)
+
+
+def _separated_peaks(over: Array, price: Array) -> Array:
+    """Positions that have a price already, and the worst local maxima, MOST_INSTANTS in all."""
+    padded = np.concatenate(([-np.inf], over, [-np.inf]))
+    peaks = np.flatnonzero((over > 0) & (over >= padded[:-2]) & (over > padded[2:]))
+    peaks = peaks[np.argsort(-over[peaks], kind="stable")]
+    priced = np.flatnonzero(price > 0)
+    fresh = peaks[: max(0, MOST_INSTANTS - len(priced))]
+    return np.union1d(priced, fresh)
+
+
+__all__ = ["Profile", "run"]

@@ -1,0 +1,138 @@
+"""Samples of products, convolutions, pools, embeddings and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.rules.samples_pointwise import BF16, Sample, Samples, f, ints, s
+
+aten = torch.ops.aten
+CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def _convolution(
+    x: tuple[int, ...], weight: tuple[int, ...], transposed: bool = False, groups: int = 1, stride: int = 1
+) -> Sample:
+    dims = len(x) - 2
+    return s(f(*x), f(*weight), None, [stride] * dims, [1] * dims, [1] * dims, transposed, [0] * dims, groups)
+
+
+CONVOLUTIONS = [
+    _convolution((6, 12, 5, 7), (18, 12, 3, 3)),
+    _convolution((6, 12, 5), (18, 12, 3), stride=2),
+    _convolution((6, 24, 5, 5), (36, 2, 3, 3), groups=12),
+    _convolution((6, 12, 5, 5), (12, 1, 3, 3), groups=12),
+    _convolution((6, 12, 5, 5), (12, 18, 3, 3), transposed=True, stride=2),
+    _convolution((6, 24, 5, 5), (24, 3, 3, 3), transposed=True, groups=12),
+]
+
+
+def _convolution_backwards() -> list[Sample]:
+    found: list[Sample] = []
+    for (x, weight, _, *rest), _ in CONVOLUTIONS:
+        y = aten.convolution(x, weight, None, *rest)
+        for mask in ([True, False, False], [False, True, False], [False, False, True]):
+            found.append(s(torch.randn_like(y), x, weight, [y.shape[1]], *rest, mask))
+    return found
+
+
+def _attention(q: int = 12, heads: int = 6, mask: torch.Tensor | None = None, causal: bool = False) -> Sample:
+    inputs = (f(6, heads, q, 8), f(6, heads, 18 if not causal else q, 8), f(6, heads, 18 if not causal else q, 8))
+    return s(*inputs, 0.0, causal, **({} if mask is None else {"attn_mask": mask}))
+
+
+def _attention_backward(forward: Sample) -> Sample:
+    (q, k, v, p, causal), kwargs = forward
+    out, lse = CPU_FLASH(q, k, v, p, causal, **kwargs)
+    return s(torch.randn_like(out), q, k, v, out, lse, p, causal, **kwargs)
+
+
+ATTENTIONS = [
+    _attention(),
+    _attention(causal=True),
+    _attention(mask=f(6, 6, 12, 18)),
+    _attention(mask=f(6, 1, 12, 18)),
+    _attention(mask=f(12, 18)),
+    _attention(mask=f(1, 1, 1, 18)),
+    s(f(2, 12, 6, 8), f(2, 6, 12, 8), f(2, 6, 12, 8), 0.0, False),  # two query heads per key head
+]
+
+
+def _pool(name: str, x: torch.Tensor, *args: Any) -> Samples:
+    forward, backward = f"aten.{name}.default", f"aten.{name}_backward.default"
+    results = getattr(aten, name)(x, *args)
+    y, indices = results if isinstance(results, tuple) else (results, None)
+    rest = args if indices is None else (*args, indices)
+    rest = () if name.startswith("_adaptive") else rest
+    return {forward: [s(x, *args)], backward: [s(torch.randn_like(y), x, *rest)]}
+
+
+def _upsample(name: str, x: torch.Tensor, size: list[int], *args: Any) -> Samples:
+    y = getattr(aten, name)(x, size, *args)
+    backward = s(torch.randn_like(y), size, list(x.shape), *args)
+    return {f"aten.{name}.default": [s(x, size, *args)], f"aten.{name}_backward.default": [backward]}
+
+
+def _ids_with(value: int, high: int, *shape: int) -> torch.Tensor:
+    ids = ints(high, *shape)
+    ids.flatten()[2] = value
+    return ids
+
+
+def samples() -> Samples:
+    x = f(6, 12, 8, 8)
+    whole = [False, True]
+    return {
+        "autopar.einsum": [
+            s("b s h, n h -> b s n", f(6, 12, 18), f(24, 18)),
+            s("b s n, b s h -> n h", f(6, 12, 24), f(6, 12, 18)),
+            s("b q h d, b k h d -> b h q k", f(2, 6, 3, 4), f(2, 12, 3, 4)),
+        ],
+        "aten.mm.default": [s(f(6, 12), f(12, 18))],
+        "aten.bmm.default": [s(f(6, 12, 18), f(6, 18, 24))],
+        "aten.mv.default": [s(f(6, 12), f(12))],
+        "aten.dot.default": [s(f(12), f(12))],
+        "aten.addmm.default": [s(f(18), f(6, 12), f(12, 18)), s(f(6, 1), f(6, 12), f(12, 18), beta=2, alpha=3)],
+        "aten.baddbmm.default": [s(f(6, 12, 24), f(6, 12, 18), f(6, 18, 24))],
+        "aten._grouped_mm.default": [
+            s(f(24, 48).to(BF16), f(3, 48, 96).to(BF16), torch.tensor([8, 16, 24], dtype=torch.int32)),
+            s(f(24, 48).to(BF16), f(48, 96).to(BF16), torch.tensor([16, 32, 48], dtype=torch.int32)),
+            s(f(3, 24, 48).to(BF16), f(3, 48, 96).to(BF16)),
+        ],
+        "aten.convolution.default": [
+            *CONVOLUTIONS,
+            s(f(6, 12, 5), f(18, 12, 3), f(18), [1], [1], [1], False, [0], 1),
+            s(f(6, 12, 5), f(18, 2, 3), f(18), [1], [1], [1], False, [0], 6),
+        ],
+        "aten.convolution_backward.default": _convolution_backwards(),
+        "aten.embedding.default": [s(f(24, 18), ints(24, 6, 12)), s(f(24, 18), ints(24, 6), 3), s(f(24, 18), ints(24))],
+        "aten.embedding_dense_backward.default": [
+            s(f(6, 12, 18), _ids_with(3, 24, 6, 12), 24, 3, False),
+            s(f(6, 12, 18), ints(24, 6, 12), 24, -1, False),
+            s(f(6, 18), ints(24, 6), 24, -1, True),
+        ],
+        **_pool("max_pool2d_with_indices", x, [2, 2], [2, 2], [0, 0], [1, 1], False),
+        **_pool("max_pool3d_with_indices", f(6, 12, 4, 4, 4), [2] * 3, [2] * 3, [0] * 3, [1] * 3, False),
+        **_pool("avg_pool2d", x, [2, 2], [2, 2], [1, 1], *whole, None),
+        **_pool("avg_pool3d", f(6, 12, 4, 4, 4), [2] * 3, [2] * 3, [0] * 3, *whole, None),
+        **_pool("_adaptive_avg_pool2d", x, [3, 4]),
+        **_pool("_adaptive_avg_pool3d", f(6, 12, 4, 4, 4), [2, 3, 4]),
+        "aten.adaptive_max_pool2d.default": [s(x, [3, 4])],
+        "aten.adaptive_max_pool2d_backward.default": [s(f(6, 12, 3, 4), x, aten.adaptive_max_pool2d(x, [3, 4])[1])],
+        **_upsample("upsample_nearest1d", f(6, 12, 5), [8]),
+        **_upsample("upsample_nearest2d", f(6, 12, 5, 4), [8, 7]),
+        **_upsample("upsample_linear1d", f(6, 12, 5), [8], False),
+        **_upsample("upsample_bilinear2d", f(6, 12, 5, 4), [8, 7], False),
+        **_upsample("upsample_bicubic2d", f(6, 12, 5, 4), [8, 7], True),
+        "aten._scaled_dot_product_flash_attention_for_cpu.default": ATTENTIONS,
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": [
+            _attention_backward(one) for one in ATTENTIONS
+        ],
+        "aten._scaled_dot_product_attention_math.default": [
+            s(f(6, 6, 12, 8), f(6, 6, 18, 8), f(6, 6, 18, 10)),
+            s(f(6, 6, 12, 8), f(6, 6, 18, 8), f(6, 6, 18, 10), f(6, 1, 12, 18)),
+            s(f(6, 6, 12, 8), f(6, 6, 12, 8), f(6, 6, 12, 10), None, 0.0, True),
+        ],
+    }

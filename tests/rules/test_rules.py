@@ -1,0 +1,109 @@
+"""Every rule of the table: split as it says, run, put together, compare with the operator on one device."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from autopar.rules.bodies import BODIES
+from autopar.rules.table import RULES, rule_of, text_of
+from tests.rules import samples_cuda, samples_nn, samples_pointwise, samples_reduce, samples_shape
+from tests.rules.harness import Axis, Call, check, make_call, run_split, ways
+
+torch.manual_seed(0)
+SAMPLES = {
+    **samples_pointwise.samples(), **samples_shape.samples(), **samples_reduce.samples(), **samples_nn.samples(),
+}  # fmt: skip
+UNDEFINED = ("aten.empty_like.default", "aten.new_empty.default", "aten.empty.memory_format")  # values mean nothing
+TOLERANCE = {"aten._grouped_mm.default": 5e-2}  # bfloat16 only, and CPU sums in another order
+
+
+def calls(op: str) -> list[Call]:
+    return [make_call(op, args, kwargs) for args, kwargs in SAMPLES[op]]
+
+
+def is_random(call: Call) -> bool:
+    return call.node.op == "aten.native_dropout.default" and call.node.args[2] is not False
+
+
+def test_every_entry_of_the_table_has_a_sample_and_no_sample_is_idle():
+    assert set(RULES) == set(SAMPLES) | set(samples_cuda.OPERATORS)
+
+
+def test_every_body_is_named_by_a_rule_of_a_sample():
+    named = {body for op in SAMPLES for call in calls(op) if call.rule for body in call.rule.bodies.values()}
+    assert named == set(BODIES)
+
+
+@pytest.mark.parametrize("op", sorted(SAMPLES))
+def test_split_and_joined_equals_whole(op: str):
+    torch.manual_seed(1)
+    for call in calls(op):
+        rule = call.rule
+        if rule is None or is_random(call) or op in UNDEFINED:
+            continue
+        assert len(set(rule.bodies.values())) <= 1, "one node, one body"
+        found = {size: ways(call, rule, size) for size in (2, 3)}
+        single = [(way,) for size in found for way in found[size]]
+        pairs = [axes for axes in itertools.product(found[2], found[3]) if axes[0].factor != axes[1].factor]
+        for axes in single + pairs:
+            check(call, axes, TOLERANCE.get(op, 1e-10))
+
+
+def test_reshapes_of_all_kinds():
+    """All pairs of shapes made of the factors of 36, with and without dims of size one."""
+    shapes = [
+        (36,),
+        (6, 6),
+        (2, 18),
+        (3, 12),
+        (12, 3),
+        (4, 9),
+        (9, 4),
+        (2, 3, 6),
+        (6, 2, 3),
+        (2, 18, 1),
+        (1, 9, 4),
+        (3, 2, 2, 3),
+    ]
+    for source, target in itertools.permutations(shapes, 2):
+        call = make_call("aten.view.default", (torch.arange(36.0, dtype=torch.float64).reshape(source), target))
+        rule = call.rule
+        assert rule is not None
+        for size in (2, 3):
+            for way in ways(call, rule, size):
+                check(call, (way,))
+
+
+@pytest.mark.parametrize("op", UNDEFINED)
+def test_uninitialised_tensors_have_the_promised_shape(op: str):
+    for call in calls(op):
+        rule = call.rule
+        assert rule is not None
+        for way in ways(call, rule, 2):
+            run_split(call, rule, (way,))
+
+
+def test_dropout_draws_another_mask_on_every_shard():
+    call = make_call("aten.native_dropout.default", (torch.ones(6, 12, dtype=torch.float64), 0.5, True))
+    rule = call.rule
+    assert rule is not None
+    for axes in ((Axis(2, "a"),), (Axis(2, "a"), Axis(3, "b"))):
+        ran = run_split(call, rule, axes)
+        masks = [mask for _, mask in ran.values()]
+        assert all(not torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
+        assert all(torch.equal(out, mask * 2.0) for out, mask in ran.values())
+
+
+@pytest.mark.parametrize("node, types, expected", samples_cuda.CASES, ids=lambda value: getattr(value, "name", ""))
+def test_cuda_attention_reads_as_expected(node, types, expected):
+    rule = rule_of(node, types)
+    assert text_of(node, types) == expected
+    assert rule is not None and rule.splittable == ("b", "h")
+
+
+def test_attention_with_dropout_is_not_split():
+    rule = rule_of(*samples_cuda.DROPOUT)
+    assert rule is not None and rule.splittable == ()

@@ -1,0 +1,79 @@
+"""Is a plan right? Its outputs, every gradient and every buffer against the model on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from autopar.emit.simulate import Ran, fake_ranks, run
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from tests.support.families import Case, Reference
+
+AXES = ("a", "b", "c", "d")
+Judge = Callable[..., Ran]
+
+
+def mesh_of(*sizes: int) -> Mesh:
+    return Mesh(AXES[: len(sizes)], sizes)
+
+
+def worst_difference(ran: Ran, wanted: Reference) -> tuple[float, str]:
+    """The largest difference relative to the largest entry of its tensor, and where it is.
+
+    Every result must have its counterpart: a gradient that one side lacks counts as infinitely wrong. A gradient that
+    is zero by symmetry (the bias of a key projection) has no largest entry of its own; there one part in 1e4 of the
+    largest gradient of all is the unit.
+    """
+    size = max((grad.abs().max().item() for grad in wanted.gradients.values() if grad is not None), default=1.0)
+    worst, where = 0.0, "nothing"
+    for kind, name, ours, theirs in _pairs(ran, wanted):
+        if (ours is None) != (theirs is None):
+            return float("inf"), f"{kind} {name}: {'missing' if ours is None else 'not wanted'}"
+        if ours is None or theirs is None:
+            continue
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return float("inf"), f"{kind} {name}: {ours.dtype}{list(ours.shape)}, not {theirs.dtype}{list(theirs.shape)}"
+        if not theirs.numel():
+            continue
+        unit = max(theirs.double().abs().max().item(), 1e-4 * size if kind == "gradient" else 1e-6)
+        off = (ours.double() - theirs.double()).abs().max().item() / unit
+        if not off <= worst:  # nan is the worst of all
+            worst, where = off, f"{kind} {name}"
+    return worst, where
+
+
+def _pairs(ran: Ran, wanted: Reference) -> Iterator[tuple[str, str, Tensor | None, Tensor | None]]:
+    for (kind, name), value in ran.results.items():
+        match kind:
+            case "output":
+                yield kind, name, value, wanted.outputs.get(name)
+            case "gradient":
+                yield kind, name, value, wanted.gradients[name]
+            case _:
+                yield kind, name, value, wanted.buffers[name]
+    told = {id(wanted.gradients[name]) for kind, name in ran.results if kind == "gradient"}
+    for name, grad in wanted.gradients.items():
+        if grad is not None and id(grad) not in told:  # tied parameters share one gradient
+            yield "gradient", name, None, grad
+
+
+@contextmanager
+def ranks_of(mesh: Mesh) -> Iterator[Judge]:
+    """A judge of plans on `mesh`: all its ranks exist in this process meanwhile."""
+    with fake_ranks(mesh) as device_mesh:
+
+        def judge(plan: Plan, values: Mapping[str, Tensor], seed: int = 0) -> Ran:
+            torch.manual_seed(seed)
+            return run(plan, device_mesh, values)
+
+        yield judge
+
+
+def difference(judge: Judge, plan: Plan, case: Case, wide: bool) -> tuple[float, str]:
+    """`worst_difference` of a plan of the case's (wide) graph."""
+    graph = case.wide_graph if wide else case.graph
+    return worst_difference(judge(plan, case.values(graph), case.seed), case.wide_reference if wide else case.reference)

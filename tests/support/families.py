@@ -1,0 +1,262 @@
+"""A small model of every family we claim to handle, made from a configuration and a seed, with inputs for it.
+
+Dropout is off, unless a test asks for it. Labels are drawn apart from the inputs, and the ignored ones (-100) lie unevenly: a
+mean of the shards' means would be wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from autopar.graph import Graph
+from autopar.trace import Captured, capture, lower, normalise
+from tests.support.wide import Wide, widen
+
+BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 4, 12, 48, 4, 96
+IGNORED = -100
+
+Model = tuple[nn.Module, dict[str, Any]]
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a layer norm between; the first weight is also used at the end (tied)."""
+
+    def __init__(self, width: int = 24, hidden: int = 48, tied: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.second = nn.Linear(hidden, width)
+        if tied:
+            self.last = nn.Linear(width, hidden, bias=False)
+            self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.second(functional.gelu(self.norm(self.first(x))))
+        return functional.mse_loss(self.last(x) if hasattr(self, "last") else x, y)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block with causal attention and a classifier behind it."""
+
+    def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.head = nn.Linear(width, 30)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        b, s, h = x.shape
+        q, k, v = (part.view(b, s, self.heads, -1).transpose(1, 2) for part in self.qkv(self.before(x)).split(h, -1))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(b, s, h))
+        x = x + self.down(functional.gelu(self.up(self.between(x))))
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+class Cnn(nn.Module):
+    """Convolutions with batch norm, pooling and group norm, then a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 12, 3, padding=1), nn.Conv2d(12, 24, 3, stride=2, padding=1, bias=False)
+        self.batch_one, self.batch_two, self.group = nn.BatchNorm2d(12), nn.BatchNorm2d(24), nn.GroupNorm(4, 24)
+        self.head = nn.Linear(24 * 4, 12)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = functional.max_pool2d(torch.relu(self.batch_one(self.one(x))), 2)
+        x = torch.relu(self.group(self.batch_two(self.two(x))))
+        return functional.cross_entropy(self.head(functional.adaptive_avg_pool2d(x, 2).flatten(1)), labels)
+
+
+def _mlp() -> Model:
+    return Mlp(), {"x": torch.randn(12, 6, 24), "y": torch.randn(12, 6, 48)}
+
+
+def _block() -> Model:
+    return Block(), {"x": torch.randn(BATCH, SEQUENCE, WIDTH), "labels": labels(30)}
+
+
+def _cnn() -> Model:
+    return Cnn(), {"x": torch.randn(12, 3, 12, 12), "labels": torch.randint(0, 12, (12,))}
+
+
+def labels(classes: int, batch: int = BATCH, sequence: int = SEQUENCE) -> Tensor:
+    """Random classes; the first row ignores almost all, the last none."""
+    drawn = torch.randint(0, classes, (batch, sequence))
+    for row in range(batch - 1):
+        drawn[row, : (sequence - 1) // (row + 1)] = IGNORED
+    return drawn
+
+
+def _text(classes: int = VOCABULARY) -> dict[str, Any]:
+    return {"input_ids": torch.randint(0, classes, (BATCH, SEQUENCE)), "labels": labels(classes)}
+
+
+def _gpt2(**changes: Any) -> Model:
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"n_layer": 2, "n_embd": WIDTH, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": 32}
+    config = transformers.GPT2Config(**(sizes | off | {"use_cache": False} | changes))
+    return transformers.GPT2LMHeadModel(config), _text()
+
+
+def _llama() -> Model:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=WIDTH, intermediate_size=72, num_attention_heads=HEADS, num_key_value_heads=2,
+        vocab_size=VOCABULARY, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), _text()
+
+
+def _opt() -> Model:
+    config = transformers.OPTConfig(
+        num_hidden_layers=2, hidden_size=WIDTH, ffn_dim=96, num_attention_heads=HEADS, vocab_size=101, dropout=0.0,
+        max_position_embeddings=32, word_embed_proj_dim=WIDTH, use_cache=False,
+    )  # fmt: skip
+    return transformers.OPTForCausalLM(config), _text(101)
+
+
+def _bert() -> Model:
+    config = transformers.BertConfig(
+        num_hidden_layers=2, hidden_size=WIDTH, intermediate_size=96, num_attention_heads=HEADS, vocab_size=VOCABULARY,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config), _text()
+
+
+def _t5() -> Model:
+    config = transformers.T5Config(
+        num_layers=2, d_model=WIDTH, d_kv=12, d_ff=96, num_heads=HEADS, vocab_size=VOCABULARY, dropout_rate=0.0,
+        decoder_start_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config), _text()
+
+
+def _vit() -> Model:
+    config = transformers.ViTConfig(
+        num_hidden_layers=2, hidden_size=WIDTH, intermediate_size=96, num_attention_heads=HEADS, image_size=16,
+        patch_size=4, num_labels=12, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    images = {"pixel_values": torch.randn(BATCH, 3, 16, 16), "labels": torch.randint(0, 12, (BATCH,))}
+    return transformers.ViTForImageClassification(config), images
+
+
+FAMILIES: dict[str, Callable[[], Model]] = {
+    "mlp": _mlp,
+    "block": _block,
+    "cnn": _cnn,
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "opt": _opt,
+    "bert": _bert,
+    "t5": _t5,
+    "vit": _vit,
+}
+
+
+@dataclass
+class Reference:
+    """What the plain model gives on one device: flat outputs, gradients and buffers under every name they have."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+
+
+@dataclass
+class Case:
+    """A model with inputs, its graph, and what eager torch makes of it. The model itself is never changed."""
+
+    model: nn.Module
+    inputs: dict[str, Any]
+    seed: int = 0
+
+    @cached_property
+    def captured(self) -> Captured:
+        return capture(self.model, (), self.inputs)
+
+    @cached_property
+    def graph(self) -> Graph:
+        return normalise(lower(self.captured))
+
+    @cached_property
+    def wide_graph(self) -> Graph:
+        return widen(self.graph)
+
+    @cached_property
+    def reference(self) -> Reference:
+        return reference(self.model, self.inputs, self.seed)
+
+    @cached_property
+    def wide_reference(self) -> Reference:
+        with Wide():
+            return reference(copy.deepcopy(self.model).double(), _doubled(self.inputs), self.seed)
+
+    def values(self, graph: Graph) -> dict[str, Tensor]:
+        """The sources of `graph` by node name, in its precision."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        leaves = dict(self.captured.leaves)
+        found: dict[str, Tensor] = {}
+        for node in graph.nodes:
+            match node.op:
+                case "parameter":
+                    value = parameters[node.target].detach()
+                case "buffer":
+                    value = buffers[node.target]
+                case "input":
+                    value = leaves[node.target]
+                case "constant":
+                    value = self.captured.constants[node.target.split(":")[0]]
+                case _:
+                    continue
+            (type,) = node.outputs
+            assert type is not None
+            found[node.name] = value.to(getattr(torch, type.dtype), copy=True)
+        return found
+
+
+def reference(model: nn.Module, inputs: Mapping[str, Any], seed: int = 0) -> Reference:
+    """Forward and backward of a copy of `model`, in its own mode, with the generator at `seed`."""
+    model = copy.deepcopy(model)
+    model.zero_grad()
+    torch.manual_seed(seed)
+    leaves, _ = pytree.tree_flatten(model(**inputs))
+    loss = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim == 0)
+    loss.backward()
+    return Reference(
+        {str(index): leaf.detach() for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)},
+        {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)},
+        {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)},
+    )
+
+
+def _doubled(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
+@cache
+def family(name: str) -> Case:
+    """The case of one family; traced once per process."""
+    with torch.random.fork_rng():
+        torch.manual_seed(sum(map(ord, name)))
+        model, inputs = FAMILIES[name]()
+        with torch.no_grad():  # zero biases and unit scales hide gradients that are wrong
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    return Case(model.train(), inputs)
