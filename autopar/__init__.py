@@ -1,0 +1,18 @@
+"""autopar: an automatic parallelization compiler for PyTorch.
+
+    mesh = autopar.init_mesh("cuda", data=8, tensor=8)
+    parallel = autopar.compile(model, mesh)
+    loss = parallel(ids, labels=labels)     # means what model(ids, labels=labels) means
+    loss.backward()
+"""
+
+from autopar.attach.module import ParallelModule
+from autopar.compile import compile
+from autopar.here import init_mesh
+from autopar.plan import Plan, PlanMismatch
+from autopar.search import Infeasible, NoAnswerInTime
+from autopar.trace import TraceError
+
+__version__ = "0.1.0"
+
+__all__ = ["Infeasible", "NoAnswerInTime", "ParallelModule", "Plan", "PlanMismatch", "TraceError", "compile", "init_mesh"]

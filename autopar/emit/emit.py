@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,14 @@ class Program:
     results: tuple[tuple[Result, Layout], ...]
     tangents: tuple[Node, ...]
     gradients: tuple[tuple[Result, Layout], ...]
+
+    def compiled(self) -> Program:
+        """The same program with both parts compiled by inductor at their first call."""
+        return replace(
+            self,
+            forward=torch.compile(self.forward, backend="inductor"),
+            backward=None if self.backward is None else torch.compile(self.backward, backend="inductor"),
+        )
 
     @property
     def code(self) -> str:

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors
+from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, pytree
 from autopar.modules import aliases, with_tensors
 
 
@@ -30,8 +29,10 @@ class TraceError(RuntimeError):
 
 @dataclass
 class Captured:
-    """`joint`: the fx graph module; `out_spec`: the tree of the model's outputs; `leaves`: the flat example inputs.
+    """What capture leaves behind.
 
+    `joint`: the fx graph module. `leaves`: the flat example inputs by path. `constants`: tensors that the model's code
+    holds. `out_spec`: the tree of the model's outputs; `output_constants`: those of its leaves that are no tensors.
     `aliases`: every further name of a parameter or buffer that the model has under several -> its first name.
     """
 
@@ -39,6 +40,7 @@ class Captured:
     out_spec: pytree.TreeSpec
     leaves: tuple[tuple[str, Any], ...]
     constants: dict[str, torch.Tensor]
+    output_constants: dict[int, Any]
     aliases: dict[str, str]
 
 
@@ -107,14 +109,18 @@ def _line_of_model(error: BaseException) -> str:
     return ""
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Captured:
-    """Capture forward and backward of `model(*args, **kwargs)` in its present mode (`train` or `eval`).
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool | None = None
+) -> Captured:
+    """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode.
 
     Tensors among the inputs give shapes and dtypes only; DTensors count with their global shape. Raises TraceError.
     """
     leaves, spec = flatten_inputs(args, kwargs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake_model = fake_copy(model, mode)
+    if training is not None:
+        fake_model.train(training)
     with mode:
         fakes = [torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
     fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
@@ -129,4 +135,11 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         for node in graph_module.graph.nodes
         if node.op == "get_attr"
     }
-    return Captured(graph_module, joint.out_spec, tuple(leaves), constants, aliases(model))
+    (output,) = graph_module.graph.find_nodes(op="output")
+    plain = {
+        desc.idx: value
+        for value, desc in zip(output.args[0], output.meta["desc"], strict=True)
+        if type(desc).__name__ == "PlainAOTOutput" and not isinstance(value, torch.fx.Node)
+    }
+    return Captured(graph_module, joint.out_spec, tuple(leaves), constants, plain, aliases(model))
+

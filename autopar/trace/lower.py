@@ -96,9 +96,9 @@ def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], aliases: 
             case "PlainAOTOutput":
                 add("output", str(desc.idx), ref)
             case "InputMutationAOTOutput":
-                add("buffer", desc.mutated_input.target.removeprefix("inner."), ref)
+                add("buffer", desc.mutated_input.target, ref)
             case "GradAOTOutput" if type(desc.grad_of).__name__ == "ParamAOTInput":
-                add("gradient", desc.grad_of.target.removeprefix("inner."), ref)
+                add("gradient", desc.grad_of.target, ref)
             case "GradAOTOutput":
                 raise NotImplementedError(f"gradients with respect to inputs ({desc.grad_of}) are not built yet")
             case "NoneType":

@@ -52,6 +52,8 @@ class Neighbourhood:
                     self.held[usage.item].append((r, int(first), int(last), usage.nbytes - usage.nbytes.min()))
         for profile in self.profiles:
             self.use.append(np.zeros(len(profile.instants)))
+        spans = [(item, *span[:3]) for item, held in enumerate(self.held) for span in held]
+        self._spans = np.array(spans, dtype=np.intp).reshape(-1, 4)  # item, resource, first, last
         for item, pick in enumerate(self.picks):
             for r, first, last, nbytes in self.held[item]:
                 self.use[r][first:last] += nbytes[pick]
@@ -86,10 +88,12 @@ class Neighbourhood:
                 return True
             position = int((self.use[r] - self.profiles[r].room).argmax())
             best: tuple[float, int, int] | None = None
-            for item, held in enumerate(self.held):
+            spans = self._spans
+            there = (spans[:, 1] == r) & (spans[:, 2] <= position) & (position < spans[:, 3])
+            for item in sorted({int(item) for item in spans[there, 0]}):
                 pick = self.picks[item]
                 freed = np.zeros(len(self.answer[item]))
-                for resource, first, last, nbytes in held:
+                for resource, first, last, nbytes in self.held[item]:
                     if resource == r and first <= position < last:
                         freed += nbytes[pick] - nbytes
                 if freed.max() <= 0:

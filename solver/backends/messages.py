@@ -20,18 +20,21 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from solver.backends import Budget
 from solver.backends.local import improve
-from solver.backends.lowering import Lowered, Profile, bincount, lower
+from solver.backends.lowering import Lowered, bincount, lower
 from solver.problem import Array, Problem
 from solver.referee import evaluate
 from solver.solution import OPTIMAL_REL_GAP, Outcome, Prices, relative_gap
 
-SWEEPS_PER_PRICE = 2
+FIRST_SWEEPS, SWEEPS_PER_PRICE = 4, 1
 MOST_INSTANTS = 64
-POLISH_EVERY = 5
-PATIENCE = 12  # price steps without a better bound before the step is halved
+REACH = 1.0  # share of the bound that a step of the prices aims above it
+DEFLECTION = 0.0  # weight of earlier steps in the direction of the next
+POLISH_SHARE = 0.25  # of the time so far
+PATIENCE = 8  # price steps without a better bound before the step is halved
 
 
 def run(core: Problem, budget: Budget) -> Outcome:
@@ -41,7 +44,7 @@ def run(core: Problem, budget: Budget) -> Outcome:
 
 @dataclass(slots=True)
 class _Link:
-    """One edge seen from its item: `near` is its earlier or later end, rows of `cost` are the item's options."""
+    """One edge seen from one of its items: rows of `cost` are that item's options."""
 
     other: int
     cost: Array
@@ -56,7 +59,6 @@ class _Ascent:
         self.cost, self.bound = math.inf, self.lowered.offset
         self.links: list[list[_Link]] = [[] for _ in core.costs]
         self.messages: list[Array] = []
-        self.base = [edge.cost for edge in core.edges]
         for number, edge in enumerate(core.edges):
             self.links[edge.src].append(_Link(edge.dst, edge.cost, 2 * number))
             self.links[edge.dst].append(_Link(edge.src, edge.cost.T, 2 * number + 1))
@@ -64,6 +66,7 @@ class _Ascent:
         self.link_of = {link.number: link for links in self.links for link in links}
         self.weight = [self._weight(u) for u in range(len(core.costs))]
         self.price = [np.zeros(len(profile.instants)) for profile in self.lowered.profiles]
+        self.drift = [np.zeros(len(price)) for price in self.price]
         self.best_price = [price.copy() for price in self.price]
         self.costs = list(core.costs)
 
@@ -74,11 +77,14 @@ class _Ascent:
     def run(self) -> Outcome:
         if self.budget.start is not None:
             self._offer(self.budget.start)
+        if not all((link.cost < np.inf).any(1).all() for links in self.links for link in links):
+            return self._outcome()  # some option has no allowed partner: messages would be infinite
         step, stale, rounds = 1.0, 0, 0
+        began, polish_s = time.monotonic(), 0.0
         while True:
             picks: tuple[int, ...] = ()
             value = -math.inf
-            for _ in range(SWEEPS_PER_PRICE):
+            for _ in range(SWEEPS_PER_PRICE if rounds else FIRST_SWEEPS):
                 picks, forth = self._sweep(range(len(self.costs)))
                 _, back = self._sweep(range(len(self.costs) - 1, -1, -1))
                 value = max(value, forth, back)
@@ -90,8 +96,10 @@ class _Ascent:
                 stale += 1
             if value > self.bound:
                 self.bound, self.best_price = value, [price.copy() for price in self.price]
-            if rounds % POLISH_EVERY == 0 or not self.budget.left_s():
+            now = time.monotonic()
+            if not rounds or polish_s < POLISH_SHARE * (now - began) or not self.budget.left_s():
                 self._offer(improve(self.core, self.lowered, picks, self._polish_until()))
+                polish_s += time.monotonic() - now
             self._offer(picks)
             rounds += 1
             done = relative_gap(self.cost, self.bound) <= max(self.budget.gap, OPTIMAL_REL_GAP / 2)
@@ -99,6 +107,8 @@ class _Ascent:
                 return self._outcome()
             if stale >= PATIENCE:
                 step, stale = step / 2, 0
+                self.price = [price.copy() for price in self.best_price]
+                self.drift = [np.zeros(len(price)) for price in self.price]
             self._move_prices(picks, value, step)
 
     def _polish_until(self) -> float:
@@ -136,18 +146,19 @@ class _Ascent:
         moves: list[Array] = []
         norm = 0.0
         x = self._x(picks)
-        for profile, price in zip(self.lowered.profiles, self.price, strict=True):
+        for r, (profile, price) in enumerate(zip(self.lowered.profiles, self.price, strict=True)):
             over = profile.use(x) - profile.room
             chosen = _separated_peaks(over, price)
             move = np.zeros(len(over))
             move[chosen] = over[chosen]
             move[(price <= 0) & (over < 0)] = 0.0
-            moves.append(move / max(profile.limit, 1.0))
+            self.drift[r] = DEFLECTION * self.drift[r] + (1 - DEFLECTION) * move / max(profile.limit, 1.0)
+            moves.append(self.drift[r])
             norm += float((moves[-1] ** 2).sum())
         if norm == 0:
             return
-        # without picks that fit, aim a little above the bound
-        target = self.cost if math.isfinite(self.cost) else value + 0.05 * abs(value)
+        # aim at the cost at hand, but not far above the bound: early costs are poor and would make the step too long
+        target = min(self.cost, self.bound + REACH * abs(self.bound))
         length = step * max(target - value, 1e-6 * abs(value)) / norm
         for r, (profile, move) in enumerate(zip(self.lowered.profiles, moves, strict=True)):
             self.price[r] = np.maximum(0.0, self.price[r] + length * move / max(profile.limit, 1.0))
@@ -203,7 +214,7 @@ def outcome(best: tuple[int, ...] | None, cost: float, bound: float, prices: Pri
     return Outcome("optimal" if proven else "feasible", best, cost, min(bound, cost), prices)
 
 
-def _separated_peaks(over: Array, price: Array) -> Array:
+def _separated_peaks(over: Array, price: Array) -> NDArray[np.intp]:
     """Positions that have a price already, and the worst local maxima, MOST_INSTANTS in all."""
     padded = np.concatenate(([-np.inf], over, [-np.inf]))
     peaks = np.flatnonzero((over > 0) & (over >= padded[:-2]) & (over > padded[2:]))
@@ -211,6 +222,3 @@ def _separated_peaks(over: Array, price: Array) -> Array:
     priced = np.flatnonzero(price > 0)
     fresh = peaks[: max(0, MOST_INSTANTS - len(priced))]
     return np.union1d(priced, fresh)
-
-
-__all__ = ["Profile", "run"]

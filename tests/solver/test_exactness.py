@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from solver import BACKENDS, REDUCTIONS, evaluate, solve
+from solver.backends import Budget, messages
 from solver.presolve import Dead, presolve
 from tests.solver.problems import assignments, random_problem
 
@@ -120,3 +122,30 @@ def test_the_order_of_items_does_not_change_the_cost(truth):
 def test_every_run_gives_the_same_picks():
     for seed in range(40):
         assert solve(random_problem(seed)).picks == solve(random_problem(seed)).picks
+
+
+def test_message_passing_never_claims_too_much(truth):
+    gaps = []
+    for seed in range(300):
+        problem = random_problem(seed)
+        if assignments(problem) > 1500:
+            continue
+        try:
+            presolved = presolve(problem, {"arcs", "slack"})
+        except Dead:
+            continue
+        outcome = messages.run(presolved.core, Budget(time.monotonic() + 0.03))
+        assert outcome.bound <= truth(seed) + 1e-9, f"seed {seed}"
+        assert outcome.cost >= truth(seed) - 1e-9, f"seed {seed}"
+        if outcome.picks is not None:
+            assert evaluate(problem, presolved.lift(outcome.picks)).cost == pytest.approx(outcome.cost)
+            gaps.append(outcome.cost <= truth(seed) + 1e-9)
+    assert sum(gaps) > 0.9 * len(gaps) > 50  # nearly always the optimum, on problems of this size
+
+
+def test_large_cores_go_through_message_passing_and_still_end_proven(monkeypatch, truth):
+    monkeypatch.setattr("solver.driver.LARGE", 0)
+    for seed in range(40):
+        if assignments(random_problem(seed)) <= 1500:
+            solution = solve(random_problem(seed), time_limit_s=1.0, reductions={"arcs"})
+            assert solution.cost == pytest.approx(truth(seed)), f"seed {seed}"

@@ -1,19 +1,26 @@
-"""Random legal plans: any strategy for any node, as long as a layout change leads from each producer to each reader."""
+"""Plans that a test wants: random legal ones, and the best one among those where some choices are forced."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from autopar.assemble import Assembled, assemble
-from autopar.decide import choose, picked, refereed
+from autopar.decide import choose, decide, picked, refereed
 from autopar.graph import Graph
+from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.price import Pricer
-from autopar.strategy import propose
+from autopar.strategy import Strategy, propose
 from cost_models.hardware import Hardware
+from solver import Solution, solve
+from tests.support.machines import FAST
+
+Wish = Callable[[Strategy], bool]
 
 
 def random_picks(assembled: Assembled, rng: random.Random) -> list[int]:
@@ -36,19 +43,49 @@ def random_picks(assembled: Assembled, rng: random.Random) -> list[int]:
 
 def plan_of(graph: Graph, assembled: Assembled, picks: list[int], pricer: Pricer) -> Plan:
     choices, deliveries = choose(graph, picked(assembled, picks), pricer)
-    return refereed(
-        graph, choices, deliveries, pricer, objective=None, bound=0.0, memory=None, outputs="sharded"
-    )
+    return refereed(graph, choices, deliveries, pricer, objective=None, bound=0.0, memory=None, outputs="sharded")
 
 
 class PlanSampler:
-    """Draws plans of one graph on one mesh."""
+    """Draws plans of one graph on one mesh, and solves for the best with wishes granted."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, hardware: str = "cpu-gloo") -> None:
+    def __init__(self, graph: Graph, mesh: Mesh, hardware: Hardware = FAST, optimizer: str = "adamw") -> None:
         self.graph = graph
-        self.pricer = Pricer.on(mesh, Hardware.load(hardware), "adamw")
+        self.pricer = Pricer.on(mesh, hardware, optimizer)
         self.strategies, self.without_rule = propose(graph, mesh)
         self.assembled = assemble(graph, self.strategies, self.pricer, memory=None)
 
     def draw(self, seed: int) -> Plan:
         return plan_of(self.graph, self.assembled, random_picks(self.assembled, random.Random(seed)), self.pricer)
+
+    def solve(self, wishes: Mapping[str, Wish] | None = None) -> Solution:
+        """The cheapest picks in which every item (node or output) named by `wishes` takes an option that pleases."""
+        costs = list(self.assembled.problem.costs)
+        for name, wish in (wishes or {}).items():
+            item = self.assembled.item_of[name]
+            pleases = np.array([wish(option) for option in self.assembled.options[item]])
+            assert pleases.any(), f"no option of {name} is as the test wants it"
+            costs[item] = np.where(pleases, costs[item], np.inf)
+        return solve(replace(self.assembled.problem, costs=tuple(costs)))
+
+    def best(self, wishes: Mapping[str, Wish] | None = None) -> Plan:
+        """The plan of `solve`, refereed."""
+        solution = self.solve(wishes)
+        assert solution.picks is not None, "the wishes contradict each other"
+        return decide(
+            self.graph, self.assembled, solution.picks, self.pricer,
+            objective=solution.cost, bound=solution.bound, memory=None, outputs="sharded", notes=(), search={},
+        )  # fmt: skip
+
+
+def gives(*layouts: Layout) -> Wish:
+    """The strategy's first results are laid out so."""
+    return lambda strategy: strategy.gives[: len(layouts)] == layouts
+
+
+def takes(*layouts: Layout) -> Wish:
+    return lambda strategy: strategy.takes[: len(layouts)] == layouts
+
+
+def roles(*wanted: str) -> Wish:
+    return lambda strategy: strategy.roles == wanted

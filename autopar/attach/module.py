@@ -1,0 +1,242 @@
+"""attach: the user's module again, with DTensor parameters under the original names and the program as its forward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar._compat import pytree
+from autopar.attach.inputs import by_name, local_inputs, match_inputs, planned_inputs
+from autopar.attach.run import Runner
+from autopar.attach.tensors import as_dtensor, mesh_of, parameter_on, whole_parameter
+from autopar.emit import Program, emit, forward_only
+from autopar.graph import Graph
+from autopar.layout import Layout
+from autopar.modules import tensors_by_name, with_tensors
+from autopar.plan import Plan
+from autopar.trace import Captured, capture, flatten_inputs, lower, normalise
+
+# How a graph becomes a plan: (graph, layouts of parameters that are settled, whether this is the training step) -> plan.
+Planner = Callable[[Graph, Mapping[str, Layout], bool], Plan]
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """What one way of calling the module runs: the program, its plan, and the call it was made for."""
+
+    plan: Plan
+    runner: Runner
+    inputs: tuple[tuple[str, Any], ...]
+    constants: Mapping[str, Tensor]
+    out_spec: Any
+    output_constants: Mapping[int, Any]
+
+
+class _State:
+    """Everything a ParallelModule knows beyond the user's module."""
+
+    def __init__(self, model_class: type[nn.Module], device_mesh: DeviceMesh, planner: Planner, outputs: str, backend: str, precision: Any):
+        self.precision = precision
+        self.model_class = model_class
+        self.device_mesh = device_mesh
+        self.mesh = mesh_of(device_mesh)
+        self.planner = planner
+        self.outputs = outputs
+        self.backend = backend
+        self.modes: dict[tuple[bool, bool], _Mode] = {}
+        self.main: _Mode | None = None
+
+
+class ParallelModule(nn.Module):
+    """A model that runs its plan. It is still an instance of the user's class, with the user's attributes and names.
+
+    Parameters are DTensors (replicated until the plan exists); buffers are whole on every rank. Plain tensors among the
+    arguments are whole (global) values, the same on every rank; DTensors say where their pieces lie.
+    """
+
+    _autopar: _State
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._autopar
+        positional, named = by_name(_original_forward(self), args, kwargs)
+        leaves, _ = flatten_inputs(positional, named)
+        if state.main is None:
+            plan_module(self, positional, named)
+        return _run(self, _mode_for(self, positional, named), leaves)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the training step. Raises RuntimeError before there is one."""
+        return self._main().plan
+
+    @property
+    def program(self) -> Program:
+        """The generated code of the training step: `print(parallel.program.code)`."""
+        return self._main().runner.program
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The forward of the training step as a torch.fx GraphModule; `program` has the backward too."""
+        return self._main().runner.program.forward
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Whole tensors -> DTensors in the plan's input layout, of which this rank keeps only its piece.
+
+        `batch` is the mapping of keyword arguments of a call (or the tuple of its positional ones).
+        """
+        mode = self._main()
+        named = isinstance(batch, Mapping)
+        positional, keywords = by_name(_original_forward(self), () if named else tuple(batch), dict(batch) if named else {})
+        leaves, _ = flatten_inputs(positional, keywords)
+        wanted = dict(mode.inputs)
+        sharded: dict[int, Tensor] = {}
+        layouts = {node.target: mode.plan.choices[node.name].gives[0] for node in mode.plan.graph.nodes if node.op == "input"}
+        for path, value in leaves:
+            if isinstance(value, Tensor) and path in wanted:
+                whole = match_inputs([(path, value)], ((path, wanted[path]),))[path]
+                (local,) = local_inputs(_only_input(mode.plan.graph, path), {n.name: layouts[path] for n in mode.plan.graph.nodes if n.target == path}, {path: whole}, self._autopar.mesh, self._autopar.device_mesh)
+                sharded[id(value)] = as_dtensor(local, value.shape, layouts[path], self._autopar.device_mesh)
+        return pytree.tree_map(lambda leaf: sharded.get(id(leaf), leaf), batch)
+
+    def _main(self) -> _Mode:
+        mode = self._autopar.main
+        if mode is None:
+            raise RuntimeError("there is no plan yet: call the module once, or give example_inputs= to autopar.compile")
+        return mode
+
+
+def _only_input(graph: Graph, path: str) -> Graph:
+    return Graph(tuple(node for node in graph.nodes if node.op == "input" and node.target == path), ())
+
+
+def attach(
+    model: nn.Module, device_mesh: DeviceMesh, planner: Planner, outputs: str, backend: str, precision: Any = None
+) -> ParallelModule:
+    """A ParallelModule beside `model`, which stays as it is. Nothing is planned yet."""
+    fresh: dict[int, Tensor] = {}
+    for parameter in model.parameters():
+        fresh[id(parameter)] = whole_parameter(parameter, device_mesh)
+    for buffer in model.buffers():
+        fresh[id(buffer)] = buffer.detach().clone().to(device_mesh.device_type if not buffer.is_meta else "meta")
+    copied = with_tensors(model, fresh)
+    model_class = type(model)
+    copied.__class__ = type(f"Parallel{model_class.__name__}", (ParallelModule, model_class), {})
+    parallel = cast(ParallelModule, copied)
+    object.__setattr__(parallel, "_autopar", _State(model_class, device_mesh, planner, outputs, backend, precision))
+    return parallel
+
+
+def plan_module(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Plan the training step (with gradients, in train mode unless the model is in eval mode) and lay parameters out."""
+    state = parallel._autopar
+    trained = any(parameter.requires_grad for parameter in parallel.parameters())
+    captured = _capture(parallel, args, kwargs, training=parallel.training or trained)
+    graph = normalise(lower(captured))
+    plan = state.planner(graph, {}, True)
+    _lay_out(parallel, plan)
+    state.main = _mode(state, captured, plan)
+    state.modes[parallel.training or trained, True] = state.main
+
+
+def _capture(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> Captured:
+    with _as_user_class(parallel):
+        return capture(parallel, args, kwargs, training=None if training == parallel.training else training)
+
+
+@contextlib.contextmanager
+def _as_user_class(parallel: ParallelModule) -> Iterator[None]:
+    """While tracing, the module is what the user wrote: their forward, not ours."""
+    ours = parallel.__class__
+    state = parallel.__dict__.pop("_autopar")
+    parallel.__class__ = state.model_class
+    try:
+        yield
+    finally:
+        parallel.__class__ = ours
+        object.__setattr__(parallel, "_autopar", state)
+
+
+def _original_forward(parallel: ParallelModule) -> Callable[..., Any]:
+    return parallel._autopar.model_class.forward.__get__(parallel)
+
+
+def _lay_out(parallel: ParallelModule, plan: Plan) -> None:
+    """Every parameter becomes a DTensor in the plan's layout, in place: optimizers that hold it already see the new one."""
+    state = parallel._autopar
+    parameters, _ = tensors_by_name(parallel)
+    done: set[int] = set()
+    for name, layout in plan.parameters.items():
+        parameter = parameters[name]
+        done.add(id(parameter))
+        torch.utils.swap_tensors(parameter, parameter_on(state.mesh, state.device_mesh, parameter, layout))
+    for name, parameter in parameters.items():
+        if id(parameter) not in done:
+            raise AssertionError(f"parameter {name} is not in the plan")
+
+
+def _mode(state: _State, captured: Captured, plan: Plan) -> _Mode:
+    groups = {axis: state.device_mesh.get_group(axis).group_name for axis in state.mesh.names} if state.device_mesh.mesh_dim_names else {
+        axis: state.device_mesh.get_group(i).group_name for i, axis in enumerate(state.mesh.names)
+    }
+    device = state.device_mesh.device_type
+    program = emit(plan, groups, device)
+    if state.backend == "inductor":
+        program = program.compiled()
+    coordinate = state.device_mesh.get_coordinate()
+    assert coordinate is not None
+    runner = Runner(program, state.mesh, tuple(torch.tensor(index, device=device) for index in coordinate))
+    constants = {name: value.to(device) for name, value in captured.constants.items()}
+    return _Mode(plan, runner, planned_inputs(captured.leaves), constants, captured.out_spec, captured.output_constants)
+
+
+def _mode_for(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Mode:
+    """The program for the present mode: planned at its first use, with the parameters where the training plan has them."""
+    state = parallel._autopar
+    key = (parallel.training, torch.is_grad_enabled())
+    if key not in state.modes:
+        captured = _capture(parallel, args, kwargs, training=parallel.training)
+        graph = normalise(lower(captured))
+        if not torch.is_grad_enabled():
+            graph = forward_only(graph)
+        state.modes[key] = _mode(state, captured, state.planner(graph, state.main.plan.parameters if state.main else {}, False))
+    return state.modes[key]
+
+
+def _run(parallel: ParallelModule, mode: _Mode, leaves: list[tuple[str, Any]]) -> Any:
+    state = parallel._autopar
+    graph = mode.plan.graph
+    tensors = match_inputs(leaves, mode.inputs)
+    parameters, buffers = tensors_by_name(parallel)
+    locals_of_parameters = [parameters[node.target].to_local() for node in mode.runner.parameters]  # type: ignore[union-attr]
+    others: list[Tensor] = []
+    for node in mode.runner.program.inputs:
+        if node.op == "buffer":
+            others.append(buffers[node.target])
+        elif node.op == "constant":
+            others.append(mode.constants[node.target.rpartition(":")[0]])
+    layouts = {node.name: mode.plan.choices[node.name].gives[0] for node in graph.nodes if node.op == "input"}
+    others += local_inputs(graph, layouts, tensors, state.mesh, state.device_mesh)
+    outputs, written = mode.runner(locals_of_parameters, others)
+    with torch.no_grad():
+        for name, value in written:
+            buffers[name].copy_(value)
+    return _assemble_outputs(state, mode, outputs)
+
+
+def _assemble_outputs(state: _State, mode: _Mode, outputs: list[Tensor | None]) -> Any:
+    """Scalars and whole outputs as plain tensors where the caller wants that, the rest as DTensors; in the model's own structure."""
+    results = [(result, layout) for result, layout in mode.runner.program.results if result.kind == "output"]
+    leaves: dict[int, Any] = dict(mode.output_constants)
+    for (result, layout), value in zip(results, outputs, strict=True):
+        if value is None or result.ref is None:
+            continue
+        shape = mode.plan.graph.type_of(result.ref).shape
+        plain = not shape or state.outputs == "global"
+        leaves[int(result.target)] = value if plain else as_dtensor(value, shape, layout, state.device_mesh)
+    return pytree.tree_unflatten([leaves[i] for i in range(mode.out_spec.num_leaves)], mode.out_spec)

@@ -1,0 +1,112 @@
+"""Between whole tensors and what one rank holds: parameters as DTensors, inputs cut to their layout, outputs put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from autopar import layout as plain
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """Our plain mesh. torch's unnamed axes are called axis0, axis1, ..."""
+    sizes = tuple(int(device_mesh.size(i)) for i in range(device_mesh.ndim))
+    names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(sizes)))
+    return Mesh(tuple(names), sizes)
+
+
+def placements_of(layout: Layout) -> list[Placement]:
+    made: list[Placement] = []
+    for placement in layout:
+        match placement:
+            case plain.Shard(dim):
+                made.append(Shard(dim))
+            case plain.Partial(op):
+                made.append(Partial(op))
+            case plain.Replicate():
+                made.append(Replicate())
+    return made
+
+
+def piece_of(value: Tensor, layout: Layout, mesh: Mesh, coordinate: Sequence[int]) -> Tensor:
+    """This rank's piece of a whole tensor, with storage of its own if it is smaller than the whole."""
+    piece = value
+    for placement, size, index in zip(layout, mesh.sizes, coordinate, strict=True):
+        if isinstance(placement, plain.Shard):
+            piece = piece.chunk(size, placement.dim)[index]
+    return piece if piece is value else piece.clone(memory_format=torch.contiguous_format)
+
+
+def as_dtensor(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh: DeviceMesh) -> DTensor:
+    """A DTensor over local pieces, without any communication."""
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.insert(0, step)
+        step *= max(size, 1)
+    return DTensor.from_local(
+        local, device_mesh, placements_of(layout), run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )
+
+
+def whole_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Parameter:
+    """The parameter as a replicated DTensor over its own storage: what stands in a module until there is a plan.
+
+    A DTensor from the start, so that the plan's layout can take its place inside the same Python object, which an
+    optimizer may hold already.
+    """
+    value = parameter.detach()
+    value = value if value.is_meta else value.to(device_mesh.device_type)
+    made = as_dtensor(value.contiguous(), value.shape, (plain.REPLICATE,) * device_mesh.ndim, device_mesh)
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def parameter_on(mesh: Mesh, device_mesh: DeviceMesh, whole: nn.Parameter, layout: Layout) -> nn.Parameter:
+    """The parameter as a DTensor. Rank 0's values win, as they do under DDP; a meta parameter stays on meta."""
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    value = whole.detach()
+    value = value.to_local() if isinstance(value, DTensor) else value
+    if value.is_meta:
+        shape = plain.local_shape(tuple(value.shape), layout, mesh)
+        assert shape is not None
+        local = torch.empty(shape, dtype=value.dtype, device="meta")
+    else:
+        local = piece_of(from_rank_zero(value, device_mesh), layout, mesh, coordinate)
+        if local.data_ptr() == value.data_ptr():
+            local = local.clone()  # the user's model keeps its own values
+    made = as_dtensor(local, whole.shape, layout, device_mesh)
+    return nn.Parameter(made, requires_grad=whole.requires_grad)
+
+
+def from_rank_zero(value: Tensor, device_mesh: DeviceMesh) -> Tensor:
+    """Rank 0's values, on this rank's device."""
+    value = value.to(device_mesh.device_type).contiguous()
+    if device_mesh.size() > 1:
+        value = value.clone()
+        dist.broadcast(value, src=0)
+    return value
+
+
+def text_from_rank_zero(text: str | None, device_mesh: DeviceMesh) -> str:
+    """Rank 0's text on every rank (bytes over the wire, nothing pickled)."""
+    if device_mesh.size() == 1:
+        assert text is not None
+        return text
+    device = torch.device(device_mesh.device_type)
+    data = b"" if text is None else text.encode()
+    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(length, src=0)
+    buffer = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if text is not None and data:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    dist.broadcast(buffer, src=0)
+    return bytes(buffer.cpu().numpy()).decode()

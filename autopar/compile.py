@@ -1,0 +1,145 @@
+"""`autopar.compile`: a sequential model and a device mesh in, a module that trains across the mesh out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autopar.attach.inputs import by_name
+from autopar.attach.module import ParallelModule, attach, plan_module
+from autopar.attach.tensors import mesh_of, text_from_rank_zero
+from autopar.graph import Graph
+from autopar.here import check_size, hardware_or_here, memory_bytes
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.plan.fit import check
+from autopar.plan.store import dumps, loads
+from autopar.price import OPTIMIZER_STATES
+from autopar.search import search
+from cost_models.hardware import Hardware
+
+OUTPUTS = ("sharded", "global")
+BACKENDS = ("eager", "inductor")
+
+
+def compile(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    *,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    plan: Plan | str | Path | None = None,
+    hardware: str | Path | Hardware | None = None,
+    memory: int | float | str | None = None,
+    optimizer: str = "adamw",
+    precision: MixedPrecisionPolicy | None = None,
+    outputs: str = "sharded",
+    cache: str | Path | None = None,
+    backend: str = "eager",
+    time_limit_s: float = 60.0,
+) -> ParallelModule:
+    """Find the fastest plan for training `model` on `device_mesh` that fits in memory, and return a module that runs it.
+
+    The result means what `model` means: the same losses, gradients and outputs, of the whole (global) batch. `model` is
+    left as it is. Tracing and planning happen at the first call, or now where example inputs are given. Rank 0 plans;
+    all ranks receive the plan.
+
+    example_inputs, example_kwargs: what the module will be called with: whole tensors (any device, or meta).
+    plan: a Plan, or the path of one, to run without searching.
+    hardware: profile name, path of a profile, or Hardware. Default: the profile of this machine's device.
+    memory: bytes of each rank's device that may be used: a number, "70GiB", or a share such as 0.9. Default: what is free.
+    optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none.
+    precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in.
+    outputs: "sharded" returns outputs other than scalars as DTensors in the plan's layouts, "global" as whole tensors.
+    cache: a folder where plans are kept and found again.
+    backend: "eager" runs the generated code as it is, "inductor" compiles it.
+
+    Raises ValueError for arguments that do not fit, TraceError for a model that cannot be captured, Infeasible where no
+    plan fits in memory, PlanMismatch for a plan made for something else.
+    """
+    mesh = mesh_of(device_mesh)
+    check_size(mesh.sizes, dist.get_world_size())
+    _known("outputs", outputs, OUTPUTS)
+    _known("backend", backend, BACKENDS)
+    _known("optimizer", optimizer, tuple(OPTIMIZER_STATES))
+    machine = hardware_or_here(hardware, device_mesh.device_type)
+    limit = memory_bytes(memory, machine, device_mesh.device_type)
+    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+
+    def planner(graph: Graph, fixed: Mapping[str, Layout], is_training: bool) -> Plan:
+        if given is not None and is_training:
+            check(given, graph, mesh)
+            return given
+
+        def find() -> Plan:
+            room = limit if is_training else None  # inference needs no more than the training step it follows
+            kept = _cached_path(cache, graph, mesh, machine, room, optimizer, outputs, fixed)
+            if kept is not None and kept.exists():
+                return Plan.load(kept)
+            found = search(
+                graph, mesh, machine,
+                memory=room, optimizer=optimizer, outputs=outputs, fixed=fixed, time_limit_s=time_limit_s,
+            )  # fmt: skip
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                found.save(kept)
+            return found
+
+        return _on_rank_zero(find, graph, mesh, device_mesh)
+
+    parallel = attach(model, device_mesh, planner, outputs, backend, precision)
+    if example_inputs is not None or example_kwargs is not None:
+        positional, named = by_name(type(model).forward.__get__(model), example_inputs or (), example_kwargs or {})
+        plan_module(parallel, positional, named)
+    return parallel
+
+
+def _known(what: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{what} {value!r} is not known; choose {', '.join(known)}")
+
+
+def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) -> Plan:
+    """Rank 0 finds the plan, the others receive it, or the error that rank 0 had; each checks it against its own graph."""
+    if mesh.ranks == 1:
+        return find()
+    plan: Plan | None = None
+    error: Exception | None = None
+    text: str | None = None
+    if dist.get_rank() == 0:
+        try:
+            plan = find()
+            text = "plan " + dumps(plan)
+        except Exception as caught:  # told to every rank, then raised on this one too
+            error = caught
+            text = f"error {type(caught).__name__}: {caught}"
+    told = text_from_rank_zero(text, device_mesh)
+    if error is not None:
+        raise error
+    kind, _, content = told.partition(" ")
+    if kind == "error":
+        raise RuntimeError(f"rank 0 found no plan: {content}")
+    received = plan or loads(content, "rank 0")
+    check(received, graph, mesh)
+    return received
+
+
+def _cached_path(
+    cache: str | Path | None, graph: Graph, mesh: Mesh, hardware: Hardware, memory: float | None,
+    optimizer: str, outputs: str, fixed: Mapping[str, Layout],
+) -> Path | None:  # fmt: skip
+    """Where the plan of this question is kept: the name hashes everything the answer depends on."""
+    if cache is None:
+        return None
+    import autopar
+
+    question = (graph.digest, str(mesh), hardware.digest, memory, optimizer, outputs, sorted(fixed.items(), key=str), autopar.__version__)
+    return Path(cache) / f"{hashlib.sha256(repr(question).encode()).hexdigest()[:24]}.plan.json"

@@ -1,0 +1,106 @@
+"""What this machine has: the profile that fits its device, and the memory that is free on it."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar._compat import HashStore
+from cost_models.hardware import Hardware, known_hardware
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+# CUDA device names (as the driver tells them) -> profile; of two sizes of one name, the memory decides.
+PROFILE_OF_DEVICE = (
+    (r"H200", 0, "h200-sxm"),
+    (r"H100", 0, "h100-sxm"),
+    (r"A100", 60 * 2**30, "a100-80gb"),
+    (r"A100", 0, "a100-40gb"),
+    (r"V100", 0, "v100-16gb"),
+    (r"RTX 5000", 0, "rtx5000"),
+)
+
+
+def init_mesh(device_type: str = "cpu", **axes: int) -> DeviceMesh:
+    """A device mesh with named axes, `init_mesh("cuda", data=4, tensor=2)`; starts the process group if there is none.
+
+    Under torchrun all its processes take part; without it, one process makes a mesh of size one. Raises ValueError where
+    the axes do not multiply to the number of processes.
+    """
+    if not dist.is_initialized():
+        if "RANK" in os.environ:
+            dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        else:
+            dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
+    if not axes:
+        axes = {"data": dist.get_world_size()}
+    check_size(tuple(axes.values()), dist.get_world_size())
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def check_size(sizes: tuple[int, ...], world: int) -> None:
+    total = 1
+    for size in sizes:
+        total *= size
+    if total != world:
+        raise ValueError(
+            f"the mesh {'x'.join(map(str, sizes))} has {total} ranks, but {world} processes run; "
+            f"start {total} processes (torchrun --nproc-per-node {total}) or make a mesh of {world}"
+        )
+
+
+def hardware_or_here(hardware: str | Path | Hardware | None, device_type: str) -> Hardware:
+    """The given profile, or the one that fits this machine. Raises ValueError listing the known ones where none fits."""
+    if isinstance(hardware, Hardware):
+        return hardware
+    if hardware is not None:
+        return Hardware.load(hardware)
+    if device_type == "cpu":
+        return Hardware.load("cpu-gloo")
+    name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if device_type == "cuda" else 0
+    for pattern, at_least, profile in PROFILE_OF_DEVICE:
+        if re.search(pattern, name) and memory >= at_least:
+            return Hardware.load(profile)
+    raise ValueError(f"no hardware profile fits device {name!r}; pass hardware=, one of {', '.join(known_hardware())}, or a file")
+
+
+def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_type: str | None = None) -> float:
+    """Bytes of one rank's device that a plan may use.
+
+    "70GiB" or "70 GB" are read with their unit; an int, or a float above 1, is bytes; a float up to 1 is that share of the
+    profile's capacity. None: what is free on this machine's device, or without a device the profile's capacity.
+    """
+    match memory:
+        case None:
+            return free_bytes(device_type, hardware)
+        case str():
+            read = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?i?B)\s*", memory, re.IGNORECASE)
+            if read is None or read[1].count(".") > 1 or read[1] == "." or float(read[1]) <= 0:
+                raise ValueError(f"memory {memory!r} is not a size; write for example 70GiB, 512MB or 0.9 (a share of the device)")
+            return float(read[1]) * UNITS[read[2].upper()]
+        case bool():
+            raise ValueError(f"memory {memory!r} is not a size; write for example 70GiB")
+        case float() if 0 < memory <= 1:
+            return memory * hardware.tiers["hbm"].capacity_bytes
+        case _ if memory > 0:
+            return float(memory)
+        case _:
+            raise ValueError(f"memory {memory!r} is not positive; write for example 70GiB, or 0.9 (a share of the device)")
+
+
+def free_bytes(device_type: str | None, hardware: Hardware) -> float:
+    """Free device memory; on CPU, this rank's share of what the machine has available."""
+    if device_type == "cuda":
+        return float(torch.cuda.mem_get_info()[0])
+    if device_type == "cpu":
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text()) if Path("/proc/meminfo").exists() else None
+        if found is not None:
+            return float(found[1]) * 1024 / ranks_here
+    return float(hardware.tiers["hbm"].capacity_bytes)

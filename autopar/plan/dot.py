@@ -1,0 +1,394 @@
+"""A plan as a picture: the forward pass in Graphviz's language, each layer that repeats drawn once.
+
+Boxes are operators, tables are the parameters of a module, both coloured by layout. What is sent stands at the edges, in
+the colour of the mesh axis. The backward pass mirrors the forward pass and would double the picture; what it sends is
+written at the layer it belongs to, and what a gradient sends beside its parameter.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from autopar.graph import Node, Ref
+from autopar.layout import Layout, show
+from autopar.plan.plan import Plan
+from autopar.plan.tell import (
+    Run,
+    comms_in,
+    comms_of_changes,
+    comms_of_node,
+    deliveries_of,
+    home,
+    human,
+    is_product,
+    layer_of,
+    runs_of,
+    shown_nodes,
+    traffic,
+    traffic_by_part,
+)
+from cost_models.steps import Comm, received_bytes
+
+WHOLE = "#f4f4f4"
+FILLS = (  # after ColorBrewer's Set3 and Pastel1: light enough for black text
+    "#8dd3c7", "#ffffb3", "#bebada", "#fb8072", "#80b1d3", "#fdb462", "#b3de69", "#fccde5", "#d9c8a9", "#bc80bd",
+    "#ccebc5", "#ffed6f", "#9fd8f0", "#e5a3a3", "#a3b8e5", "#c9e5a3",
+)  # fmt: skip
+AXIS_COLOURS = ("#b2182b", "#2166ac", "#1b7837", "#762a83", "#b35806", "#35978f")
+
+
+def to_dot(plan: Plan) -> str:
+    """Graphviz source; `dot -Tsvg` draws it. The same plan gives the same text."""
+    return "\n".join(_Picture(plan).lines()) + "\n"
+
+
+@dataclass
+class _Box:
+    """One drawn thing: operators of one module in one layout, the parameters of one module, or an output."""
+
+    name: str
+    home: str
+    nodes: list[Node] = field(default_factory=list[Node])
+    sends: list[Comm] = field(default_factory=list[Comm])  # within the operator's own body
+
+
+@dataclass
+class _Edge:
+    """`sends`: what is sent on the way, each with the name of the parameter, if it is one."""
+
+    sends: list[tuple[str, Comm]] = field(default_factory=list["tuple[str, Comm]"])
+    layouts: dict[str, None] = field(default_factory=dict[str, None])
+
+
+class _Picture:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.node_of = plan.graph.by_name
+        self.shown = shown_nodes(plan)
+        self.runs = runs_of(plan, self.shown)
+        self.run_of = {layer: run for run in self.runs for layer in run.layers}
+        self.gradients = deliveries_of(plan, "gradient")
+        self.stands_for = self._stands_for()
+        self.boxes: list[_Box] = []
+        self.box_of: dict[str, _Box] = {}  # every shown node -> where it, or its twin in the first layer, is drawn
+        self.edges: dict[tuple[str, str, bool], _Edge] = {}  # (from, to, whether to the next layer)
+        self.fill_of: dict[str, str] = {}
+        self.sources_of: dict[str, tuple[str, ...]] = {name: (name,) for name in self.stands_for}
+        self._add_boxes()
+        self._add_edges()
+        self._add_outputs()
+
+    # --- what is drawn -----------------------------------------------------------------------------------------------
+
+    def _layer(self, node: Node) -> tuple[Run | None, int]:
+        """The run that a node lies in, and the number of its layer in the run."""
+        layer = layer_of(home(node), self.run_of)
+        run = self.run_of.get(layer)
+        return run, run.layers.index(layer) if run is not None else 0
+
+    def _stands_for(self) -> dict[str, str]:
+        """Shown node -> the node that is drawn in its place: its twin in the first layer of the run, or itself."""
+        found: dict[str, str] = {}
+        members: dict[tuple[Run, int], list[str]] = defaultdict(list)
+        for node in self.shown:
+            run, number = self._layer(node)
+            found[node.name] = node.name
+            if run is not None:
+                members[run, number].append(node.name)
+                found[node.name] = members[run, 0][len(members[run, number]) - 1]
+        return found
+
+    def _sources(self, name: str) -> tuple[str, ...]:
+        """The shown nodes that a value comes from: itself, or those behind views and the like."""
+        if name not in self.sources_of:
+            found = (source for ref in self.node_of[name].operands for source in self._sources(ref.name))
+            self.sources_of[name] = tuple(dict.fromkeys(found))
+        return self.sources_of[name]
+
+    def _gives(self, node: Node) -> Layout:
+        return self.plan.choices[node.name].gives[0]
+
+    def _new_box(self, where: str) -> _Box:
+        self.boxes.append(_Box(f"n{len(self.boxes)}", where))
+        return self.boxes[-1]
+
+    def _add_boxes(self) -> None:
+        tables: dict[str, _Box] = {}
+        for node in self.shown:
+            if self.stands_for[node.name] == node.name:
+                if node.op == "parameter":
+                    if home(node) not in tables:
+                        tables[home(node)] = self._new_box(home(node))
+                    box = tables[home(node)]
+                else:
+                    box = self._joined(node) or self._new_box(home(node))
+                    box.sends += comms_in(self.plan.choices[node.name].steps)
+                box.nodes.append(node)
+                self.box_of[node.name] = box
+            else:
+                self.box_of[node.name] = self.box_of[self.stands_for[node.name]]
+
+    def _joined(self, node: Node) -> _Box | None:
+        """The box that an operator continues: that of its only producer, if module and layout stay and nothing is sent."""
+        if node.is_source or is_product(node, self.plan.choices[node.name]) or comms_of_node(self.plan, node):
+            return None
+        sources = [self.node_of[name] for ref in node.operands for name in self._sources(ref.name)]
+        boxes = {id(self.box_of[n.name]): self.box_of[n.name] for n in sources if n.op != "parameter"}
+        if len(boxes) != 1 or any(home(n) != node.module for n in sources):
+            return None
+        (box,) = boxes.values()
+        same = self._gives(box.nodes[-1]) == self._gives(node) and not box.nodes[0].is_source
+        return box if same else None
+
+    def _add_edges(self) -> None:
+        for node in self.shown:
+            choice = self.plan.choices[node.name]
+            run, number = self._layer(node)
+            seen: set[tuple[Ref, Layout]] = set()
+            for ref, takes, read in zip(node.operands, choice.takes, choice.reads, strict=True):
+                if (ref, takes) in seen:
+                    continue
+                seen.add((ref, takes))
+                comms = comms_of_changes(self.plan, read)
+                for source in self._sources(ref.name):
+                    its_run, its_number = self._layer(self.node_of[source])
+                    carried = run is not None and run == its_run and (its_number, number) == (0, 1)
+                    if number == 0 or carried:
+                        self._add_edge(source, node.name, comms, carried)
+                        comms = []
+                if comms and number == 0:  # sent for a value that comes from nowhere: a mask, a position
+                    self.box_of[node.name].sends += comms
+
+    def _add_edge(self, source: str, target: str, comms: Sequence[Comm], carried: bool) -> None:
+        ends = self.box_of[source], self.box_of[target]
+        if ends[0] is ends[1] and not comms:
+            return
+        edge = self.edges.setdefault((ends[0].name, ends[1].name, carried), _Edge())
+        node = self.node_of[source]
+        edge.sends += [(node.target.rpartition(".")[2] if node.op == "parameter" else "", comm) for comm in comms]
+
+    def _add_outputs(self) -> None:
+        for result, delivery in zip(self.plan.graph.results, self.plan.deliveries, strict=True):
+            if result.kind == "output" and result.ref is not None and delivery is not None:
+                type = self.plan.graph.type_of(result.ref)
+                box = self._new_box("")
+                box.nodes.append(Node(f"output {result.target}", "output", (), (), (type,), target=result.target))
+                self.fill_of[box.name] = self._told_layout(delivery.layout, type.shape)
+                sends = comms_of_changes(self.plan, delivery.changes)
+                for source in self._sources(result.ref.name):
+                    edge = self.edges.setdefault((self.box_of[source].name, box.name, False), _Edge())
+                    edge.sends += [("", comm) for comm in sends]
+                    sends = []
+
+    # --- how it is written -------------------------------------------------------------------------------------------
+
+    def _told_layout(self, layout: Layout, shape: tuple[int, ...]) -> str:
+        return show(layout, self.plan.mesh, len(shape))
+
+    def lines(self) -> Iterator[str]:
+        self.colours = self._colours()
+        yield "digraph plan {"
+        yield '  graph [fontname="Helvetica", fontsize=13, labelloc=t, nodesep=0.25, ranksep=0.3, compound=true,'
+        yield f"    label=<{self._title()}>];"
+        yield '  node [fontname="Helvetica", fontsize=10, shape=box, style="filled,rounded", margin="0.1,0.04"];'
+        yield '  edge [fontname="Helvetica", fontsize=9, color="#666666", arrowsize=0.6];'
+        yield from self._legend()
+        yield from self._cluster(_tree(self.boxes), "", 1)
+        for (source, target, carried), edge in self.edges.items():
+            yield f"  {source} -> {target}{self._edge(edge, carried)};"
+        yield "}"
+
+    def _title(self) -> str:
+        plan = self.plan
+        limit = "" if plan.memory_limit is None else f" of {human(plan.memory_limit)}"
+        peak = ", ".join(f"{human(nbytes)}{limit} of {tier}" for tier, nbytes in sorted(plan.peak_bytes.items()))
+        told = f"mesh {plan.mesh} on {plan.hardware}: {plan.step_seconds * 1e3:.3f} ms a step (simulated), peak {peak} per rank"
+        return f"<B>{escape(told)}</B>"
+
+    def _cluster(self, tree: _Tree, path: str, depth: int) -> Iterator[str]:
+        """A module with its boxes; a chain of modules with one thing inside is drawn as one."""
+        pad = "  " * depth
+        for box in tree.boxes:
+            yield f"{pad}{box.name} [{self._box(box, path)}];"
+        for name, below in tree.below.items():
+            while not below.boxes and len(below.below) == 1 and name not in self.run_of:
+                ((more, below),) = below.below.items()
+                name = more
+            if below.size == 1 and name not in self.run_of:
+                yield from self._cluster(below, path, depth)
+                continue
+            run = self.run_of.get(name)
+            yield f'{pad}subgraph "cluster_{name}" {{'
+            label = escape(run.label if run is not None else name.removeprefix(f"{path}."))
+            heavy = run is not None
+            if run is not None:
+                label = f"<B>{label}</B>{self._backward(run)}"
+            yield f'{pad}  label=<{label}>; labeljust=l; fontsize={12 if heavy else 10}; style="rounded";'
+            yield f'{pad}  color="{"#444444" if heavy else "#bbbbbb"}"; penwidth={1.5 if heavy else 0.8};'
+            yield from self._cluster(below, name, depth + 1)
+            yield f"{pad}}}"
+
+    def _backward(self, run: Run) -> str:
+        """What the backward pass of one layer sends."""
+        layer = {run.layers[0]: run}
+        nodes = [n for n in self.plan.graph.nodes if n.phase == "backward" and layer_of(home(n), layer)]
+        comms = [comm for node in nodes for comm in comms_of_node(self.plan, node)]
+        lines = [f"{collective} {human(nbytes)} over {axis}" for (collective, axis), nbytes in traffic(comms).items()]
+        each = " of each layer" if len(run.layers) > 1 else ""
+        told = "; ".join(lines) or "nothing is sent"
+        return f'<BR ALIGN="LEFT"/><FONT POINT-SIZE="9">backward{each}: {escape(told)}</FONT><BR ALIGN="LEFT"/>'
+
+    def _box(self, box: _Box, path: str) -> str:
+        first, last = box.nodes[0], box.nodes[-1]
+        if first.op == "parameter":
+            return f"shape=plain, label=<{self._table(box, path)}>"
+        type = last.outputs[0]
+        assert type is not None
+        lines: list[str] = []
+        if first.op in ("input", "output"):
+            lines.append(f"<B>{escape(f'{first.op} {first.target}')}</B>")
+        else:
+            below = box.home.removeprefix(f"{path}.") if box.home != path else ""
+            lines += [f"<B>{escape(told)}</B>" for told in filter(None, (below, _operators(box.nodes)))]
+            choice = self.plan.choices[first.name]
+            if is_product(first, choice) and (split := roles_told(choice.roles, self.plan.mesh.names)):
+                lines.append(escape(split))
+        layout = None if first.op == "output" else self._gives(last)
+        told = self.fill_of[box.name] if layout is None else self._told_layout(layout, type.shape)
+        lines.append(escape(f"{_shape(type.shape)}  {told}"))
+        lines += [self._sent("", comm) for comm in box.sends]
+        fill = self.colours.get(told, WHOLE)
+        shape = "" if first.op not in ("input", "output") else "shape=ellipse, style=filled, "
+        return f'{shape}fillcolor="{fill}", label=<{"<BR/>".join(lines)}>'
+
+    def _table(self, box: _Box, path: str) -> str:
+        """The parameters of a module: name, shape, layout, and what its gradient sends."""
+        rows: list[str] = []
+        for node in box.nodes:
+            (type,) = node.outputs
+            assert type is not None
+            told = self._told_layout(self._gives(node), type.shape)
+            name = node.target.removeprefix(f"{path}.") if path else node.target
+            cells = f'<TD ALIGN="LEFT">{escape(name)}</TD><TD>{_shape(type.shape)}</TD><TD>{escape(told)}</TD>'
+            rows.append(f'<TR>{cells.replace("<TD", f"""<TD BGCOLOR="{self.colours.get(told, WHOLE)}" """)}</TR>')
+            if node.target in self.gradients:
+                comms = comms_of_changes(self.plan, self.gradients[node.target][1].changes)
+                rows += [f'<TR><TD COLSPAN="3" ALIGN="RIGHT">{self._sent("gradient", comm)}</TD></TR>' for comm in comms]
+        return f'<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" COLOR="#999999">{"".join(rows)}</TABLE>'
+
+    def _edge(self, edge: _Edge, carried: bool) -> str:
+        told = [*dict.fromkeys(self._sent(name, comm) for name, comm in edge.sends)]
+        marks: list[str] = []
+        if carried:
+            told.insert(0, "to the next layer")
+            marks.append('style=dashed, constraint=false, color="#444444"')
+        elif edge.sends:
+            marks.append(f'color="{self._axis_colour(edge.sends[0][1].axis)}", penwidth=1.6')
+        if told:
+            marks.append(f"label=<{'<BR/>'.join(told)}>")
+        return f" [{', '.join(marks)}]" if marks else ""
+
+    def _axis_colour(self, axis: str) -> str:
+        return AXIS_COLOURS[self.plan.mesh.names.index(axis) % len(AXIS_COLOURS)]
+
+    def _sent(self, what: str, comm: Comm) -> str:
+        told = f"{what}: " if what else ""
+        told += f"{comm.collective} {human(received_bytes(comm))} over {comm.axis}"
+        return f'<FONT COLOR="{self._axis_colour(comm.axis)}">{escape(told)}</FONT>'
+
+    # --- legend ------------------------------------------------------------------------------------------------------
+
+    def _colours(self) -> dict[str, str]:
+        """Layout as shown -> colour; whole values stay grey. By first use, so that a plan keeps its colours."""
+        colours: dict[str, str] = {}
+        told = [self.fill_of.get(box.name) or self._box_layout(box, node) for box in self.boxes for node in box.nodes]
+        for layout in told:
+            if layout.strip("[_, ]") and layout not in colours:
+                colours[layout] = FILLS[len(colours)] if len(colours) < len(FILLS) else _spread(len(colours))
+        return colours
+
+    def _box_layout(self, box: _Box, node: Node) -> str:
+        type = node.outputs[0]
+        assert type is not None
+        return self._told_layout(self._gives(node), type.shape)
+
+    def _legend(self) -> Iterator[str]:
+        cell = '<TR><TD BGCOLOR="{}" ALIGN="LEFT">{}</TD></TR>'
+        rows = [cell.format(WHOLE, "whole on every rank")]
+        rows += [cell.format(colour, escape(told)) for told, colour in self.colours.items()]
+        head = "<TR><TD><B>layout: the axes that split each dim (_ none); +axis: still to be summed</B></TD></TR>"
+        layouts = f'<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" COLOR="#999999">{head}{"".join(rows)}</TABLE>'
+        yield "  subgraph cluster_legend {"
+        yield '    label="legend"; style=dotted; color="#888888";'
+        yield f"    legend_layouts [shape=plain, label=<{layouts}>];"
+        yield f"    legend_traffic [shape=plain, label=<{self._traffic()}>];"
+        yield "  }"
+
+    def _traffic(self) -> str:
+        """Bytes that one rank receives in a step, by collective, axis and part of the step."""
+        parts = {part: found for part, found in traffic_by_part(self.plan).items() if found}
+        keys = sorted({key for found in parts.values() for key in found})
+        head = "".join(f"<TD><B>{name}</B></TD>" for name in ("received by a rank in a step", "axis", *parts))
+        rows = [f"<TR>{head}</TR>"]
+        for collective, axis in keys:
+            numbers = [human(found[collective, axis]) if (collective, axis) in found else "" for found in parts.values()]
+            cells = "".join(f'<TD ALIGN="RIGHT">{number}</TD>' for number in numbers)
+            name = f'<TD ALIGN="LEFT">{collective}</TD><TD><FONT COLOR="{self._axis_colour(axis)}">{escape(axis)}</FONT></TD>'
+            rows.append(f"<TR>{name}{cells}</TR>")
+        if not keys:
+            rows.append('<TR><TD COLSPAN="2">nothing is sent</TD></TR>')
+        return f'<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" COLOR="#999999">{"".join(rows)}</TABLE>'
+
+
+@dataclass
+class _Tree:
+    """Boxes by module path; `below` by full path."""
+
+    boxes: list[_Box] = field(default_factory=list[_Box])
+    below: dict[str, _Tree] = field(default_factory=dict[str, "_Tree"])
+
+    @property
+    def size(self) -> int:
+        return len(self.boxes) + sum(tree.size for tree in self.below.values())
+
+
+def _tree(boxes: Iterable[_Box]) -> _Tree:
+    root = _Tree()
+    for box in boxes:
+        at, parts = root, box.home.split(".") if box.home else []
+        for count in range(1, len(parts) + 1):
+            at = at.below.setdefault(".".join(parts[:count]), _Tree())
+        at.boxes.append(box)
+    return root
+
+
+def roles_told(roles: Sequence[str], axes: Sequence[str]) -> str:
+    """`tensor splits n`; a role that is a partial sum is told as such."""
+    told = [f"{axis} {'passes a partial sum' if role.startswith('+') else f'splits {role}'}"
+            for role, axis in zip(roles, axes, strict=True) if role]  # fmt: skip
+    return ", ".join(told)
+
+
+def _operators(nodes: Sequence[Node]) -> str:
+    """`einsum b s k, k n -> b s n, add`; long chains are cut in the middle."""
+    names = [_operator(node) for node in nodes]
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]}, .. {names[-1]} ({len(names)} operators)"
+
+
+def _operator(node: Node) -> str:
+    name = node.op.split(".")[1] if "." in node.op else node.op
+    return str(node.args[0]) if node.op == "autopar.einsum" else name.strip("_")
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "\u00d7".join(map(str, shape)) or "scalar"
+
+
+def _spread(number: int) -> str:
+    """More light colours, as unlike as may be: steps of the golden ratio around the colour circle."""
+    red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.35, 0.95)
+    return f"#{int(red * 255):02x}{int(green * 255):02x}{int(blue * 255):02x}"
