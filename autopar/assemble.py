@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autopar.classes import classes_of
 from autopar.graph import Graph, Node, Ref, TensorType
-from autopar.layout import REPLICATE, Layout
+from autopar.layout import REPLICATE, Layout, Partial
 from autopar.liveness import Liveness, holds_storage, liveness
 from autopar.price import Pricer
 from autopar.strategy import NOTHING, Strategy, even_layouts, operand_types
@@ -73,6 +73,17 @@ class _Assembly:
             gives = self.gives(producer, index)
             self.prices[key] = self.pricer.reshard(type, gives, takes), self.pricer.reshard_bytes(type, gives, takes)
         return self.prices[key]
+
+    def without_reduction(self, cost: Array, producer: int, index: int, reader: tuple[int, int], takes: list[Layout]) -> Array:
+        """The same prices, but a partial sum must stay one: it is summed behind the reader, in another precision."""
+        key = ("without reduction", id(cost), id(self.options[producer]), index, id(self.options[reader[0]]), reader[1])
+        if key not in self.prices:
+            lost = [
+                [any(isinstance(g, Partial) and not isinstance(t, Partial) for g, t in zip(give, take, strict=True)) for take in takes]
+                for give in self.gives(producer, index)
+            ]
+            self.prices[key] = np.where(np.array(lost), np.inf, cost), cost
+        return self.prices[key][0]
 
     def add_edge(self, src: int, dst: int, cost: Array) -> int:
         """One more use; uses of equal price between the same items are one edge, counted."""
@@ -156,6 +167,8 @@ def _add_reads(work: _Assembly) -> None:
             takes = [strategy.takes[position] for strategy in work.options[item]]
             producer = work.item_of[ref.name]
             cost, nbytes = work.between(type, producer, ref.index, (item, position), takes)
+            if node.op == "autopar.to_reduce_dtype":
+                cost = work.without_reduction(cost, producer, ref.index, (item, position), takes)
             edge = work.add_edge(producer, item, cost)
             work.held(edge, at, until, nbytes)
 

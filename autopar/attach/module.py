@@ -20,7 +20,7 @@ from autopar.graph import Graph
 from autopar.layout import Layout
 from autopar.modules import tensors_by_name, with_tensors
 from autopar.plan import Plan
-from autopar.trace import Captured, capture, flatten_inputs, lower, normalise
+from autopar.trace import Captured, capture, flatten_inputs, graph_of
 
 # How a graph becomes a plan: (graph, layouts of parameters that are settled, whether this is the training step) -> plan.
 Planner = Callable[[Graph, Mapping[str, Layout], bool], Plan]
@@ -137,7 +137,7 @@ def plan_module(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping
     state = parallel._autopar
     trained = any(parameter.requires_grad for parameter in parallel.parameters())
     captured = _capture(parallel, args, kwargs, training=parallel.training or trained)
-    graph = normalise(lower(captured))
+    graph = graph_of(captured, state.precision)
     plan = state.planner(graph, {}, True)
     _lay_out(parallel, plan)
     state.main = _mode(state, captured, plan)
@@ -145,8 +145,10 @@ def plan_module(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping
 
 
 def _capture(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> Captured:
+    precision = parallel._autopar.precision
     with _as_user_class(parallel):
-        return capture(parallel, args, kwargs, training=None if training == parallel.training else training)
+        mode = None if training == parallel.training else training
+        return capture(parallel, args, kwargs, training=mode, precision=precision)
 
 
 @contextlib.contextmanager
@@ -201,7 +203,7 @@ def _mode_for(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[s
     key = (parallel.training, torch.is_grad_enabled())
     if key not in state.modes:
         captured = _capture(parallel, args, kwargs, training=parallel.training)
-        graph = normalise(lower(captured))
+        graph = graph_of(captured, state.precision)
         if not torch.is_grad_enabled():
             graph = forward_only(graph)
         state.modes[key] = _mode(state, captured, state.planner(graph, state.main.plan.parameters if state.main else {}, False))

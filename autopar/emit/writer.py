@@ -21,7 +21,7 @@ C10D = torch.ops._c10d_functional
 assert functional_collectives  # imported for what it registers
 
 # Views may meet tensors that are not contiguous after a layout change; reshape copies there, and is a view elsewhere.
-RENAMED = {"aten.view.default": "aten.reshape.default"}
+RENAMED = {"aten.view.default": "aten.reshape.default", "autopar.to_reduce_dtype": "aten._to_copy.default"}
 
 
 def target_of(op: str) -> Any:

@@ -1,8 +1,8 @@
 """A plan as a picture: the forward pass in Graphviz's language, each layer that repeats drawn once.
 
-Boxes are operators, tables are the parameters of a module, both coloured by layout. What is sent stands at the edges, in
-the colour of the mesh axis. The backward pass mirrors the forward pass and would double the picture; what it sends is
-written at the layer it belongs to, and what a gradient sends beside its parameter.
+Boxes are operators, tables are the parameters of a module, both coloured by layout. What is sent stands at the edges,
+in the colour of the mesh axis. The backward pass mirrors the forward pass and would double the picture; what it sends
+is written at the layer it belongs to, what a gradient sends beside its parameter, and the sums in the legend.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ FILLS = (  # after ColorBrewer's Set3 and Pastel1: light enough for black text
     "#8dd3c7", "#ffffb3", "#bebada", "#fb8072", "#80b1d3", "#fdb462", "#b3de69", "#fccde5", "#d9c8a9", "#bc80bd",
     "#ccebc5", "#ffed6f", "#9fd8f0", "#e5a3a3", "#a3b8e5", "#c9e5a3",
 )  # fmt: skip
+LEFT = '<BR ALIGN="LEFT"/>'
+TABLE = '<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" COLOR="#999999" BGCOLOR="white">'
 AXIS_COLOURS = ("#b2182b", "#2166ac", "#1b7837", "#762a83", "#b35806", "#35978f")
 
 
@@ -61,7 +63,6 @@ class _Edge:
     """`sends`: what is sent on the way, each with the name of the parameter, if it is one."""
 
     sends: list[tuple[str, Comm]] = field(default_factory=list["tuple[str, Comm]"])
-    layouts: dict[str, None] = field(default_factory=dict[str, None])
 
 
 class _Picture:
@@ -75,7 +76,8 @@ class _Picture:
         self.stands_for = self._stands_for()
         self.boxes: list[_Box] = []
         self.box_of: dict[str, _Box] = {}  # every shown node -> where it, or its twin in the first layer, is drawn
-        self.edges: dict[tuple[str, str, bool], _Edge] = {}  # (from, to, whether to the next layer)
+        self.edges: dict[tuple[str, str], _Edge] = {}
+        self.more: dict[str, tuple[str, str, str]] = {}  # box -> what stands for its value in further layers
         self.fill_of: dict[str, str] = {}
         self.sources_of: dict[str, tuple[str, ...]] = {name: (name,) for name in self.stands_for}
         self._add_boxes()
@@ -133,7 +135,7 @@ class _Picture:
                 self.box_of[node.name] = self.box_of[self.stands_for[node.name]]
 
     def _joined(self, node: Node) -> _Box | None:
-        """The box that an operator continues: that of its only producer, if module and layout stay and nothing is sent."""
+        """The box that an operator continues: its only producer's, if module and layout stay and nothing is sent."""
         if node.is_source or is_product(node, self.plan.choices[node.name]) or comms_of_node(self.plan, node):
             return None
         sources = [self.node_of[name] for ref in node.operands for name in self._sources(ref.name)]
@@ -156,20 +158,34 @@ class _Picture:
                 comms = comms_of_changes(self.plan, read)
                 for source in self._sources(ref.name):
                     its_run, its_number = self._layer(self.node_of[source])
-                    carried = run is not None and run == its_run and (its_number, number) == (0, 1)
-                    if number == 0 or carried:
-                        self._add_edge(source, node.name, comms, carried)
+                    if number == 0:
+                        self._add_edge(source, self.box_of[node.name].name, comms)
+                        comms = []
+                    elif run is not None and run == its_run and (its_number, number) == (0, 1):
+                        self._add_edge(source, self._further(run, self.box_of[source]), comms)
                         comms = []
                 if comms and number == 0:  # sent for a value that comes from nowhere: a mask, a position
                     self.box_of[node.name].sends += comms
 
-    def _add_edge(self, source: str, target: str, comms: Sequence[Comm], carried: bool) -> None:
-        ends = self.box_of[source], self.box_of[target]
-        if ends[0] is ends[1] and not comms:
+    def _further(self, run: Run, box: _Box) -> str:
+        """The mark that stands for further layers behind a box of the first one."""
+        name = f"{box.name}_more"
+        count = len(run.layers) - 1
+        told = f"{count} more {'layer' if count == 1 else 'layers'} like this"
+        self.more[box.name] = run.layers[0], name, told
+        return name
+
+    def _add_edge(self, source: str, target: str, comms: Sequence[Comm]) -> None:
+        box = self.box_of[source]
+        if box.name == target and not comms:
             return
-        edge = self.edges.setdefault((ends[0].name, ends[1].name, carried), _Edge())
+        start = box.name
+        if self.stands_for[source] != source and box.name in self.more:
+            start = self.more[box.name][1]  # the value of the last layer
         node = self.node_of[source]
-        edge.sends += [(node.target.rpartition(".")[2] if node.op == "parameter" else "", comm) for comm in comms]
+        what = node.target.rpartition(".")[2] if node.op == "parameter" else ""
+        sends = self.edges.setdefault((start, target), _Edge()).sends
+        sends += [(what, comm) for comm in comms if (what, comm) not in sends or not target.endswith("_more")]
 
     def _add_outputs(self) -> None:
         for result, delivery in zip(self.plan.graph.results, self.plan.deliveries, strict=True):
@@ -178,11 +194,10 @@ class _Picture:
                 box = self._new_box("")
                 box.nodes.append(Node(f"output {result.target}", "output", (), (), (type,), target=result.target))
                 self.fill_of[box.name] = self._told_layout(delivery.layout, type.shape)
-                sends = comms_of_changes(self.plan, delivery.changes)
+                comms = comms_of_changes(self.plan, delivery.changes)
                 for source in self._sources(result.ref.name):
-                    edge = self.edges.setdefault((self.box_of[source].name, box.name, False), _Edge())
-                    edge.sends += [("", comm) for comm in sends]
-                    sends = []
+                    self._add_edge(source, box.name, comms)
+                    comms = []
 
     # --- how it is written -------------------------------------------------------------------------------------------
 
@@ -198,22 +213,25 @@ class _Picture:
         yield '  edge [fontname="Helvetica", fontsize=9, color="#666666", arrowsize=0.6];'
         yield from self._legend()
         yield from self._cluster(_tree(self.boxes), "", 1)
-        for (source, target, carried), edge in self.edges.items():
-            yield f"  {source} -> {target}{self._edge(edge, carried)};"
+        for (source, target), edge in self.edges.items():
+            yield f"  {source} -> {target}{self._edge(edge, target.endswith('_more'))};"
         yield "}"
 
     def _title(self) -> str:
         plan = self.plan
         limit = "" if plan.memory_limit is None else f" of {human(plan.memory_limit)}"
         peak = ", ".join(f"{human(nbytes)}{limit} of {tier}" for tier, nbytes in sorted(plan.peak_bytes.items()))
-        told = f"mesh {plan.mesh} on {plan.hardware}: {plan.step_seconds * 1e3:.3f} ms a step (simulated), peak {peak} per rank"
-        return f"<B>{escape(told)}</B>"
+        took = f"{plan.step_seconds * 1e3:.3f} ms a step, predicted (simulated)"
+        return f"<B>{escape(f'mesh {plan.mesh} on {plan.hardware}: {took}; peak {peak} per rank')}</B>"
 
     def _cluster(self, tree: _Tree, path: str, depth: int) -> Iterator[str]:
         """A module with its boxes; a chain of modules with one thing inside is drawn as one."""
         pad = "  " * depth
         for box in tree.boxes:
             yield f"{pad}{box.name} [{self._box(box, path)}];"
+        for layer, name, told in self.more.values():
+            if layer == path:
+                yield f'{pad}{name} [shape=plain, style="", fontsize=11, label=<<B>{told}</B>>];'
         for name, below in tree.below.items():
             while not below.boxes and len(below.below) == 1 and name not in self.run_of:
                 ((more, below),) = below.below.items()
@@ -240,17 +258,18 @@ class _Picture:
         lines = [f"{collective} {human(nbytes)} over {axis}" for (collective, axis), nbytes in traffic(comms).items()]
         each = " of each layer" if len(run.layers) > 1 else ""
         told = "; ".join(lines) or "nothing is sent"
-        return f'<BR ALIGN="LEFT"/><FONT POINT-SIZE="9">backward{each}: {escape(told)}</FONT><BR ALIGN="LEFT"/>'
+        return f'{LEFT}<FONT POINT-SIZE="9">backward{each}: {escape(told)}</FONT>{LEFT}'
 
     def _box(self, box: _Box, path: str) -> str:
         first, last = box.nodes[0], box.nodes[-1]
         if first.op == "parameter":
-            return f"shape=plain, label=<{self._table(box, path)}>"
+            return f'shape=plain, style="", label=<{self._table(box, path)}>'
         type = last.outputs[0]
         assert type is not None
         lines: list[str] = []
         if first.op in ("input", "output"):
-            lines.append(f"<B>{escape(f'{first.op} {first.target}')}</B>")
+            name = first.target[2:-2] if first.target.count("[") == 1 and "'" in first.target else first.target
+            lines.append(f"<B>{first.op} {escape(name)}</B>")
         else:
             below = box.home.removeprefix(f"{path}.") if box.home != path else ""
             lines += [f"<B>{escape(told)}</B>" for told in filter(None, (below, _operators(box.nodes)))]
@@ -266,27 +285,34 @@ class _Picture:
         return f'{shape}fillcolor="{fill}", label=<{"<BR/>".join(lines)}>'
 
     def _table(self, box: _Box, path: str) -> str:
-        """The parameters of a module: name, shape, layout, and what its gradient sends."""
-        rows: list[str] = []
+        """The parameters of a module: name, shape, layout, and what bringing the gradient into that layout sends."""
+        alike: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
         for node in box.nodes:
             (type,) = node.outputs
             assert type is not None
             told = self._told_layout(self._gives(node), type.shape)
-            name = node.target.removeprefix(f"{path}.") if path else node.target
-            cells = f'<TD ALIGN="LEFT">{escape(name)}</TD><TD>{_shape(type.shape)}</TD><TD>{escape(told)}</TD>'
-            rows.append(f'<TR>{cells.replace("<TD", f"""<TD BGCOLOR="{self.colours.get(told, WHOLE)}" """)}</TR>')
+            comms: list[Comm] = []
             if node.target in self.gradients:
                 comms = comms_of_changes(self.plan, self.gradients[node.target][1].changes)
-                rows += [f'<TR><TD COLSPAN="3" ALIGN="RIGHT">{self._sent("gradient", comm)}</TD></TR>' for comm in comms]
-        return f'<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" COLOR="#999999">{"".join(rows)}</TABLE>'
+            key = _shape(type.shape), told, tuple(self._sent("", comm) for comm in comms)
+            alike.setdefault(key, []).append(node.target.removeprefix(f"{path}.") if path else node.target)
+        rows: list[str] = []
+        for (shape, told, sent), names in alike.items():
+            rows.append(
+                f'<TR><TD ALIGN="LEFT">{escape(", ".join(names))}</TD><TD>{shape}</TD>'
+                f'<TD BGCOLOR="{self.colours.get(told, WHOLE)}">{escape(told)}</TD></TR>'
+            )
+            if sent:
+                each = "each gradient" if len(names) > 1 else "gradient"
+                rows.append(f'<TR><TD COLSPAN="3" ALIGN="LEFT">{each}: {LEFT.join(sent)}{LEFT}</TD></TR>')
+        return f"{TABLE}{''.join(rows)}</TABLE>"
 
     def _edge(self, edge: _Edge, carried: bool) -> str:
         told = [*dict.fromkeys(self._sent(name, comm) for name, comm in edge.sends)]
         marks: list[str] = []
         if carried:
-            told.insert(0, "to the next layer")
-            marks.append('style=dashed, constraint=false, color="#444444"')
-        elif edge.sends:
+            marks.append("style=dashed")
+        if edge.sends:
             marks.append(f'color="{self._axis_colour(edge.sends[0][1].axis)}", penwidth=1.6')
         if told:
             marks.append(f"label=<{'<BR/>'.join(told)}>")
@@ -321,11 +347,11 @@ class _Picture:
         rows = [cell.format(WHOLE, "whole on every rank")]
         rows += [cell.format(colour, escape(told)) for told, colour in self.colours.items()]
         head = "<TR><TD><B>layout: the axes that split each dim (_ none); +axis: still to be summed</B></TD></TR>"
-        layouts = f'<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" COLOR="#999999">{head}{"".join(rows)}</TABLE>'
+        layouts = f"{TABLE}{head}{''.join(rows)}</TABLE>"
         yield "  subgraph cluster_legend {"
         yield '    label="legend"; style=dotted; color="#888888";'
-        yield f"    legend_layouts [shape=plain, label=<{layouts}>];"
-        yield f"    legend_traffic [shape=plain, label=<{self._traffic()}>];"
+        yield f"    legend_layouts [shape=plain, style=\"\", label=<{layouts}>];"
+        yield f"    legend_traffic [shape=plain, style=\"\", label=<{self._traffic()}>];"
         yield "  }"
 
     def _traffic(self) -> str:
@@ -335,13 +361,13 @@ class _Picture:
         head = "".join(f"<TD><B>{name}</B></TD>" for name in ("received by a rank in a step", "axis", *parts))
         rows = [f"<TR>{head}</TR>"]
         for collective, axis in keys:
-            numbers = [human(found[collective, axis]) if (collective, axis) in found else "" for found in parts.values()]
-            cells = "".join(f'<TD ALIGN="RIGHT">{number}</TD>' for number in numbers)
-            name = f'<TD ALIGN="LEFT">{collective}</TD><TD><FONT COLOR="{self._axis_colour(axis)}">{escape(axis)}</FONT></TD>'
-            rows.append(f"<TR>{name}{cells}</TR>")
+            numbers = [found.get((collective, axis)) for found in parts.values()]
+            cells = "".join(f'<TD ALIGN="RIGHT">{human(n) if n else ""}</TD>' for n in numbers)
+            axis_cell = f'<TD><FONT COLOR="{self._axis_colour(axis)}">{escape(axis)}</FONT></TD>'
+            rows.append(f'<TR><TD ALIGN="LEFT">{collective}</TD>{axis_cell}{cells}</TR>')
         if not keys:
             rows.append('<TR><TD COLSPAN="2">nothing is sent</TD></TR>')
-        return f'<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" COLOR="#999999">{"".join(rows)}</TABLE>'
+        return f"{TABLE}{''.join(rows)}</TABLE>"
 
 
 @dataclass
@@ -381,7 +407,13 @@ def _operators(nodes: Sequence[Node]) -> str:
 
 def _operator(node: Node) -> str:
     name = node.op.split(".")[1] if "." in node.op else node.op
-    return str(node.args[0]) if node.op == "autopar.einsum" else name.strip("_")
+    match name:
+        case "einsum":
+            return f"product {node.args[0]}"
+        case "share":
+            return "the same value"
+        case _:
+            return name.strip("_")
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -109,8 +109,7 @@ def _number(value: Json) -> Json:
 
 def _arg(arg: Arg) -> Json:
     if isinstance(arg, tuple):
-        parts: tuple[Arg, ...] = arg
-        return [_arg(part) for part in parts]
+        return [_arg(part) for part in cast("tuple[Arg, ...]", arg)]
     match arg:
         case Ref():
             return {"ref": [arg.name, arg.index] if arg.index else arg.name}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from autopar.graph import Arg, Node, Ref, TensorType
 from autopar.plan.plan import Choice, Delivery, Plan, read_once
@@ -74,7 +75,7 @@ def traffic_by_part(plan: Plan) -> dict[str, Traffic]:
     return {part: traffic(comms) for part, comms in parts.items()}
 
 
-# --- what is worth showing ---------------------------------------------------------------------------------------------
+# --- what is worth showing -------------------------------------------------------------------------------------------
 
 
 def is_product(node: Node, choice: Choice) -> bool:
@@ -114,7 +115,7 @@ def shown_nodes(plan: Plan) -> list[Node]:
     return shown
 
 
-# --- equal layers ------------------------------------------------------------------------------------------------------
+# --- equal layers ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def runs_of(plan: Plan, shown: Sequence[Node]) -> list[Run]:
     """
     layers = dict.fromkeys(filter(None, (_outermost(home(node)) for node in shown)))
     told: dict[str, list[object]] = {layer: [] for layer in layers}
-    backward: dict[str, list[object]] = {layer: [] for layer in layers}
+    backward: dict[str, list[str]] = {layer: [] for layer in layers}
     names: dict[str, dict[str, int]] = {layer: {} for layer in layers}
     for node in shown:
         if layer := layer_of(home(node), layers):
@@ -162,7 +163,7 @@ def runs_of(plan: Plan, shown: Sequence[Node]) -> list[Run]:
             comms = comms_of_node(plan, node)
             if comms or is_product(node, plan.choices[node.name]):
                 below = home(node).removeprefix(layer)
-                backward[layer].append((node.op, below, plan.choices[node.name].roles, node.outputs, tuple(comms)))
+                backward[layer].append(repr((node.op, below, plan.choices[node.name].roles, node.outputs, comms)))
     for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
         if result.kind == "gradient" and (layer := layer_of(result.target, layers)):
             told[layer].append((result.target.removeprefix(layer), delivery))
@@ -170,7 +171,7 @@ def runs_of(plan: Plan, shown: Sequence[Node]) -> list[Run]:
     for layer in sorted(layers, key=_natural):
         before = runs[-1][-1] if runs else ""
         follows = before.rpartition(".")[0] == layer.rpartition(".")[0]
-        if follows and told[before] == told[layer] and sorted(map(repr, backward[before])) == sorted(map(repr, backward[layer])):
+        if follows and told[before] == told[layer] and sorted(backward[before]) == sorted(backward[layer]):
             runs[-1].append(layer)
         else:
             runs.append([layer])
@@ -200,8 +201,7 @@ def _told(plan: Plan, node: Node, layer: str, names: Mapping[str, int]) -> objec
 
 def _has_ref(arg: Arg) -> bool:
     if isinstance(arg, tuple):
-        parts: Sequence[Arg] = arg
-        return any(_has_ref(part) for part in parts)
+        return any(_has_ref(part) for part in cast("tuple[Arg, ...]", arg))
     return isinstance(arg, Ref)
 
 

@@ -104,6 +104,7 @@ POINTWISE: Table = {
     "aten.neg.default": pointwise("0"),
     "aten.clone.default": pointwise("0"),
     "autopar.share": pointwise("0"),
+    "autopar.to_reduce_dtype": pointwise("0"),
     "aten.alias.default": pointwise("0"),
     "aten.detach.default": pointwise("0"),
     "aten.lift_fresh_copy.default": pointwise("0"),

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, pytree
 from autopar.modules import aliases, with_tensors
+from autopar.trace.precision import compute_dtype, insert_casts
 
 
 class TraceError(RuntimeError):
@@ -65,16 +67,24 @@ def _only_scalars_differentiable(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """The model with fake tensors of the same shapes on the CPU, whatever device (or meta) the real ones are on."""
+def fake_copy(model: nn.Module, mode: FakeTensorMode, precision: MixedPrecisionPolicy | None = None) -> nn.Module:
+    """The model with fake tensors of the same shapes on the CPU, whatever device (or meta) the real ones are on.
+
+    With a precision, parameters have the dtype they compute in.
+    """
     fakes: dict[int, torch.Tensor] = {}
     with mode:
         for parameter in model.parameters():
-            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+            dtype = compute_dtype(parameter, precision)
+            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype)
             fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             fakes[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype)
     return with_tensors(model, fakes)
+
+
+def _fake(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=dtype)
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
@@ -110,24 +120,34 @@ def _line_of_model(error: BaseException) -> str:
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    training: bool | None = None,
+    precision: MixedPrecisionPolicy | None = None,
 ) -> Captured:
     """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode.
 
-    Tensors among the inputs give shapes and dtypes only; DTensors count with their global shape. Raises TraceError.
+    `precision`: parameters and inputs are cast as it says before they are used. Tensors among the inputs give shapes and dtypes only; DTensors count with their global shape. Raises TraceError.
     """
     leaves, spec = flatten_inputs(args, kwargs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake_model = fake_copy(model, mode)
+    fake_model = fake_copy(model, mode, precision)
     if training is not None:
         fake_model.train(training)
     with mode:
-        fakes = [torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
-    fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
+        fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+        casts = precision if precision is not None and precision.cast_forward_inputs else None
+        cast = [_fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
     with _naming_the_line(), ExitStack() as stack:
-        exported = torch.export.export(fake_model, fake_args, fake_kwargs, strict=False)
+        exported = torch.export.export(fake_model, *pytree.tree_unflatten(cast, spec), strict=False)
         inner = exported.module(check_guards=False)
+        if precision is not None:
+            stored = dict(fake_copy(model, mode).named_parameters(remove_duplicate=False))
+            insert_casts(inner, stored, fakes, precision)
         _only_scalars_differentiable(inner)
+        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
         joint = aot_export_joint_with_descriptors(stack, inner, fake_args, fake_kwargs, decompositions=None)
     graph_module = joint.graph_module
     constants = {

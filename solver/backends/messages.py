@@ -31,8 +31,7 @@ from solver.solution import OPTIMAL_REL_GAP, Outcome, Prices, relative_gap
 
 FIRST_SWEEPS, SWEEPS_PER_PRICE = 4, 1
 MOST_INSTANTS = 64
-REACH = 1.0  # share of the bound that a step of the prices aims above it
-DEFLECTION = 0.0  # weight of earlier steps in the direction of the next
+REACH = 1.0  # share of the bound that a price step may aim above it; 0.05 was far too slow on M and S
 POLISH_SHARE = 0.25  # of the time so far
 PATIENCE = 8  # price steps without a better bound before the step is halved
 
@@ -63,10 +62,10 @@ class _Ascent:
             self.links[edge.src].append(_Link(edge.dst, edge.cost, 2 * number))
             self.links[edge.dst].append(_Link(edge.src, edge.cost.T, 2 * number + 1))
             self.messages += [np.zeros(len(core.costs[edge.src])), np.zeros(len(core.costs[edge.dst]))]
+        self.holding = {usage.edge for usage in core.edge_usages}
         self.link_of = {link.number: link for links in self.links for link in links}
         self.weight = [self._weight(u) for u in range(len(core.costs))]
         self.price = [np.zeros(len(profile.instants)) for profile in self.lowered.profiles]
-        self.drift = [np.zeros(len(price)) for price in self.price]
         self.best_price = [price.copy() for price in self.price]
         self.costs = list(core.costs)
 
@@ -108,7 +107,6 @@ class _Ascent:
             if stale >= PATIENCE:
                 step, stale = step / 2, 0
                 self.price = [price.copy() for price in self.best_price]
-                self.drift = [np.zeros(len(price)) for price in self.price]
             self._move_prices(picks, value, step)
 
     def _polish_until(self) -> float:
@@ -146,14 +144,13 @@ class _Ascent:
         moves: list[Array] = []
         norm = 0.0
         x = self._x(picks)
-        for r, (profile, price) in enumerate(zip(self.lowered.profiles, self.price, strict=True)):
+        for profile, price in zip(self.lowered.profiles, self.price, strict=True):
             over = profile.use(x) - profile.room
             chosen = _separated_peaks(over, price)
             move = np.zeros(len(over))
             move[chosen] = over[chosen]
             move[(price <= 0) & (over < 0)] = 0.0
-            self.drift[r] = DEFLECTION * self.drift[r] + (1 - DEFLECTION) * move / max(profile.limit, 1.0)
-            moves.append(self.drift[r])
+            moves.append(move / max(profile.limit, 1.0))
             norm += float((moves[-1] ** 2).sum())
         if norm == 0:
             return
@@ -180,7 +177,7 @@ class _Ascent:
             i, j = np.nonzero(edge.cost < np.inf)
             here = extra[column : column + len(i)]
             column += len(i)
-            if here.any():
+            if number in self.holding:
                 priced = edge.cost.copy()
                 priced[i, j] += here
                 self.link_of[2 * number].cost, self.link_of[2 * number + 1].cost = priced, priced.T

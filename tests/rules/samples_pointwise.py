@@ -95,6 +95,7 @@ def samples() -> Samples:
         **{f"aten.{name}_backward.default": _gradient(name) for name in GRADIENT.split()},
         **{f"aten.{name}.default": [s(f(6, 12))] for name in ["neg", "clone", "alias", "detach", "lift_fresh_copy"]},
         "autopar.share": [s(f(6, 12))],
+        "autopar.to_reduce_dtype": [s(f(6, 12).bfloat16(), dtype=F32)],
         "aten._to_copy.default": [
             s(f(6, 12), dtype=F32),
             s(f(6, 12).bfloat16(), dtype=F64),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from autopar.emit.simulate import Ran, fake_ranks, run
+from autopar.emit.simulate import Ran
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from tests.support.families import Case, Reference
+from tests.support.lockstep import run_all
 
 AXES = ("a", "b", "c", "d")
-Judge = Callable[..., Ran]
 
 
 def mesh_of(*sizes: int) -> Mesh:
@@ -61,19 +59,9 @@ def _pairs(ran: Ran, wanted: Reference) -> Iterator[tuple[str, str, Tensor | Non
             yield "gradient", name, None, grad
 
 
-@contextmanager
-def ranks_of(mesh: Mesh) -> Iterator[Judge]:
-    """A judge of plans on `mesh`: all its ranks exist in this process meanwhile."""
-    with fake_ranks(mesh) as device_mesh:
-
-        def judge(plan: Plan, values: Mapping[str, Tensor], seed: int = 0) -> Ran:
-            torch.manual_seed(seed)
-            return run(plan, device_mesh, values)
-
-        yield judge
-
-
-def difference(judge: Judge, plan: Plan, case: Case, wide: bool) -> tuple[float, str]:
-    """`worst_difference` of a plan of the case's (wide) graph."""
-    graph = case.wide_graph if wide else case.graph
-    return worst_difference(judge(plan, case.values(graph), case.seed), case.wide_reference if wide else case.reference)
+def difference(plan: Plan, case: Case) -> tuple[float, str]:
+    """`worst_difference` of a plan of the case's graph, or of its wide graph, run by all ranks in lockstep."""
+    wide = plan.graph is case.wide_graph
+    assert wide or plan.graph is case.graph
+    ran, _ = run_all(plan, case.values(plan.graph), case.seed)
+    return worst_difference(ran, case.wide_reference if wide else case.reference)

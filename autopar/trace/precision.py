@@ -1,0 +1,76 @@
+"""Mixed precision as casts in the graph: parameters stay as they are stored and are cast where they enter the program.
+
+The planner then decides by price whether a weight is cast before it is gathered (half the bytes on the wire: yes) and
+where its gradient is summed. `reduce_dtype` takes the latter out of its hands: such a gradient is cast first, then summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autopar.graph import Graph
+
+TO_REDUCE_DTYPE = "autopar.to_reduce_dtype"
+
+
+def compute_dtype(tensor: torch.Tensor, precision: MixedPrecisionPolicy | None) -> torch.dtype:
+    """What a parameter or input of the model computes in."""
+    if precision is None or precision.param_dtype is None or not tensor.is_floating_point():
+        return tensor.dtype
+    return precision.param_dtype
+
+
+def insert_casts(module: fx.GraphModule, stored: dict[str, torch.Tensor], inputs: list[Any], precision: MixedPrecisionPolicy) -> None:
+    """Give an exported module, traced in the compute precision, its stored parameters and inputs back, with casts behind them.
+
+    `stored`: parameters in their own precision, by name; `inputs`: the flat inputs as the caller passes them.
+    """
+    for node in module.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name in stored and precision.param_dtype is not None and stored[name].is_floating_point():
+            _cast_after(module, node, stored[name].dtype, precision.param_dtype)
+    for name, tensor in stored.items():
+        owner, _, leaf = name.rpartition(".")
+        holder = module.get_submodule(owner)
+        if leaf in holder._parameters:
+            holder._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+    for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if isinstance(value, torch.Tensor) and precision.cast_forward_inputs:
+            _cast_after(module, node, value.dtype, compute_dtype(value, precision))
+    (output,) = module.graph.find_nodes(op="output")
+    if precision.output_dtype is not None:
+        with module.graph.inserting_before(output):
+            leaves = [
+                module.graph.call_method("to", (leaf, precision.output_dtype)) if _is_floating(leaf) else leaf
+                for leaf in output.args[0]
+            ]
+        output.args = (tuple(leaves),)
+    module.recompile()
+
+
+def _is_floating(value: Any) -> bool:
+    held = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(held, torch.Tensor) and held.is_floating_point()
+
+
+def _cast_after(module: fx.GraphModule, node: fx.Node, have: torch.dtype, want: torch.dtype) -> None:
+    if have == want:
+        return
+    with module.graph.inserting_after(node):
+        cast = module.graph.call_method("to", (node, want))
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+
+
+def reduce_after_cast(graph: Graph) -> Graph:
+    """Mark the casts that turn gradients into the stored precision: partial sums pass them, and are summed behind them."""
+    made = {r.ref.name for r in graph.results if r.kind == "gradient" and r.ref is not None}
+    nodes = tuple(
+        replace(node, op=TO_REDUCE_DTYPE) if node.name in made and node.op == "aten._to_copy.default" else node
+        for node in graph.nodes
+    )
+    return Graph(nodes, graph.results)
