@@ -6,6 +6,7 @@
     loss.backward()
 """
 
+from autopar._version import __version__
 from autopar.attach.module import ParallelModule
 from autopar.compile import compile
 from autopar.here import init_mesh
@@ -13,6 +14,4 @@ from autopar.plan import Plan, PlanMismatch
 from autopar.search import Infeasible, NoAnswerInTime
 from autopar.trace import TraceError
 
-__version__ = "0.1.0"
-
-__all__ = ["Infeasible", "NoAnswerInTime", "ParallelModule", "Plan", "PlanMismatch", "TraceError", "compile", "init_mesh"]
+__all__ = ["Infeasible", "NoAnswerInTime", "ParallelModule", "Plan", "PlanMismatch", "TraceError", "__version__", "compile", "init_mesh"]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autopar._version import __version__
 from autopar.attach.inputs import by_name
 from autopar.attach.module import ParallelModule, attach, plan_module
 from autopar.attach.tensors import mesh_of, text_from_rank_zero
@@ -139,7 +140,5 @@ def _cached_path(
     """Where the plan of this question is kept: the name hashes everything the answer depends on."""
     if cache is None:
         return None
-    import autopar
-
-    question = (graph.digest, str(mesh), hardware.digest, memory, optimizer, outputs, sorted(fixed.items(), key=str), autopar.__version__)
+    question = (graph.digest, str(mesh), hardware.digest, memory, optimizer, outputs, sorted(fixed.items(), key=str), __version__)
     return Path(cache) / f"{hashlib.sha256(repr(question).encode()).hexdigest()[:24]}.plan.json"

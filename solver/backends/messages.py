@@ -65,8 +65,8 @@ class _Ascent:
         self.holding = {usage.edge for usage in core.edge_usages}
         self.link_of = {link.number: link for links in self.links for link in links}
         self.weight = [self._weight(u) for u in range(len(core.costs))]
-        self.price = [np.zeros(len(profile.instants)) for profile in self.lowered.profiles]
-        self.best_price = [price.copy() for price in self.price]
+        self.price: list[Array] = [np.zeros(len(profile.instants)) for profile in self.lowered.profiles]
+        self.best_price: list[Array] = [price.copy() for price in self.price]
         self.costs = list(core.costs)
 
     def _weight(self, u: int) -> float:
@@ -107,6 +107,7 @@ class _Ascent:
             if stale >= PATIENCE:
                 step, stale = step / 2, 0
                 self.price = [price.copy() for price in self.best_price]
+                self._price_in()
             self._move_prices(picks, value, step)
 
     def _polish_until(self) -> float:

@@ -1,0 +1,62 @@
+"""The best plan of every family is right and costs what it says, with room and without.
+
+float32: sums of a few hundred terms in another order, through two layers; the loss to 1e-5, a gradient to 1e-4 of its largest
+entry. float64: 1e-9, as for random plans.
+"""
+
+import math
+from functools import cache
+
+import pytest
+
+from autopar.decide import Referee, peak_of
+from autopar.layout import Shard
+from autopar.mesh import Mesh
+from autopar.plan import Plan
+from autopar.price import Pricer
+from autopar.search import search
+from tests.support.check import difference, mesh_of, worst_difference
+from tests.support.families import FAMILIES, family
+from tests.support.lockstep import run_all
+from tests.support.machines import FAST, SLOW
+
+MESHES = [(2,), (4,), (2, 2)]
+
+
+@cache
+def best(name: str, mesh: Mesh, memory: float | None = None, wide: bool = False) -> Plan:
+    case = family(name)
+    hardware = FAST if memory is None else SLOW
+    return search(case.wide_graph if wide else case.graph, mesh, hardware, memory=memory, tied=False)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_best_plan_is_right_and_proven(name: str, sizes: tuple[int, ...]) -> None:
+    case, plan = family(name), best(name, mesh_of(*sizes))
+    assert plan.gap <= 1e-6
+    assert any(isinstance(p, Shard) for layout in plan.parameters.values() for p in layout), "nothing was split"
+    assert 2 * sum(any(choice.roles) for choice in plan.choices.values()) > len(case.graph.nodes)
+    ran, _ = run_all(plan, case.values(case.graph))
+    loss, wanted = ran.results["output", "0"], case.reference.outputs["0"]
+    assert loss is not None and math.isclose(loss.item(), wanted.item(), rel_tol=1e-5)
+    off, where = worst_difference(ran, case.reference)
+    assert off <= 1e-4, where
+
+
+@pytest.mark.parametrize("sizes", [(2, 2)], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_best_plan_is_right_in_float64(name: str, sizes: tuple[int, ...]) -> None:
+    off, where = difference(best(name, mesh_of(*sizes), wide=True), family(name))
+    assert off <= 1e-9, where
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_price_and_memory_add_up_again(name: str, sizes: tuple[int, ...]) -> None:
+    """`search` raises RefereeError otherwise; here once more, from the steps that the plan holds."""
+    plan = best(name, mesh_of(*sizes))
+    referee = Referee(plan.graph, plan.choices, plan.deliveries, Pricer.on(plan.mesh, FAST, plan.optimizer))
+    assert math.isclose(sum(referee.seconds_by().values()), plan.step_seconds, rel_tol=1e-9)
+    assert peak_of(referee.holdings())[0] == plan.peak_bytes["hbm"]
+    assert math.isclose(sum(plan.seconds_by.values()), plan.step_seconds, rel_tol=1e-9)

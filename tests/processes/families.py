@@ -1,0 +1,79 @@
+"""Whole models train as they do on one device."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import transformers
+
+import autopar
+from tests.processes.compare import LOSS, loss_of, near, same_gradients, same_steps, sgd, splits
+from tests.processes.worker import Ranks
+from tests.support.families import IGNORED, FAMILIES, Cnn, family
+from tests.support.machines import FAST
+from tests.support.plans import PlanSampler
+from autopar.attach.tensors import mesh_of
+
+
+def _trains(name: str, ranks: Ranks, *sizes: int, **options) -> None:
+    case = family(name)
+    plain = copy.deepcopy(case.model)
+    parallel = autopar.compile(plain, ranks.mesh(*sizes), hardware=FAST, **options)
+    same_steps(plain, parallel, case.inputs, **({"make": sgd, "clip": None} if name == "cnn" else {}))
+    splits(parallel)
+    plain.eval(), parallel.eval()
+    with torch.no_grad():
+        near(loss_of(parallel(**case.inputs)), loss_of(plain(**case.inputs)), 10 * LOSS, "loss in eval mode")
+
+
+def check_gpt2(ranks: Ranks) -> None:
+    _trains("gpt2", ranks)
+
+
+def check_llama(ranks: Ranks) -> None:
+    _trains("llama", ranks)
+
+
+def check_cnn(ranks: Ranks) -> None:
+    _trains("cnn", ranks)
+
+
+def check_gpt2_on_two_axes(ranks: Ranks) -> None:
+    _trains("gpt2", ranks, 2, ranks.count // 2)
+
+
+def check_llama_on_two_axes(ranks: Ranks) -> None:
+    _trains("llama", ranks, 2, ranks.count // 2)
+
+
+def check_cnn_on_two_axes(ranks: Ranks) -> None:
+    _trains("cnn", ranks, 2, ranks.count // 2)
+
+
+def check_odd_sizes(ranks: Ranks) -> None:
+    """Nothing divides: what cannot be split stays whole, and no number is wrong."""
+    torch.manual_seed(5)
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=33, n_head=3, vocab_size=101, n_positions=13, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    plain = transformers.GPT2LMHeadModel(config)
+    ids = torch.randint(0, 101, (5, 7))
+    inputs = {"input_ids": ids, "labels": ids.masked_fill(torch.rand(5, 7) < 0.4, IGNORED)}
+    parallel = autopar.compile(plain, ranks.mesh(2, ranks.count // 2), hardware=FAST)
+    same_steps(plain, parallel, inputs, steps=3)
+
+
+def check_random_plans(ranks: Ranks) -> None:
+    """Any legal plan, not only the favourite of the solver."""
+    for name, seeds in (("mlp", range(4)), ("block", range(2)), ("cnn", range(2))):
+        case, mesh = family(name), ranks.mesh(2, ranks.count // 2)
+        sampler = PlanSampler(case.graph, mesh_of(mesh))
+        for seed in seeds:
+            plain = copy.deepcopy(case.model)
+            parallel = autopar.compile(plain, mesh, hardware=FAST, plan=sampler.draw(seed))
+            ours, wanted = loss_of(parallel(**case.inputs)), loss_of(plain(**case.inputs))
+            near(ours, wanted, LOSS, f"loss of {name} by random plan {seed}")
+            ours.backward(), wanted.backward()
+            same_gradients(plain, parallel)

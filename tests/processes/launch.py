@@ -1,0 +1,86 @@
+"""Runs checks on several gloo processes: one start per file of checks, as a start costs far more than a check.
+
+A file of checks has functions `check_*(ranks: Ranks)`, which every process calls in the order of the file. A check that
+fails on one rank leaves the others in a collective, so all are ended there, and the checks that are left run on fresh ones.
+A hang ends the same way, with the stack of every thread shown.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# A collective that waits longer than this has lost its partners; all else is the start and the search.
+COLLECTIVE_S, CHECKS_S = 30, 110
+
+
+def run_checks(file: str, ranks: int, folder: Path, names: Sequence[str] = (), limit_s: float = CHECKS_S) -> None:
+    """Run the checks of `tests/processes/<file>.py` (all, or those of these names) on `ranks` processes.
+
+    `folder` is theirs to share. Raises AssertionError with the output of the checks that failed.
+    """
+    wanted, failed = list(names), list[str]()
+    while True:
+        with tempfile.TemporaryDirectory() as notes:
+            command = [sys.executable, "-m", "tests.processes.worker", file, notes, str(folder), *wanted]
+            output = start(command, ranks, limit_s, {"STORE": f"{notes}/store"})
+            left = [line for line in Path(notes, "left").read_text().split() if line] if Path(notes, "left").exists() else []
+            if output is None:
+                break
+            failed.append(f"{file}.{left[0] if left else '(start)'} on {ranks} ranks:\n{output}")
+            wanted = left[1:]
+            if not wanted:
+                break
+    assert not failed, "\n\n".join(failed)
+
+
+def start(command: Sequence[str], ranks: int, limit_s: float, environment: Mapping[str, str]) -> str | None:
+    """None where every process ends well; else what they wrote, those that failed by themselves first."""
+    with tempfile.TemporaryDirectory() as logs:
+        processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(ranks):
+            of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            with Path(logs, str(rank)).open("wb") as log:
+                processes.append(
+                    subprocess.Popen(
+                        command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT,
+                        env=os.environ | {name: str(value) for name, value in of_rank.items()} | dict(environment),
+                    )
+                )  # fmt: skip
+        codes = _wait(processes, limit_s)
+        if not any(codes):
+            return None
+        order = sorted(range(ranks), key=lambda rank: codes[rank] != 1)
+        return "\n".join(f"--- rank {rank}, status {codes[rank]}\n{_told(Path(logs, str(rank)))}" for rank in order)
+
+
+def _told(log: Path) -> str:
+    return log.read_text(errors="replace")[-6000:]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int]:
+    """Exit codes, once all have ended; two seconds after the first failure the others are stopped."""
+    until = time.monotonic() + limit_s
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes):
+                until = min(until, time.monotonic() + 2)
+            if time.monotonic() > until:
+                for process in processes:
+                    if process.poll() is None:
+                        process.send_signal(signal.SIGUSR1)  # faulthandler: where does it hang?
+                time.sleep(0.5)
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    return [process.wait() for process in processes]
