@@ -7,32 +7,28 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.graph import Node
-from autopar.layout import Partial, Placement, Replicate, Shard, local_type, show
+from autopar.graph import Node, TensorType
+from autopar.layout import Layout, Partial, Placement, Replicate, Shard, local_type, show
 from autopar.plan.plan import Choice, Plan
 from autopar.plan.tell import home, human, is_product, shown_nodes
 from autopar.work import VIEWS
 from cost_models.steps import Compute
 
-WIDTH = 110
-MAX_PARAMETERS, MAX_PRODUCTS, MAX_NOTES = 11, 7, 4  # lines; all in all a screen of 40
+WIDTH, HEIGHT = 110, 40
+MAX_NOTES = 4
 TIGHT = 0.95  # of the memory limit: from here on memory shaped the plan
 MOST = 0.9  # of bytes or flops: from here on a word stands without a percentage
 SOME = 0.005  # below this, not worth a word
 
 
 def explain(plan: Plan) -> str:
-    """At most 40 lines of at most 110 columns."""
-    lines = [
-        *_head(plan),
-        *_time(plan),
-        *_memory(plan),
-        *_words(plan),
-        *_parameters(plan),
-        *_products(plan),
-        *_notes(plan),
-    ]
-    return "\n".join(_cut(line) for line in lines) + "\n"
+    """At most 40 lines of at most 110 columns (a few more on a mesh of many axes)."""
+    facts = [*_head(plan), *_time(plan), *_memory(plan), *_words(plan)]
+    notes = [*_notes(plan)]
+    left = HEIGHT - len(facts) - len(notes) - 4  # each table has a line above and one below
+    products = [*_products(plan, max(3, left * 2 // 5))]
+    parameters = [*_parameters(plan, max(3, left + 2 - len(products)))]
+    return "\n".join(_cut(line) for line in [*facts, *parameters, *products, *notes]) + "\n"
 
 
 def _cut(line: str) -> str:
@@ -61,7 +57,9 @@ def _time(plan: Plan) -> Iterator[str]:
     for axis in plan.mesh.names:
         sent = [f"{collective} {human(n)}" for (collective, on), n in plan.comm_bytes.items() if on == axis]
         seconds = plan.seconds_by.get(f"comm:{axis}", 0.0)
-        yield _time_line(plan, f"communication, {axis}", seconds, f"a rank receives {', '.join(sent) or 'nothing'}")
+        told = f"a rank receives {', '.join(sent) or 'nothing'}"
+        line = _time_line(plan, f"communication, {axis}", seconds, "")
+        yield from textwrap.wrap(f"{line}   {told}", WIDTH, subsequent_indent=" " * 48, drop_whitespace=True)
     known = {"compute", "optimizer", "copies", *(f"comm:{axis}" for axis in plan.mesh.names)}
     for name in sorted(plan.seconds_by.keys() - known):
         yield _time_line(plan, name, plan.seconds_by[name], "")
@@ -80,19 +78,20 @@ def _memory(plan: Plan) -> Iterator[str]:
     for tier, nbytes in sorted(plan.peak_bytes.items()):
         limit = plan.memory_limit
         if limit is None:
-            yield f"memory peak {human(nbytes)} of {tier} per rank, predicted; no limit was given"
+            yield f"memory peak {human(nbytes)} of {tier} per rank (predicted); no limit was given"
             continue
         tight = nbytes >= TIGHT * limit
-        why = "memory is tight and shaped this plan" if tight else "memory is not what limits this plan"
-        yield f"memory peak {human(nbytes)} of {tier} per rank, {_percent(nbytes, limit)} of the limit {human(limit)}; {why}"
+        why = "memory is tight and shapes the plan" if tight else "memory is not what limits it"
+        share = f"{_percent(nbytes, limit)} of the limit {human(limit)}"
+        yield f"memory peak {human(nbytes)} of {tier} per rank (predicted), {share}: {why}"
 
 
-# --- what each axis does -------------------------------------------------------------------------------------------------
+# --- what each axis does ---------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Use:
-    """What one axis does. Arithmetic in flops of the forward products, parameters and activations in bytes."""
+    """What one axis does: flops of the forward products with parameters; bytes of parameters and activations."""
 
     products: dict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     between: dict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
@@ -100,11 +99,12 @@ class _Use:
     gathered: float = 0.0  # of these, brought together before the product that reads them
 
 
-def _split_of(choice: Choice, axis: int) -> str:
+def _split_of(choice: Choice, axis: int, weighted: bool) -> str:
     """What an axis splits of a product: batch, sequence, heads, columns, rows, nothing, or something else.
 
-    Read off the layouts. Columns and rows are those of the second operand, which is the weight of a linear layer: split
-    by columns, each rank makes some of the result's features; by rows, each makes a term of a sum over the ranks.
+    Read off the layouts. Columns and rows are those of the second operand, in a linear layer the weight: split by
+    columns, each rank makes some of the result's features; by rows, each makes a term of a sum over the ranks.
+    `weighted`: whether an operand is a parameter.
     """
     given = choice.gives[0][axis]
     match [layout[axis] for layout in choice.takes[:2]], given:
@@ -113,7 +113,7 @@ def _split_of(choice: Choice, axis: int) -> str:
         case [Shard(), Replicate()], Shard(dim):
             return "sequence" if dim else "batch"
         case [Shard(), Shard()], Shard(dim):
-            return "heads" if dim else "batch"
+            return "groups" if weighted else "heads" if dim else "batch"
         case [Replicate(), Shard()], Shard():
             return "columns"
         case [Shard(), Shard()], Partial():
@@ -123,8 +123,8 @@ def _split_of(choice: Choice, axis: int) -> str:
 
 
 def _flops(plan: Plan, node: Node) -> float:
-    """Of the whole mesh, so that what every rank repeats counts as often."""
-    return sum(step.flops for step in plan.choices[node.name].steps if isinstance(step, Compute)) * plan.mesh.ranks
+    """Of one rank, so that work which every rank repeats weighs as much as it costs."""
+    return sum(step.flops for step in plan.choices[node.name].steps if isinstance(step, Compute))
 
 
 def _weights(plan: Plan) -> dict[str, str]:
@@ -141,36 +141,31 @@ def _weights(plan: Plan) -> dict[str, str]:
 def _uses(plan: Plan) -> list[_Use]:
     uses = [_Use() for _ in plan.mesh.names]
     weight_of = _weights(plan)
-    node_of = plan.graph.by_name
-    taken: dict[str, list[Sequence[Placement]]] = defaultdict(list)
+    taken: dict[str, list[Layout]] = defaultdict(list)  # parameter -> how the forward operators take it
+    for node in plan.graph.nodes:
+        if node.phase == "forward" and node.op not in VIEWS:
+            for ref, layout in zip(node.operands, plan.choices[node.name].takes, strict=True):
+                if ref.name in weight_of:
+                    taken[weight_of[ref.name]].append(layout)
     for node in shown_nodes(plan):
-        if node.is_source:
-            continue
-        choice = plan.choices[node.name]
-        with_weight = False
-        for ref, layout in zip(node.operands, choice.takes, strict=True):
-            if ref.name in weight_of:
-                with_weight = True
-                taken[weight_of[ref.name]].append(layout)
-        type = node.outputs[0]
+        choice, type = plan.choices[node.name], node.outputs[0]
         for axis, use in enumerate(uses):
             if is_product(node, choice):
-                if with_weight:
-                    use.products[_split_of(choice, axis)] += _flops(plan, node)
-            elif type is not None and len(type.shape) == 3 and node.op not in VIEWS:
+                if _weighted(node, weight_of):
+                    use.products[_split_of(choice, axis, True)] += _flops(plan, node)
+            elif type is not None and len(type.shape) == 3 and node.op not in VIEWS and not node.is_source:
                 use.between[_activation(choice.gives[0][axis])] += type.nbytes
-    for node in plan.graph.nodes:
-        type = node.outputs[0] if node.op == "parameter" else None
-        if type is None:
-            continue
+    for node, type in _parameters_of(plan):
         for axis, use in enumerate(uses):
             if isinstance(plan.choices[node.name].gives[0][axis], Shard):
                 use.stored_split += type.nbytes
-                readers = taken[node.name] or [plan.choices[r.name].takes[r.operands.index(ref)]
-                                               for r in node_of.values() for ref in r.operands if ref.name == node.name]  # fmt: skip
-                if all(isinstance(layout[axis], Replicate) for layout in readers):
+                if taken[node.name] and all(isinstance(layout[axis], Replicate) for layout in taken[node.name]):
                     use.gathered += type.nbytes
     return uses
+
+
+def _weighted(node: Node, weight_of: Mapping[str, str]) -> bool:
+    return any(ref.name in weight_of for ref in node.operands)
 
 
 def _activation(placement: Placement) -> str:
@@ -188,7 +183,7 @@ def _activation(placement: Placement) -> str:
 
 
 def _words(plan: Plan) -> Iterator[str]:
-    total = sum(type.nbytes for type in _parameter_types(plan))
+    total = sum(type.nbytes for _, type in _parameters_of(plan))
     for axis, size, use in zip(plan.mesh.names, plan.mesh.sizes, _uses(plan), strict=True):
         if size == 1:
             yield f"{axis}: one rank, nothing to split"
@@ -197,8 +192,13 @@ def _words(plan: Plan) -> Iterator[str]:
         yield from textwrap.wrap(told, WIDTH, subsequent_indent="  ")
 
 
-def _parameter_types(plan: Plan) -> list:
-    return [node.outputs[0] for node in plan.graph.nodes if node.op == "parameter" and node.outputs[0] is not None]
+def _parameters_of(plan: Plan) -> list[tuple[Node, TensorType]]:
+    found: list[tuple[Node, TensorType]] = []
+    for node in plan.graph.nodes:
+        type = node.outputs[0] if node.op == "parameter" else None
+        if type is not None:
+            found.append((node, type))
+    return found
 
 
 def _named(use: _Use, parameter_bytes: float) -> str:
@@ -211,21 +211,24 @@ def _named(use: _Use, parameter_bytes: float) -> str:
     names: list[str] = []
     if batch:
         amount = "" if batch >= MOST else f" in {batch:.0%} of the layers' arithmetic"
+        means = "each rank computes a part of the batch"
         if gathered >= MOST:
-            names.append(f"fully sharded data parallel (FSDP / ZeRO-3){amount}: each rank computes a part of the batch and "
-                         "keeps a part of each parameter, which is gathered for use")  # fmt: skip
+            means += " and keeps a part of each parameter, which is gathered for use"
+            names.append(f"fully sharded data parallel (FSDP / ZeRO-3){amount}: {means}")
         elif gathered > SOME:
-            names.append(f"data parallel{amount}, {gathered:.0%} of the parameter bytes sharded as in FSDP / ZeRO-3: "
-                         "each rank computes a part of the batch")  # fmt: skip
+            how = f"{gathered:.0%} of the parameter bytes sharded and gathered for use as in FSDP / ZeRO-3"
+            names.append(f"data parallel{amount}, {how}: {means}")
         else:
-            names.append(f"data parallel{amount}: each rank computes a part of the batch and keeps these parameters whole "
-                         "on this axis; gradients are summed")  # fmt: skip
+            means += " with the whole of their parameters; gradients are summed"
+            names.append(f"data parallel{amount}: {means}")
     if columns and rows:
-        names.append(f"column/row tensor parallel (Megatron) in {columns + rows:.0%} of the layers' arithmetic: "
-                     "weights split by columns, then by rows, one sum after each pair")  # fmt: skip
+        means = "weights split by columns, then by rows, one sum after each pair"
+        where = f"in {columns + rows:.0%} of the layers' arithmetic"
+        names.append(f"column/row tensor parallel (Megatron) {where}: {means}")
     elif columns or rows:
-        which, means = ("column", "each rank makes some of the features") if columns else ("row", "each rank makes a term of a sum")
-        names.append(f"{which}-parallel weights in {columns + rows:.0%} of the layers' arithmetic: {means}")
+        which, means = ("columns", "some of the features") if columns else ("rows", "a term of a sum")
+        where = f"in {columns + rows:.0%} of the layers' arithmetic"
+        names.append(f"weights split by {which} {where}: each rank makes {means}")
     if "sequence" in share:
         names.append(f"sequence split in {share['sequence']:.0%} of the layers' arithmetic")
     if "something else" in share:
@@ -250,39 +253,48 @@ def _between(use: _Use) -> list[str]:
     if nbytes < 0.5 * sum(outside.values()):
         return []
     name = " (sequence parallel)" if what == "along the sequence" else ""
-    return [f"elsewhere activations are kept {what}" if what == "whole" else f"elsewhere activations are split {what}{name}"]
+    how = "kept" if what in ("whole", "as terms of a sum") else "split"
+    return [f"elsewhere activations are {how} {what}{name}"]
 
 
-# --- parameters, products, notes -----------------------------------------------------------------------------------------
+# --- parameters, products, notes -------------------------------------------------------------------------------------
 
 
 def _pattern(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def _parameters(plan: Plan) -> Iterator[str]:
-    groups: dict[tuple[str, str, str], int] = defaultdict(int)
-    weight: dict[tuple[str, str, str], int] = defaultdict(int)
-    whole = here = 0
-    for node in plan.graph.nodes:
-        if node.op == "parameter" and (type := node.outputs[0]) is not None:
-            layout = plan.choices[node.name].gives[0]
-            key = _pattern(node.target), show(layout, plan.mesh, len(type.shape)), str(type)
-            groups[key] += 1
-            weight[key] += type.nbytes
-            whole += type.nbytes
-            here += local_type(type, layout, plan.mesh).nbytes
+def _parameters(plan: Plan, limit: int) -> Iterator[str]:
+    """By pattern, equal layers together, and the parameters of one module that have the same type and layout."""
+    groups: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)  # (module, layout, type) -> name -> count
+    nbytes: dict[tuple[str, str, str], int] = defaultdict(int)
+    here = 0
+    for node, type in _parameters_of(plan):
+        layout = plan.choices[node.name].gives[0]
+        module, _, name = _pattern(node.target).rpartition(".")
+        key = module, show(layout, plan.mesh, len(type.shape)), str(type)
+        groups[key][name] = groups[key].get(name, 0) + 1
+        nbytes[key] += type.nbytes
+        here += local_type(type, layout, plan.mesh).nbytes
     if not groups:
         return
-    yield f"parameters: {human(whole)}, of which a rank stores {human(here)} ({_percent(here, whole)}); [_] is a dim left whole"
-    order = sorted(groups, key=lambda key: -weight[key])
-    shown = {*order[:MAX_PARAMETERS]}
-    rows = [(_short(name), layout, f"{groups[key]}x {type}") for key in groups if key in shown for name, layout, type in (key,)]
+    whole = sum(nbytes.values())
+    stored = f"{human(whole)}, of which a rank stores {human(here)} ({_percent(here, whole)})"
+    yield f"parameters: {stored}; the axes that split each dim, _ where none does:"
+    order = sorted(groups, key=lambda key: -nbytes[key])
+    shown = {*order[:limit]}
+    rows: list[tuple[str, ...]] = []
+    for key, names in groups.items():
+        if key in shown:
+            module, layout, type = key
+            told = _short(".".join(filter(None, (module, ", ".join(names)))))
+            rows.append((told, layout, f"{sum(names.values())}x", type))
     yield from _columns(rows)
-    if rest := order[MAX_PARAMETERS:]:
-        split = sum(groups[key] for key in rest if key[1].strip("[_, ]"))
-        count, nbytes = sum(groups[key] for key in rest), sum(weight[key] for key in rest)
-        yield f"  and {count} smaller ones ({_percent(nbytes, whole)} of the bytes): {count - split} whole, {split} split"
+    if rest := order[limit:]:
+        counts = {key: sum(groups[key].values()) for key in rest}
+        count, split = sum(counts.values()), sum(n for key, n in counts.items() if key[1].strip("[_, ]"))
+        share = _percent(sum(nbytes[key] for key in rest), whole)
+        yield f"  and {count} more ({share} of the bytes): {count - split} whole, {split} split"
 
 
 def _short(name: str) -> str:
@@ -295,28 +307,33 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _products(plan: Plan) -> Iterator[str]:
+def _products(plan: Plan, limit: int) -> Iterator[str]:
+    """Matrix products, attention and convolutions of the forward pass; those of the backward pass follow them."""
+    weight_of = _weights(plan)
     groups: dict[tuple[str, str, str], int] = defaultdict(int)
     flops: dict[tuple[str, str, str], float] = defaultdict(float)
     for node in plan.graph.nodes:
         choice = plan.choices[node.name]
         if node.phase == "forward" and is_product(node, choice):
-            split = [(axis, _split_of(choice, i)) for i, axis in enumerate(plan.mesh.names) if plan.mesh.sizes[i] > 1]
-            told = ", ".join(f"{axis}: {what}" for axis, what in split if what != "nothing")
-            key = _pattern(home(node)) or "(model)", told or "whole on every rank", _kind(node)
+            weighted = _weighted(node, weight_of)
+            split = {name: _split_of(choice, i, weighted) for i, name in enumerate(plan.mesh.names)}
+            told = ", ".join(f"{name} splits {what}" for name, what in split.items() if what != "nothing")
+            key = _pattern(home(node)) or "(model)", told or "repeated on every rank", _kind(node)
             groups[key] += 1
             flops[key] += _flops(plan, node)
     if not groups:
         return
-    yield "forward products, and what each axis splits of them (columns, rows: of the weight):"
+    yield "products of the forward pass (columns and rows are those of the weight), and their part of the arithmetic:"
     order = sorted(groups, key=lambda key: -flops[key])
-    shown = {*order[:MAX_PRODUCTS]}
-    total = sum(flops.values())
-    yield from _columns(
-        [(_short(key[0]), key[1], f"{groups[key]}x {key[2]}", f"{_percent(flops[key], total)} of flops") for key in groups if key in shown]
-    )
-    if rest := order[MAX_PRODUCTS:]:
-        yield f"  and {sum(groups[key] for key in rest)} smaller ones"
+    shown = {*order[:limit]}
+    rows: list[tuple[str, ...]] = []
+    for key, count in groups.items():
+        if key in shown:
+            rows.append((_short(key[0]), key[1], f"{count}x", key[2], _percent(flops[key], sum(flops.values()))))
+    yield from _columns(rows)
+    if rest := order[limit:]:
+        part = sum(flops[key] for key in rest)
+        yield f"  and {sum(groups[key] for key in rest)} more, {_percent(part, sum(flops.values()))} together"
 
 
 def _kind(node: Node) -> str:

@@ -66,7 +66,7 @@ class _Ascent:
         self.link_of = {link.number: link for links in self.links for link in links}
         self.weight = [self._weight(u) for u in range(len(core.costs))]
         self.price: list[Array] = [np.zeros(len(profile.instants)) for profile in self.lowered.profiles]
-        self.best_price: list[Array] = [price.copy() for price in self.price]
+        self.best_price: list[Array] = _copied(self.price)
         self.costs = list(core.costs)
 
     def _weight(self, u: int) -> float:
@@ -94,7 +94,7 @@ class _Ascent:
             else:
                 stale += 1
             if value > self.bound:
-                self.bound, self.best_price = value, [price.copy() for price in self.price]
+                self.bound, self.best_price = value, _copied(self.price)
             now = time.monotonic()
             if not rounds or polish_s < POLISH_SHARE * (now - began) or not self.budget.left_s():
                 self._offer(improve(self.core, self.lowered, picks, self._polish_until()))
@@ -106,7 +106,7 @@ class _Ascent:
                 return self._outcome()
             if stale >= PATIENCE:
                 step, stale = step / 2, 0
-                self.price = [price.copy() for price in self.best_price]
+                self.price = _copied(self.best_price)
                 self._price_in()
             self._move_prices(picks, value, step)
 
@@ -202,6 +202,10 @@ class _Ascent:
             for k in np.flatnonzero(price):
                 prices[profile.resource, int(profile.instants[k])] = float(price[k])
         return outcome(self.best, self.cost, self.bound, prices)
+
+
+def _copied(prices: list[Array]) -> list[Array]:
+    return [price.copy() for price in prices]
 
 
 def outcome(best: tuple[int, ...] | None, cost: float, bound: float, prices: Prices) -> Outcome:

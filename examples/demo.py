@@ -1,0 +1,395 @@
+"""See autopar work: train a small GPT-2 on 2 processes, and check that it learns exactly what one process learns.
+
+    python examples/demo.py                                    # starts 2 processes on this machine's CPU
+    torchrun --nproc-per-node 4 examples/demo.py --steps 50    # or uses those that torchrun started
+
+A GPT-2 of 10.8 million parameters, with random weights, reads the source of Python's standard library, byte by byte.
+autopar traces it, searches for the fastest way to train it on the processes at hand, and runs what it found. Then the
+plain model is trained on one process, from the same weights, on the same batches; the losses must agree. Nothing is
+downloaded. Dropout is off, as two runs that drop different values cannot be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the process that only starts others does not wait for torch
+    from torch import Tensor, nn
+
+SEED = 0
+BATCH, SEQUENCE = 8, 64  # of all processes together
+LEARNING_RATE, CLIP_NORM = 1e-3, 1.0
+PROMPT, SAMPLE_BYTES = b"    def __init__(self", 160
+
+# How far the losses may differ, relatively, in the first EARLY steps and in all. Two correct float32 runs differ: sums
+# are added in another order, and training amplifies that from step to step. How much, without autopar: one process,
+# once with every batch as it is and once with its rows reversed (the same loss and gradients but for rounding).
+EARLY, EARLY_TOLERANCE, TOLERANCE = 10, 1e-5, 1e-2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=200, help="training steps of each run (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="processes to start (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for the results (default: %(default)s)")
+    parser.add_argument("--hardware", help="the machine to plan for: a profile's name or file (default: cpu-gloo)")
+    parser.add_argument("--memory", help="memory that each process may use, such as 100MiB (default: what is free)")
+    args = parser.parse_args()
+    if args.steps < 1 or args.processes < 1:
+        parser.error("--steps and --processes must be at least 1")
+    return work(args) if "RANK" in os.environ else launch(args.processes)
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def launch(processes: int) -> int:
+    """Run this file once per rank, as `torchrun --nproc-per-node` does; the first failure, or Ctrl-C, ends all."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    command = [sys.executable, *sys.argv]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(processes)
+    ]
+    try:
+        while any(rank.poll() is None for rank in ranks):
+            if failed := next((rank.returncode for rank in ranks if rank.returncode), 0):
+                return failed
+            time.sleep(0.1)
+        return next((rank.returncode for rank in ranks if rank.returncode), 0)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    finally:
+        for rank in ranks:
+            rank.terminate()
+        for rank in ranks:
+            rank.wait()
+
+
+def work(args: argparse.Namespace) -> int:
+    """One rank. Returns the exit status."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starting process, which ends this one
+    try:
+        import torch.distributed as dist
+        import transformers
+    except ImportError as error:
+        print(f"{error}; install what the demo needs: pip install -e '.[demo]'", file=sys.stderr)
+        return 1
+    transformers.logging.set_verbosity_error()
+    try:
+        return demo(args)
+    finally:
+        dist.destroy_process_group()
+
+
+def say(*text: object) -> None:
+    """Print on rank 0."""
+    if os.environ["RANK"] == "0":
+        print(*text, flush=True)
+
+
+# --- the demo --------------------------------------------------------------------------------------------------------
+
+
+def demo(args: argparse.Namespace) -> int:
+    import torch
+    import torch.distributed as dist
+
+    import autopar
+
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    mesh = autopar.init_mesh("cpu", ranks=int(os.environ["WORLD_SIZE"]))
+    first, out = dist.get_rank() == 0, args.out
+
+    text, origin = read_text()
+    model = gpt2()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    say(f"GPT-2, {count / 1e6:.1f} million parameters, float32, on {mesh.size()} processes of one thread each")
+    say(f"text: {len(text) / 1e6:.1f} MB, {origin}; one token per byte; {BATCH} x {SEQUENCE} tokens a step")
+
+    # From here on `parallel` is used as `model` would be: the same calls, the same optimizers, the same names.
+    started = time.perf_counter()
+    example = next(batches(text))
+    parallel = autopar.compile(
+        model, mesh, example_kwargs=as_inputs(example), hardware=args.hardware, memory=args.memory
+    )
+    plan = parallel.plan
+    say(f"\n--- the plan, found in {time.perf_counter() - started:.1f} s\n")
+    say(plan.explain())
+
+    say(f"\n--- training on {mesh.size()} processes\n")
+    ours, optimizer = train(parallel, text, args.steps)
+
+    held_out = next(batches(text, held_out=True))
+    with torch.no_grad():
+        held_out_loss = parallel.eval()(**as_inputs(held_out)).loss.item()
+    if first:
+        out.mkdir(parents=True, exist_ok=True)
+        plan.save(out / "plan.json")
+        (out / "plan.dot").write_text(plan.to_dot())
+    dist.barrier()
+    save(parallel, optimizer, out)
+
+    if not first:
+        dist.barrier()  # the rest is for one process; this one waits
+        return 0
+    say("\n--- the same on one process, in plain PyTorch\n")
+    alone, _ = train(model, text, args.steps, beside=ours)
+
+    trained = gpt2()
+    loaded = load(trained, out, held_out)
+    agrees = compare(ours, alone, (held_out_loss, *loaded), plan, predicted=args.hardware is None)
+    say(f"\n--- what it writes after {PROMPT.decode().strip()!r}, {args.steps} steps young\n")
+    say(sample(trained, PROMPT, SAMPLE_BYTES))
+
+    write_losses(out / "losses.csv", ours, alone)
+    draw(out / "loss.png", ours, alone, mesh.size())
+    say(f"\n--- written to {out.resolve()}\n")
+    for path in sorted(out.iterdir()):
+        if path.name in WRITTEN:
+            say(f"    {path.name:<12} {WRITTEN[path.name]}")
+    say(f"\n{time.perf_counter() - began:.0f} s in all")
+    dist.barrier()
+    return 0 if agrees else 1
+
+
+WRITTEN = {
+    "plan.json": "the plan: autopar.compile(model, mesh, plan='plan.json') runs it without a search",
+    "plan.dot": "its picture: dot -Tsvg plan.dot -o plan.svg",
+    "loss.png": "both loss curves, and their difference",
+    "losses.csv": "the numbers behind them",
+    "checkpoint": "weights and optimizer, by torch.distributed.checkpoint",
+    "model.pt": "the weights alone, which the plain model loads",
+}
+
+
+def gpt2() -> nn.Module:
+    """The model, with the same random weights at every call."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(SEED)
+    config = GPT2Config(
+        n_layer=6, n_embd=384, n_head=6, vocab_size=256, n_positions=SEQUENCE,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=None, eos_token_id=None, use_cache=False,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def read_text() -> tuple[Tensor, str]:
+    """Real text that every machine has, and where it is from."""
+    import torch
+
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8), f"{folder}/*.py"
+
+
+def batches(text: Tensor, held_out: bool = False) -> Iterator[Tensor]:
+    """Random pieces of the text, the same ones at every call; held out is its last tenth."""
+    import torch
+
+    split = len(text) * 9 // 10
+    part = text[split:] if held_out else text[:split]
+    generator = torch.Generator().manual_seed(SEED)
+    while True:
+        starts = torch.randint(0, len(part) - SEQUENCE, (BATCH,), generator=generator)
+        yield torch.stack([part[start : start + SEQUENCE] for start in starts.tolist()]).long()
+
+
+def as_inputs(ids: Tensor) -> dict[str, Tensor]:
+    return {"input_ids": ids, "labels": ids}
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class History:
+    """Of every step, the loss and the seconds it took."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def step_s(self) -> float:
+        """The median; the first steps, which warm up, count little in it."""
+        return statistics.median(self.seconds)
+
+
+def train(module: nn.Module, text: Tensor, steps: int, beside: History | None = None) -> tuple[History, Any]:
+    """An ordinary training loop. It does not know whether `module` is plain or parallel."""
+    import torch
+
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    history, every = History(), max(1, steps // 10)
+    say("    step      loss  tokens/s" + ("  difference" if beside else ""))
+    for step, ids in zip(range(1, steps + 1), batches(text), strict=False):
+        started = time.perf_counter()
+        loss = module(**as_inputs(ids)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        history.losses.append(loss.item())
+        history.seconds.append(time.perf_counter() - started)
+        if step == 1 or step % every == 0 or step == steps:
+            speed = BATCH * SEQUENCE / statistics.median(history.seconds[-every:])
+            difference = f"  {relative(history, beside)[-1]:10.1e}" if beside else ""
+            say(f"    {step:4}  {history.losses[-1]:8.5f}  {speed:8,.0f}{difference}")
+    return history, optimizer
+
+
+def relative(one: History, other: History) -> list[float]:
+    """|one - other| / other of the steps that both have made."""
+    return [abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=False)]
+
+
+# --- saving and loading ----------------------------------------------------------------------------------------------
+
+
+def save(parallel: nn.Module, optimizer: Any, out: Path) -> None:
+    """Twice: each rank its own part, with the optimizer; and the whole weights in one file. Every rank takes part."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, optimizer_state = get_state_dict(parallel, optimizer)
+    dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=out / "checkpoint")
+    whole = {name: value.full_tensor() for name, value in parallel.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save(whole, out / "model.pt")
+
+
+def load(plain: nn.Module, out: Path, held_out: Tensor) -> tuple[float, float]:
+    """Load each of the two into a plain model, on one process; the held-out loss it then has."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    def held_out_loss() -> float:
+        with torch.no_grad():
+            return plain.eval()(**as_inputs(held_out)).loss.item()
+
+    plain.load_state_dict(torch.load(out / "model.pt", weights_only=True))
+    from_file = held_out_loss()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.zero_()
+    weights = plain.state_dict()
+    dcp.load({"model": weights}, checkpoint_id=out / "checkpoint", no_dist=True)
+    plain.load_state_dict(weights)
+    return from_file, held_out_loss()
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    ours: History, alone: History, held_out: tuple[float, float, float], plan: Any, *, predicted: bool
+) -> bool:
+    """Say how the two runs compare; whether they agree."""
+    differences = relative(ours, alone)
+    early, most = max(differences[:EARLY]), max(differences)
+    spread = max(held_out) / min(held_out) - 1
+    agrees = early <= EARLY_TOLERANCE and most <= TOLERANCE and spread <= EARLY_TOLERANCE  # nan agrees with nothing
+    say("\n--- how they compare\n")
+    if predicted:
+        say(f"    a step, predicted: {plan.step_seconds * 1e3:6.0f} ms    measured (median): {ours.step_s * 1e3:6.0f} ms")
+    say(f"    on one process, measured: {alone.step_s * 1e3:6.0f} ms, {alone.step_s / ours.step_s:.2f} x as long")
+    say(f"    losses differ by {early:.1e} in the first {min(EARLY, len(differences))} steps (allowed: {EARLY_TOLERANCE:.0e})")
+    say(f"    losses differ by {most:.1e} in all {len(differences)} steps (allowed: {TOLERANCE:.0e}), relative, at most")
+    say(f"    held-out loss: parallel {held_out[0]:.6f}, plain from model.pt {held_out[1]:.6f}, from checkpoint {held_out[2]:.6f}")
+    say(f"\n    {'SAME' if agrees else 'DIFFERENT'}: training in parallel {'learns' if agrees else 'does not learn'} what one process learns")
+    return agrees
+
+
+def sample(model: nn.Module, prompt: bytes, count: int) -> str:
+    """`count` bytes drawn from the model after `prompt`."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+    ids = torch.tensor([list(prompt)])
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(input_ids=ids[:, -SEQUENCE:]).logits[0, -1] / 0.7
+            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            ids = torch.cat([ids, drawn[None]], dim=1)
+    text = bytes(ids[0].tolist()).decode("utf-8", "replace")
+    return "\n".join("    | " + line for line in text.splitlines())
+
+
+def write_losses(path: Path, ours: History, alone: History) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "parallel_loss", "one_process_loss", "parallel_s", "one_process_s"])
+        for step, row in enumerate(zip(ours.losses, alone.losses, ours.seconds, alone.seconds, strict=True), start=1):
+            writer.writerow([step, *row])
+
+
+def draw(path: Path, ours: History, alone: History, processes: int) -> None:
+    """Both curves over each other, and below them how far apart they are."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("\n    no picture: matplotlib is missing (pip install -e '.[demo]'); losses.csv has the numbers")
+        path.unlink(missing_ok=True)
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = range(1, len(ours.losses) + 1)
+    figure, (upper, lower) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
+    )
+    upper.plot(steps, alone.losses, color="#f2a65a", linewidth=5, label="one process, plain PyTorch")
+    upper.plot(steps, ours.losses, color="#1f3b73", linewidth=1.2, label=f"{processes} processes, autopar")
+    upper.set_ylabel("loss (nats per byte)")
+    upper.set_title("GPT-2 learns Python's standard library")
+    upper.legend(frameon=False)
+    # A difference of exactly zero has no place on a logarithmic axis: draw it at float64's resolution.
+    lower.semilogy(steps, [max(d, 1e-16) for d in relative(ours, alone)], ".", color="#1f3b73", markersize=3)
+    lower.axhline(TOLERANCE, color="#b3261e", linewidth=1, linestyle="--")
+    lower.annotate("allowed", (1, TOLERANCE), xytext=(2, 3), textcoords="offset points", color="#b3261e", fontsize=8)
+    lower.set_ylabel("relative difference")
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())
