@@ -1,6 +1,8 @@
-"""GPT-2 for the search: shapes only, nothing is fetched or allocated.
+"""GPT-2 for the search.
 
     python -m autopar.search examples/gpt2.py:build --mesh data=4,tensor=2 --hardware h100-sxm
+
+Shapes only: nothing is fetched or allocated.
 """
 
 from typing import Any

@@ -1,6 +1,8 @@
-"""Llama for the search: shapes only, nothing is fetched or allocated.
+"""Llama for the search.
 
     python -m autopar.search examples/llama.py:build_8b --mesh data=8,tensor=8 --hardware h100-sxm --memory 70GiB
+
+Shapes only: nothing is fetched or allocated.
 """
 
 from typing import Any

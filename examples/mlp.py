@@ -1,6 +1,8 @@
-"""The smallest example for the search: an MLP in plain PyTorch. Shapes only, nothing is allocated.
+"""The smallest example for the search: an MLP in plain PyTorch.
 
     python -m autopar.search examples/mlp.py:build --mesh data=2,tensor=4 --hardware h100-sxm
+
+Shapes only: nothing is fetched or allocated.
 """
 
 import torch

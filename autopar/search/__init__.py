@@ -1,5 +1,5 @@
 """Find a plan: from Python (`search`), or on the command line (`python -m autopar.search`)."""
 
-from autopar.search.search import Infeasible, NoAnswerInTime, search, size
+from autopar.search.search import Infeasible, NoAnswerInTime, Question, answer, ask, search, size
 
-__all__ = ["Infeasible", "NoAnswerInTime", "search", "size"]
+__all__ = ["Infeasible", "NoAnswerInTime", "Question", "answer", "ask", "search", "size"]

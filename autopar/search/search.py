@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from autopar.assemble import DEVICE, Assembled, assemble
+from autopar.classes import classes_of
 from autopar.decide import decide
 from autopar.graph import Graph
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plan import Plan
+from autopar.policies import agree, restrict
 from autopar.price import Pricer
 from autopar.strategy import Strategy, propose
 from cost_models.hardware import Hardware
@@ -24,11 +27,28 @@ TIE_ABOVE_PAIRS = 1_500_000
 
 
 class Infeasible(RuntimeError):
-    """No plan fits: the message names the least memory that would do, the instant of the peak and the largest tenants."""
+    """No plan fits: the message names the least memory that would do, the instant of the peak and the largest tenants.
+
+    No plan peaks below `at_least` bytes; with `enough` bytes there is one. None: not known.
+    """
+
+    def __init__(self, message: str, at_least: float | None = None, enough: float | None = None) -> None:
+        super().__init__(message)
+        self.at_least, self.enough = at_least, enough
 
 
 class NoAnswerInTime(RuntimeError):
     """The time limit passed before any plan was found."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is searched, whatever the limits: a graph on a mesh and machine, with every strategy of every node."""
+
+    graph: Graph
+    pricer: Pricer
+    strategies: Mapping[str, tuple[Strategy, ...]]
+    without_rule: tuple[str, ...]
 
 
 def search(
@@ -42,35 +62,67 @@ def search(
     fixed: Mapping[str, Layout] | None = None,
     time_limit_s: float = 60.0,
     tied: bool | None = None,
+    policy: str | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """The fastest plan for one training step of `graph` that fits in `memory` bytes on each rank.
 
     `outputs`: "sharded" leaves outputs in the plan's layouts, "global" brings them whole to every rank. `fixed`: layouts of
     parameters that are settled already. `tied`: one choice for repeated layers (default: only where the problem is
-    large). Same arguments, same plan, unless the time limit cuts the search. Raises Infeasible, NoAnswerInTime.
+    large). `policy`: only plans of this baseline (`autopar.policies`). Same arguments, same plan, unless the time limit
+    cuts the search. Raises Infeasible, NoAnswerInTime.
     """
-    started = time.perf_counter()
-    pricer = Pricer.on(mesh, hardware, optimizer)
+    return answer(
+        ask(graph, mesh, hardware, optimizer=optimizer, progress=progress),
+        memory=memory, outputs=outputs, fixed=fixed, time_limit_s=time_limit_s, tied=tied, policy=policy, progress=progress,
+    )  # fmt: skip
+
+
+def ask(
+    graph: Graph, mesh: Mesh, hardware: Hardware, *, optimizer: str = "adamw", progress: Progress = lambda text: None
+) -> Question:
+    """Propose the strategies. Several answers to one question share them, and the prices of layout changes."""
     strategies, without_rule = propose(graph, mesh)
     progress(f"proposed {sum(map(len, strategies.values())):,} strategies for {len(graph.nodes):,} nodes")
+    return Question(graph, Pricer.on(mesh, hardware, optimizer), strategies, without_rule)
+
+
+def answer(
+    question: Question,
+    *,
+    memory: float | None = None,
+    outputs: str = "sharded",
+    fixed: Mapping[str, Layout] | None = None,
+    time_limit_s: float = 60.0,
+    tied: bool | None = None,
+    policy: str | None = None,
+    progress: Progress = lambda text: None,
+) -> Plan:
+    """`search`, of a question already asked."""
+    started = time.perf_counter()
+    graph, pricer, strategies = question.graph, question.pricer, question.strategies
+    if policy is not None:
+        strategies = restrict(policy, graph, strategies, pricer.mesh)
     if tied is None:
         tied = _pairs(graph, strategies) > TIE_ABOVE_PAIRS
+    if tied and policy is not None:
+        strategies = agree(strategies, classes_of(graph, tied=True))
     assembled = assemble(
         graph, strategies, pricer, memory=memory, tied=tied, whole_outputs=outputs == "global", fixed=fixed
     )
     problem = assembled.problem
-    proposed_s = time.perf_counter() - started
     progress(
-        f"assembled {len(problem.costs):,} items and {len(problem.edges):,} edges in {proposed_s:.1f} s"
+        f"assembled {len(problem.costs):,} items and {len(problem.edges):,} edges in {time.perf_counter() - started:.1f} s"
         + (", repeated layers tied" if tied else "")
     )
     solution = solve(problem, time_limit_s=time_limit_s)
     progress(f"solved in {solution.seconds:.1f} s: {solution.status}, gap {solution.gap:.2%}")
     picks = _picks_or_raise(solution, graph, assembled, memory, time_limit_s)
-    notes = [*_rule_notes(graph, without_rule)]
+    notes = [*_rule_notes(graph, question.without_rule)]
     if tied:
         notes.append("repeated layers share one choice; the gap is to the best plan that ties them")
+    if policy is not None:
+        notes.append(f"only {policy} plans were searched; the gap is to the best of them")
     facts: dict[str, float | int | str] = {
         "status": solution.status,
         "tied": int(tied),
@@ -78,7 +130,10 @@ def search(
         "items": len(problem.costs),
         "options": sum(len(cost) for cost in problem.costs),
         "edges": len(problem.edges),
+        "variables": sum(len(cost) for cost in problem.costs) + sum(edge.cost.size for edge in problem.edges),
     }
+    if policy is not None:
+        facts["policy"] = policy
     plan = decide(
         graph, assembled, picks, pricer,
         objective=solution.cost, bound=solution.bound, memory=memory, outputs=outputs, notes=notes, search=facts,
@@ -103,16 +158,16 @@ def _picks_or_raise(
     if solution.picks is not None:
         return solution.picks
     if solution.status == "infeasible":
-        raise Infeasible(_why_infeasible(solution, graph, memory))
-    raise NoAnswerInTime(f"no plan was found within {time_limit_s:.0f} s; give the search more time (--time-limit), or more memory")
+        raise _infeasible(solution, graph, memory)
+    raise NoAnswerInTime(f"no plan was found within {time_limit_s:g} s; give the search more time (--time-limit), or more memory")
 
 
-def _why_infeasible(solution: Solution, graph: Graph, memory: float | None) -> str:
+def _infeasible(solution: Solution, graph: Graph, memory: float | None) -> Infeasible:
     explanation = solution.explanation
     shortages = explanation.shortages if explanation is not None else ()
     shortage = next((s for s in shortages if s.resource == DEVICE), None)
     if shortage is None or memory is None:
-        return "no combination of strategies is consistent; this is a defect of autopar, please report the model"
+        return Infeasible("no combination of strategies is consistent; this is a defect of autopar, please report the model")
     at = min(shortage.instant, len(graph.nodes) - 1)
     node = graph.nodes[at]
     where = f"%{node.name} ({node.module or node.op})" if shortage.instant < len(graph.nodes) else "the optimizer step"
@@ -123,10 +178,12 @@ def _why_infeasible(solution: Solution, graph: Graph, memory: float | None) -> s
         least = f"the least that would do is {size(shortage.enough)}"
     else:
         least = f"the least that would do lies between {size(shortage.at_least)} and {size(shortage.enough)}"
-    return (
+    return Infeasible(
         f"no plan fits in {size(memory)} per rank: {least}, "
         f"at the peak while {where} runs. The five largest tenants there: {tenants}. "
-        "Give more memory or more ranks, or make the batch smaller."
+        "Give more memory or more ranks, or make the batch smaller.",
+        shortage.at_least,
+        shortage.enough,
     )
 
 

@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +46,7 @@ def main(file: str, notes: str, folder: str, *wanted: str) -> None:
     checks = {name: made for name, made in vars(module).items() if name.startswith("check_")}
     names = list(wanted or checks)
     ranks = Ranks(rank, count, Path(folder))
+    started = time.monotonic()
     while names:
         if rank == 0:
             Path(notes, "left").write_text("\n".join(names))
@@ -56,7 +58,8 @@ def main(file: str, notes: str, folder: str, *wanted: str) -> None:
             sys.stderr.flush()
             os._exit(1)  # the others may wait for this rank in a collective; nothing here may wait for them
         dist.barrier()
-        names.pop(0)
+        print(names.pop(0), f"{time.monotonic() - started:.1f} s", flush=True)
+        started = time.monotonic()
     dist.barrier()
     dist.destroy_process_group()
 
