@@ -1,9 +1,9 @@
 """autopar: an automatic parallelization compiler for PyTorch.
 
-    mesh = autopar.init_mesh("cuda", data=8, tensor=8)
-    parallel = autopar.compile(model, mesh)
-    loss = parallel(ids, labels=labels)     # means what model(ids, labels=labels) means
-    loss.backward()
+mesh = autopar.init_mesh("cuda", data=8, tensor=8)
+parallel = autopar.compile(model, mesh)
+loss = parallel(ids, labels=labels)     # means what model(ids, labels=labels) means
+loss.backward()
 """
 
 from autopar._version import __version__
@@ -14,4 +14,14 @@ from autopar.plan import Plan, PlanMismatch
 from autopar.search import Infeasible, NoAnswerInTime
 from autopar.trace import TraceError
 
-__all__ = ["Infeasible", "NoAnswerInTime", "ParallelModule", "Plan", "PlanMismatch", "TraceError", "__version__", "compile", "init_mesh"]
+__all__ = [
+    "Infeasible",
+    "NoAnswerInTime",
+    "ParallelModule",
+    "Plan",
+    "PlanMismatch",
+    "TraceError",
+    "__version__",
+    "compile",
+    "init_mesh",
+]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch.distributed._functional_collectives as functional_collectives  # makes collectives known to autograd: see below
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch.distributed import HashStore
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import HashStore
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree

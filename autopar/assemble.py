@@ -1,10 +1,10 @@
 """assemble: the strategies and prices of a graph become a `solver.Problem`, which knows nothing of graphs.
 
-    items    one per class of nodes (options: its strategies) and one per output of the model (options: its layouts)
-    edges    producer -> consumer: the price of the layout change between them, for each use of the value;
-             gradient -> parameter: the price of bringing the gradient into the parameter's layout
-    usages   bytes of each storage over the instants it lives; bytes of each layout change's new tensor
-             over the instants its reader holds it; gradients and optimizer states with their parameter
+items    one per class of nodes (options: its strategies) and one per output of the model (options: its layouts)
+edges    producer -> consumer: the price of the layout change between them, for each use of the value;
+         gradient -> parameter: the price of bringing the gradient into the parameter's layout
+usages   bytes of each storage over the instants it lives; bytes of each layout change's new tensor
+         over the instants its reader holds it; gradients and optimizer states with their parameter
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def output_name(index: str) -> str:
 
 
 class _Assembly:
-    def __init__(self, graph: Graph, strategies: Mapping[str, tuple[Strategy, ...]], pricer: Pricer, fixed: Mapping[str, Layout]):
+    def __init__(
+        self, graph: Graph, strategies: Mapping[str, tuple[Strategy, ...]], pricer: Pricer, fixed: Mapping[str, Layout]
+    ):
         self.graph, self.pricer, self.fixed = graph, pricer, fixed
         self.strategies = strategies
         self.node_of = graph.by_name
@@ -66,7 +68,9 @@ class _Assembly:
     def gives(self, item: int, index: int) -> list[Layout]:
         return [strategy.gives[index] for strategy in self.options[item]]
 
-    def between(self, type: TensorType, producer: int, index: int, takes_of: tuple[int, int], takes: list[Layout]) -> tuple[Array, Array]:
+    def between(
+        self, type: TensorType, producer: int, index: int, takes_of: tuple[int, int], takes: list[Layout]
+    ) -> tuple[Array, Array]:
         """Seconds and bytes of the change from each option of the producer to each layout of the reader."""
         key = (type, id(self.options[producer]), index, id(self.options[takes_of[0]]), takes_of[1])
         if key not in self.prices:
@@ -74,12 +78,17 @@ class _Assembly:
             self.prices[key] = self.pricer.reshard(type, gives, takes), self.pricer.reshard_bytes(type, gives, takes)
         return self.prices[key]
 
-    def without_reduction(self, cost: Array, producer: int, index: int, reader: tuple[int, int], takes: list[Layout]) -> Array:
+    def without_reduction(
+        self, cost: Array, producer: int, index: int, reader: tuple[int, int], takes: list[Layout]
+    ) -> Array:
         """The same prices, but a partial sum must stay one: it is summed behind the reader, in another precision."""
         key = ("without reduction", id(cost), id(self.options[producer]), index, id(self.options[reader[0]]), reader[1])
         if key not in self.prices:
             lost = [
-                [any(isinstance(g, Partial) and not isinstance(t, Partial) for g, t in zip(give, take, strict=True)) for take in takes]
+                [
+                    any(isinstance(g, Partial) and not isinstance(t, Partial) for g, t in zip(give, take, strict=True))
+                    for take in takes
+                ]
                 for give in self.gives(producer, index)
             ]
             self.prices[key] = np.where(np.array(lost), np.inf, cost), cost
@@ -151,7 +160,10 @@ def _update_costs(work: _Assembly, node: Node) -> Array:
         return np.zeros(len(work.strategies[node.name]))
     layouts = [strategy.gives[0] for strategy in work.strategies[node.name]]
     return np.array(
-        [work.pricer.seconds((work.pricer.update_step(work.pricer.local_bytes(type, layout), type.dtype),)) for layout in layouts]
+        [
+            work.pricer.seconds((work.pricer.update_step(work.pricer.local_bytes(type, layout), type.dtype),))
+            for layout in layouts
+        ]
     )
 
 
@@ -197,7 +209,9 @@ def _add_results(work: _Assembly, whole_outputs: bool) -> None:
             continue
         whole = result.kind == "buffer" or not type.shape or whole_outputs
         layouts = [(REPLICATE,) * len(mesh.sizes)] if whole else even_layouts(type, mesh)
-        options = tuple(Strategy((NOTHING,) * len(mesh.sizes), (layout,), (layout,), "", (), 1, ()) for layout in layouts)
+        options = tuple(
+            Strategy((NOTHING,) * len(mesh.sizes), (layout,), (layout,), "", (), 1, ()) for layout in layouts
+        )
         name = output_name(result.target) if result.kind == "output" else f"buffer[{result.target}]"
         item = work.item_of[name] = work.add_item(name, options, np.zeros(len(options)))
         cost, nbytes = work.between(type, producer, result.ref.index, (item, 0), layouts)
@@ -228,7 +242,10 @@ def _add_storages(work: _Assembly) -> None:
                     sizes += work.pricer.nbytes(type, work.gives(item, index))
             work.size_of[key] = sizes
         nbytes = work.size_of[key]
-        start, end = (0 if node.is_source and node.op != "tangent" else work.live.at[node.name]), work.live.end_of[node.name]
+        start, end = (
+            (0 if node.is_source and node.op != "tangent" else work.live.at[node.name]),
+            work.live.end_of[node.name],
+        )
         if nbytes.any():
             work.usages.append(Usage(item, DEVICE, start, end, nbytes))
         if node.op == "parameter" and (grad_at := work.live.grad_at.get(node.target)) is not None:
@@ -236,4 +253,3 @@ def _add_storages(work: _Assembly) -> None:
             if states.any():
                 work.usages.append(Usage(item, DEVICE, 0, work.live.instants, states))
             work.usages.append(Usage(item, DEVICE, grad_at + 1, work.live.instants, nbytes))
-

@@ -140,5 +140,14 @@ def _cached_path(
     """Where the plan of this question is kept: the name hashes everything the answer depends on."""
     if cache is None:
         return None
-    question = (graph.digest, str(mesh), hardware.digest, memory, optimizer, outputs, sorted(fixed.items(), key=str), __version__)
+    question = (
+        graph.digest,
+        str(mesh),
+        hardware.digest,
+        memory,
+        optimizer,
+        outputs,
+        sorted(fixed.items(), key=str),
+        __version__,
+    )
     return Path(cache) / f"{hashlib.sha256(repr(question).encode()).hexdigest()[:24]}.plan.json"

@@ -42,7 +42,14 @@ def choose(
             for ref, type, takes in zip(node.operands, operand_types(node, node_of), strategy.takes, strict=True)
         )
         choices[node.name] = Choice(
-            strategy.roles, strategy.takes, strategy.gives, strategy.body, strategy.body_axes, strategy.body_size, strategy.steps, reads
+            strategy.roles,
+            strategy.takes,
+            strategy.gives,
+            strategy.body,
+            strategy.body_axes,
+            strategy.body_size,
+            strategy.steps,
+            reads,
         )
 
     def deliver(result: Result) -> Delivery | None:
@@ -88,7 +95,9 @@ def peak_of(holdings: Sequence[Holding]) -> tuple[int, int]:
 class Referee:
     """Prices a plan from its steps, by plain loops that share nothing with the solver's matrices."""
 
-    def __init__(self, graph: Graph, choices: Mapping[str, Choice], deliveries: Sequence[Delivery | None], pricer: Pricer):
+    def __init__(
+        self, graph: Graph, choices: Mapping[str, Choice], deliveries: Sequence[Delivery | None], pricer: Pricer
+    ):
         self.graph, self.choices, self.deliveries, self.pricer = graph, choices, deliveries, pricer
         self.node_of = graph.by_name
 
@@ -143,7 +152,12 @@ class Referee:
             for ref, layout, read in zip(node.operands, choice.takes, choice.reads, strict=True):
                 if read and (ref, layout) not in seen:
                     until = at + 1 if holds_storage(node.op) else end
-                    hold(f"{_told(self.node_of[ref.name])} resharded for {node.name}", at, until, self._new_bytes(ref, layout))
+                    hold(
+                        f"{_told(self.node_of[ref.name])} resharded for {node.name}",
+                        at,
+                        until,
+                        self._new_bytes(ref, layout),
+                    )
                     seen.add((ref, layout))
         for result, delivery in zip(self.graph.results, self.deliveries, strict=True):
             if result.ref is not None and delivery is not None and delivery.changes:

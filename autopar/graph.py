@@ -116,13 +116,17 @@ class Graph:
         for node in self.nodes:
             for ref in node.operands:
                 if ref.index >= seen.get(ref.name, 0):
-                    raise ValueError(f"{node.source or node.module}: %{node.name} uses %{ref.name}[{ref.index}] before it is defined")
+                    raise ValueError(
+                        f"{node.source or node.module}: %{node.name} uses %{ref.name}[{ref.index}] before it is defined"
+                    )
             if node.name in seen:
                 raise ValueError(f"two nodes are called %{node.name}")
             seen[node.name] = len(node.outputs)
         for result in self.results:
             if result.ref is not None and result.ref.index >= seen.get(result.ref.name, 0):
-                raise ValueError(f"{result.kind} {result.target} is %{result.ref.name}[{result.ref.index}], which is not defined")
+                raise ValueError(
+                    f"{result.kind} {result.target} is %{result.ref.name}[{result.ref.index}], which is not defined"
+                )
 
     @property
     def by_name(self) -> dict[str, Node]:
@@ -136,7 +140,10 @@ class Graph:
     @property
     def digest(self) -> str:
         """Content hash: the same for the same program, whatever the process. Sources and module paths do not count."""
-        told = [(n.name, n.op, _plain(n.args), _plain(n.kwargs), [str(t) for t in n.outputs], n.phase, n.target) for n in self.nodes]
+        told = [
+            (n.name, n.op, _plain(n.args), _plain(n.kwargs), [str(t) for t in n.outputs], n.phase, n.target)
+            for n in self.nodes
+        ]
         ends = [(r.kind, r.target, _plain(r.ref)) for r in self.results]
         return hashlib.sha256(json.dumps([told, ends], separators=(",", ":")).encode()).hexdigest()
 

@@ -13,7 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar._compat import HashStore
 from cost_models.hardware import Hardware, known_hardware
 
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 # CUDA device names (as the driver tells them) -> profile; of two sizes of one name, the memory decides.
 PROFILE_OF_DEVICE = (
@@ -36,7 +46,9 @@ def init_mesh(device_type: str = "cpu", **axes: int) -> DeviceMesh:
         if "RANK" in os.environ:
             dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
         else:
-            dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(
+                "nccl" if device_type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1
+            )
     if not axes:
         axes = {"data": dist.get_world_size()}
     check_size(tuple(axes.values()), dist.get_world_size())
@@ -67,7 +79,9 @@ def hardware_or_here(hardware: str | Path | Hardware | None, device_type: str) -
     for pattern, at_least, profile in PROFILE_OF_DEVICE:
         if re.search(pattern, name) and memory >= at_least:
             return Hardware.load(profile)
-    raise ValueError(f"no hardware profile fits device {name!r}; pass hardware=, one of {', '.join(known_hardware())}, or a file")
+    raise ValueError(
+        f"no hardware profile fits device {name!r}; pass hardware=, one of {', '.join(known_hardware())}, or a file"
+    )
 
 
 def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_type: str | None = None) -> float:
@@ -82,7 +96,9 @@ def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_ty
         case str():
             read = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?i?B)\s*", memory, re.IGNORECASE)
             if read is None or read[1].count(".") > 1 or read[1] == "." or float(read[1]) <= 0:
-                raise ValueError(f"memory {memory!r} is not a size; write for example 70GiB, 512MB or 0.9 (a share of the device)")
+                raise ValueError(
+                    f"memory {memory!r} is not a size; write for example 70GiB, 512MB or 0.9 (a share of the device)"
+                )
             return float(read[1]) * UNITS[read[2].upper()]
         case bool():
             raise ValueError(f"memory {memory!r} is not a size; write for example 70GiB")
@@ -91,7 +107,9 @@ def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_ty
         case _ if memory > 0:
             return float(memory)
         case _:
-            raise ValueError(f"memory {memory!r} is not positive; write for example 70GiB, or 0.9 (a share of the device)")
+            raise ValueError(
+                f"memory {memory!r} is not positive; write for example 70GiB, or 0.9 (a share of the device)"
+            )
 
 
 def free_bytes(device_type: str | None, hardware: Hardware) -> float:
@@ -100,7 +118,11 @@ def free_bytes(device_type: str | None, hardware: Hardware) -> float:
         return float(torch.cuda.mem_get_info()[0])
     if device_type == "cpu":
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text()) if Path("/proc/meminfo").exists() else None
+        found = (
+            re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+            if Path("/proc/meminfo").exists()
+            else None
+        )
         if found is not None:
             return float(found[1]) * 1024 / ranks_here
     return float(hardware.tiers["hbm"].capacity_bytes)

@@ -55,7 +55,9 @@ def local_shape(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int
 def local_type(type: TensorType, layout: Layout, mesh: Mesh) -> TensorType:
     shape = local_shape(type.shape, layout, mesh)
     if shape is None:
-        raise ValueError(f"{type} cannot be laid out as {show(layout, mesh, len(type.shape))} on mesh {mesh}: a size does not divide")
+        raise ValueError(
+            f"{type} cannot be laid out as {show(layout, mesh, len(type.shape))} on mesh {mesh}: a size does not divide"
+        )
     return TensorType(shape, type.dtype)
 
 

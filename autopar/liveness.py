@@ -51,5 +51,3 @@ def liveness(graph: Graph) -> Liveness:
 def holds_storage(op: str) -> bool:
     """Whether a node's results are storage of their own, and not another look at an operand's."""
     return op not in VIEWS
-
-

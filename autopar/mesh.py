@@ -15,7 +15,9 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes) or not self.names:
-            raise ValueError(f"mesh has {len(self.names)} axis names and {len(self.sizes)} sizes; give one size per name")
+            raise ValueError(
+                f"mesh has {len(self.names)} axis names and {len(self.sizes)} sizes; give one size per name"
+            )
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"mesh axis names {self.names} repeat; give each axis its own name")
         for name, size in zip(self.names, self.sizes, strict=True):

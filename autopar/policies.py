@@ -48,7 +48,9 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
     if policy not in POLICIES:
         raise ValueError(f"no policy {policy!r}; known policies: {', '.join(POLICIES)}")
     if policy not in policies_for(mesh):
-        raise ValueError(f"policy {policy} needs two mesh axes or more, mesh {mesh} has one; give --mesh data=N,tensor=N")
+        raise ValueError(
+            f"policy {policy} needs two mesh axes or more, mesh {mesh} has one; give --mesh data=N,tensor=N"
+        )
     on_last = "tensor-parallel" if policy == "fsdp+tensor-parallel" else policy
     kept = dict(strategies)
     for axis, size in enumerate(mesh.sizes):
@@ -104,7 +106,9 @@ class _Axis:
             if node.is_source:
                 key: object = (id(options), node.op, self.kind_of_source(node))
             else:
-                operands = tuple((self.kinds[ref.name][ref.index], self._numel(ref.name, ref.index)) for ref in node.operands)
+                operands = tuple(
+                    (self.kinds[ref.name][ref.index], self._numel(ref.name, ref.index)) for ref in node.operands
+                )
                 key = (id(options), node.outputs, operands)
             if key not in self.known:  # equal nodes share one tuple, which is what pricing them once rests on
                 self.known[key] = self.source(node, options) if node.is_source else self.operator(node, options)
@@ -168,7 +172,9 @@ class _Axis:
         """The options that split the batch of the most operands, and nothing else of those that have one."""
 
         def matched(option: Strategy) -> int:
-            pairs = [(kind, place) for kind, place in zip(kinds, self.takes(option), strict=True) if isinstance(kind, int)]
+            pairs = [
+                (kind, place) for kind, place in zip(kinds, self.takes(option), strict=True) if isinstance(kind, int)
+            ]
             good = sum(place == Shard(kind) for kind, place in pairs)
             return good if all(place == Shard(kind) or not isinstance(place, Shard) for kind, place in pairs) else 0
 
@@ -187,7 +193,10 @@ class _Axis:
             same = "free"
         elif all(kind in WEIGHT for kind in kinds):
             same = "matrix" if "matrix" in kinds else "vector"
-        elif all(kind == "free" or self._numel(ref.name, ref.index) == 1 for kind, ref in zip(kinds, node.operands, strict=True)):
+        elif all(
+            kind == "free" or self._numel(ref.name, ref.index) == 1
+            for kind, ref in zip(kinds, node.operands, strict=True)
+        ):
             return tuple("free" if type is not None and type.numel > 1 else "summed" for type in node.outputs)
         return (same,) * len(node.outputs)
 

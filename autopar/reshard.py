@@ -138,11 +138,19 @@ class _Table:
 
 def all_layouts(type: TensorType, mesh: Mesh) -> tuple[Layout, ...]:
     """Every layout with even shards: per axis whole, split along a dim, or partial (sum or max)."""
-    choices: list[Placement] = [REPLICATE, *(Shard(dim) for dim in range(len(type.shape))), Partial("sum"), Partial("max")]
+    choices: list[Placement] = [
+        REPLICATE,
+        *(Shard(dim) for dim in range(len(type.shape))),
+        Partial("sum"),
+        Partial("max"),
+    ]
     per_axis = [choices if size > 1 else choices[: len(type.shape) + 3] for size in mesh.sizes]
     found: list[Layout] = []
     for layout in itertools.product(*per_axis):
-        if len({p.op for p in layout if isinstance(p, Partial)}) <= 1 and local_shape(type.shape, layout, mesh) is not None:
+        if (
+            len({p.op for p in layout if isinstance(p, Partial)}) <= 1
+            and local_shape(type.shape, layout, mesh) is not None
+        ):
             found.append(layout)
     return tuple(found)
 

@@ -137,7 +137,13 @@ def _is_even(rule: Rule, roles: tuple[str, ...], mesh: Mesh) -> bool:
 
 
 def _make(
-    node: Node, types: tuple[TensorType, ...], rule: Rule | None, roles: tuple[str, ...], mesh: Mesh, flops: float, kind: str
+    node: Node,
+    types: tuple[TensorType, ...],
+    rule: Rule | None,
+    roles: tuple[str, ...],
+    mesh: Mesh,
+    flops: float,
+    kind: str,
 ) -> Strategy:
     if rule is None:
         takes: tuple[Layout, ...] = tuple((REPLICATE,) * len(roles) for _ in types)
@@ -165,7 +171,11 @@ def _make(
     if body:
         for collective, nbytes in BODIES[body].comm(node, locals_in, locals_out):
             steps += [Comm(collective, axis, mesh.size(axis), int(nbytes)) for axis in body_axes]
-    body_size = math.prod(rule.sizes[factor] for factor, named in rule.bodies.items() if named == body) if rule is not None else 1
+    body_size = (
+        math.prod(rule.sizes[factor] for factor, named in rule.bodies.items() if named == body)
+        if rule is not None
+        else 1
+    )
     return Strategy(roles, takes, gives, body, body_axes, body_size, tuple(steps))
 
 

@@ -44,14 +44,18 @@ class Embeddings(nn.Module):
     def __init__(self, rows: int = 50_000, width: int = 64, tables: int = 4) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
-        self.mlp = nn.Sequential(nn.Linear(tables * width, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1))
+        self.mlp = nn.Sequential(
+            nn.Linear(tables * width, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)
+        )
 
     def forward(self, ids: Tensor, y: Tensor) -> Tensor:
         features = torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], 1)
         return F.binary_cross_entropy_with_logits(self.mlp(features).squeeze(1), y)
 
 
-def gpt2(layers: int = 4, width: int = 256, batch: int = 8, sequence: int = 128) -> tuple[nn.Module, dict[str, Tensor], str]:
+def gpt2(
+    layers: int = 4, width: int = 256, batch: int = 8, sequence: int = 128
+) -> tuple[nn.Module, dict[str, Tensor], str]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -59,11 +63,19 @@ def gpt2(layers: int = 4, width: int = 256, batch: int = 8, sequence: int = 128)
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     ids = torch.randint(0, 1024, (batch, sequence))
-    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}, f"GPT-2 {layers}x{width}, {batch}x{sequence} tokens"
+    return (
+        GPT2LMHeadModel(config),
+        {"input_ids": ids, "labels": ids.clone()},
+        f"GPT-2 {layers}x{width}, {batch}x{sequence} tokens",
+    )
 
 
 def mlp(width: int = 1024, batch: int = 64) -> tuple[nn.Module, dict[str, Tensor], str]:
-    return Mlp(width), {"x": torch.randn(batch, width), "y": torch.randint(0, 100, (batch,))}, f"MLP {width}, batch {batch}"
+    return (
+        Mlp(width),
+        {"x": torch.randn(batch, width), "y": torch.randint(0, 100, (batch,))},
+        f"MLP {width}, batch {batch}",
+    )
 
 
 def conv(batch: int = 32) -> tuple[nn.Module, dict[str, Tensor], str]:

@@ -114,13 +114,21 @@ def worker(name: str, rounds: int, hardware: str) -> None:
 
 
 def table(rows: list[dict[str, object]]) -> str:
-    lines = ["| model | processes | autopar ms | DDP | fully_shard | tensor parallel | whole on each | best of torch / autopar |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| model | processes | autopar ms | DDP | fully_shard | tensor parallel | whole on each | best of torch / autopar |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         seconds: dict[str, float] = row["seconds"]  # type: ignore[assignment]
         ours = seconds["autopar"]
         best = min(seconds[m] for m in ("DDP", "fully_shard", "tensor parallel") if m in seconds)
-        cells = [f"{seconds[m] / ours:.2f}" if m in seconds else "-" for m in ("DDP", "fully_shard", "tensor parallel", "whole on each")]
-        lines.append(f"| {row['model']} | {row['processes']} | {ours * 1e3:.1f} | {' | '.join(cells)} | **{best / ours:.2f}** |")
+        cells = [
+            f"{seconds[m] / ours:.2f}" if m in seconds else "-"
+            for m in ("DDP", "fully_shard", "tensor parallel", "whole on each")
+        ]
+        lines.append(
+            f"| {row['model']} | {row['processes']} | {ours * 1e3:.1f} | {' | '.join(cells)} | **{best / ours:.2f}** |"
+        )
     return "\n".join(lines)
 
 
@@ -142,8 +150,14 @@ def main() -> None:
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m",
                 "benchmarks.step_time", "--models", name, "--rounds", str(args.rounds), "--hardware", args.hardware,
             ]  # fmt: skip
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            rows += [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+            rows += [
+                json.loads(line.removeprefix("RESULT "))
+                for line in done.stdout.splitlines()
+                if line.startswith("RESULT ")
+            ]
             print(table(rows[-1:]).splitlines()[-1], flush=True)
     text = (
         f"# Step time against torch's own methods\n\n`python -m benchmarks.step_time --processes {' '.join(map(str, args.processes))} "

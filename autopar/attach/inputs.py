@@ -49,15 +49,21 @@ def match_inputs(leaves: list[tuple[str, Any]], planned: tuple[tuple[str, Any], 
     """
     given, wanted = dict(leaves), dict(planned)
     for path in wanted.keys() - given.keys():
-        raise PlanMismatch(f"argument {path} is missing: the plan was made for a call with {', '.join(wanted)}; pass the same arguments")
+        raise PlanMismatch(
+            f"argument {path} is missing: the plan was made for a call with {', '.join(wanted)}; pass the same arguments"
+        )
     for path in given.keys() - wanted.keys():
-        raise PlanMismatch(f"argument {path} is new: the plan was made for a call with {', '.join(wanted)}; pass the same arguments")
+        raise PlanMismatch(
+            f"argument {path} is new: the plan was made for a call with {', '.join(wanted)}; pass the same arguments"
+        )
     tensors: dict[str, Tensor] = {}
     for path, value in given.items():
         expected = wanted[path]
         if isinstance(value, Tensor) != isinstance(expected, TensorType):
             told = type_of(value) if isinstance(value, Tensor) else repr(value)
-            raise PlanMismatch(f"argument {path} is {told}, the plan was made for {expected}; pass the same kind of argument")
+            raise PlanMismatch(
+                f"argument {path} is {told}, the plan was made for {expected}; pass the same kind of argument"
+            )
         if isinstance(value, Tensor):
             if type_of(value) != expected:
                 raise PlanMismatch(
@@ -65,10 +71,14 @@ def match_inputs(leaves: list[tuple[str, Any]], planned: tuple[tuple[str, Any], 
                     "pass that shape and dtype (whole tensors, not this rank's part), or compile again for this one"
                 )
             if value.requires_grad:
-                raise PlanMismatch(f"argument {path} requires grad; gradients of inputs are not planned, pass {path} detached")
+                raise PlanMismatch(
+                    f"argument {path} requires grad; gradients of inputs are not planned, pass {path} detached"
+                )
             tensors[path] = value
         elif value != expected and value is not expected:
-            raise PlanMismatch(f"argument {path} is {value!r}, the plan was made for {expected!r}; compile again for this value")
+            raise PlanMismatch(
+                f"argument {path} is {value!r}, the plan was made for {expected!r}; compile again for this value"
+            )
     return tensors
 
 

@@ -41,7 +41,15 @@ class _Mode:
 class _State:
     """Everything a ParallelModule knows beyond the user's module."""
 
-    def __init__(self, model_class: type[nn.Module], device_mesh: DeviceMesh, planner: Planner, outputs: str, backend: str, precision: Any):
+    def __init__(
+        self,
+        model_class: type[nn.Module],
+        device_mesh: DeviceMesh,
+        planner: Planner,
+        outputs: str,
+        backend: str,
+        precision: Any,
+    ):
         self.precision = precision
         self.model_class = model_class
         self.device_mesh = device_mesh
@@ -92,15 +100,25 @@ class ParallelModule(nn.Module):
         """
         mode = self._main()
         named = isinstance(batch, Mapping)
-        positional, keywords = by_name(_original_forward(self), () if named else tuple(batch), dict(batch) if named else {})
+        positional, keywords = by_name(
+            _original_forward(self), () if named else tuple(batch), dict(batch) if named else {}
+        )
         leaves, _ = flatten_inputs(positional, keywords)
         wanted = dict(mode.inputs)
         sharded: dict[int, Tensor] = {}
-        layouts = {node.target: mode.plan.choices[node.name].gives[0] for node in mode.plan.graph.nodes if node.op == "input"}
+        layouts = {
+            node.target: mode.plan.choices[node.name].gives[0] for node in mode.plan.graph.nodes if node.op == "input"
+        }
         for path, value in leaves:
             if isinstance(value, Tensor) and path in wanted:
                 whole = match_inputs([(path, value)], ((path, wanted[path]),))[path]
-                (local,) = local_inputs(_only_input(mode.plan.graph, path), {n.name: layouts[path] for n in mode.plan.graph.nodes if n.target == path}, {path: whole}, self._autopar.mesh, self._autopar.device_mesh)
+                (local,) = local_inputs(
+                    _only_input(mode.plan.graph, path),
+                    {n.name: layouts[path] for n in mode.plan.graph.nodes if n.target == path},
+                    {path: whole},
+                    self._autopar.mesh,
+                    self._autopar.device_mesh,
+                )
                 sharded[id(value)] = as_dtensor(local, value.shape, layouts[path], self._autopar.device_mesh)
         return pytree.tree_map(lambda leaf: sharded.get(id(leaf), leaf), batch)
 
@@ -183,9 +201,11 @@ def _lay_out(parallel: ParallelModule, plan: Plan) -> None:
 
 
 def _mode(state: _State, captured: Captured, plan: Plan) -> _Mode:
-    groups = {axis: state.device_mesh.get_group(axis).group_name for axis in state.mesh.names} if state.device_mesh.mesh_dim_names else {
-        axis: state.device_mesh.get_group(i).group_name for i, axis in enumerate(state.mesh.names)
-    }
+    groups = (
+        {axis: state.device_mesh.get_group(axis).group_name for axis in state.mesh.names}
+        if state.device_mesh.mesh_dim_names
+        else {axis: state.device_mesh.get_group(i).group_name for i, axis in enumerate(state.mesh.names)}
+    )
     device = state.device_mesh.device_type
     program = emit(plan, groups, device)
     if state.backend == "inductor":
@@ -206,7 +226,9 @@ def _mode_for(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[s
         graph = graph_of(captured, state.precision)
         if not torch.is_grad_enabled():
             graph = forward_only(graph)
-        state.modes[key] = _mode(state, captured, state.planner(graph, state.main.plan.parameters if state.main else {}, False))
+        state.modes[key] = _mode(
+            state, captured, state.planner(graph, state.main.plan.parameters if state.main else {}, False)
+        )
     return state.modes[key]
 
 

@@ -27,7 +27,9 @@ class Runner:
     def parameters(self) -> tuple[Node, ...]:
         return tuple(node for node in self.program.inputs if node.op == "parameter")
 
-    def __call__(self, parameters: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[list[Tensor | None], list[tuple[str, Tensor]]]:
+    def __call__(
+        self, parameters: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], list[tuple[str, Tensor]]]:
         """(outputs in the model's order, new values of the buffers it writes). Outputs carry gradients where the plan has them."""
         found: tuple[Tensor | None, ...] = _Step.apply(self, tuple(others), *parameters)  # type: ignore[assignment]
         outputs: list[Tensor | None] = []
@@ -80,7 +82,9 @@ class _Step(torch.autograd.Function):
         runner: Runner = ctx.runner
         program = runner.program
         if program.backward is None:
-            raise RuntimeError("this call ran the inference program, which has no backward; call the module in grad mode")
+            raise RuntimeError(
+                "this call ran the inference program, which has no backward; call the module in grad mode"
+            )
         if ctx.saved is None:
             raise RuntimeError("backward ran a second time through the same forward; call the module again first")
         saved, ctx.saved = ctx.saved, None

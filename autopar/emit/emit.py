@@ -105,7 +105,9 @@ class _Emitter:
         self.popped: list[Ref] = []
         self.delivered: list[tuple[Result, Layout, fx.Node | None]] = []
         self.node_of = plan.graph.by_name
-        self.used = {ref for node in plan.graph.nodes for ref in node.operands} | {r.ref for r in plan.graph.results if r.ref}
+        self.used = {ref for node in plan.graph.nodes for ref in node.operands} | {
+            r.ref for r in plan.graph.results if r.ref
+        }
 
     def placeholder(self, name: str) -> fx.Node:
         return self.graph.placeholder(name)
@@ -220,7 +222,11 @@ class _Emitter:
 
     def _layouts(self, node: Node, choice: Choice) -> str:
         roles = [f"{role}@{axis}" for role, axis in zip(choice.roles, self.plan.mesh.names, strict=True) if role]
-        told = [self._told(Ref(node.name, i), layout) for i, layout in enumerate(choice.gives) if node.outputs[i] is not None]
+        told = [
+            self._told(Ref(node.name, i), layout)
+            for i, layout in enumerate(choice.gives)
+            if node.outputs[i] is not None
+        ]
         return f"{','.join(roles) or 'whole'} -> {', '.join(told)}"
 
 

@@ -60,7 +60,9 @@ def to_front(x: Tensor, dim: int, parts: int) -> Tensor:
         shape[dim] //= parts
         shape[0] *= parts
         return x.reshape(shape).contiguous()
-    return torch.cat(x.chunk(parts, dim), 0)
+    return torch.cat(
+        x.chunk(parts, dim), 0
+    ).contiguous()  # cat keeps channels_last, a collective sends memory as it lies
 
 
 def from_front(x: Tensor, dim: int, parts: int) -> Tensor:

@@ -75,7 +75,9 @@ def unshard(pieces: Mapping[int, Tensor], layout: Layout, mesh: Mesh) -> Tensor:
                     raise AssertionError("a result of a program is never partial")
                 case _:
                     for part in parts[1:]:
-                        assert torch.equal(part.nan_to_num(), parts[0].nan_to_num()), "ranks disagree on a replicated value"
+                        assert torch.equal(part.nan_to_num(), parts[0].nan_to_num()), (
+                            "ranks disagree on a replicated value"
+                        )
                     merged[rank] = parts[0]
         held = merged
     return held[0]
@@ -96,7 +98,10 @@ def run(plan: Plan, device_mesh: DeviceMesh, values: Mapping[str, Tensor], progr
         return LocalTensor({rank: shard(value, layout, mesh, rank) for rank in ranks})
 
     inputs = [local(node.name, values[node.name].detach()) for node in program.inputs]
-    coordinates = [LocalTensor({rank: torch.tensor(mesh.coordinate(rank)[axis]) for rank in ranks}) for axis in range(len(mesh.sizes))]
+    coordinates = [
+        LocalTensor({rank: torch.tensor(mesh.coordinate(rank)[axis]) for rank in ranks})
+        for axis in range(len(mesh.sizes))
+    ]
     tangents: list[Tensor] = []
     for node in program.tangents:
         (type,) = node.outputs

@@ -55,7 +55,9 @@ class Writer:
                 return arg
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(target, tuple(self.constant(a) for a in args), {k: self.constant(v) for k, v in kwargs.items()})
+        node = self.graph.call_function(
+            target, tuple(self.constant(a) for a in args), {k: self.constant(v) for k, v in kwargs.items()}
+        )
         node.meta["comment"] = self.comment
         return node
 
@@ -84,7 +86,9 @@ class Writer:
         group = self.groups[axis]
         match change.before, change.after:
             case Shard(dim), Replicate():
-                gathered = self.wait(self.call(C10D.all_gather_into_tensor.default, self.contiguous(value), ranks, group))
+                gathered = self.wait(
+                    self.call(C10D.all_gather_into_tensor.default, self.contiguous(value), ranks, group)
+                )
                 return self.call(ops.from_front, gathered, dim, ranks) if dim else gathered
             case Partial(op), Replicate():
                 return self.all_reduce(value, op, axis)

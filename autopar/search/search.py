@@ -159,7 +159,9 @@ def _picks_or_raise(
         return solution.picks
     if solution.status == "infeasible":
         raise _infeasible(solution, graph, memory)
-    raise NoAnswerInTime(f"no plan was found within {time_limit_s:g} s; give the search more time (--time-limit), or more memory")
+    raise NoAnswerInTime(
+        f"no plan was found within {time_limit_s:g} s; give the search more time (--time-limit), or more memory"
+    )
 
 
 def _infeasible(solution: Solution, graph: Graph, memory: float | None) -> Infeasible:
@@ -167,7 +169,9 @@ def _infeasible(solution: Solution, graph: Graph, memory: float | None) -> Infea
     shortages = explanation.shortages if explanation is not None else ()
     shortage = next((s for s in shortages if s.resource == DEVICE), None)
     if shortage is None or memory is None:
-        return Infeasible("no combination of strategies is consistent; this is a defect of autopar, please report the model")
+        return Infeasible(
+            "no combination of strategies is consistent; this is a defect of autopar, please report the model"
+        )
     at = min(shortage.instant, len(graph.nodes) - 1)
     node = graph.nodes[at]
     where = f"%{node.name} ({node.module or node.op})" if shortage.instant < len(graph.nodes) else "the optimizer step"

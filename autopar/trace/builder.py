@@ -8,7 +8,15 @@ from dataclasses import replace
 
 from autopar.graph import Arg, Const, Graph, Node, Ref, Result, TensorType, map_refs
 
-RANDOM = ("aten.native_dropout.default", "aten.rand", "aten.randn", "aten.randint", "aten.bernoulli", "aten.normal", "aten.multinomial")
+RANDOM = (
+    "aten.native_dropout.default",
+    "aten.rand",
+    "aten.randn",
+    "aten.randint",
+    "aten.bernoulli",
+    "aten.normal",
+    "aten.multinomial",
+)
 
 
 class Builder:
@@ -44,10 +52,14 @@ class Builder:
         self._node_of[node.name] = node
         return node.name
 
-    def call(self, like: Node, op: str, args: tuple[Arg, ...], *outputs: TensorType | None, name: str = "", **kwargs: Arg) -> Ref:
+    def call(
+        self, like: Node, op: str, args: tuple[Arg, ...], *outputs: TensorType | None, name: str = "", **kwargs: Arg
+    ) -> Ref:
         """Apply `op`; phase and origin are those of `like`."""
         name = name or op.split(".")[1]
-        return Ref(self.keep(replace(like, name=name, op=op, args=args, kwargs=tuple(sorted(kwargs.items())), outputs=outputs)))
+        return Ref(
+            self.keep(replace(like, name=name, op=op, args=args, kwargs=tuple(sorted(kwargs.items())), outputs=outputs))
+        )
 
     def view(self, like: Node, ref: Ref, shape: Sequence[int]) -> Ref:
         """`ref` in another shape; a view of a view is one view, a view to the same shape is none."""
@@ -68,7 +80,9 @@ class Builder:
         type = self.type(ref)
         if order == tuple(range(len(order))):
             return ref
-        return self.call(like, "aten.permute.default", (ref, order), TensorType(tuple(type.shape[d] for d in order), type.dtype))
+        return self.call(
+            like, "aten.permute.default", (ref, order), TensorType(tuple(type.shape[d] for d in order), type.dtype)
+        )
 
     def pointwise(self, like: Node, op: str, *args: Arg, dtype: str | None = None, name: str = "") -> Ref:
         """A pointwise operator with broadcasting; numbers may stand among the operands."""
@@ -139,7 +153,9 @@ def map_node(node: Node, ref_of: dict[Ref, Ref]) -> Node:
     def change(ref: Ref) -> Ref:
         return ref_of.get(ref, ref)
 
-    return replace(node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs))
+    return replace(
+        node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs)
+    )
 
 
 CONTIGUOUS = Const("memory_format", "contiguous_format")

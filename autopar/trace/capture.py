@@ -99,7 +99,9 @@ def _naming_the_line() -> Iterator[None]:
         yield
     except Exception as error:
         where = _line_of_model(error)
-        reason = re.split(r"\n\s*\n|\nThe following|\nUser code|\nFor more", str(error).strip())[0].replace("\n", " ")[:400]
+        reason = re.split(r"\n\s*\n|\nThe following|\nUser code|\nFor more", str(error).strip())[0].replace("\n", " ")[
+            :400
+        ]
         raise TraceError(
             f"the model cannot be captured as one graph{where}: {type(error).__name__}: {reason} "
             "Control flow and shapes may not depend on tensor values; rewrite that line without them."
@@ -162,4 +164,3 @@ def capture(
         if type(desc).__name__ == "PlainAOTOutput" and not isinstance(value, torch.fx.Node)
     }
     return Captured(graph_module, joint.out_spec, tuple(leaves), constants, plain, aliases(model))
-

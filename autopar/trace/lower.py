@@ -14,7 +14,11 @@ from autopar.graph import Arg, Const, Graph, Node, Ref, Result, TensorType
 from autopar.trace.capture import Captured
 
 DROPPED_KWARGS = ("pin_memory", "layout", "memory_format", "non_blocking")
-WITHOUT_RESULT = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default")
+WITHOUT_RESULT = (
+    "aten._assert_tensor_metadata.default",
+    "aten._assert_scalar.default",
+    "aten.sym_constrain_range.default",
+)
 
 
 def lower(captured: Captured) -> Graph:
@@ -46,7 +50,9 @@ def lower(captured: Captured) -> Graph:
     return Graph(tuple(nodes), tuple(results))
 
 
-def _add_source(fx_node: torch.fx.Node, captured: Captured, nodes: list[Node], ref_of: dict[torch.fx.Node, Any]) -> None:
+def _add_source(
+    fx_node: torch.fx.Node, captured: Captured, nodes: list[Node], ref_of: dict[torch.fx.Node, Any]
+) -> None:
     value = fx_node.meta["val"]
     if not isinstance(value, torch.Tensor):
         ref_of[fx_node] = value  # a number or None among the inputs: the graph is specialised to it
@@ -86,7 +92,9 @@ def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], aliases: 
         found = Result(kind, key[1], ref if isinstance(ref, Ref) else None)
         known = results.get(key)
         if known is not None and known.ref is not None and found.ref is not None:
-            raise NotImplementedError(f"{kind} {target} comes under two names of one tied tensor, which is not built yet")
+            raise NotImplementedError(
+                f"{kind} {target} comes under two names of one tied tensor, which is not built yet"
+            )
         if known is None or known.ref is None:
             results[key] = found
 
@@ -104,7 +112,9 @@ def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], aliases: 
             case "NoneType":
                 pass
             case other:
-                raise NotImplementedError(f"this torch describes a graph output as {other}, which autopar does not know")
+                raise NotImplementedError(
+                    f"this torch describes a graph output as {other}, which autopar does not know"
+                )
     return list(results.values())
 
 
@@ -150,7 +160,9 @@ def _arg(arg: Any, ref_of: dict[torch.fx.Node, Any]) -> Arg:
         case None | bool() | int() | float() | str():
             return arg
         case _:
-            raise NotImplementedError(f"an operator argument of type {type(arg).__name__} ({arg!r}) is not known to autopar")
+            raise NotImplementedError(
+                f"an operator argument of type {type(arg).__name__} ({arg!r}) is not known to autopar"
+            )
 
 
 def _module_path(fx_node: torch.fx.Node) -> str:

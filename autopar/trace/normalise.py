@@ -200,7 +200,12 @@ def _group_norm(b: Builder, node: Node) -> tuple[Ref, ...]:
     grouped = b.view(node, x, inner)
     stat = TensorType((n, groups, 1), node.outputs[1].dtype if node.outputs[1] else type.dtype)
     norm = b.call(
-        node, "aten.native_layer_norm.default", (grouped, (inner[2],), None, None, eps), TensorType(inner, type.dtype), stat, stat
+        node,
+        "aten.native_layer_norm.default",
+        (grouped, (inner[2],), None, None, eps),
+        TensorType(inner, type.dtype),
+        stat,
+        stat,
     ).name
     out = b.view(node, Ref(norm, 0), type.shape)
     column = (c, *(1 for _ in type.shape[2:]))
@@ -290,7 +295,16 @@ def share(graph: Graph) -> Graph:
             name = f"{ref.name}_shared" if ref.index == 0 else f"{ref.name}_r{ref.index}_shared"
             name = name if node.phase == source.phase else f"{name}_bw"
             nodes.append(
-                replace(source, name=name, op="autopar.share", args=(ref,), kwargs=(), outputs=(type,), phase=node.phase, target="")
+                replace(
+                    source,
+                    name=name,
+                    op="autopar.share",
+                    args=(ref,),
+                    kwargs=(),
+                    outputs=(type,),
+                    phase=node.phase,
+                    target="",
+                )
             )
             shared[key] = Ref(name)
         nodes.append(_with_shared(node, shared))
@@ -301,4 +315,6 @@ def _with_shared(node: Node, shared: dict[tuple[Ref, str], Ref]) -> Node:
     def change(ref: Ref) -> Ref:
         return shared.get((ref, node.phase), ref)
 
-    return replace(node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs))
+    return replace(
+        node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs)
+    )

@@ -25,7 +25,9 @@ def compute_dtype(tensor: torch.Tensor, precision: MixedPrecisionPolicy | None) 
     return precision.param_dtype
 
 
-def insert_casts(module: fx.GraphModule, stored: dict[str, torch.Tensor], inputs: list[Any], precision: MixedPrecisionPolicy) -> None:
+def insert_casts(
+    module: fx.GraphModule, stored: dict[str, torch.Tensor], inputs: list[Any], precision: MixedPrecisionPolicy
+) -> None:
     """Give an exported module, traced in the compute precision, its stored parameters and inputs back, with casts behind them.
 
     `stored`: parameters in their own precision, by name; `inputs`: the flat inputs as the caller passes them.
