@@ -8,9 +8,9 @@ what is left. The values of the graph are told apart by what they are made of:
     free        made of constants alone, or of scalars: whoever reads it takes the piece it needs
     summed      everything else: gradients of weights, statistics of the batch, losses
 
-A data axis (data-parallel, fsdp) splits the batch wherever it is and takes everything else whole, or still to be summed.
-A tensor axis reads matrices only in pieces and never splits the batch. Where a policy has no way to run a node (a size
-does not divide, an operator has no rule), the node runs whole.
+A data axis (data-parallel, fsdp) splits the batch wherever it is and takes everything else whole, or still to be
+summed. A tensor axis reads matrices only in pieces and never splits the batch. Where a policy has no way to run a node
+(a size does not divide, an operator has no rule), the node runs whole.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ def policies_for(mesh: Mesh) -> tuple[str, ...]:
 
 
 def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> dict[str, tuple[Strategy, ...]]:
-    """The strategies that the policy would use, never none. Raises ValueError for a policy unknown, or not for this mesh."""
+    """The strategies that the policy would use, at least one for each node.
+
+    Raises ValueError for a policy that is not known, or not for this mesh.
+    """
     if policy not in POLICIES:
         raise ValueError(f"no policy {policy!r}; known policies: {', '.join(POLICIES)}")
     if policy not in policies_for(mesh):
@@ -87,7 +90,7 @@ def _prefer(options: tuple[Strategy, ...], *wishes: Wish) -> tuple[Strategy, ...
 
 
 class _Axis:
-    """One policy on one mesh axis: a walk through the graph that keeps strategies and learns the kind of every value."""
+    """One policy on one mesh axis: a walk through the graph keeps strategies and learns the kind of every value."""
 
     def __init__(self, policy: str, axis: int, graph: Graph, strategies: Strategies) -> None:
         self.policy, self.axis, self.graph, self.strategies = policy, axis, graph, strategies

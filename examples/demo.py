@@ -36,10 +36,12 @@ BATCH, SEQUENCE = 8, 64  # of all processes together
 LEARNING_RATE, CLIP_NORM = 1e-3, 1.0
 PROMPT, SAMPLE_BYTES = b"    def __init__(self", 160
 
-# How far the losses may differ, relatively, in the first EARLY steps and in all. Two correct float32 runs differ: sums
+# By how much the losses may differ, relatively, in the first so many steps. Two correct float32 runs do differ: sums
 # are added in another order, and training amplifies that from step to step. How much, without autopar: one process,
-# once with every batch as it is and once with its rows reversed (the same loss and gradients but for rounding).
-EARLY, EARLY_TOLERANCE, TOLERANCE = 10, 1e-5, 1e-2
+# once with every batch as it is and once with its rows in reverse, the same loss and gradients but for rounding, gave
+# 1.1e-7 in 10 steps and 1.9e-4 in 200 (torch 2.13, AMD EPYC, 2026-11-20). Allowed is ten times that. Longer runs drift
+# further apart; how far would be too far there is not known, so later steps are not judged.
+TOLERANCES = {10: 1e-6, 200: 2e-3}
 SAME = "SAME: in parallel it learns what one process learns"
 DIFFERENT = "DIFFERENT: this is a defect of autopar; please report it, with losses.csv"
 
@@ -108,7 +110,8 @@ def work(args: argparse.Namespace) -> int:
 
         import autopar  # noqa: F401
     except ImportError as error:
-        print(f"{error}; install what the demo needs: pip install -e '.[demo]'", file=sys.stderr)
+        if os.environ["RANK"] == "0":
+            print(f"{error}; install what the demo needs: pip install -e '.[demo]'", file=sys.stderr)
         return 1
     transformers.logging.set_verbosity_error()
     try:
@@ -338,16 +341,16 @@ def load(plain: nn.Module, out: Path, held_out: Tensor) -> tuple[float, float]:
 def compare(ours: History, alone: History, held_out: tuple[float, float, float], plan: Any, predicted: bool) -> bool:
     """Say how the two runs compare; whether they agree."""
     differences = relative(ours, alone)
-    early = max(differences[:EARLY], key=worst)
-    overall = max(differences, key=worst)
-    spread = max((abs(loss / held_out[0] - 1) for loss in held_out[1:]), key=worst)
-    agrees = early <= EARLY_TOLERANCE and overall <= TOLERANCE and spread <= EARLY_TOLERANCE  # nan agrees with nothing
+    found = {steps: max(differences[:steps], key=worst) for steps in TOLERANCES}
+    reloaded = max((abs(loss / held_out[0] - 1) for loss in held_out[1:]), key=worst)
+    agrees = all(found[steps] <= allowed for steps, allowed in TOLERANCES.items())  # nan agrees with nothing
+    agrees = agrees and reloaded <= TOLERANCES[10]
     say("\n--- how they compare\n")
     if predicted:
         say(f"    step time         predicted {plan.step_seconds * 1e3:.0f} ms, measured {ours.step_s * 1e3:.0f} ms")
     say(f"    on one process    {alone.step_s * 1e3:.0f} ms, {alone.step_s / ours.step_s:.2f} times as long")
-    say(f"    first {EARLY} steps    losses differ by at most {early:.1e}, allowed {EARLY_TOLERANCE:.0e}")
-    say(f"    all {len(differences):4} steps    losses differ by at most {overall:.1e}, allowed {TOLERANCE:.0e}")
+    for steps, allowed in TOLERANCES.items():
+        say(f"    first {steps:3} steps   losses differ by at most {found[steps]:.1e}, allowed {allowed:.0e}")
     say(f"    held-out loss     {held_out[0]:.6f}; in a plain model that loaded model.pt {held_out[1]:.6f}")
     say(f"                      and in one that loaded checkpoint {held_out[2]:.6f}")
     say(f"\n    {SAME if agrees else DIFFERENT}")
@@ -403,10 +406,15 @@ def draw(path: Path, ours: History, alone: History, processes: int) -> None:
     upper.set_ylabel("loss (nats per byte)")
     upper.set_title("GPT-2 learns Python's standard library")
     upper.legend(frameon=False)
-    # Where the losses are equal, there is no place for 0 on a logarithmic axis: such points stand below float32's grain.
+    # Equal losses have no place on a logarithmic axis: they stand at 1e-8, below float32's grain.
     lower.semilogy(steps, [max(d, 1e-8) for d in relative(ours, alone)], ".", color="#1f3b73", markersize=3)
-    lower.axhline(TOLERANCE, color="#b3261e", linewidth=1, linestyle="--")
-    lower.annotate("allowed", (1, TOLERANCE), xytext=(2, 3), textcoords="offset points", color="#b3261e", fontsize=8)
+    last = 0
+    for until, allowed in TOLERANCES.items():
+        lower.plot(
+            (last + 1, max(last + 1, min(until, len(steps)))), (allowed, allowed), color="#b3261e", linewidth=1.5
+        )
+        last = until
+    lower.annotate("allowed", (1, TOLERANCES[10]), xytext=(0, 4), textcoords="offset points", color="#b3261e")
     lower.set_ylabel("relative difference")
     lower.set_xlabel("step")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))

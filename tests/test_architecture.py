@@ -23,7 +23,7 @@ MAY_NOT = {
     "autopar": {"benchmarks", "pulp", "highspy", "sympy"},  # it talks to the two above, not to their libraries
 }
 # Between trace and emit everything is plain values: what pyproject.toml has pyright check strictly. "rules" stands for
-# autopar/rules.py or autopar/rules/.
+# autopar/rules.py or autopar/rules/, "search/search" for one file of a folder whose other files need torch.
 STRICT = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]["strict"]
 PLAIN = {name.removeprefix("autopar/").removesuffix(".py") for name in STRICT if name.startswith("autopar/")}
 COMPAT = Path("autopar/_compat.py")
@@ -121,8 +121,9 @@ def circles(trees: dict[Path, ast.Module]) -> list[str]:
 
 
 def is_plain(module: str) -> bool:
-    parts = module.split(".")
-    return parts[0] == "autopar" and len(parts) > 1 and parts[1] in PLAIN
+    head, *parts = module.split(".")
+    paths = {"/".join(parts[:count]) for count in range(1, len(parts) + 1)}
+    return head == "autopar" and bool(paths & PLAIN)
 
 
 def torch_in(trees: dict[Path, ast.Module]) -> tuple["nx.DiGraph[str]", set[str]]:

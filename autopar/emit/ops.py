@@ -60,9 +60,8 @@ def to_front(x: Tensor, dim: int, parts: int) -> Tensor:
         shape[dim] //= parts
         shape[0] *= parts
         return x.reshape(shape).contiguous()
-    return torch.cat(
-        x.chunk(parts, dim), 0
-    ).contiguous()  # cat keeps channels_last, a collective sends memory as it lies
+    # A collective sends memory as it lies, and cat keeps the order of channels_last pieces.
+    return torch.cat(x.chunk(parts, dim), 0).contiguous()
 
 
 def from_front(x: Tensor, dim: int, parts: int) -> Tensor:

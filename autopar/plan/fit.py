@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
 from autopar.layout import Layout, encode, local_shape
@@ -203,8 +203,12 @@ def _check_parts(plan: Plan) -> None:
 def _check_body(choice: Choice, mesh: Mesh, place: str) -> None:
     if choice.body and choice.body not in BODIES:
         raise _Flaw(place, f"runs the local body {choice.body!r}, which this autopar does not have")
-    if unknown := sorted({*choice.body_axes, *_axes(choice.steps)} - {*mesh.names}):
+    comms = [*_comms(choice.steps)]
+    if unknown := sorted({*choice.body_axes, *(comm.axis for comm in comms)} - {*mesh.names}):
         raise _Flaw(place, f"works over axis {unknown[0]!r}, which the mesh {mesh} does not have")
+    for comm in comms:
+        if comm.ranks != mesh.size(comm.axis):
+            raise _Flaw(place, f"has a {comm.collective} of {comm.ranks} ranks over {comm.axis!r} on mesh {mesh}")
 
 
 def _local(mesh: Mesh, type: TensorType | None, layout: Layout, place: str) -> tuple[int, ...]:
@@ -233,14 +237,12 @@ def _check_way(
         raise _Flaw(place, f"takes a value in {encode(end)!r}, but its layout changes lead to {encode(at)!r}")
 
 
-def _axes(steps: Iterable[Step]) -> set[str]:
-    found: set[str] = set()
+def _comms(steps: Iterable[Step]) -> Iterator[Comm]:
     for step in steps:
         match step:
             case Comm():
-                found.add(step.axis)
+                yield step
             case Loop():
-                found |= _axes(step.body)
+                yield from _comms(step.body)
             case Compute() | Move():
                 pass
-    return found

@@ -235,7 +235,7 @@ def _parse(text: str, origin: str) -> dict[str, Json]:
     return content  # pyright: ignore[reportUnknownVariableType]
 
 
-_TYPE = re.compile(r"(\w+)\[((?:\d+(?:, \d+)*)?)\]")
+_TYPE = re.compile(r"(\w+)\[((?:\d+(?:, \d+)*)?)\]", re.ASCII)
 
 
 @dataclass

@@ -67,14 +67,15 @@ def search(
 ) -> Plan:
     """The fastest plan for one training step of `graph` that fits in `memory` bytes on each rank.
 
-    `outputs`: "sharded" leaves outputs in the plan's layouts, "global" brings them whole to every rank. `fixed`: layouts of
-    parameters that are settled already. `tied`: one choice for repeated layers (default: only where the problem is
-    large). `policy`: only plans of this baseline (`autopar.policies`). Same arguments, same plan, unless the time limit
-    cuts the search. Raises Infeasible, NoAnswerInTime.
+    `outputs`: "sharded" leaves outputs in the plan's layouts, "global" brings them whole to every rank. `fixed`:
+    layouts of parameters that are settled already. `tied`: one choice for repeated layers (default: only where the
+    problem is large). `policy`: only plans of this baseline (`autopar.policies`). Same arguments, same plan, unless the
+    time limit cuts the search. Raises Infeasible, NoAnswerInTime.
     """
+    question = ask(graph, mesh, hardware, optimizer=optimizer, progress=progress)
     return answer(
-        ask(graph, mesh, hardware, optimizer=optimizer, progress=progress),
-        memory=memory, outputs=outputs, fixed=fixed, time_limit_s=time_limit_s, tied=tied, policy=policy, progress=progress,
+        question, memory=memory, outputs=outputs, fixed=fixed,
+        time_limit_s=time_limit_s, tied=tied, policy=policy, progress=progress,
     )  # fmt: skip
 
 
@@ -111,8 +112,9 @@ def answer(
         graph, strategies, pricer, memory=memory, tied=tied, whole_outputs=outputs == "global", fixed=fixed
     )
     problem = assembled.problem
+    assembled_s = time.perf_counter() - started
     progress(
-        f"assembled {len(problem.costs):,} items and {len(problem.edges):,} edges in {time.perf_counter() - started:.1f} s"
+        f"assembled {len(problem.costs):,} items and {len(problem.edges):,} edges in {assembled_s:.1f} s"
         + (", repeated layers tied" if tied else "")
     )
     solution = solve(problem, time_limit_s=time_limit_s)

@@ -24,10 +24,9 @@ MESHES = [(2,), (4,), (2, 2)]
 
 
 @cache
-def best(name: str, mesh: Mesh, memory: float | None = None, wide: bool = False) -> Plan:
+def best(name: str, mesh: Mesh, wide: bool = False) -> Plan:
     case = family(name)
-    hardware = FAST if memory is None else SLOW
-    return search(case.wide_graph if wide else case.graph, mesh, hardware, memory=memory, tied=False)
+    return search(case.wide_graph if wide else case.graph, mesh, FAST, tied=False, time_limit_s=10)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -60,3 +59,27 @@ def test_price_and_memory_add_up_again(name: str, sizes: tuple[int, ...]) -> Non
     assert math.isclose(sum(referee.seconds_by().values()), plan.step_seconds, rel_tol=1e-9)
     assert peak_of(referee.holdings())[0] == plan.peak_bytes["hbm"]
     assert math.isclose(sum(plan.seconds_by.values()), plan.step_seconds, rel_tol=1e-9)
+
+
+TIGHT = [  # sizes of the mesh, and the part of the memory of the fastest plan that is given
+    ("mlp", (2,), 0.7),
+    ("mlp", (2, 2), 0.6),
+    ("block", (4,), 0.7),
+    ("cnn", (2,), 0.9),
+    ("gpt2", (4,), 0.75),
+    ("llama", (2,), 0.75),
+    ("llama", (4,), 0.65),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "part"), TIGHT, ids=str)
+def test_the_best_plan_in_little_memory_is_right(name: str, sizes: tuple[int, ...], part: float) -> None:
+    case, mesh = family(name), mesh_of(*sizes)
+    roomy = search(case.graph, mesh, SLOW, tied=False)
+    limit = part * roomy.peak_bytes["hbm"]
+    plan = search(case.graph, mesh, SLOW, memory=limit, tied=False)
+    assert plan.peak_bytes["hbm"] <= limit
+    assert plan.step_seconds > roomy.step_seconds, "the limit costs nothing: the test does not test what it says"
+    assert any(isinstance(p, Shard) for layout in plan.parameters.values() for p in layout)
+    off, where = difference(plan, case)
+    assert off <= 1e-4, where

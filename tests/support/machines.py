@@ -18,3 +18,4 @@ def machine(link: float = 1e12, *, flops: float = 1e12, memory: float = 1e12) ->
 
 FAST = machine()  # splitting always pays: a rank reads another's memory as fast as its own
 SLOW = machine(1e10)  # weights are worth keeping whole as long as they fit
+WIRES = machine(1e9, flops=1e15, memory=1e15)  # only what is sent costs anything

@@ -1,0 +1,318 @@
+"""The command line: `python -m autopar.search MODEL --mesh NAME=N[,NAME=N...]`, on any machine, without weights."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from autopar.attach.inputs import by_name
+from autopar.graph import Graph
+from autopar.here import hardware_or_here, memory_bytes
+from autopar.layout import show
+from autopar.mesh import parse_mesh
+from autopar.plan import Plan
+from autopar.price import OPTIMIZER_STATES
+from autopar.search.baselines import Row, compare, moved, table
+from autopar.search.factory import BadArgument, Example, build
+from autopar.search.search import Infeasible, NoAnswerInTime, Progress, answer, ask, size
+from autopar.trace import TraceError, capture, graph_of
+from cost_models.hardware import Hardware, known_hardware
+
+T = TypeVar("T")
+
+BAD_ARGUMENTS, INFEASIBLE, NO_ANSWER, INTERRUPTED = 2, 3, 4, 130
+
+DESCRIPTION = """\
+Find the fastest way to train a model on a cluster that fits in memory, and say why. Needs no GPU, no process group and
+no weights: the model may be built on the meta device."""
+
+EPILOG = f"""\
+example
+  $ cat mlp.py
+  import torch
+  from torch import nn
+
+  class Model(nn.Module):
+      def __init__(self):
+          super().__init__()
+          self.layers = nn.Sequential(nn.Linear(4096, 16384), nn.ReLU(), nn.Linear(16384, 4096))
+
+      def forward(self, x, y):
+          return nn.functional.mse_loss(self.layers(x), y)
+
+  def build():
+      with torch.device("meta"):  # shapes only, nothing is allocated
+          return Model(), (torch.empty(8192, 4096), torch.empty(8192, 4096))
+
+  $ python -m autopar.search mlp.py:build --mesh data=2,tensor=4 --hardware h100-sxm --baselines -o plan.json
+
+  and on the cluster: autopar.compile(model, mesh, plan="plan.json")
+
+hardware profiles: {", ".join(known_hardware())}; or your own file.toml
+exit status: 0 plan found, 2 bad arguments, 3 nothing fits in memory, 4 no answer in time, 130 interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadArgument(f"{message}; see python -m autopar.search --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m autopar.search", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="file.py:function or package.module:function; the function returns "
+        "(model, args) or (model, args, kwargs), with inputs of the whole (global) batch")  # fmt: skip
+    add("--mesh", required=True, metavar="NAME=N[,NAME=N...]",
+        help="axes of ranks, outermost first: data=8,tensor=8 is 64 ranks, tensor within a node")  # fmt: skip
+    add("--hardware", metavar="NAME|FILE", help="profile of the machine to plan for (default: this machine's GPU)")
+    add("--memory", metavar="SIZE",
+        help="what a plan may use of each rank's device: 70GiB, 40GB, or 0.9 of it (default: all of it, by the "
+        "profile)")  # fmt: skip
+    add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
+        help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
+    add("--outputs", choices=("sharded", "global"), default="sharded",
+        help="leave outputs in pieces, or bring them whole to every rank (default: sharded)")  # fmt: skip
+    add("--time-limit", type=float, default=60.0, metavar="S",
+        help="seconds for the solver, the same again for each baseline (default: 60)")  # fmt: skip
+    add("--baselines", action="store_true", help="compare with data parallel, FSDP and tensor parallel")
+    add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
+    add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
+    add("--json", action="store_true", help="print one JSON object in the place of the explanation")
+    add("--quiet", action="store_true", help="no progress lines on stderr")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status. Unless it is 0, stderr says why in a sentence, and no file is written."""
+    try:
+        return _search(_parser().parse_args(arguments))
+    except (BadArgument, TraceError) as error:
+        return _say(error, BAD_ARGUMENTS)
+    except Infeasible as error:
+        return _say(error, INFEASIBLE)
+    except NoAnswerInTime as error:
+        return _say(error, NO_ANSWER)
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+
+
+def _say(what: object, status: int) -> int:
+    print(f"autopar.search: {what}", file=sys.stderr)
+    return status
+
+
+def _search(given: argparse.Namespace) -> int:
+    started = time.perf_counter()
+
+    def progress(text: str) -> None:
+        if not given.quiet:
+            print(f"{time.perf_counter() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    # Everything that can be wrong without running the user's code is said first.
+    mesh = _or_bad(lambda: parse_mesh(given.mesh))
+    hardware = _hardware(given.hardware)
+    memory = _memory(given.memory, hardware)
+    if not 0 < given.time_limit < math.inf:
+        raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
+    plan_path, dot_path = _writable(given.output, "-o"), _writable(given.dot, "--dot")
+    if plan_path is not None and plan_path == dot_path:
+        raise BadArgument(f"-o and --dot both name {given.output}; give each its own file")
+
+    seconds: dict[str, float] = {}
+    with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
+        progress(f"mesh {mesh}, {mesh.ranks} ranks of {hardware.name}, {size(memory)} each")
+        graph = _timed(seconds, "trace", lambda: _trace(given.model, progress))
+        question = _timed(
+            seconds, "propose", lambda: ask(graph, mesh, hardware, optimizer=given.optimizer, progress=progress)
+        )
+        limits: dict[str, Any] = {"memory": memory, "outputs": given.outputs, "time_limit_s": given.time_limit}
+        plan = _timed(seconds, "search", lambda: answer(question, **limits, progress=progress))
+        rows: tuple[Row, ...] = ()
+        if given.baselines:
+            plan, rows = _timed(seconds, "baselines", lambda: compare(question, plan, **limits, progress=progress))
+        dot = plan.to_dot() if dot_path is not None else ""
+    seconds["total"] = time.perf_counter() - started
+    if given.json:
+        text = json.dumps(_document(given.model, plan, rows, seconds), indent=1, allow_nan=False) + "\n"
+    else:
+        text = "\n".join([plan.explain(), *([table(plan, rows)] if rows else [])])
+    try:
+        if plan_path is not None:
+            plan.save(plan_path)
+            progress(f"wrote {plan_path}")
+        if dot_path is not None:
+            _write(dot_path, dot)
+            progress(f"wrote {dot_path}")
+    except OSError as error:
+        raise BadArgument(f"cannot write {error.filename or plan_path or dot_path}: {error.strerror}") from error
+    print(text, end="")
+    return 0
+
+
+def _timed(seconds: dict[str, float], part: str, work: Callable[[], T]) -> T:
+    began = time.perf_counter()
+    done = work()
+    seconds[part] = time.perf_counter() - began
+    return done
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _or_bad(read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+
+
+def _hardware(name: str | None) -> Hardware:
+    """The named profile, else that of this machine's GPU: a plan for whatever CPU one happens to sit at is no use."""
+    known = f"{', '.join(known_hardware())}, or a profile file.toml"
+    if name is None:
+        if not torch.cuda.is_available():
+            raise BadArgument(f"this machine has no GPU to plan for; give --hardware, one of {known}")
+        return _or_bad(lambda: hardware_or_here(None, "cuda"))
+    try:
+        return Hardware.load(name)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+    except OSError as error:
+        raise BadArgument(f"hardware profile {name} cannot be read: {error.strerror}; give one of {known}") from error
+
+
+def _memory(text: str | None, hardware: Hardware) -> float:
+    """Bytes per rank: a size with a unit, or a share of the device; by default all of it, whatever is free here."""
+    if text is None:
+        return memory_bytes(None, hardware)
+    try:
+        share = float(text)
+    except ValueError:
+        return _or_bad(lambda: memory_bytes(text, hardware))
+    if not 0 < share <= 1:
+        raise BadArgument(
+            f"memory {text!r} is not a size; write for example 70GiB, 512MB or 0.9 (a share of the device)"
+        )
+    return memory_bytes(share, hardware)
+
+
+def _writable(path: str | None, flag: str) -> Path | None:
+    """The file to write, of which it is known before the work begins that it can be written."""
+    if path is None:
+        return None
+    target = Path(path).absolute()
+    if not target.parent.is_dir():
+        raise BadArgument(f"folder {target.parent} of {flag} {path} does not exist; make it first")
+    if target.is_dir():
+        raise BadArgument(f"{flag} {path} is a folder; name a file in it")
+    if not os.access(target.parent, os.W_OK):
+        raise BadArgument(f"folder {target.parent} of {flag} {path} cannot be written to; choose another")
+    return target
+
+
+def _write(path: Path, text: str) -> None:
+    """As `Plan.save`: whoever looks sees the old file or the whole new one."""
+    target = Path(os.path.realpath(path))
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+# --- work ------------------------------------------------------------------------------------------------------------
+
+
+def _trace(text: str, progress: Progress) -> Graph:
+    """The graph that `autopar.compile` plans when it is called as the factory says."""
+    example = build(text)
+    count = sum(parameter.numel() for parameter in example.model.parameters())
+    progress(f"built {type(example.model).__name__}, {count:,} parameters")
+    args, kwargs = _call(example, text)
+    model = example.model
+    training = model.training or any(parameter.requires_grad for parameter in model.parameters())
+    graph = graph_of(capture(model, args, kwargs, training=None if training == model.training else training))
+    progress(f"traced {len(graph.nodes):,} operators, forward and backward")
+    return graph
+
+
+def _call(example: Example, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        return by_name(example.model.forward, example.args, example.kwargs)
+    except TypeError as error:
+        name = type(example.model).__name__
+        raise BadArgument(f"{text} returned inputs that {name}.forward does not take: {error}") from error
+
+
+def _document(model: str, plan: Plan, rows: Sequence[Row], seconds: dict[str, float]) -> dict[str, Any]:
+    """What --json prints; every figure of a plan is predicted, for one rank and one step."""
+    types = {node.target: node.outputs[0] for node in plan.graph.nodes if node.op == "parameter"}
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    per_unit = 1 if sys.platform == "darwin" else 1024
+    return {
+        "model": model,
+        "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        "hardware": plan.hardware,
+        "optimizer": plan.optimizer,
+        "outputs": plan.outputs,
+        "memory_limit": plan.memory_limit,
+        **_figures(plan),
+        "status": plan.search.get("status"),
+        "tied": bool(plan.search.get("tied")),
+        "parameters": sum(type.numel for type in types.values() if type is not None),
+        "layouts": {
+            name: show(layout, plan.mesh, len(type.shape))
+            for name, layout in plan.parameters.items()
+            if (type := types[name]) is not None
+        },
+        "nodes": len(plan.graph.nodes),
+        "variables": plan.search.get("variables"),
+        "items": plan.search.get("items"),
+        "edges": plan.search.get("edges"),
+        "notes": list(plan.notes),
+        "baselines": [
+            {"policy": row.policy, "fits": row.plan is not None, "why": row.why, "needs_bytes": row.needs}
+            | ({} if row.plan is None else _figures(row.plan))
+            for row in rows
+        ],
+        "seconds": seconds,
+        "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in usage),
+        "peak_rss_bytes": usage[0].ru_maxrss * per_unit,
+    }  # fmt: skip
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    return {
+        "step_seconds": plan.step_seconds,
+        "bound": plan.bound if math.isfinite(plan.bound) else None,
+        "gap": plan.gap if math.isfinite(plan.gap) else None,
+        "seconds_by": dict(plan.seconds_by),
+        "peak_bytes": dict(plan.peak_bytes),
+        "comm_bytes": [
+            {"collective": collective, "axis": axis, "bytes": nbytes}
+            for (collective, axis), nbytes in plan.comm_bytes.items()
+        ],
+        "moved_bytes": moved(plan),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

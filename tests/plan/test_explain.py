@@ -1,0 +1,126 @@
+"""The text of a plan: one screen, figures that are the plan's, and textbook names where the layouts earn them."""
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.layout import REPLICATE, Shard
+from autopar.mesh import Mesh
+from autopar.plan.explain import HEIGHT, WIDTH, _between, _Use, explain
+from autopar.plan.tell import human
+from tests.plan.nets import MESH, megatron, net_graph, plan_of
+from tests.support.plans import PlanSampler
+
+DATA = Mesh(("data",), (4,))
+ONE = Mesh(("tensor",), (4,))
+
+
+def line_of(text: str, start: str) -> str:
+    """The line with this beginning, and those that continue it."""
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(start))
+    rest = [line for line in lines[at + 1 :]]
+    count = next((i for i, line in enumerate(rest) if not line.startswith("  ")), len(rest))
+    return " ".join(line.strip() for line in lines[at : at + 1 + count])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_is_one_screen(graph, seed):
+    lines = explain(PlanSampler(graph, MESH).draw(seed)).splitlines()
+    assert len(lines) <= HEIGHT == 40 and max(map(len, lines)) <= WIDTH == 110
+
+
+def test_the_figures_are_those_of_the_plan(plan):
+    text = explain(plan)
+    assert text.startswith("mesh data=4,tensor=2 (8 ranks) on h100-sxm, optimizer adamw\n")
+    assert f"step time {plan.step_seconds * 1e3:.3f} ms, predicted (simulated)" in text
+    for name, part in (("compute", "compute"), ("optimizer", "optimizer"), ("communication, data", "comm:data")):
+        assert f"{plan.seconds_by[part] * 1e3:.3f} ms" in next(x for x in text.splitlines() if x.strip().startswith(name))
+    for (collective, _), nbytes in plan.comm_bytes.items():
+        assert f"{collective} {human(nbytes)}" in text
+    assert f"memory peak {human(plan.peak_bytes['hbm'])} of hbm per rank" in text
+    assert f"gap {100 * plan.gap:.2f} %" in text
+
+
+def test_memory_tells_whether_it_binds(plan):
+    peak = plan.peak_bytes["hbm"]
+    assert "no limit was given" in explain(plan)
+    assert "memory is tight" in explain(replace(plan, memory_limit=peak * 1.01))
+    assert "50 % of the limit" in (loose := explain(replace(plan, memory_limit=peak * 2.0)))
+    assert "memory is not what limits it" in loose
+
+
+def test_without_a_bound_none_is_claimed(plan):
+    assert "no lower bound is known" in explain(replace(plan, bound=0.0))
+
+
+def test_notes_are_told(plan):
+    note = "aten.foo.default has no sharding rule and runs replicated (3 nodes)"
+    assert f"note: {note}" in explain(replace(plan, notes=(note,)))
+    many = explain(replace(plan, notes=(note,) * 30))
+    assert "more notes" in many and len(many.splitlines()) <= HEIGHT
+
+
+def test_equal_layers_are_told_once(plan):
+    text = explain(plan)
+    (line,) = [line for line in text.splitlines() if "layers.*.up.weight" in line]
+    assert line.split() == ["layers.*.up.weight", "[data,", "_]", "3x", "float32[256,", "64]"]
+    assert "layers.0" not in text
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_data_parallel_by_name(large):
+    plan = plan_of(large, DATA, lambda name, ndim: (REPLICATE,))
+    told = line_of(explain(plan), "data: ")
+    assert told.startswith("data: data parallel: each rank computes a part of the batch") and "gradients are summed" in told
+    assert "FSDP" not in told and "Megatron" not in told
+
+
+def test_fully_sharded_by_name(large):
+    plan = plan_of(large, DATA, lambda name, ndim: (Shard(0),))
+    text = explain(plan)
+    assert line_of(text, "data: ").startswith("data: fully sharded data parallel (FSDP / ZeRO-3): each rank")
+    assert "of which a rank stores" in text and "(25 %)" in text
+
+
+def test_tensor_parallel_by_name():
+    graph = net_graph(batch=1, length=8, width=2048, classes=97)
+    plan = plan_of(graph, ONE, lambda name, ndim: megatron(name, ndim)[1:])
+    text = explain(plan)
+    assert "column/row tensor parallel (Megatron)" in line_of(text, "tensor: ")
+    assert "FSDP" not in text and "data parallel" not in text
+    assert "tensor splits columns" in line_of(text, "products").split("layers.*.up")[1].split("layers.*.down")[0]
+    assert "tensor splits rows" in line_of(text, "products").split("layers.*.down")[1]
+
+
+def test_two_axes_have_each_their_own_name(megatron_plan):
+    text = explain(megatron_plan)
+    assert line_of(text, "data: ").startswith("data: data parallel")
+    assert "column/row tensor parallel (Megatron)" in line_of(text, "tensor: ")
+    assert "(Megatron)" not in line_of(text, "data: ")
+
+
+def test_sequence_parallel_by_name(megatron_plan):
+    told = line_of(explain(megatron_plan), "tensor: ")
+    assert "elsewhere activations are split along the sequence (sequence parallel)" in told
+
+
+def test_sequence_parallel_is_claimed_only_where_it_is_most_of_the_bytes():
+    assert _between(_Use(between={"along the sequence": 3.0, "whole": 1.0, "by features": 9.0})) == [
+        "elsewhere activations are split along the sequence (sequence parallel)"
+    ]
+    assert _between(_Use(between={"along the sequence": 1.0, "whole": 3.0})) == ["elsewhere activations are kept whole"]
+    assert _between(_Use(between={"by features": 1.0})) == []
+
+
+def test_repeated_work_is_told():
+    plan = plan_of(net_graph(batch=3, length=5, width=6, classes=7), DATA)
+    assert "the same work repeated on every rank in 100% of the layers' arithmetic" in line_of(explain(plan), "data: ")
+    assert "a rank receives nothing" in explain(plan)
+
+
+def test_an_axis_of_one_rank_splits_nothing(graph):
+    plan = plan_of(graph, Mesh(("data", "tensor"), (2, 1)))
+    assert "tensor: one rank, nothing to split" in explain(plan)
