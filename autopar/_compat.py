@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Without `functional_collectives` imported, a raw `_c10d_functional` op that meets autograd gives silently wrong gradients.
 
@@ -22,6 +23,7 @@ __all__ = [
     "HashStore",
     "LocalTensor",
     "LocalTensorMode",
+    "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "functional_collectives",
     "pytree",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._version import __version__
+from autopar.attach.agree import agreed, least_of, text_from
 from autopar.attach.inputs import by_name
 from autopar.attach.module import ParallelModule, attach, plan_module
-from autopar.attach.tensors import mesh_of, text_from_rank_zero
+from autopar.attach.tensors import mesh_of
 from autopar.graph import Graph
 from autopar.here import check_size, hardware_or_here, memory_bytes
 from autopar.layout import Layout
 from autopar.mesh import Mesh
-from autopar.plan import Plan
+from autopar.plan import Plan, PlanMismatch
 from autopar.plan.fit import check
 from autopar.plan.store import dumps, loads
 from autopar.price import OPTIMIZER_STATES
@@ -77,14 +79,15 @@ def compile(
 
     def planner(graph: Graph, fixed: Mapping[str, Layout], is_training: bool) -> Plan:
         if given is not None and is_training:
-            check(given, graph, mesh)
+            agreed(lambda: check(given, graph, mesh, outputs=_outputs_that_matter(outputs, graph)), device_mesh)
             return given
+        room = least_of(limit, device_mesh) if is_training else None  # inference needs no more than training does
 
         def find() -> Plan:
-            room = limit if is_training else None  # inference needs no more than the training step it follows
             kept = _cached_path(cache, graph, mesh, machine, room, optimizer, outputs, fixed)
             if kept is not None and kept.exists():
-                return Plan.load(kept)
+                with contextlib.suppress(PlanMismatch):  # cut short or edited: found again, and written anew
+                    return Plan.load(kept)
             found = search(
                 graph, mesh, machine,
                 memory=room, optimizer=optimizer, outputs=outputs, fixed=fixed, time_limit_s=time_limit_s,
@@ -109,28 +112,21 @@ def _known(what: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) -> Plan:
-    """Rank 0 finds the plan, the others receive it, or the error that rank 0 had; each checks it against its own graph."""
+    """Rank 0 finds the plan, the others receive it and check it against their own graph; an error anywhere reaches all."""
     if mesh.ranks == 1:
         return find()
-    plan: Plan | None = None
-    error: Exception | None = None
-    text: str | None = None
-    if dist.get_rank() == 0:
-        try:
-            plan = find()
-            text = "plan " + dumps(plan)
-        except Exception as caught:  # told to every rank, then raised on this one too
-            error = caught
-            text = f"error {type(caught).__name__}: {caught}"
-    told = text_from_rank_zero(text, device_mesh)
-    if error is not None:
-        raise error
-    kind, _, content = told.partition(" ")
-    if kind == "error":
-        raise RuntimeError(f"rank 0 found no plan: {content}")
-    received = plan or loads(content, "rank 0")
-    check(received, graph, mesh)
-    return received
+    is_zero = dist.get_rank() == 0
+    found = agreed(lambda: find() if is_zero else None, device_mesh)
+    text = text_from(0, None if found is None else dumps(found), device_mesh)
+    plan = found or loads(text, "rank 0")
+    agreed(lambda: check(plan, graph, mesh, origin="the plan of rank 0"), device_mesh)
+    return plan
+
+
+def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:
+    """A plan that leaves outputs in pieces cannot give whole ones; a plan that makes them whole can give either."""
+    in_pieces = any(r.kind == "output" and r.ref is not None and graph.type_of(r.ref).shape for r in graph.results)
+    return outputs if outputs == "global" and in_pieces else None
 
 
 def _cached_path(

@@ -88,11 +88,13 @@ def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_ty
     """Bytes of one rank's device that a plan may use.
 
     "70GiB" or "70 GB" are read with their unit; an int, or a float above 1, is bytes; a float up to 1 is that share of the
-    profile's capacity. None: what is free on this machine's device, or without a device the profile's capacity.
+    profile's capacity. None: what is free on this machine's device, in 64ths of the profile's capacity, or without a
+    device that capacity.
     """
     match memory:
         case None:
-            return free_bytes(device_type, hardware)
+            free, grain = free_bytes(device_type, hardware), hardware.tiers["hbm"].capacity_bytes / 64
+            return free // grain * grain or free  # a few pages more or less make no other question of it, see cache=
         case str():
             read = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?i?B)\s*", memory, re.IGNORECASE)
             if read is None or read[1].count(".") > 1 or read[1] == "." or float(read[1]) <= 0:

@@ -160,7 +160,7 @@ class _Axis:
     # --- operators -------------------------------------------------------------------------------------------------
 
     def operator(self, node: Node, options: tuple[Strategy, ...]) -> tuple[tuple[Strategy, ...], tuple[Kind, ...]]:
-        kinds = tuple(self.kinds[ref.name][ref.index] for ref in node.operands)
+        kinds: tuple[Kind, ...] = tuple(self.kinds[ref.name][ref.index] for ref in node.operands)
         along = self._along_the_batch(options, kinds)
         results = self._results(node, kinds, along)
         if self.policy == "tensor-parallel":
@@ -175,11 +175,9 @@ class _Axis:
         """The options that split the batch of the most operands, and nothing else of those that have one."""
 
         def matched(option: Strategy) -> int:
-            pairs = [
-                (kind, place) for kind, place in zip(kinds, self.takes(option), strict=True) if isinstance(kind, int)
-            ]
-            good = sum(place == Shard(kind) for kind, place in pairs)
-            return good if all(place == Shard(kind) or not isinstance(place, Shard) for kind, place in pairs) else 0
+            ends = zip(kinds, self.takes(option), strict=True)
+            splits = [place.dim == kind for kind, place in ends if isinstance(kind, int) and isinstance(place, Shard)]
+            return len(splits) if all(splits) else 0
 
         best = max(map(matched, options), default=0)
         if not best:

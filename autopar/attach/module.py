@@ -10,16 +10,27 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
-from autopar.attach.inputs import by_name, local_inputs, match_inputs, planned_inputs
+from autopar.attach.agree import agreed
+from autopar.attach.inputs import by_name, local_inputs, match_inputs, planned_inputs, type_of
 from autopar.attach.run import Runner
-from autopar.attach.tensors import as_dtensor, mesh_of, parameter_on, whole_parameter
+from autopar.attach.tensors import (
+    as_dtensor,
+    from_rank_zero,
+    layout_of,
+    mesh_of,
+    parameter_on,
+    placements_of,
+    take_plain_tensors,
+    whole_parameter,
+)
 from autopar.emit import Program, emit, forward_only
-from autopar.graph import Graph
+from autopar.graph import Graph, Node
 from autopar.layout import Layout
-from autopar.modules import tensors_by_name, with_tensors
-from autopar.plan import Plan
+from autopar.modules import aliases, tensors_by_name, with_tensors
+from autopar.plan import Plan, PlanMismatch
 from autopar.trace import Captured, capture, flatten_inputs, graph_of
 
 # How a graph becomes a plan: (graph, layouts of parameters that are settled, whether this is the training step) -> plan.
@@ -122,6 +133,17 @@ class ParallelModule(nn.Module):
                 sharded[id(value)] = as_dtensor(local, value.shape, layouts[path], self._autopar.device_mesh)
         return pytree.tree_map(lambda leaf: sharded.get(id(leaf), leaf), batch)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What `to_empty`, `to` and the like do to each tensor; one that has several names is one afterwards too."""
+        tied = aliases(self)
+        super()._apply(fn, recurse)
+        for name, first in tied.items():
+            (owner, _, leaf), (first_owner, _, first_leaf) = name.rpartition("."), first.rpartition(".")
+            tensors = self.get_submodule(owner)._parameters
+            tensors = tensors if leaf in tensors else self.get_submodule(owner)._buffers
+            tensors[leaf] = getattr(self.get_submodule(first_owner), first_leaf)
+        return self
+
     def _main(self) -> _Mode:
         mode = self._autopar.main
         if mode is None:
@@ -145,6 +167,7 @@ def attach(
     copied = with_tensors(model, fresh)
     model_class = type(model)
     copied.__class__ = type(f"Parallel{model_class.__name__}", (ParallelModule, model_class), {})
+    take_plain_tensors(copied)
     parallel = cast(ParallelModule, copied)
     object.__setattr__(parallel, "_autopar", _State(model_class, device_mesh, planner, outputs, backend, precision))
     return parallel
@@ -153,20 +176,28 @@ def attach(
 def plan_module(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Plan the training step (with gradients, in train mode unless the model is in eval mode) and lay parameters out."""
     state = parallel._autopar
-    trained = any(parameter.requires_grad for parameter in parallel.parameters())
-    captured = _capture(parallel, args, kwargs, training=parallel.training or trained)
-    graph = graph_of(captured, state.precision)
-    plan = state.planner(graph, {}, True)
-    _lay_out(parallel, plan)
-    state.main = _mode(state, captured, plan)
-    state.modes[parallel.training or trained, True] = state.main
+    training = parallel.training or any(parameter.requires_grad for parameter in parallel.parameters())
+    captured, graph = _capture(parallel, args, kwargs, training=training)
+    with torch.inference_mode(False):  # parameters made here are trained later
+        plan = state.planner(graph, {}, True)
+        main = _mode(state, captured, plan)
+        _lay_out(parallel, plan)
+    state.main = state.modes[training, True] = main
 
 
-def _capture(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool) -> Captured:
-    precision = parallel._autopar.precision
-    with _as_user_class(parallel):
-        mode = None if training == parallel.training else training
-        return capture(parallel, args, kwargs, training=mode, precision=precision)
+def _capture(
+    parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool
+) -> tuple[Captured, Graph]:
+    """The joint graph, also where the caller is in no_grad; on all ranks or on none."""
+    precision, device_mesh = parallel._autopar.precision, parallel._autopar.device_mesh
+    mode = None if training == parallel.training else training
+
+    def trace() -> tuple[Captured, Graph]:
+        with _as_user_class(parallel), torch.inference_mode(False), torch.enable_grad():
+            captured = capture(parallel, args, kwargs, training=mode, precision=precision)
+        return captured, graph_of(captured, precision)
+
+    return agreed(trace, device_mesh)
 
 
 @contextlib.contextmanager
@@ -187,9 +218,15 @@ def _original_forward(parallel: ParallelModule) -> Callable[..., Any]:
 
 
 def _lay_out(parallel: ParallelModule, plan: Plan) -> None:
-    """Every parameter becomes a DTensor in the plan's layout, in place: optimizers that hold it already see the new one."""
+    """Every parameter becomes a DTensor in the plan's layout, in place: optimizers that hold it already see the new one.
+
+    Buffers stay whole; as with parameters, rank 0's values win.
+    """
     state = parallel._autopar
     parameters, _ = tensors_by_name(parallel)
+    for buffer in parallel.buffers():
+        if not buffer.is_meta:
+            buffer.copy_(from_rank_zero(buffer, state.device_mesh))
     done: set[int] = set()
     for name, layout in plan.parameters.items():
         parameter = parameters[name]
@@ -222,8 +259,7 @@ def _mode_for(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[s
     state = parallel._autopar
     key = (parallel.training, torch.is_grad_enabled())
     if key not in state.modes:
-        captured = _capture(parallel, args, kwargs, training=parallel.training)
-        graph = graph_of(captured, state.precision)
+        captured, graph = _capture(parallel, args, kwargs, training=parallel.training)
         if not torch.is_grad_enabled():
             graph = forward_only(graph)
         state.modes[key] = _mode(
@@ -237,7 +273,7 @@ def _run(parallel: ParallelModule, mode: _Mode, leaves: list[tuple[str, Any]]) -
     graph = mode.plan.graph
     tensors = match_inputs(leaves, mode.inputs)
     parameters, buffers = tensors_by_name(parallel)
-    locals_of_parameters = [parameters[node.target].to_local() for node in mode.runner.parameters]  # type: ignore[union-attr]
+    locals_of_parameters = [_local(parameters[node.target], node, mode.plan) for node in mode.runner.parameters]
     others: list[Tensor] = []
     for node in mode.runner.program.inputs:
         if node.op == "buffer":
@@ -251,6 +287,24 @@ def _run(parallel: ParallelModule, mode: _Mode, leaves: list[tuple[str, Any]]) -
         for name, value in written:
             buffers[name].copy_(value)
     return _assemble_outputs(state, mode, outputs)
+
+
+def _local(parameter: Tensor, node: Node, plan: Plan) -> Tensor:
+    """This rank's piece of a parameter. Raises where something was done to it that the plan does not know of."""
+    if parameter.is_meta:
+        raise RuntimeError(
+            f"parameter {node.target} is on the meta device and has no values: "
+            "call to_empty(device=...) on the parallel module, then load or initialise its parameters"
+        )
+    layout, (type,) = plan.choices[node.name].gives[0], node.outputs
+    assert type is not None
+    if not isinstance(parameter, DTensor) or layout_of(parameter) != layout or type_of(parameter) != type:
+        now = f"{type_of(parameter)} in {parameter.placements}" if isinstance(parameter, DTensor) else "a plain tensor"
+        raise PlanMismatch(
+            f"parameter {node.target} is {now}, the plan has it as {type} in {placements_of(layout)}; "
+            "change values in place or with load_state_dict, and compile again for another dtype"
+        )
+    return parameter.to_local()
 
 
 def _assemble_outputs(state: _State, mode: _Mode, outputs: list[Tensor | None]) -> Any:

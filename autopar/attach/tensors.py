@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,9 @@ def whole_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Para
     value = parameter.detach()
     value = value if value.is_meta else value.to(device_mesh.device_type)
     made = as_dtensor(value.contiguous(), value.shape, (plain.REPLICATE,) * device_mesh.ndim, device_mesh)
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+    whole = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    whole.is_borrowed = not value.is_meta  # type: ignore[attr-defined]  # whoever writes to it has to copy it first
+    return whole
 
 
 def parameter_on(mesh: Mesh, device_mesh: DeviceMesh, whole: nn.Parameter, layout: Layout) -> nn.Parameter:
@@ -96,17 +99,34 @@ def from_rank_zero(value: Tensor, device_mesh: DeviceMesh) -> Tensor:
     return value
 
 
-def text_from_rank_zero(text: str | None, device_mesh: DeviceMesh) -> str:
-    """Rank 0's text on every rank (bytes over the wire, nothing pickled)."""
-    if device_mesh.size() == 1:
-        assert text is not None
-        return text
-    device = torch.device(device_mesh.device_type)
-    data = b"" if text is None else text.encode()
-    length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(length, src=0)
-    buffer = torch.empty(int(length), dtype=torch.uint8, device=device)
-    if text is not None and data:
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    dist.broadcast(buffer, src=0)
-    return bytes(buffer.cpu().numpy()).decode()
+def take_plain_tensors(module: nn.Module) -> None:
+    """From now on `load_state_dict` of each submodule takes whole tensors too, of which a rank keeps its piece."""
+    for part in module.modules():
+        part.register_load_state_dict_pre_hook(_cut_to_layouts)
+
+
+def _cut_to_layouts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a load: parameters stop sharing storage with the user's model, whole tensors become DTensors like them."""
+    for name, held in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if not isinstance(held, DTensor) or not isinstance(value, Tensor):
+            continue
+        if getattr(held, "is_borrowed", False):
+            torch.utils.swap_tensors(held, nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad))
+        if not isinstance(value, DTensor) and value.shape == held.shape:
+            state_dict[prefix + name] = piece_as(value, held)
+
+
+def piece_as(value: Tensor, held: DTensor) -> DTensor:
+    """A whole tensor as a DTensor laid out like `held`."""
+    mesh, device_mesh = mesh_of(held.device_mesh), held.device_mesh
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    layout = layout_of(held)
+    local = piece_of(value.detach().to(held.to_local().device), layout, mesh, coordinate)
+    return as_dtensor(local, value.shape, layout, device_mesh)
+
+
+def layout_of(held: DTensor) -> Layout:
+    """Our layout of a parameter (which is never partial)."""
+    return tuple(plain.Shard(placement.dim) if isinstance(placement, Shard) else plain.REPLICATE for placement in held.placements)

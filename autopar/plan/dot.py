@@ -350,8 +350,8 @@ class _Picture:
         layouts = f"{TABLE}{head}{''.join(rows)}</TABLE>"
         yield "  subgraph cluster_legend {"
         yield '    label="legend"; style=dotted; color="#888888";'
-        yield f"    legend_layouts [shape=plain, style=\"\", label=<{layouts}>];"
-        yield f"    legend_traffic [shape=plain, style=\"\", label=<{self._traffic()}>];"
+        yield f'    legend_layouts [shape=plain, style="", label=<{layouts}>];'
+        yield f'    legend_traffic [shape=plain, style="", label=<{self._traffic()}>];'
         yield "  }"
 
     def _traffic(self) -> str:

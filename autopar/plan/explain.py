@@ -245,16 +245,16 @@ def _named(use: _Use, parameter_bytes: float) -> str:
 
 
 def _between(use: _Use) -> list[str]:
-    """How activations stand outside the split products: Megatron's sequence parallelism, if along the sequence."""
+    """How activations stand outside the split products; along the sequence, it is Megatron's sequence parallelism."""
     outside = {what: nbytes for what, nbytes in use.between.items() if what != "by features"}
-    if not outside:
-        return []
-    what, nbytes = max(outside.items(), key=lambda item: (item[1], item[0]))
-    if nbytes < 0.5 * sum(outside.values()):
-        return []
-    name = " (sequence parallel)" if what == "along the sequence" else ""
-    how = "kept" if what in ("whole", "as terms of a sum") else "split"
-    return [f"elsewhere activations are {how} {what}{name}"]
+    total = sum(outside.values())
+    told: list[str] = []
+    for what, nbytes in sorted(outside.items(), key=lambda item: (-item[1], item[0])):
+        if nbytes > (1 - MOST) * total:
+            how = f"kept {what}" if what in ("whole", "as terms of a sum") else f"split {what}"
+            name = " (sequence parallel)" if what == "along the sequence" else ""
+            told.append(f"{how}{name}" if nbytes >= MOST * total else f"{nbytes / total:.0%} {how}{name}")
+    return [f"elsewhere activations are {', '.join(told)}"] if told else []
 
 
 # --- parameters, products, notes -------------------------------------------------------------------------------------

@@ -18,9 +18,7 @@ AGAIN = "run `python -m autopar.search` again to make a new plan"
 # --- a plan against what is to run -----------------------------------------------------------------------------------
 
 
-def check(
-    plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, origin: str = "the plan"
-) -> None:
+def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, origin: str = "the plan") -> None:
     """Raise PlanMismatch, naming the first difference, unless `plan` was made for this graph and mesh.
 
     `graph`: what the model traces to now. Names of operators do not count, as the program is emitted from the plan's

@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status. Unless it is 0, stderr says why in a sentence, and no file is written."""
+    """Run the command; returns the exit status. Unless it is 0, a sentence on stderr says why, no file is written."""
     try:
         return _search(_parser().parse_args(arguments))
     except (BadArgument, TraceError) as error:

@@ -11,6 +11,7 @@ from autopar.policies import policies_for
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
 
 CLOSER = 1e-6  # relative: the solver's own tolerance
+SMALL = 1e-3  # a gap not worth a word
 
 
 @dataclass(frozen=True)
@@ -90,5 +91,6 @@ def table(chosen: Plan, rows: Sequence[Row]) -> str:
 
 def _figures(plan: Plan, chosen: Plan) -> tuple[str, str, str, str, str]:
     ratio = plan.step_seconds / chosen.step_seconds if chosen.step_seconds else 1.0
+    fits = "yes" if plan.gap < SMALL else f"yes (cut by time: at most {100 * plan.gap:.1f} % slower than its best)"
     peak = "; ".join(human(nbytes) for _, nbytes in sorted(plan.peak_bytes.items()))
-    return f"{plan.step_seconds * 1e3:.3f}", peak, human(moved(plan)), f"{ratio:.2f} x", "yes"
+    return f"{plan.step_seconds * 1e3:.3f}", peak, human(moved(plan)), f"{ratio:.2f} x", fits

@@ -53,7 +53,7 @@ def lower(captured: Captured) -> Graph:
 def _add_source(
     fx_node: torch.fx.Node, captured: Captured, nodes: list[Node], ref_of: dict[torch.fx.Node, Any]
 ) -> None:
-    value = fx_node.meta["val"]
+    value = fx_node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         ref_of[fx_node] = value  # a number or None among the inputs: the graph is specialised to it
         return

@@ -35,7 +35,7 @@ def fsdp_plan(large) -> Plan:
 @pytest.fixture(scope="session")
 def megatron_plan() -> Plan:
     """One sequence per rank of data, so that tensor has no batch to split."""
-    return plan_of(net_graph(batch=4, length=1024, width=2048, classes=2048), layout_of=megatron)
+    return plan_of(net_graph(batch=4, length=8192, width=4096, classes=2048), layout_of=megatron)
 
 
 @pytest.fixture

@@ -35,7 +35,9 @@ def test_the_figures_are_those_of_the_plan(plan):
     assert text.startswith("mesh data=4,tensor=2 (8 ranks) on h100-sxm, optimizer adamw\n")
     assert f"step time {plan.step_seconds * 1e3:.3f} ms, predicted (simulated)" in text
     for name, part in (("compute", "compute"), ("optimizer", "optimizer"), ("communication, data", "comm:data")):
-        assert f"{plan.seconds_by[part] * 1e3:.3f} ms" in next(x for x in text.splitlines() if x.strip().startswith(name))
+        assert f"{plan.seconds_by[part] * 1e3:.3f} ms" in next(
+            x for x in text.splitlines() if x.strip().startswith(name)
+        )
     for (collective, _), nbytes in plan.comm_bytes.items():
         assert f"{collective} {human(nbytes)}" in text
     assert f"memory peak {human(plan.peak_bytes['hbm'])} of hbm per rank" in text
@@ -74,7 +76,10 @@ def test_equal_layers_are_told_once(plan):
 def test_data_parallel_by_name(large):
     plan = plan_of(large, DATA, lambda name, ndim: (REPLICATE,))
     told = line_of(explain(plan), "data: ")
-    assert told.startswith("data: data parallel: each rank computes a part of the batch") and "gradients are summed" in told
+    assert (
+        told.startswith("data: data parallel: each rank computes a part of the batch")
+        and "gradients are summed" in told
+    )
     assert "FSDP" not in told and "Megatron" not in told
 
 
@@ -104,15 +109,20 @@ def test_two_axes_have_each_their_own_name(megatron_plan):
 
 def test_sequence_parallel_by_name(megatron_plan):
     told = line_of(explain(megatron_plan), "tensor: ")
-    assert "elsewhere activations are split along the sequence (sequence parallel)" in told
+    assert "elsewhere activations are 50% kept whole, 50% split along the sequence (sequence parallel)" in told or (
+        "elsewhere activations are 50% split along the sequence (sequence parallel), 50% kept whole" in told
+    )
 
 
-def test_sequence_parallel_is_claimed_only_where_it_is_most_of_the_bytes():
-    assert _between(_Use(between={"along the sequence": 3.0, "whole": 1.0, "by features": 9.0})) == [
-        "elsewhere activations are split along the sequence (sequence parallel)"
-    ]
-    assert _between(_Use(between={"along the sequence": 1.0, "whole": 3.0})) == ["elsewhere activations are kept whole"]
-    assert _between(_Use(between={"by features": 1.0})) == []
+def test_activations_between_products_are_told_by_their_bytes():
+    def told(**between: float) -> list[str]:
+        return _between(_Use(between={name.replace("_", " "): nbytes for name, nbytes in between.items()}))
+
+    sequence = "split along the sequence (sequence parallel)"
+    assert told(along_the_sequence=99.0, whole=1.0, by_features=50.0) == [f"elsewhere activations are {sequence}"]
+    assert told(along_the_sequence=1.0, whole=3.0) == [f"elsewhere activations are 75% kept whole, 25% {sequence}"]
+    assert told(along_the_sequence=1.0, whole=99.0) == ["elsewhere activations are kept whole"]
+    assert told(by_features=1.0) == []
 
 
 def test_repeated_work_is_told():

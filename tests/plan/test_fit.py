@@ -133,7 +133,8 @@ def test_names_of_operators_do_not_count(plan, graph):
         return Ref(new(ref.name), ref.index)
 
     nodes = tuple(
-        replace(n, name=new(n.name), args=map_refs(n.args, moved), kwargs=map_refs(n.kwargs, moved)) for n in graph.nodes
+        replace(n, name=new(n.name), args=map_refs(n.args, moved), kwargs=map_refs(n.kwargs, moved))
+        for n in graph.nodes
     )
     results = tuple(replace(r, ref=r.ref and moved(r.ref)) for r in graph.results)
     check(plan, Graph(nodes, results), MESH)

@@ -37,7 +37,14 @@ def of_args(*args, steps=(), **facts) -> Plan:
         "f": Choice(("",), (whole,) * reads, (whole,) * 3, "", (), 1, steps, ((),) * reads),
     }
     results = Result("output", "0", Ref("f", 2)), Result("output", "1", None)
-    given = {"memory_limit": None, "step_seconds": 0.1, "bound": 0.1, "peak_bytes": {"hbm": 8}, "seconds_by": {}, **facts}
+    given = {
+        "memory_limit": None,
+        "step_seconds": 0.1,
+        "bound": 0.1,
+        "peak_bytes": {"hbm": 8},
+        "seconds_by": {},
+        **facts,
+    }
     return Plan(
         Graph(nodes, results), Mesh(("data",), (2,)), "h100-sxm", "d", "adamw", outputs="sharded", choices=choices,
         deliveries=(Delivery((), whole), None), **given,
@@ -78,7 +85,12 @@ def families():
     ids = torch.zeros(4, 16, dtype=torch.int64)
     text = {"input_ids": ids, "labels": ids}
     image = {"pixel_values": torch.zeros(4, 3, 32, 32), "labels": torch.zeros(4, dtype=torch.int64)}
-    yield "llama", T.LlamaForCausalLM, T.LlamaConfig(**small, num_key_value_heads=2, vocab_size=104, use_cache=False), text
+    yield (
+        "llama",
+        T.LlamaForCausalLM,
+        T.LlamaConfig(**small, num_key_value_heads=2, vocab_size=104, use_cache=False),
+        text,
+    )
     yield "opt", T.OPTForCausalLM, T.OPTConfig(
         num_hidden_layers=2, hidden_size=64, ffn_dim=96, num_attention_heads=4, vocab_size=104, word_embed_proj_dim=64,
         max_position_embeddings=64, use_cache=False), text  # fmt: skip
@@ -89,7 +101,9 @@ def families():
     yield "vit", T.ViTForImageClassification, T.ViTConfig(**small, image_size=32, patch_size=8, num_labels=10), image
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "opt", "bert", "t5", "vit")])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "opt", "bert", "t5", "vit")]
+)
 def test_plans_of_real_models_read_back(family):
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
@@ -116,8 +130,9 @@ def test_a_convolution_with_batch_norm_reads_back():
 @pytest.mark.parametrize(
     "arg",
     [
-        float("-inf"), float("inf"), 0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, 1.0, 1, 0, -3, 2**70, True, False, None,
-        "", "a \" \\ \n b", "größe", "\ud800", "inf", (), (1, (2.0, (None,))), (Ref("x"), None, Ref("x")), Const("device", "cpu"),
+        float("-inf"), float("inf"), 0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, 1.0, 1, 0, -3, 2**70,
+        True, False, None, "", "a \" \\ \n b", "größe", "\ud800", "inf", (), (1, (2.0, (None,))),
+        (Ref("x"), None, Ref("x")), Const("device", "cpu"),
     ],
 )  # fmt: skip
 def test_an_argument_keeps_value_and_type(arg):
@@ -163,9 +178,7 @@ def test_the_text_does_not_depend_on_the_order_of_mappings(plan):
         random.Random(0).shuffle(names)
         return {name: mapping[name] for name in names}
 
-    other = replace(
-        plan, **{f: shuffled(getattr(plan, f)) for f in ("choices", "peak_bytes", "seconds_by", "search")}
-    )
+    other = replace(plan, **{f: shuffled(getattr(plan, f)) for f in ("choices", "peak_bytes", "seconds_by", "search")})
     assert dumps(other) == dumps(plan) == dumps(loads(dumps(plan), "a plan"))
 
 
@@ -179,7 +192,9 @@ save(plan_of(net_graph(), layout_of=sharded), sys.argv[1])
 
 def test_another_process_with_another_hash_seed_writes_the_same_bytes(plan, tmp_path):
     env = {**os.environ, "PYTHONHASHSEED": "12345", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", MAKE, str(tmp_path / "plan.json")], check=True, cwd=ROOT, env=env, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", MAKE, str(tmp_path / "plan.json")], check=True, cwd=ROOT, env=env, timeout=120
+    )
     assert (tmp_path / "plan.json").read_text() == dumps(plan)
 
 
@@ -192,7 +207,11 @@ def test_one_node_stands_on_one_line(plan):
 
 def test_equal_choices_stand_once(plan):
     content = json.loads(dumps(plan))
-    assert len(content["choices"]) == len({json.dumps(choice) for choice in content["choices"]}) < len(content["nodes"]) / 2
+    assert (
+        len(content["choices"])
+        == len({json.dumps(choice) for choice in content["choices"]})
+        < len(content["nodes"]) / 2
+    )
 
 
 def test_white_space_is_of_no_account(plan):
@@ -367,7 +386,9 @@ EDITS = [
 ]
 
 
-@pytest.mark.parametrize(("place", "value", "told"), EDITS, ids=[f"{place}={value!r}"[:50] for place, value, _ in EDITS])
+@pytest.mark.parametrize(
+    ("place", "value", "told"), EDITS, ids=[f"{place}={value!r}"[:50] for place, value, _ in EDITS]
+)
 def test_a_signed_edit_is_told(content, place, value, told):
     _set(place, value)(content)
     assert told in message(sign(content))

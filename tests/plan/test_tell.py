@@ -12,7 +12,14 @@ from tests.support.plans import PlanSampler
 
 @pytest.mark.parametrize(
     ("nbytes", "told"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (36_864, "36.0 KiB"), (7 * 2**30, "7.00 GiB"), (5e12, "4657 GiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (36_864, "36.0 KiB"),
+        (7 * 2**30, "7.00 GiB"),
+        (5e12, "4657 GiB"),
+    ],
 )
 def test_sizes_in_words(nbytes, told):
     assert human(nbytes) == told
@@ -56,5 +63,10 @@ def test_a_layer_with_another_choice_in_backward_stays_apart(plan):
 def test_nothing_that_is_sent_in_forward_is_left_out(graph, seed):
     drawn = PlanSampler(graph, MESH).draw(seed)
     hidden = {n.name for n in graph.nodes if n.phase == "forward"} - {n.name for n in shown_nodes(drawn)}
-    only = replace(drawn, choices={n: c if n in hidden else replace(c, steps=(), reads=((),) * len(c.reads)) for n, c in drawn.choices.items()})
+    only = replace(
+        drawn,
+        choices={
+            n: c if n in hidden else replace(c, steps=(), reads=((),) * len(c.reads)) for n, c in drawn.choices.items()
+        },
+    )
     assert not traffic_by_part(only)["forward"]

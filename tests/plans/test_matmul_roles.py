@@ -120,8 +120,12 @@ def test_every_assignment_of_roles_is_right_and_moves_what_the_formula_says(size
         plan = forced(mesh_of(*sizes), assignment, stored)
         (a, da), (b, db), (c, dc) = (moved(tensor, assignment, stored[tensor], sizes) for tensor in "abc")
         # c and dc swap: the product's result is reduced forward, and its gradient gathered backward
-        assert received(comms(plan, "forward")) == a + b + dc, f"{assignment} forward"
-        assert received(comms(plan, "backward")) == c + a + b + da + db, f"{assignment} backward"
+        formula = a + b + dc, c + a + b + da + db
+        found = received(comms(plan, "forward")), received(comms(plan, "backward"))
+        if all(assignment):
+            assert found == formula, assignment
+        else:  # over an axis without a role, a gradient may be reduced in slices and gathered again, for fewer bytes
+            assert found[0] == formula[0] and found[1] <= formula[1], assignment
         check_numbers(plan)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,11 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 import autopar
-from cost_models.hardware import Hardware
 from tests.processes.compare import LOSS, adamw, near, same_gradients, same_state, same_steps, sgd, splits, whole
 from tests.processes.models import BATCH, CLASSES, WIDTH, Drop, Logits, Net, Several, batch, net
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
+
+FULL = StateDictOptions(full_state_dict=True)
+FROM_ZERO = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 # --- training --------------------------------------------------------------------------------------------------------
 
@@ -37,7 +41,7 @@ def check_every_optimizer(ranks: Ranks) -> None:
 
 def check_accumulation(ranks: Ranks) -> None:
     plain = net()
-    parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST)
+    parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST, example_kwargs=batch())
     optimizers = adamw(plain.parameters()), adamw(parallel.parameters())
     for model, optimizer in zip((plain, parallel), optimizers, strict=True):
         for seed in (1, 2):
@@ -217,20 +221,19 @@ def check_state_dicts(ranks: Ranks) -> None:
         for load in (
             lambda model: model.load_state_dict(whole_state),
             lambda model: set_model_state_dict(model, whole_state),
-            lambda model: set_model_state_dict(model, whole_state, options=StateDictOptions(full_state_dict=True)),
+            lambda model: set_model_state_dict(model, dict(whole_state), options=FULL),  # torch writes to what it is given
+            lambda model: set_model_state_dict(model, dict(whole_state), options=FROM_ZERO),
             lambda model: [child.load_state_dict(getattr(source, name).state_dict()) for name, child in model.named_children()],
         ):
             parallel = autopar.compile(target, ranks.mesh(), hardware=FAST, example_kwargs=batch() if planned else None)
             load(parallel)
-            with torch.no_grad():
-                parallel.scale.copy_(parallel.scale)
             same_state(source, parallel, 0.0)
             near(parallel(**batch(2)), copy.deepcopy(source)(**batch(2)), LOSS, "loss after loading")
     assert list(parallel.state_dict()) == list(source.state_dict())
     optimizer = sgd(parallel.parameters())
     parallel(**batch(3)).backward()
     optimizer.step()
-    full = get_model_state_dict(parallel, options=StateDictOptions(full_state_dict=True))
+    full = get_model_state_dict(parallel, options=FULL)
     assert not any(isinstance(value, DTensor) for value in full.values())
     back = net(seed=3)
     back.load_state_dict(full)
@@ -278,7 +281,7 @@ def check_plan_files_and_caches(ranks: Ranks) -> None:
     mesh, plain, cache = ranks.mesh(), net(), ranks.folder / "cache"
     searched = _count_searches()
     hardware_file = ranks.folder / f"fast{ranks.rank}.toml"
-    Hardware(**{**vars(FAST), "sources": dict.fromkeys(FAST.figures, "a test")}).save(hardware_file)
+    replace(FAST, sources=dict.fromkeys(FAST.figures, "a test")).save(hardware_file)
     options = {"hardware": hardware_file, "memory": "1GiB", "example_kwargs": batch(), "cache": cache}
     first = autopar.compile(plain, mesh, **options)
     assert len(searched) == (ranks.rank == 0), "rank 0 searches, for all"
@@ -301,7 +304,6 @@ def check_plan_files_and_caches(ranks: Ranks) -> None:
         offline = autopar.compile(plain, mesh, plan=given)
         near(offline(**batch()), plain(**batch()), LOSS, "loss of a plan found elsewhere")
     assert len(searched) == before
-    same_steps(plain, offline, batch(), steps=2) if False else None
     for file in cache.glob("*.plan.json") if ranks.rank == 0 else ():  # a cache that was cut short is made anew
         file.write_text(file.read_text()[:1000])
     dist.barrier()
@@ -311,10 +313,7 @@ def check_plan_files_and_caches(ranks: Ranks) -> None:
 
 def _count_searches() -> list[int]:
     """A list that grows with every search of this process."""
-    import autopar.compile  # noqa: F401  (the module, hidden behind the function of its name)
-    import sys
-
-    module, calls = sys.modules["autopar.compile"], []
+    module, calls = sys.modules["autopar.compile"], []  # the module, which the function of its name hides
     search = module.search
     if hasattr(search, "calls"):
         return search.calls

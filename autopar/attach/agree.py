@@ -1,0 +1,63 @@
+"""All ranks go on, or none does: work that may fail on one rank only, before the others wait for it in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.plan import PlanMismatch
+from autopar.search import Infeasible, NoAnswerInTime
+from autopar.trace import TraceError
+
+Result = TypeVar("Result")
+
+KNOWN = {kind.__name__: kind for kind in (Infeasible, NoAnswerInTime, PlanMismatch, TraceError, ValueError)}
+
+
+def agreed(work: Callable[[], Result], device_mesh: DeviceMesh) -> Result:
+    """What `work` returns on this rank. Where it fails on any rank, all raise: its own error, or that of the first one."""
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:  # raised below, once the others know
+        error = caught
+    if device_mesh.size() > 1:
+        first = torch.tensor(dist.get_world_size() if error is None else dist.get_rank(), device=device_mesh.device_type)
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        if int(first) < dist.get_world_size():
+            told = None if error is None else f"{type(error).__name__} {error}"
+            kind, _, message = text_from(int(first), told, device_mesh).partition(" ")
+            if error is None:
+                raise KNOWN.get(kind, RuntimeError)(f"{message} (on rank {int(first)})")
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def text_from(rank: int, text: str | None, device_mesh: DeviceMesh) -> str:
+    """That rank's text on every rank (bytes over the wire, nothing pickled)."""
+    if device_mesh.size() == 1:
+        assert text is not None
+        return text
+    device = torch.device(device_mesh.device_type)
+    data = text.encode() if text is not None and dist.get_rank() == rank else b""
+    length = torch.tensor(len(data), device=device)
+    dist.broadcast(length, src=rank)
+    buffer = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if data:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    dist.broadcast(buffer, src=rank)
+    return bytes(buffer.cpu().numpy()).decode()
+
+
+def least_of(value: float, device_mesh: DeviceMesh) -> float:
+    """The smallest of the ranks' values."""
+    if device_mesh.size() == 1:
+        return value
+    least = torch.tensor(value, dtype=torch.float64, device=device_mesh.device_type)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return float(least)
