@@ -78,6 +78,16 @@ class _Assembly:
             self.prices[key] = self.pricer.reshard(type, gives, takes), self.pricer.reshard_bytes(type, gives, takes)
         return self.prices[key]
 
+    def brought_once(
+        self, cost: Array, nbytes: Array, item: int, position: int, earlier: list[int]
+    ) -> tuple[Array, Array]:
+        """Nothing, for the options of `item` that take the value in one layout at `position` and at an earlier one (x * x)."""
+        key = ("brought once", id(cost), id(nbytes), id(self.options[item]), position, tuple(earlier))
+        if key not in self.prices:
+            again = [any(s.takes[position] == s.takes[place] for place in earlier) for s in self.options[item]]
+            self.prices[key] = np.where(again, 0.0, cost), np.where(again, 0.0, nbytes)
+        return self.prices[key]
+
     def without_reduction(
         self, cost: Array, producer: int, index: int, reader: tuple[int, int], takes: list[Layout]
     ) -> Array:
@@ -174,19 +184,15 @@ def _add_reads(work: _Assembly) -> None:
         at = work.live.at[node.name]
         until = at + 1 if holds_storage(node.op) else work.live.end_of[node.name]
         for position, (ref, type) in enumerate(zip(node.operands, types, strict=True)):
-            if ref in node.operands[:position] and _same_demand(work, item, node.operands.index(ref), position):
-                continue  # x * x in one layout: brought there once
             takes = [strategy.takes[position] for strategy in work.options[item]]
             producer = work.item_of[ref.name]
             cost, nbytes = work.between(type, producer, ref.index, (item, position), takes)
             if node.op == "autopar.to_reduce_dtype":
                 cost = work.without_reduction(cost, producer, ref.index, (item, position), takes)
+            if earlier := [place for place in range(position) if node.operands[place] == ref]:
+                cost, nbytes = work.brought_once(cost, nbytes, item, position, earlier)
             edge = work.add_edge(producer, item, cost)
             work.held(edge, at, until, nbytes)
-
-
-def _same_demand(work: _Assembly, item: int, one: int, other: int) -> bool:
-    return all(strategy.takes[one] == strategy.takes[other] for strategy in work.options[item])
 
 
 def _add_results(work: _Assembly, whole_outputs: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ def compile(
 
     example_inputs, example_kwargs: what the module will be called with: whole tensors (any device, or meta).
     plan: a Plan, or the path of one, to run without searching.
-    hardware: profile name, path of a profile, or Hardware. Default: the profile of this machine's device.
+    hardware: profile name, path of a profile, or Hardware. Default: what `python -m autopar.calibrate` measured on this
+    machine, else the known profile of its device; the plan's notes say if it was measured.
     memory: bytes of each rank's device that may be used: a number, "70GiB", or a share such as 0.9. Default: what is free.
     optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none.
     precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in.
@@ -84,14 +86,18 @@ def compile(
         room = least_of(limit, device_mesh) if is_training else None  # inference needs no more than training does
 
         def find() -> Plan:
-            kept = _cached_path(cache, graph, mesh, machine, room, optimizer, outputs, fixed)
+            kept = _cached_path(cache, graph, mesh, machine, None if memory is None else room, optimizer, outputs, fixed)
             if kept is not None and kept.exists():
                 with contextlib.suppress(PlanMismatch):  # cut short or edited: found again, and written anew
-                    return Plan.load(kept)
+                    known = Plan.load(kept)
+                    if room is None or _still_good(known, room):
+                        return known
             found = search(
                 graph, mesh, machine,
                 memory=room, optimizer=optimizer, outputs=outputs, fixed=fixed, time_limit_s=time_limit_s,
             )  # fmt: skip
+            if machine.curves:
+                found = replace(found, notes=(*found.notes, f"priced with what was measured: profile {machine.name}"))
             if kept is not None:
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 found.save(kept)
@@ -118,15 +124,24 @@ def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) 
     is_zero = dist.get_rank() == 0
     found = agreed(lambda: find() if is_zero else None, device_mesh)
     text = text_from(0, None if found is None else dumps(found), device_mesh)
-    plan = found or loads(text, "rank 0")
-    agreed(lambda: check(plan, graph, mesh, origin="the plan of rank 0"), device_mesh)
-    return plan
+
+    def receive() -> Plan:
+        plan = found or loads(text, "rank 0")
+        check(plan, graph, mesh, origin="the plan of rank 0")
+        return plan
+
+    return agreed(receive, device_mesh)
 
 
 def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:
     """A plan that leaves outputs in pieces cannot give whole ones; a plan that makes them whole can give either."""
     in_pieces = any(r.kind == "output" and r.ref is not None and graph.type_of(r.ref).shape for r in graph.results)
     return outputs if outputs == "global" and in_pieces else None
+
+
+def _still_good(plan: Plan, room: float) -> bool:
+    """Of what is free there is never twice the same: a plan that fits is the best one, unless there is far more room now."""
+    return plan.peak_bytes["hbm"] <= room and plan.memory_limit is not None and room <= 1.1 * plan.memory_limit
 
 
 def _cached_path(

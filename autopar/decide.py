@@ -233,5 +233,6 @@ def refereed(
         raise RefereeError(f"the solver's plan needs {peak} bytes, the limit is {memory:.0f}")
     return Plan(
         graph, pricer.mesh, pricer.hardware.name, pricer.hardware.digest, pricer.optimizer, memory, outputs,
-        choices, deliveries, total, min(bound, total), {DEVICE: peak}, seconds_by, tuple(notes), dict(search or {}),
+        choices, deliveries, total, min(bound, total), {DEVICE: peak}, seconds_by, tuple(notes),
+        search=dict(search or {}),
     )  # fmt: skip

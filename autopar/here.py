@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -66,12 +67,34 @@ def check_size(sizes: tuple[int, ...], world: int) -> None:
         )
 
 
-def hardware_or_here(hardware: str | Path | Hardware | None, device_type: str) -> Hardware:
-    """The given profile, or the one that fits this machine. Raises ValueError listing the known ones where none fits."""
+def device_name(device_type: str) -> str:
+    """What the driver calls the device; for a CPU its architecture."""
+    return torch.cuda.get_device_name() if device_type == "cuda" else f"{platform.machine()} {device_type}"
+
+
+def calibrated_path(device_type: str) -> Path:
+    """Where `python -m autopar.calibrate` keeps the profile of this machine's device: in $AUTOPAR_PROFILES, else in
+    $XDG_CACHE_HOME/autopar/profiles, else in ~/.cache/autopar/profiles."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("AUTOPAR_PROFILES") or Path(cache) / "autopar" / "profiles")
+    name = re.sub(r"[^a-z0-9]+", "-", f"{platform.node()} {device_name(device_type)}".lower()).strip("-")
+    return folder / f"{name}.toml"
+
+
+def hardware_or_here(
+    hardware: str | Path | Hardware | None, device_type: str, *, calibrated: bool = True
+) -> Hardware:
+    """The given profile; else what `python -m autopar.calibrate` measured here; else the known one that fits the device.
+
+    `calibrated=False` leaves out the second. Raises ValueError listing the known profiles where none fits, or naming the
+    figure where a profile is wrong.
+    """
     if isinstance(hardware, Hardware):
         return hardware
     if hardware is not None:
         return Hardware.load(hardware)
+    if calibrated and (path := calibrated_path(device_type)).exists():
+        return Hardware.load(path)
     if device_type == "cpu":
         return Hardware.load("cpu-gloo")
     name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
@@ -88,13 +111,11 @@ def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_ty
     """Bytes of one rank's device that a plan may use.
 
     "70GiB" or "70 GB" are read with their unit; an int, or a float above 1, is bytes; a float up to 1 is that share of the
-    profile's capacity. None: what is free on this machine's device, in 64ths of the profile's capacity, or without a
-    device that capacity.
+    profile's capacity. None: what is free on this machine's device, or without a device the profile's capacity.
     """
     match memory:
         case None:
-            free, grain = free_bytes(device_type, hardware), hardware.tiers["hbm"].capacity_bytes / 64
-            return free // grain * grain or free  # a few pages more or less make no other question of it, see cache=
+            return free_bytes(device_type, hardware)
         case str():
             read = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?i?B)\s*", memory, re.IGNORECASE)
             if read is None or read[1].count(".") > 1 or read[1] == "." or float(read[1]) <= 0:

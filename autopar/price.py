@@ -38,6 +38,7 @@ class Pricer:
         if optimizer not in OPTIMIZER_STATES:
             raise ValueError(f"no optimizer {optimizer!r}; known: {', '.join(OPTIMIZER_STATES)}")
         links = links_of(hardware, mesh.names, mesh.sizes)
+        hardware = hardware.crowded(min(mesh.ranks, hardware.ranks_per_node))
         return Pricer(mesh, hardware, optimizer, Resharder(mesh, hardware, links))
 
     def seconds(self, steps: Sequence[Step]) -> float:

@@ -1,5 +1,6 @@
 """Hardware and steps: what one rank does, what a machine can do, how long it takes. No torch, no solver."""
 
+from cost_models.curves import Curve
 from cost_models.hardware import Hardware, HostLink, Link, Tier, known_hardware
 from cost_models.price import link_of, links_of, seconds, stream_of
 from cost_models.steps import COLLECTIVES, Collective, Comm, Compute, Loop, Move, Step, received_bytes
@@ -9,6 +10,7 @@ __all__ = [
     "Collective",
     "Comm",
     "Compute",
+    "Curve",
     "Hardware",
     "HostLink",
     "Link",

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import prod
+from dataclasses import replace
+from math import log, prod
 
+from cost_models.curves import INTENSITY, NAMES, Curve
 from cost_models.hardware import Hardware, Link
 from cost_models.steps import COLLECTIVES, Comm, Compute, Loop, Move, Step
 
@@ -45,7 +47,40 @@ def link_of(hardware: Hardware, mesh_names: Sequence[str], mesh_sizes: Sequence[
                 continue
             seen.add(counts)
             slowest = _slower(slowest, _group_link(hardware, counts), ranks)
+    if ranks > 1 and (curves := _measured(hardware, ranks, prod(mesh_sizes), max(len(counts) for counts in seen) > 1)):
+        return replace(slowest, curves=curves)
     return slowest
+
+
+def shape_of_groups(ranks: int, world: int, ranks_per_node: int, crosses: bool) -> int:
+    """How many groups of an axis are at work on a node at once; with `crosses` each has a part of its ranks there."""
+    nodes = -(-world // ranks_per_node) if crosses else 1
+    return max(1, min(world, ranks_per_node) * nodes // ranks)
+
+
+def _measured(hardware: Hardware, ranks: int, world: int, crosses: bool) -> dict[str, Curve]:
+    """Collective -> its curve on groups of `ranks`, from the measured shape that is nearest.
+
+    A shape is ranks x groups at once on a node. Where it was not measured, the start-up grows with the hops of the
+    closed form and the rest with its pieces; more ranks than measured also wait for the processors that they share.
+    """
+    groups = shape_of_groups(ranks, world, hardware.ranks_per_node, crosses)
+    found: dict[str, Curve] = {}
+    for collective, form in COLLECTIVES.items():
+        known: list[tuple[float, float, int, int, Curve]] = []
+        for name, curve in hardware.curves.items():
+            part = NAMES.fullmatch(name)
+            if part and part["reach"] == ("inter" if crosses else "intra") and part["collective"] == collective:
+                of, at_once = int(part["ranks"]), int(part["groups"])
+                far = abs(log(ranks / of)), abs(log(ranks * groups / (of * at_once)))
+                known.append((*far, of, at_once, curve))
+        if not known:
+            continue
+        _, _, of, at_once, curve = min(known, key=lambda entry: entry[:4])
+        crowd = hardware.slowed_by("memory", ranks * groups) / hardware.slowed_by("memory", of * at_once)
+        pieces = (form.pieces(ranks) / ranks) / (form.pieces(of) / of)
+        found[collective] = curve.scaled(crowd * form.hops(ranks) / form.hops(of), crowd * pieces)
+    return found
 
 
 def links_of(hardware: Hardware, mesh_names: Sequence[str], mesh_sizes: Sequence[int]) -> dict[str, Link]:
@@ -91,6 +126,17 @@ def stream_of(step: Compute | Comm | Move) -> str:
             return "h2d" if step.dst == "hbm" else "d2h"
 
 
+def _compute_s(step: Compute, curve: Curve, hardware: Hardware) -> float:
+    """A step as its curve has it; a matrix product is never quicker than memory can stream its bytes."""
+    if step.kernels == 0 and step.flops == 0 and step.nbytes == 0:
+        return 0.0
+    work_s = curve.seconds(step.flops, step.nbytes) - curve.base_s
+    stream = hardware.curves.get("stream.float32") if curve.over == INTENSITY else None
+    if stream is not None:
+        work_s = max(work_s, stream.seconds(0.0, step.nbytes) - stream.base_s)
+    return work_s + step.kernels * curve.base_s
+
+
 def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
     """Seconds that one rank spends on `step`, with nothing else running.
 
@@ -98,6 +144,7 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
       "host" is bound by host memory alone, which is what limits an optimizer step there, and launches no kernel.
     - Comm: the collective's closed form on its axis' link; one rank pays nothing, nor do zero bytes.
     - Move: one launch, and the bytes over the host link.
+    Where the profile has a measured curve for a step (`cost_models.curves`), that goes before all of these.
     - Loop: rounds times the body; with `overlap` each stream of `stream_of` runs by itself and the first round fills
       the pipe: (rounds - 1) * the busiest stream + one whole body. A loop in a loop overlaps with nothing.
 
@@ -105,6 +152,8 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
     """
     match step:
         case Compute():
+            if (curve := hardware.curve(step.op, step.kind, step.dtype)) is not None:
+                return _compute_s(step, curve, hardware)
             if step.kind == "host":
                 return step.nbytes / hardware.tiers["host"].bytes_per_s
             work_s = step.flops / hardware.rate(step.dtype, step.kind)
@@ -118,12 +167,16 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
                 raise ValueError(
                     f"{step.collective} over axis {step.axis!r}, which has no link; known: {', '.join(links)}"
                 )
+            if (curve := link.curves.get(step.collective)) is not None:
+                return curve.seconds(0.0, step.nbytes)
             form = COLLECTIVES[step.collective]
             if form.pairwise and link.pairwise is not None:
                 link = link.pairwise
             return form.seconds(step.ranks, step.nbytes, link.latency_s, link.bytes_per_s)
         case Move():
             ways = hardware.host_link
+            if (curve := hardware.curves.get("copy.h2d" if step.dst == "hbm" else "copy.d2h")) is not None:
+                return curve.seconds(0.0, step.nbytes)
             return hardware.launch_s + step.nbytes / (
                 ways.h2d_bytes_per_s if step.dst == "hbm" else ways.d2h_bytes_per_s
             )

@@ -1,15 +1,16 @@
 """Plays events on the streams of one rank: how long a step takes, who waits for whom, and what memory holds meanwhile.
 
-A stream ("compute", "comm:<axis>", "h2d", "d2h", "host") is a queue: it runs its events one at a time, in the order of the
-list. An event starts as soon as its stream is free and the events of `after` have ended:
+A stream ("compute", "comm:<axis>", "h2d", "d2h", "host") is a queue: it runs its events one at a time, in the order of
+the list. An event starts as soon as its stream is free and the events of `after` have ended:
 
-    start_e = max(end of the event before it on its stream, end of each event in after_e)        end_e = start_e + seconds_e
+    start_e = max(end of the event before it on its stream, end of each event in after_e)
+    end_e = start_e + seconds_e
 
-All of `after` stands earlier in the list, so one pass over it is the whole simulation. Whoever writes the list says what a
-runtime would do: that a collective is not launched before the kernels issued ahead of it is one more entry of `after`.
+All of `after` stands earlier in the list, so one pass over it is the whole simulation. Whoever writes the list says
+what a runtime would do: that a collective waits for the kernels issued ahead of it is one more entry of `after`.
 
-Memory changes in the order (instant, event, release before allocation of the next event), so that events that take no time
-are still instants, one after the other.
+Of memory changes at one instant, those of an earlier event come first, and its release before the next one's
+allocation. So an event that takes no time is still an instant of its own.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that occupies one stream for `seconds`. An event is called by its place in the list, from 0.
+    """Something that occupies one stream for `seconds`. Events are called by their places in the list, from 0.
 
-    `after`: events that must have ended before it starts, all earlier in the list. `phase`: the part of the step it counts
-    to. `about`: what a viewer shows of it, as (name, value).
+    `after`: events that must have ended before it starts, all earlier in the list. `phase`: the part of the step it
+    counts to. `about`: what a viewer shows of it, as (name, value).
     """
 
     name: str
@@ -62,7 +63,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """The main stream stands still from `begin` to `end`: event `waiting` (-1: the end of the step) waits for `behind`."""
+    """The main stream stands still: event `waiting` (-1: the end of the step) waits for event `behind`."""
 
     begin: float
     end: float
@@ -88,10 +89,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What `play` saw. Per event: `starts`, `ends`, `cause` (the event whose end let it start; -1: none), and `exposed_of`:
-    the seconds for which the main stream stood still because of it.
+    """What `play` saw.
 
-    `seconds`: the step. `busy_s`: seconds that each stream works. `bubbles`: where the main stream stands still.
+    Per event: `starts`, `ends`, `cause` (the event whose end let it start; -1: none), and `exposed_of`, the seconds for
+    which the main stream stood still because of it. `seconds`: the step. `busy_s`: seconds that each stream works.
+    `bubbles`: where the main stream stands still.
     """
 
     events: tuple[Event, ...]
@@ -117,7 +119,7 @@ class Timeline:
 
     @cached_property
     def exposed_s(self) -> dict[str, float]:
-        """Per stream the seconds for which the main stream waits for it; with what that one works, they are the step."""
+        """Seconds for which the main stream waits for each other one; with those it works itself, the whole step."""
         total: dict[str, float] = dict.fromkeys((stream for stream in self.busy_s if stream != self.main), 0.0)
         for event, exposed in zip(self.events, self.exposed_of, strict=True):
             if exposed:
@@ -149,7 +151,7 @@ class Timeline:
 
     @property
     def critical_path(self) -> tuple[int, ...]:
-        """Events that follow each other without a break from the first instant to the last; to shorten the step, shorten one."""
+        """Events that follow each other without a break over the whole step; only a shorter one of them shortens it."""
         path: list[int] = []
         at = _last(self.ends)
         while at >= 0:
@@ -174,7 +176,9 @@ def play(events: Sequence[Event], main: str = COMPUTE) -> Timeline:
         start = ends[cause] if cause >= 0 else 0.0
         for other in event.after:
             if not 0 <= other < number:
-                raise ValueError(f"event {number} ({event.name!r}) waits for event {other}, which does not stand before it")
+                raise ValueError(
+                    f"event {number} ({event.name!r}) waits for event {other}, which does not stand before it"
+                )
             if ends[other] > start:
                 start, cause = ends[other], other
         starts.append(start)
@@ -185,8 +189,8 @@ def play(events: Sequence[Event], main: str = COMPUTE) -> Timeline:
     seconds = max(ends, default=0.0)
     exposed_of, bubbles = _waits(events, main, starts, ends, causes, seconds)
     return Timeline(
-        tuple(events), main, tuple(starts), tuple(ends), tuple(causes), tuple(exposed_of), seconds, busy_s, tuple(bubbles),
-        _memory(events, starts, ends, seconds),
+        tuple(events), main, tuple(starts), tuple(ends), tuple(causes), tuple(exposed_of), seconds, busy_s,
+        tuple(bubbles), _memory(events, starts, ends, seconds),
     )  # fmt: skip
 
 
@@ -200,8 +204,8 @@ def _waits(
 ) -> tuple[list[float], list[Bubble]]:
     """Seconds of waiting that each event causes, and where the main stream waits.
 
-    An event starts at the very instant at which its cause ends. So the causes, followed backwards from who waits, fill the
-    whole wait without a gap, and each of them is to blame for the part of the wait in which it runs.
+    An event starts at the very instant at which its cause ends. So the causes, followed backwards from who waits, fill
+    the whole wait without a gap, and each of them is to blame for the part of the wait in which it runs.
     """
     exposed_of = [0.0] * len(events)
     bubbles: list[Bubble] = []
@@ -249,7 +253,9 @@ def _memory(events: Sequence[Event], starts: list[float], ends: list[float], sec
             elif 0 <= since <= number:
                 begin = (ends[since], since, 2)
             else:
-                raise ValueError(f"event {number} ({event.name!r}): {hold.tenant} is held since event {since}, which comes later")
+                raise ValueError(
+                    f"event {number} ({event.name!r}): {hold.tenant} is held since event {since}, which comes later"
+                )
             if hold.until is None:
                 end = (seconds, len(events), 1)
             else:
@@ -283,5 +289,7 @@ def _one_tier(spans: list[_Span], always: list[Hold]) -> Memory:
     for span in spans:
         if span.begin <= peak_key < span.end:
             held[span.hold.tenant] += span.hold.nbytes
-    holders = sorted(((tenant, nbytes) for tenant, nbytes in held.items() if nbytes), key=lambda item: (-item[1], item[0]))
+    holders = sorted(
+        ((tenant, nbytes) for tenant, nbytes in held.items() if nbytes), key=lambda item: (-item[1], item[0])
+    )
     return Memory(tuple(times), tuple(levels), peak, peak_key[0], max(0, peak_key[1]), tuple(holders))

@@ -1,4 +1,4 @@
-"""A timeline in a few lines of text: where the time of a step goes, what is waited for, and who holds the memory at its peak."""
+"""A timeline in a few lines of text: where the time goes, what is waited for, and who holds the memory at its peak."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Writes a timeline as a trace that chrome://tracing and ui.perfetto.dev open (Trace Event Format, JSON object form).
 
-One process; a track (thread) for the phases, one per stream, and a counter per memory tier. Times are microseconds, rounded
-to whole nanoseconds: viewers count in those, and two events of a stream must not seem to overlap. What takes no time is
-left out.
+One process; a track (thread) for the phases, one per stream, and a counter per memory tier. Times are microseconds,
+rounded to whole nanoseconds: viewers count in those, and two events of a stream must not seem to overlap. What takes no
+time is left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def trace_events(timeline: Timeline, process: str = "one rank") -> list[dict[str
 
 
 def write_trace(
-    timeline: Timeline, path: str | Path, *, process: str = "one rank", about: Mapping[str, str | int | float] | None = None
+    timeline: Timeline,
+    path: str | Path,
+    *,
+    process: str = "one rank",
+    about: Mapping[str, str | int | float] | None = None,
 ) -> None:
     """Write the trace, one entry per line. Whoever looks at `path` sees the old file or the whole new one."""
     target = Path(os.path.realpath(path))
@@ -73,8 +77,8 @@ def _nanoseconds(seconds: float) -> int:
 def _slice(name: str, kind: str, begin: float, end: float, thread: int, args: dict[str, Any]) -> dict[str, Any]:
     start, stop = _nanoseconds(begin), _nanoseconds(end)
     return {
-        "name": name, "cat": kind, "ph": "X", "ts": start / 1e3, "dur": (stop - start) / 1e3, "pid": PROCESS, "tid": thread,
-        "args": args,
+        "name": name, "cat": kind, "ph": "X", "ts": start / 1e3, "dur": (stop - start) / 1e3,
+        "pid": PROCESS, "tid": thread, "args": args,
     }  # fmt: skip
 
 
@@ -100,6 +104,7 @@ def _counters(tier: str, memory: Memory) -> Iterator[dict[str, Any]]:
     for instant, level in level_at.items():
         if level != before:
             yield {
-                "name": f"{tier} bytes", "ph": "C", "ts": instant / 1e3, "pid": PROCESS, "tid": PHASES, "args": {tier: level},
+                "name": f"{tier} bytes", "ph": "C", "ts": instant / 1e3,
+                "pid": PROCESS, "tid": PHASES, "args": {tier: level},
             }  # fmt: skip
             before = level

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.emit.writer import BodyWriter, Writer, target_of
+from autopar.emit.writer import BodyWriter, Pending, Writer, target_of
 from autopar.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
 from autopar.layout import Layout, local_type, show
 from autopar.plan import Choice, Delivery, Plan
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
+from autopar.schedule import launches
 from autopar.strategy import operand_types
 
 INPUT_KINDS = ("parameter", "buffer", "constant", "input")
@@ -104,6 +105,9 @@ class _Emitter:
         self.saved = None if saved_from is None else self.placeholder("saved")
         self.popped: list[Ref] = []
         self.delivered: list[tuple[Result, Layout, fx.Node | None]] = []
+        self.launched: dict[tuple[str, Ref, Layout], Pending] = {}
+        self.reducing: list[tuple[int, Result, Layout, Pending]] = []
+        self.matrix_operators_done = 0
         self.node_of = plan.graph.by_name
         self.used = {ref for node in plan.graph.nodes for ref in node.operands} | {
             r.ref for r in plan.graph.results if r.ref
@@ -123,13 +127,18 @@ class _Emitter:
         deliveries = self._deliveries()
         for result, delivery in deliveries.pop(None, []):  # results that are sources, or nothing at all
             self._deliver(result, delivery)
-        for node in self.plan.graph.nodes:
-            if node.phase != self.phase:
-                continue
+        nodes = [node for node in self.plan.graph.nodes if node.phase == self.phase]
+        schedule = launches(nodes, self.node_of, self.plan.prefetch)
+        for node in nodes:
+            for reader in schedule.launched_before.get(node.name, ()):
+                self._launch_weights(reader)
             if not node.is_source:
                 self._node(node, self.plan.choices[node.name])
             for result, delivery in deliveries.get(node.name, []):
                 self._deliver(result, delivery)
+            if node.name in schedule.matrix_operators:
+                self._end_deliveries(in_flight=self.plan.prefetch or 0)
+        self._end_deliveries(in_flight=0)
         order = {result: place for place, result in enumerate(self.plan.graph.results)}
         self.delivered.sort(key=lambda item: order[item[0]])
 
@@ -151,15 +160,35 @@ class _Emitter:
             self.delivered.append((result, (), None))
             return
         self.writer.comment = f"{result.kind} {result.target}: {self._told(result.ref, delivery.layout)}"
-        value = self.writer.reshard(self.value(result.ref), delivery.changes)
-        self.delivered.append((result, delivery.layout, value))
+        started = self.writer.begin(self.value(result.ref), delivery.changes)
+        if result.kind == "gradient" and self.plan.prefetch is not None:
+            self.reducing.append((self.matrix_operators_done, result, delivery.layout, started))
+        else:
+            self.delivered.append((result, delivery.layout, self.writer.end(started)))
+
+    def _end_deliveries(self, in_flight: int) -> None:
+        """Wait for the gradients whose reduction has been under way for `in_flight` matrix operators."""
+        self.matrix_operators_done += 1
+        while self.reducing and (not in_flight or self.reducing[0][0] + in_flight < self.matrix_operators_done):
+            _, result, layout, started = self.reducing.pop(0)
+            self.writer.comment = f"{result.kind} {result.target}"
+            self.delivered.append((result, layout, self.writer.end(started)))
+
+    def _launch_weights(self, reader: Node) -> None:
+        """Launch what brings the reader's parameters to it; it waits for them itself."""
+        choice = self.plan.choices[reader.name]
+        for ref, layout, read in zip(reader.operands, choice.takes, choice.reads, strict=True):
+            key = (reader.name, ref, layout)
+            if read and self.node_of[ref.name].op == "parameter" and key not in self.launched:
+                self.writer.comment = f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)} for {reader.name}"
+                self.launched[key] = self.writer.begin(self.value(ref), read)
 
     def value(self, ref: Ref) -> fx.Node:
         """The value in its producer's layout; from the forward, it is popped off the saved list here, once."""
         if ref not in self.values:
             assert self.saved_from is not None and ref in self.saved_from, f"{ref} is not made before it is used"
-            popped = self.graph.call_method("pop", (self.saved,))
-            popped.name = f"{self.saved_from[ref].name}_saved"
+            name = f"{self.saved_from[ref].name}_saved"
+            popped = self.graph.create_node("call_method", "pop", (self.saved,), {}, name=name)
             popped.meta["comment"] = self._told(ref, self._given(ref))
             self.values[ref] = popped
             self.popped.append(ref)
@@ -179,7 +208,8 @@ class _Emitter:
         for ref, layout, read in zip(node.operands, choice.takes, choice.reads, strict=True):
             if (ref, layout) not in moved:
                 writer.comment = f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)}"
-                moved[ref, layout] = writer.reshard(self.value(ref), read)
+                started = self.launched.pop((node.name, ref, layout), None) or writer.begin(self.value(ref), read)
+                moved[ref, layout] = writer.end(started)
             operands.append(moved[ref, layout])
         writer.comment = "; ".join(filter(None, [node.module, node.source, self._layouts(node, choice)]))
         if node.op == "autopar.share":
@@ -197,8 +227,7 @@ class _Emitter:
         if choice.body:
             self._bind_body(node, choice, args, kwargs, local_in, local_out)
         else:
-            value = writer.call(target_of(node.op), *args, **kwargs)
-            _rename(value, node.name)
+            value = writer.make(node.name, target_of(node.op), args, kwargs)
             self._bind(node, value, lambda index: writer.get(value, index))
 
     def _bind_body(
@@ -228,10 +257,6 @@ class _Emitter:
             if node.outputs[i] is not None
         ]
         return f"{','.join(roles) or 'whole'} -> {', '.join(told)}"
-
-
-def _rename(value: fx.Node, name: str) -> None:
-    value.name = name if name.isidentifier() else value.name
 
 
 def _commented(module: fx.GraphModule) -> str:

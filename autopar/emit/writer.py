@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,9 +57,12 @@ class Writer:
                 return arg
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = self.graph.call_function(
-            target, tuple(self.constant(a) for a in args), {k: self.constant(v) for k, v in kwargs.items()}
-        )
+        return self.make("", target, args, kwargs)
+
+    def make(self, name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+        """A call; `name` is what its value shall be called, numbered if it is taken."""
+        given = tuple(self.constant(arg) for arg in args), {key: self.constant(arg) for key, arg in kwargs.items()}
+        node = self.graph.create_node("call_function", target, *given, name=name or None)
         node.meta["comment"] = self.comment
         return node
 
@@ -70,41 +75,81 @@ class Writer:
     def all_reduce(self, value: Any, op: str, axis: str) -> fx.Node:
         return self.wait(self.call(C10D.all_reduce.default, self.contiguous(value), op, self.groups[axis]))
 
-    def contiguous(self, value: Any) -> fx.Node:
-        return self.call(torch.ops.aten.contiguous.default, value)
+    def contiguous(self, value: fx.Node) -> fx.Node:
+        return self.named(value, "contiguous", torch.ops.aten.contiguous.default, value)
 
     def reshard(self, value: fx.Node, changes: Sequence[Reshard]) -> fx.Node:
-        """Apply the steps of a layout change."""
-        for change in changes:
-            value = self._step(value, change)
-        return value
+        """Apply a layout change, waiting for each collective at once."""
+        return self.end(self.begin(value, changes))
 
-    def _step(self, value: fx.Node, change: Reshard) -> fx.Node:
-        ranks, axis = self.mesh.size(change.axis), change.axis
-        if ranks == 1:
-            return value
-        group = self.groups[axis]
-        match change.before, change.after:
-            case Shard(dim), Replicate():
-                gathered = self.wait(
-                    self.call(C10D.all_gather_into_tensor.default, self.contiguous(value), ranks, group)
-                )
-                return self.call(ops.from_front, gathered, dim, ranks) if dim else gathered
-            case Partial(op), Replicate():
-                return self.all_reduce(value, op, axis)
-            case Partial(), Shard(dim):
-                front = self.call(ops.to_front, value, dim, ranks) if dim else self.contiguous(value)
-                return self.wait(self.call(C10D.reduce_scatter_tensor.default, front, "sum", ranks, group))
-            case Shard(src), Shard(dst):
-                front = self.call(ops.to_front, value, dst, ranks) if dst else self.contiguous(value)
-                rows = change.local.shape[0] if dst == 0 else ranks * change.local.shape[0]
-                splits = [rows // ranks] * ranks
-                sent = self.wait(self.call(C10D.all_to_all_single.default, front, splits, splits, group))
-                return self.call(ops.from_front, sent, src, ranks) if src else sent
-            case Replicate(), Shard(dim):
-                return self.call(ops.piece, value, dim, ranks, self.coordinates[axis])
+    def begin(self, value: fx.Node, changes: Sequence[Reshard]) -> Pending:
+        """Launch the first collective of a layout change (after the slices before it) without waiting for it."""
+        for place, change in enumerate(changes):
+            if self.mesh.size(change.axis) == 1:
+                continue
+            match change.before, change.after:
+                case Replicate(), Shard(dim):
+                    index = self.coordinates[change.axis]
+                    value = self.named(value, "piece", ops.piece, value, dim, self.mesh.size(change.axis), index)
+                case _:
+                    return Pending(self._launch(value, change), change, tuple(changes[place + 1 :]))
+        return Pending(value, None, ())
+
+    def end(self, pending: Pending) -> fx.Node:
+        """Wait for a launched collective, put its pieces in order, and apply the changes behind it."""
+        if pending.change is None:
+            return pending.value
+        waited = self.named(pending.value, "wait", C10D.wait_tensor.default, pending.value)
+        ranks = self.mesh.size(pending.change.axis)
+        match pending.change.before, pending.change.after:
+            case (Shard(dim), Replicate()) if dim:
+                waited = self.named(waited, "in_order", ops.from_front, waited, dim, ranks)
+            case (Shard(src), Shard(_)) if src:
+                waited = self.named(waited, "in_order", ops.from_front, waited, src, ranks)
             case _:
-                raise ValueError(f"no step leads from {change.before} to {change.after}")
+                pass
+        return self.reshard(waited, pending.rest)
+
+    def _launch(self, value: fx.Node, change: Reshard) -> fx.Node:
+        ranks, group = self.mesh.size(change.axis), self.groups[change.axis]
+
+        def cut(dim: int) -> fx.Node:
+            if dim == 0:
+                return self.contiguous(value)
+            return self.named(value, "to_front", ops.to_front, value, dim, ranks)
+
+        match change.before, change.after:
+            case Shard(), Replicate():
+                target, args = C10D.all_gather_into_tensor.default, (self.contiguous(value), ranks, group)
+            case Partial(op), Replicate():
+                target, args = C10D.all_reduce.default, (self.contiguous(value), op, group)
+            case Partial(), Shard(dim):
+                target, args = C10D.reduce_scatter_tensor.default, (cut(dim), "sum", ranks, group)
+            case Shard(), Shard(dim):
+                rows = change.local.shape[0] if dim == 0 else ranks * change.local.shape[0]
+                splits = [rows // ranks] * ranks
+                target, args = C10D.all_to_all_single.default, (cut(dim), splits, splits, group)
+            case _:
+                raise ValueError(f"no collective leads from {change.before} to {change.after}")
+        return self.named(value, change.kind, target, *args)
+
+    def named(self, after: fx.Node, suffix: str, target: Any, *args: Any) -> fx.Node:
+        """A call whose name tells what it was made from: `wte_weight_all_gather`."""
+        return self.make(f"{_STEP_SUFFIX.sub('', after.name)}_{suffix}", target, args, {})
+
+
+_STEP_SUFFIX = re.compile(
+    r"_(all_gather|all_reduce|reduce_scatter|all_to_all|wait|in_order|to_front|contiguous|piece)(_\d+)?$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A layout change under way: the value launched last, the change it belongs to (None: nothing is in flight), the rest."""
+
+    value: fx.Node
+    change: Reshard | None
+    rest: tuple[Reshard, ...]
 
 
 class BodyWriter:

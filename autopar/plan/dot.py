@@ -18,6 +18,7 @@ from autopar.layout import Layout, show
 from autopar.plan.plan import Plan
 from autopar.plan.tell import (
     Run,
+    backward_homes,
     comms_in,
     comms_of_changes,
     comms_of_node,
@@ -73,6 +74,7 @@ class _Picture:
         self.runs = runs_of(plan, self.shown)
         self.run_of = {layer: run for run in self.runs for layer in run.layers}
         self.gradients = deliveries_of(plan, "gradient")
+        self.backward_homes = backward_homes(plan)
         self.stands_for = self._stands_for()
         self.boxes: list[_Box] = []
         self.box_of: dict[str, _Box] = {}  # every shown node -> where it, or its twin in the first layer, is drawn
@@ -253,7 +255,8 @@ class _Picture:
     def _backward(self, run: Run) -> str:
         """What the backward pass of one layer sends."""
         layer = {run.layers[0]: run}
-        nodes = [n for n in self.plan.graph.nodes if n.phase == "backward" and layer_of(home(n), layer)]
+        homes = self.backward_homes
+        nodes = [n for n in self.plan.graph.nodes if n.phase == "backward" and layer_of(homes[n.name], layer)]
         comms = [comm for node in nodes for comm in comms_of_node(self.plan, node)]
         lines = [f"{collective} {human(nbytes)} over {axis}" for (collective, axis), nbytes in traffic(comms).items()]
         each = " of each layer" if len(run.layers) > 1 else ""

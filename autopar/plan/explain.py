@@ -51,7 +51,10 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    yield f"step time {_ms(plan.step_seconds)}, predicted (simulated), steps one after the other: nothing overlaps"
+    parts = sum(plan.seconds_by.values())
+    hidden = parts - plan.step_seconds
+    how = f"{_ms(hidden)} of the parts overlap" if hidden > 1e-6 * parts else "the sum of its parts, nothing overlaps"
+    yield f"step time {_ms(plan.step_seconds)}, predicted (simulated): {how}"
     for name in ("compute", "optimizer", "copies"):
         yield _time_line(plan, name, plan.seconds_by.get(name, 0.0), "")
     for axis in plan.mesh.names:

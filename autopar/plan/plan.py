@@ -13,6 +13,7 @@ from autopar.graph import Graph, Node
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.reshard import Reshard
+from cost_models.hardware import Hardware
 from cost_models.steps import Comm, Step, received_bytes
 
 
@@ -55,6 +56,8 @@ class Plan:
     Seconds and bytes are those of one rank and one training step, predicted on `hardware`. `bound` is a proven lower bound
     on the seconds of any plan of the searched space; `gap` = (step_seconds - bound) / step_seconds. `peak_bytes` per
     memory tier. `notes`: what a user should know, such as operators without a rule, which run replicated.
+    `prefetch`: how many matrix operators ahead of their use weights are gathered, and behind them gradients are waited
+    for (`autopar.schedule`); None: every transfer is waited for where it stands.
     """
 
     graph: Graph
@@ -71,6 +74,7 @@ class Plan:
     peak_bytes: Mapping[str, int]
     seconds_by: Mapping[str, float]
     notes: tuple[str, ...] = ()
+    prefetch: int | None = None
     search: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
 
     @property
@@ -118,6 +122,17 @@ class Plan:
         from autopar.plan.store import load
 
         return load(Path(path))
+
+    def to_trace(
+        self, path: str | Path, hardware: Hardware | None = None, *, overlap: bool = False, prefetch: int = 1
+    ) -> None:
+        """Write one step as a trace that chrome://tracing and ui.perfetto.dev open; see `autopar.timeline`.
+
+        `hardware`: the profile that priced the plan, where it is none of those that come with autopar.
+        """
+        from autopar.timeline import to_trace
+
+        to_trace(self, path, hardware, overlap=overlap, prefetch=prefetch)
 
     def to_dot(self) -> str:
         """The plan as a Graphviz graph; see `autopar.plan.dot`."""

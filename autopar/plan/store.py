@@ -62,6 +62,7 @@ def dumps(plan: Plan) -> str:
         "peak_bytes": {tier: plan.peak_bytes[tier] for tier in sorted(plan.peak_bytes)},
         "seconds_by": {part: _number(plan.seconds_by[part]) for part in sorted(plan.seconds_by)},
         "notes": list(plan.notes),
+        "prefetch": plan.prefetch,
         "search": {name: _number(plan.search[name]) for name in sorted(plan.search)},
         "choices": [_choice(choice) for choice in numbers],
         "nodes": nodes,
@@ -335,7 +336,8 @@ class _Reader:
             self.table(content["peak_bytes"], "peak_bytes", self.natural),
             self.table(content["seconds_by"], "seconds_by", self.number),
             self.items(content["notes"], "notes", self.text),
-            self.table(content["search"], "search", self.fact),
+            prefetch=None if content["prefetch"] is None else self.natural(content["prefetch"], "prefetch"),
+            search=self.table(content["search"], "search", self.fact),
         )
         if (flaw := flaw_of(plan)) is not None:
             self.fail(*flaw)
@@ -477,7 +479,7 @@ class _Reader:
 _SPELLED: dict[object, str] = {int: "a whole number", str: "a text", list: "a list", dict: "an object"}
 _FIELDS = (
     "mesh", "hardware", "hardware_digest", "optimizer", "memory_limit", "outputs", "step_seconds", "bound",
-    "peak_bytes", "seconds_by", "notes", "search", "choices", "nodes", "results",
+    "peak_bytes", "seconds_by", "notes", "prefetch", "search", "choices", "nodes", "results",
 )  # fmt: skip
 _NODE_MAY = ("args", "kwargs", "phase", "target", "module", "source")
 _CHOICE_FIELDS = ("roles", "takes", "gives", "body", "body_axes", "body_size", "steps", "reads")

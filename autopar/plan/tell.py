@@ -138,6 +138,26 @@ def home(node: Node) -> str:
     return node.target.rpartition(".")[0] if node.op in ("parameter", "buffer") else node.module
 
 
+def backward_homes(plan: Plan) -> dict[str, str]:
+    """Backward node -> its module. Where it has none: a value kept for several readers counts to the module of the
+    first, a sum of gradients to that of the latest value it reads."""
+    homes: dict[str, str] = {}
+    at: dict[str, int] = {}
+    reader: dict[str, str] = {}
+    for number, node in enumerate(plan.graph.nodes):
+        latest = max((ref.name for ref in node.operands), key=lambda name: at[name], default="")
+        inherits = node.phase == "backward" and latest != ""
+        homes[node.name] = home(node) or (homes[latest] if inherits else "")
+        at[node.name] = number
+        for ref in node.operands:
+            reader.setdefault(ref.name, home(node))
+    return {
+        node.name: (reader.get(node.name, "") if node.op in VIEWS and not node.module else "") or homes[node.name]
+        for node in plan.graph.nodes
+        if node.phase == "backward"
+    }
+
+
 def layer_of(path: str, layers: Mapping[str, object]) -> str:
     """The layer that `path` lies in, or ""."""
     parts = path.split(".")
@@ -158,11 +178,12 @@ def runs_of(plan: Plan, shown: Sequence[Node]) -> list[Run]:
         if layer := layer_of(home(node), layers):
             names[layer][node.name] = len(names[layer])
             told[layer].append(_told(plan, node, layer, names[layer]))
+    homes = backward_homes(plan)
     for node in plan.graph.nodes:
-        if node.phase == "backward" and (layer := layer_of(home(node), layers)):
+        if node.phase == "backward" and (layer := layer_of(homes[node.name], layers)):
             comms = comms_of_node(plan, node)
             if comms or is_product(node, plan.choices[node.name]):
-                below = home(node).removeprefix(layer)
+                below = homes[node.name].removeprefix(layer)
                 backward[layer].append(repr((node.op, below, plan.choices[node.name].roles, node.outputs, comms)))
     for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
         if result.kind == "gradient" and (layer := layer_of(result.target, layers)):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
+import logging
 import math
 import os
 import resource
 import secrets
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -101,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status. Unless it is 0, a sentence on stderr says why, no file is written."""
     try:
-        return _search(_parser().parse_args(arguments))
+        given = _parser().parse_args(arguments)
+        with _interruptible() as check:
+            return _search(given, check)
     except (BadArgument, TraceError) as error:
         return _say(error, BAD_ARGUMENTS)
     except Infeasible as error:
@@ -117,10 +123,37 @@ def _say(what: object, status: int) -> int:
     return status
 
 
-def _search(given: argparse.Namespace) -> int:
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], None]]:
+    """Gives a function that raises KeyboardInterrupt if Ctrl-C was pressed before.
+
+    Python drops the exception where it arises in a weak reference's callback, of which tracing runs many.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None  # signals are the main thread's
+        return
+    pressed: list[int] = []
+
+    def press(number: int, frame: object) -> NoReturn:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     started = time.perf_counter()
 
     def progress(text: str) -> None:
+        check()
         if not given.quiet:
             print(f"{time.perf_counter() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
 
@@ -152,6 +185,7 @@ def _search(given: argparse.Namespace) -> int:
         text = json.dumps(_document(given.model, plan, rows, seconds), indent=1, allow_nan=False) + "\n"
     else:
         text = "\n".join([plan.explain(), *([table(plan, rows)] if rows else [])])
+    check()
     try:
         if plan_path is not None:
             plan.save(plan_path)
@@ -249,9 +283,28 @@ def _trace(text: str, progress: Progress) -> Graph:
     args, kwargs = _call(example, text)
     model = example.model
     training = model.training or any(parameter.requires_grad for parameter in model.parameters())
-    graph = graph_of(capture(model, args, kwargs, training=None if training == model.training else training))
+    with _without_torchs_dump():
+        captured = capture(model, args, kwargs, training=None if training == model.training else training)
+    graph = graph_of(captured)
     progress(f"traced {len(graph.nodes):,} operators, forward and backward")
     return graph
+
+
+@contextlib.contextmanager
+def _without_torchs_dump() -> Iterator[None]:
+    """Where a model cannot be captured, torch prints the half of it that could be; our sentence names the line."""
+    said, log = io.StringIO(), logging.getLogger("torch")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except TraceError:
+        said = io.StringIO()
+        raise
+    finally:
+        log.setLevel(before)
+        sys.stderr.write(said.getvalue())
 
 
 def _call(example: Example, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -7,6 +7,7 @@ Without this, sequence and head dims are invisible behind a merged dim and seque
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autopar.graph import Node, Ref, TensorType
@@ -51,12 +52,31 @@ def matrix_product(b: Builder, node: Node, left: Ref, right: Ref, batch: bool) -
     out = node.outputs[0]
     assert out is not None
     for merges in (True, False):
-        for a in reversed(_through_views(b, left, merges)):
-            for c in reversed(_through_views(b, right, merges)):
+        for a in _candidates(b, node, left, merges, contracted=2 if batch else 1):
+            for c in _candidates(b, node, right, merges, contracted=1 if batch else 0):
                 made = _einsum(b, node, a, c, batch)
                 if made is not None:
                     return b.view(node, made, out.shape)
     raise AssertionError(f"%{node.name}: operands of a matrix product do not fit")
+
+
+def _candidates(b: Builder, node: Node, ref: Ref, merges: bool, contracted: int) -> list[_Operand]:
+    """Ways to see a matrix, deepest first; each also with the contracted dim left merged, if a view merged it.
+
+    Attention's result [b, s, h, d] meets a projection's weight [h * d, n]: heads stay merged, batch and sequence need not.
+    """
+    found: list[_Operand] = []
+    for operand in reversed(_through_views(b, ref, merges)):
+        found.append(operand)
+        group = operand.groups[contracted]
+        first, last = group[0], group[-1]
+        if len(group) > 1 and group == tuple(range(first, last + 1)):
+            shape = b.type(operand.base).shape
+            merged = (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
+            place = {dim: dim if dim <= first else max(first, dim - (last - first)) for dim in range(len(shape))}
+            groups = tuple(tuple(dict.fromkeys(place[dim] for dim in dims)) for dims in operand.groups)
+            found.append(_Operand(b.view(node, operand.base, merged), groups))
+    return found
 
 
 def _sizes(b: Builder, operand: _Operand, dim: int) -> tuple[int, ...]:

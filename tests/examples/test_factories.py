@@ -5,14 +5,8 @@ from typing import Any
 
 import pytest
 
-from autopar.graph import Graph
-from autopar.trace import capture, lower, normalise
+from autopar.trace import capture, graph_of
 from examples import gpt2, llama, mlp
-
-
-def graph_of(example: tuple[Any, ...]) -> Graph:
-    model, args, *kwargs = example
-    return normalise(lower(capture(model, args, kwargs[0] if kwargs else {})))
 
 
 @pytest.mark.parametrize(
@@ -42,8 +36,8 @@ def test_a_factory_gives_shapes_of_the_published_size(factory: Callable[[], tupl
     ids=["gpt2", "llama", "mlp"],
 )
 def test_a_small_variant_traces_to_a_training_step(example: Callable[[], tuple[Any, ...]], inputs: int) -> None:
-    built = example()
-    graph = graph_of(built)
-    trained = {name for name, parameter in built[0].named_parameters() if parameter.requires_grad}
+    model, args, *kwargs = example()
+    graph = graph_of(capture(model, args, kwargs[0] if kwargs else {}))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert {result.target for result in graph.results if result.kind == "gradient"} == trained
     assert sum(node.op == "input" for node in graph.nodes) == inputs

@@ -134,3 +134,9 @@ def test_repeated_work_is_told():
 def test_an_axis_of_one_rank_splits_nothing(graph):
     plan = plan_of(graph, Mesh(("data", "tensor"), (2, 1)))
     assert "tensor: one rank, nothing to split" in explain(plan)
+
+
+def test_overlap_is_told_where_there_is_some(plan):
+    assert "the sum of its parts, nothing overlaps" in explain(plan)
+    faster = replace(plan, step_seconds=plan.step_seconds - 1e-5)
+    assert "0.010 ms of the parts overlap" in explain(faster)

@@ -165,7 +165,7 @@ def test_a_memory_limit_reads_back(limit):
 
 
 def test_facts_and_notes_read_back():
-    plan = of_args(notes=("one", "two"), search={"status": "optimal", "nodes": 3, "seconds": 0.25})
+    plan = of_args(notes=("one", "two"), prefetch=2, search={"status": "optimal", "nodes": 3, "seconds": 0.25})
     assert loads(dumps(plan), "a plan") == plan
 
 
@@ -344,6 +344,8 @@ EDITS = [
     ("seconds_by", {"compute": "x"}, "seconds_by.compute is 'x', not a number"),
     ("notes", "a note", "notes is 'a note', not a list"),
     ("notes", [1], "notes[0] is 1, not a text"),
+    ("prefetch", -1, "prefetch is -1, which is negative"),
+    ("prefetch", "2", "prefetch is '2', not a whole number"),
     ("search", {"status": []}, "search.status is [], not a number"),
     ("choices", [], "nodes[0].choice is 0, but there are 0 choices"),
     ("choices.0.gives", ["Q S0"], "unknown part 'Q'"),
@@ -408,7 +410,7 @@ def test_any_signed_damage_is_a_plan_mismatch_or_a_plan(content):
     """Whatever stands in place of any value, reading ends in one of two ways."""
     rng = random.Random(0)
     text = json.dumps(content)
-    for _ in range(150):
+    for _ in range(80):
         damaged = json.loads(text)
         at = damaged
         while True:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.plan.tell import human, runs_of, shown_nodes, traffic_by_part
+from autopar.plan.tell import backward_homes, human, runs_of, shown_nodes, traffic_by_part
 from tests.plan.nets import MESH
 from tests.support.plans import PlanSampler
 
@@ -70,3 +70,10 @@ def test_nothing_that_is_sent_in_forward_is_left_out(graph, seed):
         },
     )
     assert not traffic_by_part(only)["forward"]
+
+
+def test_what_backward_sends_is_counted_to_its_layer(fsdp_plan):
+    """Also where autograd adds gradients up, which no module does."""
+    homes = backward_homes(fsdp_plan)
+    added = [n for n in fsdp_plan.graph.nodes if n.phase == "backward" and not n.module and n.op == "aten.add.Tensor"]
+    assert added and all(homes[node.name].startswith("layers.") for node in added)

@@ -60,7 +60,9 @@ def test_norms_mean_the_whole(what: str, sizes: tuple[int, ...]) -> None:
     for name, called in forced.items():
         wishes[name] = takes(split) if "backward" not in called else takes(split, split)
     if not forced:  # RMS norm comes apart into pointwise operators and a mean: split its row sum
-        wishes = {n.name: takes(split) for n in case.graph.nodes if n.op.startswith("aten.sum") and n.phase == "forward"}
+        wishes = {
+            n.name: takes(split) for n in case.graph.nodes if n.op.startswith("aten.sum") and n.phase == "forward"
+        }
     off, where = difference(sampler.best(wishes), case)
     assert off <= 1e-9, where
 
@@ -108,7 +110,9 @@ def dropped(p: float, split: bool, sizes: tuple[int, ...], seed: int) -> tuple[C
     case = Case(Dropped(p, (64, 256)), {}, seed)
     sampler = PlanSampler(case.graph, mesh_of(*sizes))
     names = [n.name for n in case.graph.nodes if n.op == "aten.native_dropout.default"]
-    wishes: dict[str, Wish] = {name: lambda strategy: all(strategy.roles) == split == any(strategy.roles) for name in names}
+    wishes: dict[str, Wish] = {
+        name: lambda strategy: all(strategy.roles) == split == any(strategy.roles) for name in names
+    }
     assert len(names) == 1
     plan = sampler.best(wishes)
     ran, _ = run_all(plan, case.values(case.graph), seed)
@@ -138,7 +142,9 @@ def test_dropout_of_a_split_tensor_draws_a_mask_of_its_own_for_each_shard(sizes:
     assert abs(out.mean().item() - 1) < 5 * deviation / (1 - p)
     assert abs(out.var().item() - p / (1 - p)) < 0.05
     shards = [kept]
-    layout = next(c.gives[0] for n, c in plan.choices.items() if plan.graph.by_name[n].op == "aten.native_dropout.default")
+    layout = next(
+        c.gives[0] for n, c in plan.choices.items() if plan.graph.by_name[n].op == "aten.native_dropout.default"
+    )
     for placement, size in zip(layout, plan.mesh.sizes, strict=True):
         assert isinstance(placement, Shard)
         shards = [piece for shard in shards for piece in shard.chunk(size, placement.dim)]

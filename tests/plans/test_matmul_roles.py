@@ -124,8 +124,8 @@ def test_every_assignment_of_roles_is_right_and_moves_what_the_formula_says(size
         found = received(comms(plan, "forward")), received(comms(plan, "backward"))
         if all(assignment):
             assert found == formula, assignment
-        else:  # over an axis without a role, a gradient may be reduced in slices and gathered again, for fewer bytes
-            assert found[0] == formula[0] and found[1] <= formula[1], assignment
+        else:  # over an axis without a role, a sum may be formed in slices that are gathered again, for fewer bytes
+            assert found[0] <= formula[0] and found[1] <= formula[1], assignment
         check_numbers(plan)
 
 

@@ -17,11 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# A collective that waits longer than this has lost its partners; all else is the start and the search.
-COLLECTIVE_S, CHECKS_S = 30, 110
+# A collective that waits longer than the first has lost its partners (rank 0 may be searching); a check that takes longer
+# than the second hangs.
+COLLECTIVE_S, CHECK_S = 60, 110
 
 
-def run_checks(file: str, ranks: int, folder: Path, names: Sequence[str] = (), limit_s: float = CHECKS_S) -> None:
+def run_checks(file: str, ranks: int, folder: Path, names: Sequence[str] = (), limit_s: float = CHECK_S) -> None:
     """Run the checks of `tests/processes/<file>.py` (all, or those of these names) on `ranks` processes.
 
     `folder` is theirs to share. Raises AssertionError with the output of the checks that failed.
@@ -30,8 +31,9 @@ def run_checks(file: str, ranks: int, folder: Path, names: Sequence[str] = (), l
     while True:
         with tempfile.TemporaryDirectory() as notes:
             command = [sys.executable, "-m", "tests.processes.worker", file, notes, str(folder), *wanted]
-            output = start(command, ranks, limit_s, {"STORE": f"{notes}/store"})
-            left = [line for line in Path(notes, "left").read_text().split() if line] if Path(notes, "left").exists() else []
+            done = Path(notes, "left")
+            output = start(command, ranks, limit_s, {"STORE": f"{notes}/store"}, done)
+            left = done.read_text().split() if done.exists() else []
             if output is None:
                 break
             failed.append(f"{file}.{left[0] if left else '(start)'} on {ranks} ranks:\n{output}")
@@ -41,7 +43,9 @@ def run_checks(file: str, ranks: int, folder: Path, names: Sequence[str] = (), l
     assert not failed, "\n\n".join(failed)
 
 
-def start(command: Sequence[str], ranks: int, limit_s: float, environment: Mapping[str, str]) -> str | None:
+def start(
+    command: Sequence[str], ranks: int, limit_s: float, environment: Mapping[str, str], progress: Path
+) -> str | None:
     """None where every process ends well; else what the first that failed wrote, or after a hang all."""
     with tempfile.TemporaryDirectory() as logs:
         processes: list[subprocess.Popen[bytes]] = []
@@ -54,22 +58,22 @@ def start(command: Sequence[str], ranks: int, limit_s: float, environment: Mappi
                         env=os.environ | {name: str(value) for name, value in of_rank.items()} | dict(environment),
                     )
                 )  # fmt: skip
-        codes = _wait(processes, limit_s)
+        codes = _wait(processes, limit_s, progress)
         if not any(codes):
             return None
-        shown = [rank for rank in range(ranks) if codes[rank] > 0][:1] or range(ranks)  # a hang: where is each of them?
-        return "\n".join(f"--- rank {rank}, status {codes[rank]}\n{_told(Path(logs, str(rank)))}" for rank in shown)
+        told = {rank: Path(logs, str(rank)).read_text(errors="replace")[-3000:] for rank in range(ranks)}
+        own = [rank for rank in told if codes[rank] > 0 and "Connection closed by peer" not in told[rank]]
+        shown = own[:1] or told  # one that failed by itself says enough; after a hang, where is each of them?
+        return "\n".join(f"--- rank {rank}, status {codes[rank]}\n{told[rank]}" for rank in shown)
 
 
-def _told(log: Path) -> str:
-    return log.read_text(errors="replace")[-3000:]
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int]:
-    """Exit codes, once all have ended; two seconds after the first failure the others are stopped."""
-    until = time.monotonic() + limit_s
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float, progress: Path) -> list[int]:
+    """Exit codes, once all have ended: two seconds after the first failure, or `limit_s` after the last change of `progress`."""
+    until, seen = time.monotonic() + limit_s, 0
     try:
         while any(process.poll() is None for process in processes):
+            if progress.exists() and (changed := progress.stat().st_mtime_ns) != seen:
+                until, seen = time.monotonic() + limit_s, changed
             if any(process.returncode for process in processes):
                 until = min(until, time.monotonic() + 2)
             if time.monotonic() > until:

@@ -34,7 +34,9 @@ def worst_difference(ran: Ran, wanted: Reference) -> tuple[float, str]:
         if ours is None or theirs is None:
             continue
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            return float("inf"), f"{kind} {name}: {ours.dtype}{list(ours.shape)}, not {theirs.dtype}{list(theirs.shape)}"
+            return float(
+                "inf"
+            ), f"{kind} {name}: {ours.dtype}{list(ours.shape)}, not {theirs.dtype}{list(theirs.shape)}"
         if not theirs.numel():
             continue
         unit = max(theirs.double().abs().max().item(), 1e-2 * size if kind == "gradient" else 1e-6)

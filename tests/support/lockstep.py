@@ -41,7 +41,9 @@ class Lockstep:
                 case "placeholder":
                     values[node] = next(given)
                 case "output":
-                    return [values[part] if isinstance(part, fx.Node) else [part] * self.mesh.ranks for part in node.args[0]]
+                    return [
+                        values[part] if isinstance(part, fx.Node) else [part] * self.mesh.ranks for part in node.args[0]
+                    ]
                 case "call_function" if "_c10d_functional" in str(node.target):
                     values[node] = self.collective(node, values)
                 case _:
@@ -142,7 +144,9 @@ def run_all(plan: Plan, values: Mapping[str, Tensor], seed: int = 0) -> tuple[Ra
                 assert type is not None
                 one = torch.ones(type.shape, dtype=getattr(torch, type.dtype))
                 tangents.append(pieces(node.name, values.get(node.name, one)))
-            done += zip(program.gradients, lockstep.execute(program.backward, [saved, *tangents, *coordinates]), strict=True)
+            done += zip(
+                program.gradients, lockstep.execute(program.backward, [saved, *tangents, *coordinates]), strict=True
+            )
             assert not any(saved), "the backward leaves saved values behind"
     whole = {
         (result.kind, result.target): None if value[0] is None else unshard(dict(enumerate(value)), layout, mesh)

@@ -29,7 +29,9 @@ def widen(graph: Graph) -> Graph:
 
 def _wide_node(node: Node) -> Node:
     outputs = tuple(None if t is None else TensorType(t.shape, _wide(t.dtype)) for t in node.outputs)
-    return replace(node, args=_wide_arg(node.args), kwargs=tuple((k, _wide_arg(v)) for k, v in node.kwargs), outputs=outputs)
+    return replace(
+        node, args=_wide_arg(node.args), kwargs=tuple((k, _wide_arg(v)) for k, v in node.kwargs), outputs=outputs
+    )
 
 
 def _wide(dtype: str) -> str:

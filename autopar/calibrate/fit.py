@@ -1,0 +1,85 @@
+"""Samples to a curve: robust least squares on doubly logarithmic paper, held to the laws that prices obey.
+
+    minimise over base_s, y    sum_i rho( (t_i - base_s) / t_i * (log w_i - log(t_i - base_s) - sum_k h_k(log x_i) y_k) )
+    subject to                 low * dx_k <= y_k+1 - y_k <= dx_k       bigger jobs never take less time
+
+y_k is the logarithm of the rate at knot k, h_k the hat function of that knot, w_i the work, rho Huber's function. The
+factor in front turns an error of the rate into one of the time. base_s is tried on a grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.curves import INTENSITY, Curve
+
+Array = NDArray[np.float64]
+KNOTS = 9
+SHARES = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97)  # of the quickest sample: what base_s may be
+HUBER = 0.1  # errors of the time above this count by their size, not its square
+SMOOTH = 1e-2
+GOOD_ENOUGH = 1.05  # of curves this close to the best the one with most base_s is taken: it is what small jobs cost
+
+
+def fit(points: Sequence[tuple[float, float, float]], over: str) -> Curve:
+    """The curve through (flops, bytes, seconds). Raises ValueError without points."""
+    if not points:
+        raise ValueError("no measurements to fit a curve to")
+    flops, nbytes, seconds = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    work, at = (flops, flops / nbytes) if over == INTENSITY else (nbytes, nbytes)
+    knots = _knots(np.log(at))
+    tried: list[tuple[float, float, Array]] = []
+    for share in SHARES:
+        base = float(share * seconds.min())
+        rates = _rates(np.log(at), np.log(work), seconds, base, knots, 0.0 if over == INTENSITY else -np.inf)
+        error = np.abs(np.log((base + work / np.exp(np.interp(np.log(at), knots, rates))) / seconds))
+        tried.append((float(np.minimum(error, 0.5).mean()), base, rates))
+    best = min(error for error, _, _ in tried)
+    error, base, rates = max((t for t in tried if t[0] <= best * GOOD_ENOUGH + 1e-3), key=lambda t: t[1])
+    curve = Curve(
+        tuple((float(x), float(y)) for x, y in zip(np.exp(knots), np.exp(rates), strict=True)), base, 0.0, over
+    )
+    missed = [abs(curve.seconds(f, b) / s - 1) for f, b, s in zip(flops, nbytes, seconds, strict=True)]
+    return Curve(curve.points, base, float(np.median(missed)), over)
+
+
+def _knots(x: Array) -> Array:
+    """The sizes that were measured, where there are few; else KNOTS of their quantiles, the ends among them."""
+    different = np.unique(np.round(x, 2))
+    found = different if len(different) <= KNOTS else np.quantile(different, np.linspace(0, 1, KNOTS))
+    return np.array([v for i, v in enumerate(found) if i == 0 or v - found[i - 1] > 0.05])
+
+
+def _rates(x: Array, log_work: Array, seconds: Array, base: float, knots: Array, low: float) -> Array:
+    target = log_work - np.log(seconds - base)
+    weight = (seconds - base) / seconds
+    if len(knots) == 1:
+        return np.array([np.median(target)])
+    hats = np.array([np.interp(x, knots, unit) for unit in np.eye(len(knots))]).T
+    bends = np.diff(np.eye(len(knots)), 2, axis=0) * SMOOTH if len(knots) > 2 else np.zeros((0, len(knots)))
+    trust = np.ones_like(x)
+    rates: Array = target[:0]
+    for _ in range(8):
+        rows = np.concatenate([hats * (weight * trust)[:, None], bends])
+        wanted = np.concatenate([target * weight * trust, np.zeros(len(bends))])
+        rates = np.linalg.lstsq(rows, wanted, rcond=None)[0].astype(np.float64)
+        missed = np.abs(weight * (target - hats @ rates))
+        trust = np.sqrt(np.minimum(1.0, HUBER / np.maximum(missed, 1e-12)))
+    return lawful(knots, rates, low)
+
+
+def lawful(x: Array, y: Array, low: float) -> Array:
+    """Near y, with slopes between `low` and 1: half-way between what lifting and what lowering values gives."""
+    for slope, is_most in ((low, False), (1.0, True)):
+        if not np.isfinite(slope):
+            continue
+        rest = y - slope * x  # has to fall (is_most), or to rise
+        if not is_most:
+            rest = (np.maximum.accumulate(rest) + np.minimum.accumulate(rest[::-1])[::-1]) / 2
+        else:
+            rest = (np.minimum.accumulate(rest) + np.maximum.accumulate(rest[::-1])[::-1]) / 2
+        y = rest + slope * x
+    return y

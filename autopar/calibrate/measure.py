@@ -1,0 +1,93 @@
+"""Seconds of one call, on a machine that others may use at the same time; and what a measurement is (`Sample`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from cost_models.steps import Comm, Compute, Move
+
+STEPS = {"Compute": Compute, "Comm": Comm, "Move": Move}
+LOWER_QUARTILE = 0.25  # noise only adds; the very fastest call was lucky with its caches
+LEAST_ROUND_S = 3e-4  # the clock is read between rounds of calls at least this long
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A step, the seconds it took, and the curve it belongs to. `held`: kept out of the fit, to check it.
+
+    `sizes`: of the mesh it ran on, whose axes are called a0, a1, ...
+    """
+
+    curve: str
+    step: Compute | Comm | Move
+    seconds: float
+    sizes: tuple[int, ...]
+    held: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "type": type(self.step).__name__}
+
+    @staticmethod
+    def from_json(content: dict[str, Any]) -> Sample:
+        step = STEPS[content["type"]](**content["step"])
+        return Sample(content["curve"], step, content["seconds"], tuple(content["sizes"]), content["held"])
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[round(share * (len(ordered) - 1))]
+
+
+def processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How calls are timed on a device where `ranks` processes are busy at once.
+
+    A rank of one thread on the CPU is timed by the processor time it gets, so that what other programs take does not count;
+    where more ranks than processors are busy, each waits for its turn: ranks / processors times as long. All else is timed
+    by the wall clock, the device being waited for at the end of each round.
+    """
+
+    device: torch.device
+    ranks: int
+
+    @property
+    def counts_own_time(self) -> bool:
+        return self.device.type == "cpu" and torch.get_num_threads() == 1
+
+    @property
+    def turns(self) -> float:
+        return max(1.0, self.ranks / processors()) if self.counts_own_time else 1.0
+
+    def now(self) -> float:
+        if self.counts_own_time:
+            return time.thread_time()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def seconds(self, call: Callable[[], object], budget_s: float) -> float:
+        """Of one call: the lower quartile of rounds, for about `budget_s` on the wall. The last result stays alive."""
+        result = call()
+        result = call()
+        begin = self.now()
+        result = call()
+        count = max(1, int(LEAST_ROUND_S / max(self.now() - begin, 1e-7)))
+        rounds: list[float] = []
+        until = time.perf_counter() + budget_s
+        while len(rounds) < 3 or (time.perf_counter() < until and len(rounds) < 200):
+            begin = self.now()
+            for _ in range(count):
+                result = call()
+            rounds.append((self.now() - begin) / count)
+        del result
+        return max(quantile(rounds, LOWER_QUARTILE), 1e-9) * self.turns

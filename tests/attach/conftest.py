@@ -1,0 +1,16 @@
+"""A process group of one: what `autopar.init_mesh` makes where no launcher is."""
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def one() -> Iterator[object]:
+    """A CPU mesh of one rank; its process group ends with the test."""
+    import torch.distributed as dist
+
+    import autopar
+
+    yield autopar.init_mesh("cpu", data=1)
+    dist.destroy_process_group()

@@ -1,0 +1,145 @@
+"""What goes wrong says so in a sentence, on every rank, before anything is changed and without a hang."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar import Infeasible, PlanMismatch, TraceError
+from tests.processes.compare import same_steps
+from tests.processes.models import Logits, Net, batch, net
+from tests.processes.worker import Ranks
+from tests.support.machines import FAST, SLOW
+
+
+def refused(kind: type[Exception], told: str, call: Callable[[], Any]) -> None:
+    """The call raises this kind of error, whose one sentence (or two) matches `told`."""
+    try:
+        call()
+    except Exception as error:
+        assert type(error) is kind, f"{type(error).__name__}: {error}"
+        assert re.search(told, str(error)), str(error)
+        assert len(str(error)) < 1000 and "\n" not in str(error).strip(), str(error)
+        return
+    raise AssertionError(f"nothing was raised, wanted {kind.__name__}: {told}")
+
+
+def check_arguments(ranks: Ranks) -> None:
+    plain, mesh = net(), ranks.mesh()
+    refused(ValueError, rf"the mesh 3 has 3 ranks, but {ranks.count} processes run; start 3", lambda: autopar.init_mesh(data=3))
+    part = init_device_mesh("cpu", (ranks.count, 1), mesh_dim_names=("data", "tensor"))["tensor"]
+    refused(ValueError, f"has 1 ranks, but {ranks.count} processes run", lambda: autopar.compile(plain, part))
+    refused(ValueError, "no hardware profile 'h1000'; known profiles: .*h100-sxm", lambda: autopar.compile(plain, mesh, hardware="h1000"))
+    for name, value in (("optimizer", "adam-w"), ("outputs", "whole"), ("backend", "cudagraphs")):
+        refused(ValueError, f"{name} '{value}' is not known; choose ", lambda n=name, v=value: autopar.compile(plain, mesh, **{n: v}))
+    for memory in ("much", "70", -1, 0, True):
+        refused(ValueError, "memory .* write for example 70GiB", lambda m=memory: autopar.compile(plain, mesh, memory=m))
+
+
+def check_calls(ranks: Ranks) -> None:
+    plain, data = net(), batch()
+    parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST)
+    refused(RuntimeError, "there is no plan yet: call the module once, or give example_inputs=", lambda: parallel.plan)
+    refused(TypeError, "missing a required argument: 'y'", lambda: parallel(data["x"]))
+    refused(TypeError, "unexpected keyword argument 'z'", lambda: parallel(**data, z=1))
+    parallel(**data)
+    half = {name: value[:4] for name, value in data.items()}
+    refused(PlanMismatch, r"argument \['x'\] is float32\[4, 16\], the plan was made for float32\[8, 16\]", lambda: parallel(**half))
+    other = {**data, "x": data["x"].double()}
+    refused(PlanMismatch, r"argument \['x'\] is float64\[8, 16\], the plan was made for float32", lambda: parallel(**other))
+    refused(PlanMismatch, r"argument \['y'\] is 3, the plan was made for int64", lambda: parallel(data["x"], 3))
+    wants = data["x"].clone().requires_grad_()
+    refused(PlanMismatch, r"argument \['x'\] requires grad; .* pass \['x'\] detached", lambda: parallel(wants, data["y"]))
+    loss = parallel(**data)
+    loss.backward(retain_graph=True)
+    refused(RuntimeError, "backward ran a second time .*; call the module again first", loss.backward)
+    parallel.zero_grad()
+    plain(**data), plain(**data)  # batch norm counts the two calls that went well
+    same_steps(plain, parallel, data, steps=2)  # none of this did any harm
+    refused(PlanMismatch, "parameter .* the plan has it as float32.* compile again", lambda: parallel.double()(**data))
+
+
+def check_a_rank_that_differs(ranks: Ranks) -> None:
+    """One rank alone has another shape, model or broken model: all are told, none waits for the others."""
+    last, data = ranks.rank == ranks.count - 1, batch()
+    mine = {name: value[:4] for name, value in data.items()} if last else data
+    parallel = autopar.compile(net(), ranks.mesh(), hardware=FAST)
+    refused(PlanMismatch, r"input \['x'\] float32\[8, 16\].*passes float32\[4, 16\]", lambda: parallel(**mine))
+    same_steps(net(), parallel, data, steps=1)  # it can be called rightly afterwards
+    parallel = autopar.compile(Net(classes=24 if last else 12), ranks.mesh(), hardware=FAST)
+    refused(PlanMismatch, r"plan of rank 0 was made for parameter head.weight float32\[12, 32\], this model has", lambda: parallel(**data))
+    parallel = autopar.compile(Branching() if last else net(Logits), ranks.mesh(), hardware=FAST)
+    refused(TraceError, "cannot be captured", lambda: parallel(data["x"]))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        if made.sum() > 0:  # this line
+            made = made * 2
+        return made.sum()
+
+
+def check_a_model_that_cannot_be_captured(ranks: Ranks) -> None:
+    plain = Branching()
+    parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST)
+    refused(TraceError, r"errors\.py:\d+ \(if made.sum\(\) > 0: +# this line\).*may not depend on tensor values", lambda: parallel(batch()["x"]))
+    assert isinstance(parallel, Branching) and isinstance(parallel, autopar.ParallelModule)
+    refused(TraceError, "this line", lambda: parallel(batch()["x"]))  # the same again: nothing is half done
+    assert list(parallel.state_dict()) == list(plain.state_dict())
+
+
+def check_too_little_memory(ranks: Ranks) -> None:
+    plain, data = net(), batch()
+    for memory in ("2KiB", 1000):
+        parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST, memory=memory)
+        refused(Infeasible, "no plan fits in .* per rank: .* needed.*(five largest tenants|Give more memory)|the least that would do", lambda p=parallel: p(**data))
+        assert all(isinstance(value, DTensor) for value in parallel.parameters())
+    options = {"hardware": SLOW, "example_kwargs": data}
+    roomy = autopar.compile(plain, ranks.mesh(), memory="1GiB", **options).plan.peak_bytes["hbm"]
+    tight = autopar.compile(plain, ranks.mesh(), memory=int(roomy * 0.8), **options)
+    assert tight.plan.peak_bytes["hbm"] <= 0.8 * roomy
+    same_steps(plain, tight, data, steps=2)
+
+
+def check_plans_of_something_else(ranks: Ranks) -> None:
+    mesh, data, mine = ranks.mesh(), batch(), ranks.folder / f"other{ranks.rank}.json"
+    plan = autopar.compile(net(), mesh, hardware=FAST, example_kwargs=data).plan
+
+    def run(model: nn.Module, *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return lambda: autopar.compile(model, mesh, plan=mine, **kwargs)(*args)
+
+    plan.save(mine)
+    x, y = data["x"], data["y"]
+    refused(PlanMismatch, r"made for parameter head.weight float32\[12, 32\], this model has float32\[24, 32\]", run(Net(classes=24), x, y))
+    refused(PlanMismatch, r"made for input \['x'\] float32\[8, 16\], this call passes float32\[4, 16\]", run(net(), x[:4], y[:4]))
+    refused(PlanMismatch, "made for", run(net(Logits), x))
+    flat = init_device_mesh("cpu", (ranks.count,), mesh_dim_names=("tensor",))
+    refused(PlanMismatch, "made for mesh data=2, this mesh is tensor=2", lambda: autopar.compile(net(), flat, plan=mine)(x, y))
+    autopar.compile(net(Logits), mesh, hardware=FAST, example_inputs=(x,)).plan.save(mine)
+    refused(PlanMismatch, "outputs='sharded', this call asks for outputs='global'", run(net(Logits), x, outputs="global"))
+    text = mine.read_text()
+    for broken in (text[: len(text) // 2], text.replace("float32", "float64", 3), "{}", "", text.replace("R", "S0", 1)):
+        mine.write_text(broken)
+        refused(PlanMismatch, f"{mine.name}.*", run(net(Logits), x))
+    mine.unlink()
+    refused(FileNotFoundError, mine.name, run(net(Logits), x))
+
+
+def check_inference_has_no_backward(ranks: Ranks) -> None:
+    parallel = autopar.compile(net(), ranks.mesh(), hardware=FAST)
+    with torch.no_grad():
+        loss = parallel(**batch())
+    refused(RuntimeError, "does not require grad", loss.backward)
+    assert parallel.first.weight.to_local().is_inference() is False

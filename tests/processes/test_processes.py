@@ -1,0 +1,57 @@
+"""Real processes over gloo: what the simulators cannot see (hangs, order, other ranks' errors) and what a user does.
+
+Each test starts processes once for many checks; a failure names the check and shows what its process wrote.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes.launch import ROOT, run_checks
+
+LARGE = ["check_gpt2_on_two_axes", "check_llama", "check_cnn", "check_cnn_on_two_axes", "check_odd_sizes", "check_random_plans"]
+
+
+def test_models_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
+    run_checks("families", 4, tmp_path, LARGE)
+
+
+def test_what_users_do_works_on_two_processes(tmp_path: Path) -> None:
+    run_checks("api", 2, tmp_path)
+
+
+def test_errors_reach_every_rank_and_nothing_hangs(tmp_path: Path) -> None:
+    run_checks("errors", 2, tmp_path)
+
+
+def test_a_checkpoint_of_four_ranks_continues_on_two(tmp_path: Path) -> None:
+    run_checks("checkpoints", 4, tmp_path, ["check_save"])
+    run_checks("checkpoints", 2, tmp_path, ["check_load"])
+
+
+def test_a_script_runs_under_torchrun(tmp_path: Path) -> None:
+    """Without the launcher of these tests: torchrun's own environment, and a profile and memory found by themselves."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tests/processes/standalone.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
+    assert made.returncode == 0, made.stdout + made.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_more_models_train_as_on_one_process(tmp_path: Path, ranks: int) -> None:
+    left = ["check_gpt2", "check_llama_on_two_axes"] if ranks == 4 else ["check_gpt2", "check_llama", "check_cnn", "check_odd_sizes"]
+    run_checks("families", ranks, tmp_path, left)
+
+
+@pytest.mark.slow
+def test_what_users_do_works_on_four_processes(tmp_path: Path) -> None:
+    run_checks("api", 4, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_code_can_be_compiled(tmp_path: Path) -> None:
+    run_checks("inductor", 2, tmp_path)
