@@ -90,8 +90,8 @@ def _torchrun(seconds: float, kind: str, path: Path) -> int:
 def _finish(samples: list[Sample], kind: str, path: Path) -> None:
     base = _base(kind)
     how = (
-        f"on {platform.node()}, {device_name(kind)}, {processors()} processors, {date.today()}, torch {torch.__version__}, "
-        f"{os.environ.get('OMP_NUM_THREADS', '1')} thread per rank, {'nccl' if kind == 'cuda' else 'gloo'}"
+        f"on {platform.node()}, {device_name(kind)}, {processors()} processors, {date.today()}, "
+        f"torch {torch.__version__}, {os.environ.get('OMP_NUM_THREADS', '1')} thread per rank, {'nccl' if kind == 'cuda' else 'gloo'}"
     )
     hardware = profile_from(samples, base, path.stem, how, shares_processors=kind == "cpu")
     print(check_table(hardware, samples))

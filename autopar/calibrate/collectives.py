@@ -23,6 +23,8 @@ assert functional_collectives  # imported for what it registers
 SIZES = (2**10, 2**12, 2**13, 2**14, 2**16, 2**18, 2**19, 2**20, 2**22, 2**23, 2**24, 2**26)  # bytes of payload
 HELD = (2**13, 2**19, 2**23)
 LONGEST_S = 0.4  # of one call: larger messages are left out
+PASSES = 4  # over all sizes
+LOW = 0.15  # quantile of the rounds: others on the machine only make them longer
 TIMED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -37,6 +39,7 @@ def mesh_shapes(world: int) -> list[tuple[int, ...]]:
 def _call(collective: str, payload: int, ranks: int, group: str, device: torch.device) -> Callable[[], Tensor]:
     count = payload // 4
     x = torch.ones(count // ranks if collective == "all_gather" else count, device=device)
+    splits = [count // ranks] * ranks
     started: dict[str, Callable[[Tensor], Any]] = {
         "all_gather": lambda x: C10D.all_gather_into_tensor.default(x, ranks, group),
         "reduce_scatter": lambda x: C10D.reduce_scatter_tensor.default(x, "sum", ranks, group),
@@ -69,26 +72,23 @@ def time_collectives(
             for block in range(0, world, ranks * stride)
             for first in range(block, block + stride)
         )
-        shape = (
-            f"{'inter' if crosses else 'intra'}",
-            f"{ranks}x{shape_of_groups(ranks, world, ranks_per_node, crosses)}",
-        )
+        reach = "inter" if crosses else "intra"
+        shape = f"{ranks}x{shape_of_groups(ranks, world, ranks_per_node, crosses)}"
         group = mesh.get_group(axis).group_name
         for collective in TIMED:
             say(f"{collective} of {ranks} ranks, axis {axis} of {'x'.join(map(str, sizes))}")
-            for payload in SIZES:
-                nbytes = payload // (4 * ranks) * 4 * ranks
-                seconds = _seconds(_call(collective, nbytes, ranks, group, device), device, each_s)
+            payloads = [payload // (4 * ranks) * 4 * ranks for payload in SIZES]
+            calls = [_call(collective, nbytes, ranks, group, device) for nbytes in payloads]
+            for payload, nbytes, seconds in zip(SIZES, payloads, _seconds(calls, device, each_s), strict=False):
                 step = Comm(collective, f"a{axis}", ranks, nbytes)
-                yield Sample(f"{shape[0]}.{collective}.{shape[1]}", step, seconds, sizes, payload in HELD)
-                if seconds > LONGEST_S:
-                    break
+                yield Sample(f"{reach}.{collective}.{shape}", step, seconds, sizes, payload in HELD)
 
 
-def _seconds(call: Callable[[], Tensor], device: torch.device, budget_s: float) -> float:
-    """Of one call, the same on every rank: lower quartile over rounds on the wall clock, mean over the ranks.
+def _seconds(calls: list[Callable[[], Tensor]], device: torch.device, each_s: float) -> list[float]:
+    """Of one call each, up to the first that takes too long: low quantile of rounds, mean over the ranks.
 
-    Ranks agree how many calls they make, or one would wait for ever. Small messages are timed several to a round.
+    Wall clock: a collective is mostly waiting. The sizes take turns, pass by pass, so that a busy moment of the machine
+    falls on all of them. Ranks agree how many calls they make, or one would wait for ever.
     """
 
     def now() -> float:
@@ -96,21 +96,28 @@ def _seconds(call: Callable[[], Tensor], device: torch.device, budget_s: float) 
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    result = call()
-    dist.barrier()
-    begin = now()
-    result = call()
-    one_s = _agreed(now() - begin, device, "max")
-    per_round = max(1, min(20, int(2e-3 / one_s)))
-    count = max(3, min(40, int(budget_s / (one_s * per_round))))
-    rounds: list[float] = []
-    for _ in range(count):
+    plan: list[tuple[int, int]] = []  # (calls in a round, rounds in a pass)
+    rounds: list[list[float]] = []
+    for call in calls:
+        result = call()
+        dist.barrier()
         begin = now()
-        for _ in range(per_round):
-            result = call()
-        rounds.append((now() - begin) / per_round)
+        result = call()
+        one_s = _agreed(now() - begin, device, "max")
+        per_round = max(1, min(20, int(2e-3 / one_s)))
+        plan.append((per_round, max(1, min(10, int(each_s / PASSES / (one_s * per_round))))))
+        rounds.append([])
+        if one_s > LONGEST_S:
+            break
+    for _ in range(PASSES):
+        for call, (per_round, count), found in zip(calls, plan, rounds, strict=False):
+            for _ in range(count):
+                begin = now()
+                for _ in range(per_round):
+                    result = call()
+                found.append((now() - begin) / per_round)
     del result
-    return _agreed(quantile(rounds, 0.25), device, "mean")
+    return [_agreed(quantile(found, LOW), device, "mean") for found in rounds]
 
 
 def _agreed(value: float, device: torch.device, how: str) -> float:

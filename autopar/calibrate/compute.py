@@ -1,4 +1,4 @@
-"""What is timed on each rank by itself: matrix products, attention, convolution, operators over memory, copies, optimizers."""
+"""What is timed on each rank by itself: products, attention, convolution, operators over memory, copies, optimizers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _name(dtype: torch.dtype) -> str:
 def _work(
     op: str, kind: str, flops: float, target: Callable[..., Any], *args: Any, own: bool = False, held: object = False
 ) -> Bench:
-    """The bench of an operator: bytes are those of its operands and results; it has its own curve or that of its kind."""
+    """The bench of an operator: bytes are those of operands and results; it has its own curve or its kind's."""
     result = target(*args)
     first = result if isinstance(result, Tensor) else result[0]
     dtype = _name(first.dtype)
@@ -61,7 +61,8 @@ def _work(
 # (m, k, n, held out of the fit); on CUDA each dim is GROWS_ON_CUDA times as large
 PRODUCTS = (
     (8, 8, 8, 0), (32, 32, 32, 0), (64, 64, 64, 0), (96, 96, 96, 1), (128, 128, 128, 0), (256, 256, 256, 0),
-    (384, 384, 384, 1), (512, 512, 512, 0), (1024, 1024, 1024, 0),
+    (384, 384, 384, 1),
+    (512, 512, 512, 0), (1024, 1024, 1024, 0),
     (4096, 16, 16, 0), (8192, 64, 64, 0), (64, 8192, 64, 0), (64, 64, 8192, 0), (2048, 128, 128, 1), (4096, 256, 256, 0),
     (1, 1024, 1024, 0), (4, 1024, 1024, 0), (16, 1024, 1024, 0), (32, 512, 2048, 1), (64, 1024, 2048, 0),
     (2048, 8, 512, 0), (512, 768, 768, 1), (1, 64, 64, 0), (128, 256, 1024, 0), (256, 1024, 256, 1),
@@ -151,8 +152,6 @@ def elementwise(device: torch.device, dtype: torch.dtype) -> Made:
         n = max(1, size // 3 // dtype.itemsize)
         a, b = (torch.ones(n, device=device, dtype=dtype) for _ in range(2))
         yield _work("aten.add.Tensor", "elementwise", float(n), aten.add.Tensor, a, b, held=held)
-        if not held and i % 2 == 0:
-            yield _work("aten.mul.Scalar", "elementwise", float(n), aten.mul.Scalar, a, 0.5)
 
 
 def ladder(device: torch.device, least: int, most: int, factor: int) -> list[int]:
@@ -179,6 +178,8 @@ def _operators(n: int, device: torch.device, dtype: torch.dtype) -> Iterator[tup
     for name in ("gelu", "tanh", "silu", "relu", "exp", "sigmoid", "rsqrt", "neg"):
         yield f"aten.{name}.default", (x,)
     yield "aten.pow.Tensor_Scalar", (x, 3.0)
+    yield "aten.mul.Scalar", (x, 0.5)
+    yield "aten.div.Scalar", (x, 3.0)
     for name in ("gelu", "tanh", "silu", "sigmoid"):
         yield f"aten.{name}_backward.default", (g, x)
     yield "aten.threshold_backward.default", (g, x, 0)
@@ -269,6 +270,13 @@ def _both_ways(side: torch.cuda.Stream, back: Tensor, there: Tensor, here: Tenso
     with torch.cuda.stream(side):
         back.copy_(there, non_blocking=True)
     here.copy_(pinned, non_blocking=True)
+
+
+def settle_memory(device: torch.device) -> None:
+    """Let malloc keep what is freed, as it does in a program that has freed large tensors before (glibc: up to 32 MiB)."""
+    if device.type == "cpu":
+        for _ in range(3):
+            torch.empty(31 * 2**20, dtype=torch.uint8).fill_(1)
 
 
 def everything(device: torch.device, mesh: DeviceMesh | None) -> Sequence[tuple[str, Made]]:

@@ -4,7 +4,8 @@
     subject to                 low * dx_k <= y_k+1 - y_k <= dx_k       bigger jobs never take less time
 
 y_k is the logarithm of the rate at knot k, h_k the hat function of that knot, w_i the work, rho Huber's function. The
-factor in front turns an error of the rate into one of the time. base_s is tried on a grid.
+factor in front turns an error of the rate into one of the time. base_s is tried on a grid. Noise only adds: where more
+bytes were quicker, fewer count as quick as they (so t_i is a minimum over the larger jobs before anything else).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from cost_models.curves import INTENSITY, Curve
 
 Array = NDArray[np.float64]
-KNOTS = 9
+KNOTS = {INTENSITY: 9, "bytes": 24}
 SHARES = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97)  # of the quickest sample: what base_s may be
 HUBER = 0.1  # errors of the time above this count by their size, not its square
 SMOOTH = 1e-2
@@ -29,8 +30,12 @@ def fit(points: Sequence[tuple[float, float, float]], over: str) -> Curve:
     if not points:
         raise ValueError("no measurements to fit a curve to")
     flops, nbytes, seconds = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    if over != INTENSITY:
+        order = np.argsort(nbytes)
+        nbytes, seconds = nbytes[order], np.minimum.accumulate(seconds[order][::-1])[::-1]
+        flops = np.zeros_like(nbytes)
     work, at = (flops, flops / nbytes) if over == INTENSITY else (nbytes, nbytes)
-    knots = _knots(np.log(at))
+    knots = _knots(np.log(at), KNOTS[over])
     tried: list[tuple[float, float, Array]] = []
     for share in SHARES:
         base = float(share * seconds.min())
@@ -46,10 +51,10 @@ def fit(points: Sequence[tuple[float, float, float]], over: str) -> Curve:
     return Curve(curve.points, base, float(np.median(missed)), over)
 
 
-def _knots(x: Array) -> Array:
-    """The sizes that were measured, where there are few; else KNOTS of their quantiles, the ends among them."""
+def _knots(x: Array, most: int) -> Array:
+    """The sizes that were measured, where there are few; else `most` of their quantiles, the ends among them."""
     different = np.unique(np.round(x, 2))
-    found = different if len(different) <= KNOTS else np.quantile(different, np.linspace(0, 1, KNOTS))
+    found = different if len(different) <= most else np.quantile(different, np.linspace(0, 1, most))
     return np.array([v for i, v in enumerate(found) if i == 0 or v - found[i - 1] > 0.05])
 
 

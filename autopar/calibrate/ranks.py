@@ -1,7 +1,7 @@
 """The processes that measure: gloo ranks that are started here, or the running world of torchrun. All are busy at once.
 
-`python -m autopar.calibrate.ranks FILE PARTS SECONDS DEVICE` is one of those that are started; rank 0 leaves its samples
-in FILE. Progress goes to standard error, from rank 0.
+`python -m autopar.calibrate.ranks FILE PARTS SECONDS DEVICE` is one of those that are started; rank 0 leaves its
+samples in FILE. Progress goes to standard error, from rank 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.calibrate.collectives import mesh_shapes, time_collectives
-from autopar.calibrate.compute import everything, probes
+from autopar.calibrate.compute import everything, probes, settle_memory
 from autopar.calibrate.measure import Clock, Sample
 
 Say = Callable[[str], None]
@@ -37,6 +37,7 @@ def measure_world(parts: str, budget_s: float, device: torch.device, say: Say) -
     world = dist.get_world_size() if dist.is_initialized() else 1
     ranks_per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     samples: list[Sample] = []
+    settle_memory(device)
     clock = Clock(device, ranks_per_node)
     shapes = mesh_shapes(world)
     share = (COMPUTE_SHARE if shapes else 1.0) if parts == "all" else 0.15

@@ -12,26 +12,29 @@ from __future__ import annotations
 
 import importlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from solver.problem import Problem
-from solver.solution import Outcome
+from solver.solution import Outcome, Prices
 
-BACKENDS = ("exhaustive", "highs", "pulp_highs")
+BACKENDS = ("exhaustive", "highs", "lagrange", "pulp_highs")
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What a backend may spend: wall clock until `deadline` (of time.monotonic), relative gap to stop at, threads.
 
-    `start` are picks to begin from, if any are known.
+    `start` are picks to begin from, `prices` prices of memory, if any are known. `nodes`: at most so many nodes of a
+    search tree, which ends a search at the same place on every run; None: no such limit.
     """
 
     deadline: float
     gap: float = 0.0
     threads: int = 1
     start: tuple[int, ...] | None = None
+    prices: Prices = field(default_factory=dict[tuple[str, int], float])
+    nodes: int | None = None
 
     def left_s(self) -> float:
         """Seconds until the deadline, never negative."""

@@ -195,6 +195,8 @@ class _Search:
         model = self.model
         model.make_integer()
         model.highs.setOptionValue("mip_rel_gap", max(MIP_REL_GAP, self.budget.gap))
+        if self.budget.nodes is not None:
+            model.highs.setOptionValue("mip_max_nodes", self.budget.nodes)
         while True:
             if self.best is not None:
                 solution = highspy.HighsSolution()

@@ -1,14 +1,12 @@
 """Bounds and picks for cores that are too large for a linear program: message passing and prices of memory.
 
-For any prices lambda >= 0 of the binding instants and any messages M, the least of
+For any prices lambda >= 0 of the binding instants the least of
 
-    sum_u [cost_u + held_u lambda + sum_v M_v->u](x_u)  +  sum_uv [cost_uv - M_u->v - M_v->u](x_u, x_v)  -  room lambda
+    sum_u [cost_u + held_u lambda](x_u)  +  sum_uv [cost_uv + held_uv lambda](x_u, x_v)  -  room lambda
 
-over all picks, which fit or not, is at most the cost of every solution that fits. TRW-S (Kolmogorov, "Convergent
-tree-reweighted message passing for energy minimization", 2006) improves the messages item by item, forth and back, so
-that a bound on that least value never falls at fixed prices; the sum of what it subtracts when it makes messages
-non-negative is the bound. On the way it decodes picks, whose excess of memory says how to move the prices (Polyak's
-step). The best decoded picks are repaired and improved one item at a time.
+over all picks, which fit or not, is at most the cost of every solution that fits. sweeps.py bounds that least value and
+decodes picks, whose excess of memory says how to move the prices (Polyak's step). The best decoded picks are repaired
+and improved one item at a time.
 
 Exact only by luck: its gap is what local consistency leaves, about that of the linear program.
 """
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +22,7 @@ from numpy.typing import NDArray
 from solver.backends import Budget
 from solver.backends.local import improve
 from solver.backends.lowering import Lowered, bincount, lower
+from solver.backends.sweeps import Sweeps
 from solver.problem import Array, Problem
 from solver.referee import evaluate
 from solver.solution import OPTIMAL_REL_GAP, Outcome, Prices, relative_gap
@@ -41,42 +39,21 @@ def run(core: Problem, budget: Budget) -> Outcome:
     return _Ascent(core, budget).run()
 
 
-@dataclass(slots=True)
-class _Link:
-    """One edge seen from one of its items: rows of `cost` are that item's options."""
-
-    other: int
-    cost: Array
-    number: int  # message into this item is incoming[number], out of it incoming[number ^ 1]
-
-
 class _Ascent:
     def __init__(self, core: Problem, budget: Budget) -> None:
         self.core, self.budget = core, budget
         self.lowered: Lowered = lower(core)
         self.best: tuple[int, ...] | None = None
         self.cost, self.bound = math.inf, self.lowered.offset
-        self.links: list[list[_Link]] = [[] for _ in core.costs]
-        self.messages: list[Array] = []
-        for number, edge in enumerate(core.edges):
-            self.links[edge.src].append(_Link(edge.dst, edge.cost, 2 * number))
-            self.links[edge.dst].append(_Link(edge.src, edge.cost.T, 2 * number + 1))
-            self.messages += [np.zeros(len(core.costs[edge.src])), np.zeros(len(core.costs[edge.dst]))]
+        self.sweeps = Sweeps(core)
         self.holding = {usage.edge for usage in core.edge_usages}
-        self.link_of = {link.number: link for links in self.links for link in links}
-        self.weight = [self._weight(u) for u in range(len(core.costs))]
         self.price: list[Array] = [np.zeros(len(profile.instants)) for profile in self.lowered.profiles]
         self.best_price: list[Array] = _copied(self.price)
-        self.costs = list(core.costs)
-
-    def _weight(self, u: int) -> float:
-        later = sum(link.other > u for link in self.links[u])
-        return 1.0 / max(later, len(self.links[u]) - later, 1)
 
     def run(self) -> Outcome:
         if self.budget.start is not None:
             self._offer(self.budget.start)
-        if not all((link.cost < np.inf).any(1).all() for links in self.links for link in links):
+        if not self.sweeps.is_consistent():
             return self._outcome()  # some option has no allowed partner: messages would be infinite
         step, stale, rounds = 1.0, 0, 0
         began, polish_s = time.monotonic(), 0.0
@@ -84,8 +61,8 @@ class _Ascent:
             picks: tuple[int, ...] = ()
             value = -math.inf
             for _ in range(SWEEPS_PER_PRICE if rounds else FIRST_SWEEPS):
-                picks, forth = self._sweep(range(len(self.costs)))
-                _, back = self._sweep(range(len(self.costs) - 1, -1, -1))
+                picks, forth = self._sweep(forth=True)
+                _, back = self._sweep(forth=False)
                 value = max(value, forth, back)
                 if not self.budget.left_s():
                     break
@@ -106,8 +83,7 @@ class _Ascent:
                 return self._outcome()
             if stale >= PATIENCE:
                 step, stale = step / 2, 0
-                self.price = _copied(self.best_price)
-                self._price_in()
+                self.return_to_best()
             self._move_prices(picks, value, step)
 
     def _polish_until(self) -> float:
@@ -115,30 +91,16 @@ class _Ascent:
         now = time.monotonic()
         return max(now + 0.2 * self.budget.left_s(), min(now + 1.0, self.budget.deadline + 0.5))
 
-    def _sweep(self, order: range) -> tuple[tuple[int, ...], float]:
-        """Send messages along the order; picks decoded on the way, and the bound of this pass."""
-        ahead = order.step
-        bound = -sum(float(price @ p.room) for price, p in zip(self.price, self.lowered.profiles, strict=True))
-        picks = [0] * len(self.costs)
-        messages = self.messages
-        for u in order:
-            total = self.costs[u]
-            choice = total
-            for link in self.links[u]:
-                message = messages[link.number]
-                total = total + message
-                choice = choice + (message if (link.other - u) * ahead > 0 else link.cost[:, picks[link.other]])
-            picks[u] = int(choice.argmin())
-            least = total.min()
-            bound += least
-            total = (total - least) * self.weight[u]
-            for link in self.links[u]:
-                if (link.other - u) * ahead > 0:
-                    sent = (link.cost + (total - messages[link.number])[:, None]).min(0)
-                    least = sent.min()
-                    bound += least
-                    messages[link.number ^ 1] = sent - least
-        return tuple(picks), float(bound)
+    def return_to_best(self) -> None:
+        """Go on from the prices of the best bound."""
+        self.price = _copied(self.best_price)
+        self._price_in()
+
+    def _sweep(self, forth: bool) -> tuple[tuple[int, ...], float]:
+        picks, bound = self.sweeps.sweep(forth)
+        return picks, bound - sum(
+            float(price @ p.room) for price, p in zip(self.price, self.lowered.profiles, strict=True)
+        )
 
     def _move_prices(self, picks: tuple[int, ...], value: float, step: float) -> None:
         """One subgradient step: dearer where the picks exceed the limit, cheaper where room is left."""
@@ -172,7 +134,7 @@ class _Ascent:
         bounds = self.lowered.x_first.tolist()
         for u, cost in enumerate(self.core.costs):
             if bounds[u + 1] > bounds[u]:
-                self.costs[u] = cost + extra[bounds[u] : bounds[u + 1]]
+                self.sweeps.costs[u] = cost + extra[bounds[u] : bounds[u + 1]]
         column = self.lowered.num_x
         for number, edge in enumerate(self.core.edges) if self.core.edge_usages else ():
             i, j = np.nonzero(edge.cost < np.inf)
@@ -181,7 +143,7 @@ class _Ascent:
             if number in self.holding:
                 priced = edge.cost.copy()
                 priced[i, j] += here
-                self.link_of[2 * number].cost, self.link_of[2 * number + 1].cost = priced, priced.T
+                self.sweeps.set_edge(number, priced)
 
     def _x(self, picks: tuple[int, ...]) -> Array:
         if self.core.edge_usages:

@@ -61,7 +61,8 @@ def main(file: str, notes: str, folder: str, *wanted: str) -> None:
         print(names.pop(0), f"{time.monotonic() - started:.1f} s", flush=True)
         started = time.monotonic()
     dist.barrier()
-    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads abort now and then when many groups are taken down at once (torch 2.13)
 
 
 if __name__ == "__main__":
