@@ -81,7 +81,7 @@ class _Assembly:
     def brought_once(
         self, cost: Array, nbytes: Array, item: int, position: int, earlier: list[int]
     ) -> tuple[Array, Array]:
-        """Nothing, for the options of `item` that take the value in one layout at `position` and at an earlier one (x * x)."""
+        """Nothing more, where an option takes the value in one layout at `position` and at an earlier one (x * x)."""
         key = ("brought once", id(cost), id(nbytes), id(self.options[item]), position, tuple(earlier))
         if key not in self.prices:
             again = [any(s.takes[position] == s.takes[place] for place in earlier) for s in self.options[item]]

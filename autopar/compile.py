@@ -54,7 +54,7 @@ def compile(
 
     The result means what `model` means: the same losses, gradients and outputs, of the whole (global) batch. `model` is
     left as it is. Tracing and planning happen at the first call, or now where example inputs are given. Rank 0 plans;
-    all ranks receive the plan.
+    all ranks receive the plan, and rank 0's parameters and buffers as they are then.
 
     example_inputs, example_kwargs: what the module will be called with: whole tensors (any device, or meta).
     plan: a Plan, or the path of one, to run without searching.
@@ -81,12 +81,14 @@ def compile(
 
     def planner(graph: Graph, fixed: Mapping[str, Layout], is_training: bool) -> Plan:
         if given is not None and is_training:
-            agreed(lambda: check(given, graph, mesh, outputs=_outputs_that_matter(outputs, graph)), device_mesh)
-            return given
+            ready, wanted = given, _outputs_that_matter(outputs, graph)
+            agreed(lambda: check(ready, graph, mesh, outputs=wanted), device_mesh)
+            return ready
         room = least_of(limit, device_mesh) if is_training else None  # inference needs no more than training does
 
         def find() -> Plan:
-            kept = _cached_path(cache, graph, mesh, machine, None if memory is None else room, optimizer, outputs, fixed)
+            asked = None if memory is None else room
+            kept = _cached_path(cache, graph, mesh, machine, asked, optimizer, outputs, fixed)
             if kept is not None and kept.exists():
                 with contextlib.suppress(PlanMismatch):  # cut short or edited: found again, and written anew
                     known = Plan.load(kept)
@@ -118,7 +120,7 @@ def _known(what: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) -> Plan:
-    """Rank 0 finds the plan, the others receive it and check it against their own graph; an error anywhere reaches all."""
+    """Rank 0 finds the plan, the others receive it and check it against their graph; an error anywhere reaches all."""
     if mesh.ranks == 1:
         return find()
     is_zero = dist.get_rank() == 0
@@ -140,7 +142,7 @@ def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:
 
 
 def _still_good(plan: Plan, room: float) -> bool:
-    """Of what is free there is never twice the same: a plan that fits is the best one, unless there is far more room now."""
+    """What is free is never twice the same: a plan that fits is the best one, unless there is far more room now."""
     return plan.peak_bytes["hbm"] <= room and plan.memory_limit is not None and room <= 1.1 * plan.memory_limit
 
 

@@ -84,10 +84,10 @@ def calibrated_path(device_type: str) -> Path:
 def hardware_or_here(
     hardware: str | Path | Hardware | None, device_type: str, *, calibrated: bool = True
 ) -> Hardware:
-    """The given profile; else what `python -m autopar.calibrate` measured here; else the known one that fits the device.
+    """The given profile; else what `python -m autopar.calibrate` measured here; else the known one that fits.
 
-    `calibrated=False` leaves out the second. Raises ValueError listing the known profiles where none fits, or naming the
-    figure where a profile is wrong.
+    `calibrated=False` leaves out the second. Raises ValueError listing the known profiles where none fits, or naming
+    the figure where a profile is wrong.
     """
     if isinstance(hardware, Hardware):
         return hardware

@@ -128,15 +128,26 @@ class Timeline:
 
     @cached_property
     def phases(self) -> tuple[tuple[str, float, float], ...]:
-        """(phase, begin, end), one behind the other over the whole step: a wait counts to the phase of who waits."""
+        """(phase, begin, end) of what the main stream does, one behind the other over the whole step.
+
+        A wait between two phases counts to the earlier one, if it is for something of that phase; else to who waits.
+        """
         found: list[tuple[str, float, float]] = []
-        for event, end in zip(self.events, self.ends, strict=True):
+        for number, event in enumerate(self.events):
             if event.stream != self.main:
                 continue
-            if found and found[-1][0] == event.phase:
-                found[-1] = (event.phase, found[-1][1], end)
-            else:
-                found.append((event.phase, found[-1][2] if found else 0.0, end))
+            end, cause = self.ends[number], self.cause[number]
+            if not found:
+                found.append((event.phase, 0.0, end))
+                continue
+            phase, begin, until = found[-1]
+            if phase == event.phase:
+                found[-1] = (phase, begin, end)
+                continue
+            if cause >= 0 and self.events[cause].phase == phase:
+                until = self.starts[number]
+            found[-1] = (phase, begin, until)
+            found.append((event.phase, until, end))
         if found:
             found[-1] = (*found[-1][:2], self.seconds)
         return tuple(found)

@@ -7,12 +7,12 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from solver.backends import Budget, messages, run
+from solver.backends import Budget, lagrange, messages, run
 from solver.explain import explain
 from solver.presolve import Dead, Presolved, presolve
 from solver.problem import Problem
 from solver.referee import evaluate
-from solver.solution import OPTIMAL_REL_GAP, BackendError, Outcome, Solution, relative_gap
+from solver.solution import OPTIMAL_REL_GAP, BackendError, Outcome, Prices, Solution, relative_gap
 
 
 def solve(
@@ -23,6 +23,7 @@ def solve(
     threads: int | None = None,
     backend: str = "auto",
     start: Sequence[int] | None = None,
+    start_prices: Prices | None = None,
     reductions: bool | Collection[str] = True,
 ) -> Solution:
     """Find the cheapest picks that fit, or say why there are none.
@@ -32,6 +33,7 @@ def solve(
     threads       of the backend, one if not given: the same answer on every machine
     backend       "auto" or a name in solver.backends.BACKENDS
     start         picks to begin from; the answer is never worse than they are
+    start_prices  prices of memory to begin from, such as the `prices` of a similar problem's solution
     reductions    True: all, False: none, or names out of solver.presolve.REDUCTIONS
 
     The answer is the same on every run unless the time limit cuts it. Raises ValueError for arguments that make no
@@ -52,7 +54,7 @@ def solve(
     stats |= _sizes(presolved)
     stats["presolve_s"] = time.monotonic() - began
     projected = presolved.project(start) if start is not None else None
-    budget = Budget(deadline, gap, threads or 1, projected)
+    budget = Budget(deadline, gap, threads or 1, projected, start_prices or {})
     if stats["core_items"]:
         outcome = run(backend, presolved.core, budget) if backend != "auto" else _best_effort(presolved.core, budget)
     else:
@@ -73,25 +75,39 @@ def solve(
 
 
 # Above LARGE allowed pairs the linear program takes minutes, above HUGE it does not come to an end in time (measured on
-# the contest's V, 0.4 million, and M, 1.6 million). Message passing gives picks and a bound at once.
+# the contest's V, 0.4 million, and M, 1.6 million). Prices of memory give picks and a bound at once.
 LARGE, HUGE = 250_000, 1_000_000
 
 
 def _best_effort(core: Problem, budget: Budget) -> Outcome:
-    """The linear and integer program; before it, and for huge cores instead, message passing."""
+    """The linear and integer program; for larger cores the Lagrangian dual; where that is loose, message passing."""
     pairs = sum(edge.cost.size for edge in core.edges)
     if pairs <= LARGE:
         return run("highs", core, budget)
     share = 0.4 if pairs <= HUGE else 1.0
+    best = lagrange.run(core, budget)
+    if best.status == "infeasible" or _is_done(best, budget):
+        return best
+    if not best.stats.get("loose"):
+        return best  # what is left is the search tree's, and a larger one only takes longer
     first = messages.run(core, replace(budget, deadline=time.monotonic() + share * budget.left_s()))
-    if relative_gap(first.cost, first.bound) <= max(budget.gap, OPTIMAL_REL_GAP) or not budget.left_s():
-        return first
-    second = run("highs", core, replace(budget, start=first.picks or budget.start))
-    if second.status == "infeasible":
-        return second
-    prices = second.prices if second.bound >= first.bound else first.prices
-    best = min(first, second, key=lambda outcome: outcome.cost)
-    return replace(best, bound=max(first.bound, second.bound), prices=prices, stats=second.stats)
+    best = _better(best, first)
+    if _is_done(best, budget) or pairs > HUGE:
+        return best
+    return _better(best, run("highs", core, replace(budget, start=best.picks or budget.start)))
+
+
+def _is_done(outcome: Outcome, budget: Budget) -> bool:
+    return relative_gap(outcome.cost, outcome.bound) <= max(budget.gap, OPTIMAL_REL_GAP) or not budget.left_s()
+
+
+def _better(one: Outcome, other: Outcome) -> Outcome:
+    """The cheaper picks with the larger bound, and the prices of that bound."""
+    if "infeasible" in (one.status, other.status):
+        return one if one.status == "infeasible" else other
+    prices = other.prices if other.bound >= one.bound else one.prices
+    best = min(one, other, key=lambda outcome: outcome.cost)
+    return replace(best, bound=max(one.bound, other.bound), prices=prices, stats={**one.stats, **other.stats})
 
 
 def _certain(presolved: Presolved) -> Outcome:

@@ -19,14 +19,16 @@ KNOWN = {kind.__name__: kind for kind in (Infeasible, NoAnswerInTime, PlanMismat
 
 
 def agreed(work: Callable[[], Result], device_mesh: DeviceMesh) -> Result:
-    """What `work` returns on this rank. Where it fails on any rank, all raise: its own error, or that of the first one."""
+    """What `work` returns on this rank. Where it fails on any, all raise: their own error, or that of the first one."""
     result, error = None, None
     try:
         result = work()
     except Exception as caught:  # raised below, once the others know
         error = caught
     if device_mesh.size() > 1:
-        first = torch.tensor(dist.get_world_size() if error is None else dist.get_rank(), device=device_mesh.device_type)
+        first = torch.tensor(
+            dist.get_world_size() if error is None else dist.get_rank(), device=device_mesh.device_type
+        )
         dist.all_reduce(first, dist.ReduceOp.MIN)
         if int(first) < dist.get_world_size():
             told = None if error is None else f"{type(error).__name__} {error}"

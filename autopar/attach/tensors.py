@@ -129,4 +129,6 @@ def piece_as(value: Tensor, held: DTensor) -> DTensor:
 
 def layout_of(held: DTensor) -> Layout:
     """Our layout of a parameter (which is never partial)."""
-    return tuple(plain.Shard(placement.dim) if isinstance(placement, Shard) else plain.REPLICATE for placement in held.placements)
+    return tuple(
+        plain.Shard(placement.dim) if isinstance(placement, Shard) else plain.REPLICATE for placement in held.placements
+    )

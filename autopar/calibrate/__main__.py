@@ -89,9 +89,10 @@ def _torchrun(seconds: float, kind: str, path: Path) -> int:
 
 def _finish(samples: list[Sample], kind: str, path: Path) -> None:
     base = _base(kind)
+    transport, threads = "nccl" if kind == "cuda" else "gloo", os.environ.get("OMP_NUM_THREADS", "1")
     how = (
         f"on {platform.node()}, {device_name(kind)}, {processors()} processors, {date.today()}, "
-        f"torch {torch.__version__}, {os.environ.get('OMP_NUM_THREADS', '1')} thread per rank, {'nccl' if kind == 'cuda' else 'gloo'}"
+        f"torch {torch.__version__}, {transport}, OMP_NUM_THREADS={threads}"
     )
     hardware = profile_from(samples, base, path.stem, how, shares_processors=kind == "cpu")
     print(check_table(hardware, samples))

@@ -29,7 +29,7 @@ TIMED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def mesh_shapes(world: int) -> list[tuple[int, ...]]:
-    """Meshes whose axes have every group shape worth knowing: all ranks, two in the outer axis, two in the inner one."""
+    """Meshes whose axes have the group shapes worth knowing: all ranks, two on the outer axis, two on the inner."""
     shapes = [(world,)] if world > 1 else []
     if world >= 4 and world % 2 == 0:
         shapes += [(2, world // 2)] if world == 4 else [(2, world // 2), (world // 2, 2)]
@@ -44,9 +44,7 @@ def _call(collective: str, payload: int, ranks: int, group: str, device: torch.d
         "all_gather": lambda x: C10D.all_gather_into_tensor.default(x, ranks, group),
         "reduce_scatter": lambda x: C10D.reduce_scatter_tensor.default(x, "sum", ranks, group),
         "all_reduce": lambda x: C10D.all_reduce.default(x, "sum", group),
-        "all_to_all": lambda x: C10D.all_to_all_single.default(
-            x, [count // ranks] * ranks, [count // ranks] * ranks, group
-        ),
+        "all_to_all": lambda x: C10D.all_to_all_single.default(x, splits, splits, group),
     }
 
     def run(start: Callable[[Tensor], Any]) -> Tensor:

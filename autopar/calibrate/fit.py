@@ -1,9 +1,9 @@
 """Samples to a curve: robust least squares on doubly logarithmic paper, held to the laws that prices obey.
 
-    minimise over base_s, y    sum_i rho( (t_i - base_s) / t_i * (log w_i - log(t_i - base_s) - sum_k h_k(log x_i) y_k) )
+    minimise over base_s, y    sum_i rho( (t_i - base_s) / t_i * (log(w_i / (t_i - base_s)) - sum_k h_k(log x_i) y_k) )
     subject to                 low * dx_k <= y_k+1 - y_k <= dx_k       bigger jobs never take less time
 
-y_k is the logarithm of the rate at knot k, h_k the hat function of that knot, w_i the work, rho Huber's function. The
+y_k is the logarithm of the rate at knot k, h_k the hat function of that knot, w_i the work, rho Cauchy's function. The
 factor in front turns an error of the rate into one of the time. base_s is tried on a grid. Noise only adds: where more
 bytes were quicker, fewer count as quick as they (so t_i is a minimum over the larger jobs before anything else).
 """
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from cost_models.curves import INTENSITY, Curve
 
 Array = NDArray[np.float64]
-KNOTS = {INTENSITY: 9, "bytes": 24}
+KNOTS = {INTENSITY: 12, "bytes": 24}
 SHARES = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.94, 0.97)  # of the quickest sample: what base_s may be
-HUBER = 0.1  # errors of the time above this count by their size, not its square
+OUTSIDE = 0.1  # errors of the time above this count less and less
 SMOOTH = 1e-2
 GOOD_ENOUGH = 1.05  # of curves this close to the best the one with most base_s is taken: it is what small jobs cost
 
@@ -72,19 +72,24 @@ def _rates(x: Array, log_work: Array, seconds: Array, base: float, knots: Array,
         wanted = np.concatenate([target * weight * trust, np.zeros(len(bends))])
         rates = np.linalg.lstsq(rows, wanted, rcond=None)[0].astype(np.float64)
         missed = np.abs(weight * (target - hats @ rates))
-        trust = np.sqrt(np.minimum(1.0, HUBER / np.maximum(missed, 1e-12)))
-    return lawful(knots, rates, low)
+        trust = 1 / np.sqrt(1 + (missed / OUTSIDE) ** 2)
+    return lawful(knots, rates, low, (hats * (weight * trust)[:, None]).sum(0) + 1e-9)
 
 
-def lawful(x: Array, y: Array, low: float) -> Array:
-    """Near y, with slopes between `low` and 1: half-way between what lifting and what lowering values gives."""
-    for slope, is_most in ((low, False), (1.0, True)):
-        if not np.isfinite(slope):
-            continue
-        rest = y - slope * x  # has to fall (is_most), or to rise
-        if not is_most:
-            rest = (np.maximum.accumulate(rest) + np.minimum.accumulate(rest[::-1])[::-1]) / 2
-        else:
-            rest = (np.minimum.accumulate(rest) + np.maximum.accumulate(rest[::-1])[::-1]) / 2
-        y = rest + slope * x
-    return y
+def lawful(x: Array, y: Array, low: float, weight: Array | None = None) -> Array:
+    """The values nearest to y (least squares) with slopes of at least `low`, then the nearest with slopes up to 1."""
+    weight = np.ones_like(y) if weight is None else weight
+    if np.isfinite(low):
+        y = _rising(y - low * x, weight) + low * x
+    return x - _rising(x - y, weight)
+
+
+def _rising(y: Array, weight: Array) -> Array:
+    """Pool adjacent violators: the nearest values that never fall."""
+    blocks: list[tuple[float, float, int]] = []  # mean, weight, how many
+    for value, heavy in zip(y.tolist(), weight.tolist(), strict=True):
+        blocks.append((value, heavy, 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (one, w1, n1), (two, w2, n2) = blocks[-2:]
+            blocks[-2:] = [((one * w1 + two * w2) / (w1 + w2), w1 + w2, n1 + n2)]
+    return np.repeat([mean for mean, _, _ in blocks], [count for _, _, count in blocks])

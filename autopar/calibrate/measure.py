@@ -53,8 +53,8 @@ class Clock:
     """How calls are timed on a device where `ranks` processes are busy at once.
 
     A rank of one thread on the CPU is timed by the processor time it gets, so that what other programs take does not
-    count; where more ranks than processors are busy, each waits for its turn: ranks / processors times as long. All else
-    is timed by the wall clock, the device being waited for at the end of each round.
+    count; where more ranks than processors are busy, each waits for its turn: ranks / processors times as long. All
+    else is timed by the wall clock, the device being waited for at the end of each round.
     """
 
     device: torch.device

@@ -18,6 +18,7 @@ from cost_models.curves import INTENSITY, Curve
 from cost_models.hardware import Hardware, HostLink, Link
 from cost_models.steps import COLLECTIVES, MATRIX_KINDS, Comm, Compute
 
+EXTENDED = ("ops.aten.", "ops.reorder.", "ops.slice.")  # operators that make fresh results
 DTYPES = ("float32", "bfloat16")
 
 
@@ -37,6 +38,10 @@ def profile_from(samples: Sequence[Sample], base: Hardware, name: str, how: str,
         curves[curve] = fit([(*_work(s), s.seconds) for s in found], _over(found[0]))
         ranks = "x".join(map(str, found[0].sizes))
         sources[f"curves.{curve}"] = f"measured {how}, {ranks} ranks: {len(found)} points"
+    for curve in [name for name in curves if name.startswith(EXTENDED)]:
+        kind = curves.get(f"elementwise.{curve.rpartition('.')[2]}")
+        if kind is not None and curves[curve].over == kind.over:
+            curves[curve] = _extended(curves[curve], kind)
     hardware = replace(base, name=name, curves=curves, slowdown={}, sources=sources)
     plain: dict[str, tuple[float, str]] = {}
 
@@ -90,6 +95,14 @@ def profile_from(samples: Sequence[Sample], base: Hardware, name: str, how: str,
     )  # fmt: skip
 
 
+def _extended(curve: Curve, kind: Curve) -> Curve:
+    """`curve`, and beyond its last point the shape of that of its kind: large results pay for fresh pages too."""
+    size, rate = curve.points[-1]
+    before = kind.rate(size)
+    more = tuple((at, rate * min(1.0, of / before)) for at, of in kind.points if at > size * 1.01)
+    return replace(curve, points=(*curve.points, *more))
+
+
 def _work(sample: Sample) -> tuple[float, float]:
     step = sample.step
     return (step.flops if isinstance(step, Compute) else 0.0), float(step.nbytes)
@@ -133,7 +146,7 @@ def _slowdown(samples: Sequence[Sample], first: tuple[int, ...], shares_processo
 
 
 def errors(hardware: Hardware, samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """curve -> relative errors of what the planner's own price predicts for the samples that were held out of the fit."""
+    """curve -> relative errors of what the planner's own price says of the samples that were held out of the fit."""
     found: dict[str, list[float]] = defaultdict(list)
     pricers: dict[tuple[int, ...], Pricer] = {}
     for sample in samples:

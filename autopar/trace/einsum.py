@@ -63,7 +63,7 @@ def matrix_product(b: Builder, node: Node, left: Ref, right: Ref, batch: bool) -
 def _candidates(b: Builder, node: Node, ref: Ref, merges: bool, contracted: int) -> list[_Operand]:
     """Ways to see a matrix, deepest first; each also with the contracted dim left merged, if a view merged it.
 
-    Attention's result [b, s, h, d] meets a projection's weight [h * d, n]: heads stay merged, batch and sequence need not.
+    Attention's result [b, s, h, d] meets a projection's weight [h * d, n]: heads stay merged, the rest need not.
     """
     found: list[_Operand] = []
     for operand in reversed(_through_views(b, ref, merges)):

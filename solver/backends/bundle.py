@@ -5,10 +5,10 @@ Every picks x ever seen says that the dual function is nowhere above the plane
 
     cost(x) + sum_t price_t over_t(x)        over: bytes above the limit at row t, negative below
 
-so its maximum is nowhere above the least of the planes. The next prices are where that least is largest, within a box
-around the best prices known: far from what was seen the planes say little. (Kelley 1960; the stabilisation is Lemarechal's
-bundle idea with Marsten's "boxstep", 1975, in place of a quadratic term.) The weights of the planes that meet there mix
-the picks into a fractional solution, whose excess tells which rows are still missing.
+so its maximum is nowhere above the least of the planes (Kelley 1960). The next prices are where that least is largest,
+within a box around the best prices known, for far from what was seen the planes say little: Lemarechal's bundle idea,
+with the box of Marsten's "boxstep" method (1975) in place of a quadratic term. The weights of the planes that meet
+there mix the picks into a fractional solution, whose excess tells which rows are still missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A mesh of one process needs no launcher, and gives bit for bit what the plain model gives wherever the order of sums allows."""
+"""A mesh of one process needs no launcher; and whatever else of a parallel module one process can show."""
 
 import copy
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -40,7 +40,9 @@ def test_without_axes_a_mesh_has_one_for_the_data() -> None:
     mesh = autopar.init_mesh("cpu")
     try:
         assert mesh.mesh_dim_names == ("data",) and mesh.size() == 1
-        with pytest.raises(ValueError, match=r"the mesh 2x4 has 8 ranks, but 1 processes run; start 8 processes \(torchrun"):
+        with pytest.raises(
+            ValueError, match=r"the mesh 2x4 has 8 ranks, but 1 processes run; start 8 processes \(torchrun"
+        ):
             autopar.init_mesh("cpu", data=2, tensor=4)
     finally:
         dist.destroy_process_group()
@@ -134,7 +136,9 @@ def test_gradients_of_some_outputs_only(one: DeviceMesh) -> None:
     assert isinstance(made["logits"], Tensor) and not isinstance(made["logits"], DTensor)
     made["pair"][0].sum().backward(), wanted["pair"][0].sum().backward()
     same_gradients(plain, parallel)
-    with pytest.raises(autopar.PlanMismatch, match=r"argument \['scale'\] is 2.0, the plan was made for 3.0; compile again"):
+    with pytest.raises(
+        autopar.PlanMismatch, match=r"argument \['scale'\] is 2.0, the plan was made for 3.0; compile again"
+    ):
         parallel(data, scale=2.0)
     with pytest.raises(autopar.PlanMismatch, match=r"argument \['scale'\] is missing"):
         parallel(data)
@@ -208,7 +212,16 @@ def test_pieces_lie_where_torch_puts_them(fake_mesh) -> None:
 
 @pytest.mark.parametrize(
     ("memory", "wanted"),
-    [("70GiB", 70 * 2**30), (" 512 MB ", 512e6), ("1.5kib", 1536), (1000, 1000), (0.5, 40e9), (1.0, 80e9), (2.0, 2.0), (None, 80e9)],
+    [
+        ("70GiB", 70 * 2**30),
+        (" 512 MB ", 512e6),
+        ("1.5kib", 1536),
+        (1000, 1000),
+        (0.5, 40e9),
+        (1.0, 80e9),
+        (2.0, 2.0),
+        (None, 80e9),
+    ],
 )
 def test_sizes_of_memory(memory, wanted: float) -> None:
     assert memory_bytes(memory, Hardware.load("h100-sxm")) == wanted
@@ -216,7 +229,7 @@ def test_sizes_of_memory(memory, wanted: float) -> None:
 
 @pytest.mark.parametrize("memory", ["70", "GiB", ".GiB", "1.2.3GiB", "-1GiB", "0B", 0, -5, 0.0, True, "7 parsecs"])
 def test_what_is_no_size_of_memory(memory) -> None:
-    with pytest.raises(ValueError, match="memory .* for example 70GiB"):
+    with pytest.raises(ValueError, match=r"memory .* for example 70GiB"):
         memory_bytes(memory, Hardware.load("h100-sxm"))
 
 
@@ -230,7 +243,9 @@ def test_hardware_is_named_given_or_found(tmp_path: Path) -> None:
         hardware_or_here("h1000", "cpu")
 
 
-def test_an_offline_plan_runs_without_a_search(one: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offline_plan_runs_without_a_search(
+    one: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import sys
 
     autopar.compile(net(), one, example_kwargs=batch()).plan.save(tmp_path / "plan.json")

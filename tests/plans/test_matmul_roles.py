@@ -1,8 +1,8 @@
 """Every role of a matrix product on every mesh axis: C = A @ B, forward and backward, right and with the exact bytes.
 
-Roles: m, n and k split that dim of the product, "" runs it redundantly. What an operand lacks is gathered from storage around
-each use, and what a product is partial over is reduced into storage; so one axis of g ranks moves (g-1)/g of what stands
-behind it, for each of: A and B forward, C forward, C's gradient backward, A and B once more, and their gradients.
+Roles: m, n and k split that dim of the product, "" runs it redundantly. What an operand lacks is gathered from storage
+around each use, and what a product is partial over is reduced into storage; so one axis of g ranks moves (g-1)/g of
+what stands behind it, for each of: A and B forward, C forward, C's gradient backward, A and B again, their gradients.
 """
 
 import itertools
@@ -40,8 +40,8 @@ class Product(nn.Module):
 def storage(tensor: str, assignment: tuple[str, ...]) -> Layout:
     """As fully split as shards can be that are gathered axis by axis, innermost first: see `autopar.layout`.
 
-    An axis with a role that the tensor lacks splits a dim that no axis behind it needs in the product itself; where there is
-    none (three axes only: notes on shard order), the tensor stays whole on it. An axis without a role splits nothing.
+    An axis with a role that the tensor lacks splits a dim that no axis behind it needs in the product itself; where
+    there is none (three axes only: a matter of shard order), the tensor stays whole. An axis without a role splits nothing.
     """
     layout: list[Layout[0] | None] = []  # type: ignore[index]
     for axis, role in enumerate(assignment):

@@ -1,7 +1,7 @@
 """Every legal plan is right: any strategy for any node, outputs, gradients and buffers as on one device, in float64.
 
-1e-9 of the largest entry: float64 sums in another order differ by 1e-15 to 1e-12 here, a term lost or counted twice by 1e-3
-or more.
+1e-9 of the largest entry: float64 sums in another order differ by 1e-15 to 1e-12 here, a term lost or counted twice by
+1e-3 or more.
 """
 
 from functools import cache

@@ -31,9 +31,9 @@ S0, S1, R = Shard(0), Shard(1), REPLICATE
 class TwoLayers(nn.Module):
     """gain * x -> up -> relu -> down, and a linear functional of the result.
 
-    With the gain (one number, which cannot be split) both weights are needed forward and backward. Without it the first one
-    would be gathered only once, and the true optimum is to split it even where memory is ample: a gather and a reduce-scatter
-    are an all-reduce, and the optimizer has less to do.
+    With the gain (one number, which cannot be split) both weights are needed forward and backward. Without it the first
+    one would be gathered only once, and the true optimum is to split it even where memory is ample: a gather and a
+    reduce-scatter are an all-reduce, and the optimizer has less to do.
     """
 
     def __init__(self, width: int, hidden: int) -> None:
@@ -115,7 +115,7 @@ class Squared(nn.Module):
 
 
 def test_one_producer_used_twice_by_one_node_is_paid_once_and_paid() -> None:
-    """h * h: forced from rows to columns, the change is one all-to-all; a rival paid for neither operand or only for one."""
+    """h * h, forced from rows to columns: the change is one all-to-all. (A rival paid for one operand of two.)"""
     case, mesh = Case(Squared(32), {"x": torch.randn(64, 32)}), mesh_of(8)
     sampler = PlanSampler(case.graph, mesh, machine(1e9))
     first = next(n for n in case.graph.nodes if n.op == "autopar.einsum")
@@ -182,8 +182,8 @@ from tests.support.check import mesh_of
 from tests.support.families import family
 from tests.support.machines import machine
 from autopar.search import search
-found = [outline(search(family("mlp").graph, mesh_of(int(n)), machine(1e11, flops=1e11), tied=False)) for n in sys.argv[1:]]
-print(json.dumps(found))
+graph, hardware = family("mlp").graph, machine(1e11, flops=1e11)
+print(json.dumps([outline(search(graph, mesh_of(int(ranks)), hardware, tied=False)) for ranks in sys.argv[1:]]))
 """
 
 

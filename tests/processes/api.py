@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import autopar
 from tests.processes.compare import LOSS, adamw, near, same_gradients, same_state, same_steps, sgd, splits, whole
-from tests.processes.models import BATCH, CLASSES, WIDTH, Drop, Logits, Net, Several, batch, net
+from tests.processes.models import BATCH, WIDTH, Drop, Logits, Net, Several, batch, net
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
 
@@ -138,7 +138,9 @@ def check_the_user_model_stays(ranks: Ranks) -> None:
     assert [type(module) for module in plain.modules()] == kinds
     early = autopar.compile(plain, ranks.mesh(), hardware=FAST)
     early.load_state_dict({name: torch.zeros_like(value) for name, value in before.items()})
-    assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items()), "loading wrote to the model"
+    assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items()), (
+        "loading wrote to the model"
+    )
 
 
 def check_it_is_still_the_users_module(ranks: Ranks) -> None:
@@ -191,7 +193,12 @@ def check_sharded_batches(ranks: Ranks) -> None:
     assert list(sharded) == list(data) and all(isinstance(value, DTensor) for value in sharded.values())
     near(sharded["x"], data["x"], 0.0, "the batch put together again")
     near(parallel(**sharded), plain(**data), LOSS, "loss of a sharded batch")
-    near(parallel(*parallel.shard_batch((data["x"], data["y"]))), plain(**data), LOSS, "loss of a positional sharded batch")
+    near(
+        parallel(*parallel.shard_batch((data["x"], data["y"]))),
+        plain(**data),
+        LOSS,
+        "loss of a positional sharded batch",
+    )
     rows = BATCH // ranks.count
     mine = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
     ours = {name: DTensor.from_local(value[mine], ranks.mesh(), [Shard(0)]) for name, value in data.items()}
@@ -221,9 +228,13 @@ def check_state_dicts(ranks: Ranks) -> None:
         for load in (
             lambda model: model.load_state_dict(whole_state),
             lambda model: set_model_state_dict(model, whole_state),
-            lambda model: set_model_state_dict(model, dict(whole_state), options=FULL),  # torch writes to what it is given
+            lambda model: set_model_state_dict(
+                model, dict(whole_state), options=FULL
+            ),  # torch writes to what it is given
             lambda model: set_model_state_dict(model, dict(whole_state), options=FROM_ZERO),
-            lambda model: [child.load_state_dict(getattr(source, name).state_dict()) for name, child in model.named_children()],
+            lambda model: [
+                child.load_state_dict(getattr(source, name).state_dict()) for name, child in model.named_children()
+            ],
         ):
             parallel = autopar.compile(target, ranks.mesh(), hardware=FAST, example_kwargs=batch() if planned else None)
             load(parallel)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from autopar import ParallelModule
+from autopar._compat import pytree
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 

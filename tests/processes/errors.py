@@ -33,14 +33,28 @@ def refused(kind: type[Exception], told: str, call: Callable[[], Any]) -> None:
 
 def check_arguments(ranks: Ranks) -> None:
     plain, mesh = net(), ranks.mesh()
-    refused(ValueError, rf"the mesh 3 has 3 ranks, but {ranks.count} processes run; start 3", lambda: autopar.init_mesh(data=3))
+    refused(
+        ValueError,
+        rf"the mesh 3 has 3 ranks, but {ranks.count} processes run; start 3",
+        lambda: autopar.init_mesh(data=3),
+    )
     part = init_device_mesh("cpu", (ranks.count, 1), mesh_dim_names=("data", "tensor"))["tensor"]
     refused(ValueError, f"has 1 ranks, but {ranks.count} processes run", lambda: autopar.compile(plain, part))
-    refused(ValueError, "no hardware profile 'h1000'; known profiles: .*h100-sxm", lambda: autopar.compile(plain, mesh, hardware="h1000"))
+    refused(
+        ValueError,
+        "no hardware profile 'h1000'; known profiles: .*h100-sxm",
+        lambda: autopar.compile(plain, mesh, hardware="h1000"),
+    )
     for name, value in (("optimizer", "adam-w"), ("outputs", "whole"), ("backend", "cudagraphs")):
-        refused(ValueError, f"{name} '{value}' is not known; choose ", lambda n=name, v=value: autopar.compile(plain, mesh, **{n: v}))
+        refused(
+            ValueError,
+            f"{name} '{value}' is not known; choose ",
+            lambda n=name, v=value: autopar.compile(plain, mesh, **{n: v}),
+        )
     for memory in ("much", "70", -1, 0, True):
-        refused(ValueError, "memory .* write for example 70GiB", lambda m=memory: autopar.compile(plain, mesh, memory=m))
+        refused(
+            ValueError, "memory .* write for example 70GiB", lambda m=memory: autopar.compile(plain, mesh, memory=m)
+        )
 
 
 def check_calls(ranks: Ranks) -> None:
@@ -51,12 +65,20 @@ def check_calls(ranks: Ranks) -> None:
     refused(TypeError, "unexpected keyword argument 'z'", lambda: parallel(**data, z=1))
     parallel(**data)
     half = {name: value[:4] for name, value in data.items()}
-    refused(PlanMismatch, r"argument \['x'\] is float32\[4, 16\], the plan was made for float32\[8, 16\]", lambda: parallel(**half))
+    refused(
+        PlanMismatch,
+        r"argument \['x'\] is float32\[4, 16\], the plan was made for float32\[8, 16\]",
+        lambda: parallel(**half),
+    )
     other = {**data, "x": data["x"].double()}
-    refused(PlanMismatch, r"argument \['x'\] is float64\[8, 16\], the plan was made for float32", lambda: parallel(**other))
+    refused(
+        PlanMismatch, r"argument \['x'\] is float64\[8, 16\], the plan was made for float32", lambda: parallel(**other)
+    )
     refused(PlanMismatch, r"argument \['y'\] is 3, the plan was made for int64", lambda: parallel(data["x"], 3))
     wants = data["x"].clone().requires_grad_()
-    refused(PlanMismatch, r"argument \['x'\] requires grad; .* pass \['x'\] detached", lambda: parallel(wants, data["y"]))
+    refused(
+        PlanMismatch, r"argument \['x'\] requires grad; .* pass \['x'\] detached", lambda: parallel(wants, data["y"])
+    )
     loss = parallel(**data)
     loss.backward(retain_graph=True)
     refused(RuntimeError, "backward ran a second time .*; call the module again first", loss.backward)
@@ -74,7 +96,11 @@ def check_a_rank_that_differs(ranks: Ranks) -> None:
     refused(PlanMismatch, r"input \['x'\] float32\[8, 16\].*passes float32\[4, 16\]", lambda: parallel(**mine))
     same_steps(net(), parallel, data, steps=1)  # it can be called rightly afterwards
     parallel = autopar.compile(Net(classes=24 if last else 12), ranks.mesh(), hardware=FAST)
-    refused(PlanMismatch, r"plan of rank 0 was made for parameter head.weight float32\[12, 32\], this model has", lambda: parallel(**data))
+    refused(
+        PlanMismatch,
+        r"plan of rank 0 was made for parameter head.weight float32\[12, 32\], this model has",
+        lambda: parallel(**data),
+    )
     parallel = autopar.compile(Branching() if last else net(Logits), ranks.mesh(), hardware=FAST)
     refused(TraceError, "cannot be captured", lambda: parallel(data["x"]))
 
@@ -94,7 +120,11 @@ class Branching(nn.Module):
 def check_a_model_that_cannot_be_captured(ranks: Ranks) -> None:
     plain = Branching()
     parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST)
-    refused(TraceError, r"errors\.py:\d+ \(if made.sum\(\) > 0: +# this line\).*may not depend on tensor values", lambda: parallel(batch()["x"]))
+    refused(
+        TraceError,
+        r"errors\.py:\d+ \(if made.sum\(\) > 0: +# this line\).*may not depend on tensor values",
+        lambda: parallel(batch()["x"]),
+    )
     assert isinstance(parallel, Branching) and isinstance(parallel, autopar.ParallelModule)
     refused(TraceError, "this line", lambda: parallel(batch()["x"]))  # the same again: nothing is half done
     assert list(parallel.state_dict()) == list(plain.state_dict())
@@ -104,7 +134,11 @@ def check_too_little_memory(ranks: Ranks) -> None:
     plain, data = net(), batch()
     for memory in ("2KiB", 1000):
         parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST, memory=memory)
-        refused(Infeasible, "no plan fits in .* per rank: .* needed.*(five largest tenants|Give more memory)|the least that would do", lambda p=parallel: p(**data))
+        refused(
+            Infeasible,
+            "no plan fits in .* per rank: .* needed.*(five largest tenants|Give more memory)|the least that would do",
+            lambda p=parallel: p(**data),
+        )
         assert all(isinstance(value, DTensor) for value in parallel.parameters())
     options = {"hardware": SLOW, "example_kwargs": data}
     roomy = autopar.compile(plain, ranks.mesh(), memory="1GiB", **options).plan.peak_bytes["hbm"]
@@ -122,13 +156,27 @@ def check_plans_of_something_else(ranks: Ranks) -> None:
 
     plan.save(mine)
     x, y = data["x"], data["y"]
-    refused(PlanMismatch, r"made for parameter head.weight float32\[12, 32\], this model has float32\[24, 32\]", run(Net(classes=24), x, y))
-    refused(PlanMismatch, r"made for input \['x'\] float32\[8, 16\], this call passes float32\[4, 16\]", run(net(), x[:4], y[:4]))
+    refused(
+        PlanMismatch,
+        r"made for parameter head.weight float32\[12, 32\], this model has float32\[24, 32\]",
+        run(Net(classes=24), x, y),
+    )
+    refused(
+        PlanMismatch,
+        r"made for input \['x'\] float32\[8, 16\], this call passes float32\[4, 16\]",
+        run(net(), x[:4], y[:4]),
+    )
     refused(PlanMismatch, "made for", run(net(Logits), x))
     flat = init_device_mesh("cpu", (ranks.count,), mesh_dim_names=("tensor",))
-    refused(PlanMismatch, "made for mesh data=2, this mesh is tensor=2", lambda: autopar.compile(net(), flat, plan=mine)(x, y))
+    refused(
+        PlanMismatch,
+        "made for mesh data=2, this mesh is tensor=2",
+        lambda: autopar.compile(net(), flat, plan=mine)(x, y),
+    )
     autopar.compile(net(Logits), mesh, hardware=FAST, example_inputs=(x,)).plan.save(mine)
-    refused(PlanMismatch, "outputs='sharded', this call asks for outputs='global'", run(net(Logits), x, outputs="global"))
+    refused(
+        PlanMismatch, "outputs='sharded', this call asks for outputs='global'", run(net(Logits), x, outputs="global")
+    )
     text = mine.read_text()
     for broken in (text[: len(text) // 2], text.replace("float32", "float64", 3), "{}", "", text.replace("R", "S0", 1)):
         mine.write_text(broken)

@@ -9,12 +9,12 @@ import torch.distributed as dist
 import transformers
 
 import autopar
+from autopar.attach.tensors import mesh_of
 from tests.processes.compare import LOSS, loss_of, near, same_gradients, same_steps, sgd, splits
 from tests.processes.worker import Ranks
-from tests.support.families import IGNORED, FAMILIES, Cnn, family
+from tests.support.families import IGNORED, family
 from tests.support.machines import FAST
 from tests.support.plans import PlanSampler
-from autopar.attach.tensors import mesh_of
 
 
 def _trains(name: str, ranks: Ranks, *sizes: int, **options) -> None:
@@ -56,8 +56,8 @@ def check_odd_sizes(ranks: Ranks) -> None:
     """Nothing divides: what cannot be split stays whole, and no number is wrong."""
     torch.manual_seed(5)
     config = transformers.GPT2Config(
-        n_layer=1, n_embd=33, n_head=3, vocab_size=101, n_positions=13, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        n_layer=1, n_embd=33, n_head=3, vocab_size=101, n_positions=13, use_cache=False, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     plain = transformers.GPT2LMHeadModel(config)
     ids = torch.randint(0, 101, (5, 7))

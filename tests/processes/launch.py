@@ -1,7 +1,7 @@
 """Runs checks on several gloo processes: one start per file of checks, as a start costs far more than a check.
 
 A file of checks has functions `check_*(ranks: Ranks)`, which every process calls in the order of the file. A check that
-fails on one rank leaves the others in a collective, so all are ended there, and the checks that are left run on fresh ones.
+fails on one rank leaves the others in a collective, so all are ended, and the checks that are left run on fresh ones.
 A hang ends the same way, with the stack of every thread shown.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# A collective that waits longer than the first has lost its partners (rank 0 may be searching); a check that takes longer
-# than the second hangs.
+# A collective that waits longer than the first has lost its partners (rank 0 may be searching); a check that takes
+# longer than the second hangs.
 COLLECTIVE_S, CHECK_S = 60, 110
 
 
@@ -68,7 +68,7 @@ def start(
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float, progress: Path) -> list[int]:
-    """Exit codes, once all have ended: two seconds after the first failure, or `limit_s` after the last change of `progress`."""
+    """Exit codes, once all have ended: 2 s after the first failure, `limit_s` after the last change of `progress`."""
     until, seen = time.monotonic() + limit_s, 0
     try:
         while any(process.poll() is None for process in processes):

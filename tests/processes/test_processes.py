@@ -12,7 +12,14 @@ import pytest
 
 from tests.processes.launch import ROOT, run_checks
 
-LARGE = ["check_gpt2_on_two_axes", "check_llama", "check_cnn", "check_cnn_on_two_axes", "check_odd_sizes", "check_random_plans"]
+LARGE = [
+    "check_gpt2_on_two_axes",
+    "check_llama",
+    "check_cnn",
+    "check_cnn_on_two_axes",
+    "check_odd_sizes",
+    "check_random_plans",
+]
 
 
 def test_models_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
@@ -34,7 +41,15 @@ def test_a_checkpoint_of_four_ranks_continues_on_two(tmp_path: Path) -> None:
 
 def test_a_script_runs_under_torchrun(tmp_path: Path) -> None:
     """Without the launcher of these tests: torchrun's own environment, and a profile and memory found by themselves."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tests/processes/standalone.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "tests/processes/standalone.py",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
     assert made.returncode == 0, made.stdout + made.stderr
@@ -43,7 +58,11 @@ def test_a_script_runs_under_torchrun(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_more_models_train_as_on_one_process(tmp_path: Path, ranks: int) -> None:
-    left = ["check_gpt2", "check_llama_on_two_axes"] if ranks == 4 else ["check_gpt2", "check_llama", "check_cnn", "check_odd_sizes"]
+    left = (
+        ["check_gpt2", "check_llama_on_two_axes"]
+        if ranks == 4
+        else ["check_gpt2", "check_llama", "check_cnn", "check_odd_sizes"]
+    )
     run_checks("families", ranks, tmp_path, left)
 
 

@@ -1,7 +1,7 @@
 """A small model of every family we claim to handle, made from a configuration and a seed, with inputs for it.
 
-Dropout is off, unless a test asks for it. Labels are drawn apart from the inputs, and the ignored ones (-100) lie unevenly: a
-mean of the shards' means would be wrong.
+Dropout is off, unless a test asks for it. Labels are drawn apart from the inputs, and the ignored ones (-100) lie
+unevenly: a mean of the shards' means would be wrong.
 """
 
 from __future__ import annotations

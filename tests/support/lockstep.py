@@ -1,7 +1,7 @@
 """Runs a plan's program for all ranks in one process: node by node, for each rank on plain tensors.
 
-It says the same as `autopar.emit.simulate`, with collectives written out apart from torch's, several times faster, and it
-counts what they move.
+It says the same as `autopar.emit.simulate`, with collectives written out apart from torch's, several times faster, and
+it counts what they move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The events of real plans: they add up to what the plan says, come in the order of the program, and overlap lawfully."""
+"""The events of real plans add up to what the plan says, come in the order of the program, and overlap lawfully."""
 
 import math
 import time
@@ -18,11 +18,11 @@ from cost_models.simulator import COMPUTE, Event, play
 from tests.support.check import mesh_of
 from tests.support.families import FAMILIES, family
 from tests.support.machines import machine
-from tests.timeline.plans import H100, best, drawn, repeated
+from tests.timeline.plans import best, drawn, repeated
 
 SMALL, LARGE = ("mlp", "block", "cnn"), tuple(sorted(set(FAMILIES) - {"mlp", "block", "cnn"}))
 CASES = [(name, sizes, seed) for name in SMALL for sizes in ((2,), (2, 2)) for seed in range(8)]
-CASES += [(name, (2, 2), seed) for name in LARGE for seed in (1, 2)]
+CASES += [(name, (2, 2), 1) for name in LARGE]
 some_plans = pytest.mark.parametrize(("name", "sizes", "seed"), CASES, ids=str)
 
 
@@ -246,6 +246,5 @@ def test_twenty_thousand_nodes_take_at_most_five_seconds(overlap):
 
 def test_the_two_modes_agree_where_nothing_is_sent():
     plan, pricer = best("gpt2", (2,))
-    if not plan.comm_bytes:
-        assert timeline_of(plan, pricer, overlap=True).seconds == timeline_of(plan, pricer).seconds
-    assert pricer.hardware == H100
+    assert not plan.comm_bytes, "the test wants a plan that sends nothing"
+    assert timeline_of(plan, pricer, overlap=True).seconds == timeline_of(plan, pricer).seconds

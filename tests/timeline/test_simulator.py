@@ -106,12 +106,12 @@ def test_an_absurd_duration_is_refused(seconds):
 
 @pytest.mark.parametrize("other", [1, 2, -1])
 def test_an_event_can_only_wait_for_earlier_ones(other):
-    with pytest.raises(ValueError, match="'second'.*does not stand before"):
+    with pytest.raises(ValueError, match=r"'second'.*does not stand before"):
         play([Event("first", COMPUTE, 1), Event("second", COMPUTE, 1, (other,))])
 
 
 def test_memory_is_not_held_since_a_later_event():
-    with pytest.raises(ValueError, match="'first'.*x is held since event 1"):
+    with pytest.raises(ValueError, match=r"'first'.*x is held since event 1"):
         play([Event("first", COMPUTE, 1, holds=(Hold("x", 1, since=1),)), Event("second", COMPUTE, 1)])
 
 

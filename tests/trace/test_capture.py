@@ -1,4 +1,4 @@
-"""What capture keeps and what it refuses: ties, buffers, inputs and outputs of any shape, modes, and the user's model."""
+"""What capture keeps and what it refuses: ties, buffers, inputs and outputs of any shape, modes, the user's model."""
 
 import copy
 from pathlib import Path
@@ -116,7 +116,7 @@ def test_a_buffer_that_forward_writes_is_a_result_and_one_that_it_reads_is_not()
 
 
 class Several(nn.Module):
-    """Nested inputs of several kinds, and a dictionary of outputs with a tuple in it and something that is no tensor."""
+    """Nested inputs of several kinds, and a dictionary of outputs: a tuple in it, a number, nothing."""
 
     def __init__(self) -> None:
         super().__init__()

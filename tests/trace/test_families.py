@@ -20,7 +20,7 @@ def test_every_matrix_product_is_an_einsum(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit"])
 def test_products_of_layers_see_batch_and_sequence_apart(name: str) -> None:
-    """Forward and backward; behind the loss, whose classes the model itself flattens to [batch * sequence, classes], not.
+    """Forward and backward; not behind the loss, whose classes the model flattens to [batch * sequence, classes].
 
     OPT flattens its hidden states itself in front of the feed-forward layers, so it is not here;
     nor is `block`, whose last residual stream meets the loss with no norm between, and stays flat one product longer.
@@ -46,8 +46,10 @@ def test_every_node_has_a_rule(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_graph_on_one_rank_is_the_model(name: str) -> None:
-    """float32: the same kernels, but products are cut otherwise and means divide last; 5e-6 of the largest entry. The CNN's
-    biases in front of batch norm have a gradient of zero, and there rounding is all there is."""
+    """float32: the same kernels, but products are cut otherwise and means divide last; 5e-6 of the largest entry.
+
+    The CNN's biases in front of batch norm have a gradient of zero, and there rounding is all there is.
+    """
     case = family(name)
     plan = PlanSampler(case.graph, mesh_of(1)).best()
     assert not plan.comm_bytes

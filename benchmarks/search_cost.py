@@ -1,0 +1,80 @@
+"""What a search costs: CPU seconds, peak memory, size of the problem, for real shapes on three meshes.
+
+    python -m benchmarks.search_cost -o docs/benchmarks/search_cost.md
+
+Each search runs alone in a fresh process through the command line (`python -m autopar.search --json`), so that its CPU time and
+peak memory are its own; both count everything, imports and tracing included. No GPU and no weights are involved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import date
+from pathlib import Path
+
+import torch
+
+CASES = [
+    ("GPT-2 (12 layers)", "examples/gpt2.py:build"),
+    ("Llama 1B", "examples/llama.py:build_1b"),
+    ("Llama 8B", "examples/llama.py:build_8b"),
+]
+MESHES = ["data=8", "data=8,tensor=8", "data=32,tensor=8"]
+
+
+def search(model: str, mesh: str, memory: str, limit_s: int) -> dict[str, object]:
+    command = [
+        sys.executable, "-m", "autopar.search", model, "--mesh", mesh, "--hardware", "h100-sxm", "--memory", memory,
+        "--time-limit", str(limit_s), "--json", "--quiet",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1]}
+    return json.loads(done.stdout)
+
+
+def row(name: str, mesh: str, memory: str, found: dict[str, object]) -> str:
+    if "failed" in found:
+        return f"| {name} | {mesh} | {memory} | {found['failed']} |" + " |" * 8
+    facts: dict[str, object] = found["search"]  # type: ignore[assignment]
+    peak: dict[str, float] = found["peak_bytes"]  # type: ignore[assignment]
+    return (
+        f"| {name} | {mesh} | {memory} | {facts['nodes']} | {facts['items']} | {facts.get('variables', 0):.0f} "
+        f"| {found['cpu_seconds']:.1f} | {found['peak_rss_bytes'] / 2**30:.2f} | {found['step_seconds'] * 1e3:.1f} "
+        f"| {peak['hbm'] / 2**30:.1f} | {found['gap']:.2%} | {'yes' if facts['tied'] else 'no'} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", nargs="+", default=["80GB", "40GiB"])
+    parser.add_argument("--time-limit", type=int, default=60)
+    parser.add_argument("-o", type=Path)
+    args = parser.parse_args()
+    head = [
+        "| model | mesh | memory | nodes | items | variables | CPU s | peak RSS GiB | step ms (simulated) | peak GiB | gap | tied |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    rows: list[str] = []
+    for name, model in CASES:
+        for mesh in MESHES:
+            for memory in args.memory:
+                rows.append(row(name, mesh, memory, search(model, mesh, memory, args.time_limit)))
+                print(rows[-1], flush=True)
+    text = (
+        f"# What a search costs\n\n`python -m benchmarks.search_cost --memory {' '.join(args.memory)} --time-limit {args.time_limit}`, "
+        f"{date.today()}, torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores. "
+        "CPU seconds and memory of the whole process, imports and tracing included; steps are predicted on h100-sxm.\n\n"
+    ) + "\n".join(head + rows) + "\n"
+    if args.o:
+        args.o.parent.mkdir(parents=True, exist_ok=True)
+        args.o.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The command itself, in a few seconds, on two processes; and that autopar finds and uses what it wrote."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.calibrate.collectives import TIMED
+from autopar.calibrate.measure import Clock, Sample
+from autopar.here import calibrated_path, hardware_or_here
+from autopar.mesh import Mesh
+from autopar.search import search
+from autopar.trace import capture, graph_of
+from cost_models import Comm, Compute, Hardware
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "autopar.calibrate"]
+
+
+def calibrate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("profiles") / "mine.toml"
+    done = calibrate("-o", str(path), "--processes", "2", "--seconds", "2")
+    assert done.returncode == 0, done.stderr
+    return path, done
+
+
+@pytest.mark.slow
+def test_it_measures_and_says_how_well(written):
+    path, done = written
+    assert "matrix products, float32, 2 ranks at once" in done.stderr and "all_to_all of 2 ranks" in done.stderr
+    assert "operators not in the fit: median error" in done.stdout and f"written: {path}" in done.stdout
+    hardware = Hardware.load(path)
+    assert {"matmul.float32", "elementwise.float32", "host.float32", "copy.h2d"} <= set(hardware.curves)
+    assert {f"intra.{collective}.2x1" for collective in TIMED} <= set(hardware.curves)
+    assert 1e-7 < hardware.launch_s < 1e-3 and hardware.flops_per_s["float32"] > 1e8
+    assert "measured on" in hardware.sources["curves.matmul.float32"]
+
+
+@pytest.mark.slow
+def test_search_uses_it(written):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+    graph = graph_of(capture(model, (torch.randn(32, 64),), {}))
+    hardware = Hardware.load(written[0])
+    plan = search(graph, Mesh(("data",), (2,)), hardware)
+    assert plan.hardware_digest == hardware.digest and plan.step_seconds > 0
+
+
+@pytest.mark.slow
+def test_a_second_run_shows_what_drifted_and_a_broken_profile_is_replaced(written):
+    path, _ = written
+    again = calibrate("-o", str(path), "--processes", "1", "--seconds", "2")
+    assert again.returncode == 0, again.stderr
+    assert "drift against the profile of" in again.stdout and "ratio" in again.stdout
+    assert not any(name.startswith("intra.") for name in Hardware.load(path).curves)  # one rank sends nothing
+    path.write_text("launch_s = -1")
+    broken = calibrate("-o", str(path), "--processes", "1", "--seconds", "2")
+    assert broken.returncode == 0 and "cannot be read and is replaced" in broken.stdout
+
+
+@pytest.mark.slow
+def test_interrupted_it_writes_nothing_and_leaves_no_process(tmp_path):
+    path = tmp_path / "mine.toml"
+    process = subprocess.Popen(
+        [*COMMAND, "-o", str(path), "--processes", "2"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "ranks at once" in line:
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(30) == 130
+    process.stderr.close()
+    assert not path.exists() and list(tmp_path.iterdir()) == []
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("a process of the calibration is left")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"), [(["--seconds", "0.1"], "too short"), (["--processes", "0"], "not a number of processes")]
+)
+def test_bad_arguments_are_refused(arguments, told, capsys):
+    from autopar.calibrate.__main__ import main
+
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_what_was_measured_here_is_found_and_a_broken_one_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_PROFILES", str(tmp_path))
+    assert hardware_or_here(None, "cpu") == Hardware.load("cpu-gloo")
+    Hardware.load("cpu-gloo").save(calibrated_path("cpu"))
+    text = calibrated_path("cpu").read_text()
+    calibrated_path("cpu").write_text(text.replace('name = "cpu-gloo"', 'name = "mine"'))
+    assert hardware_or_here(None, "cpu").name == "mine"
+    assert (
+        hardware_or_here(None, "cpu", calibrated=False).name == hardware_or_here("cpu-gloo", "cpu").name == "cpu-gloo"
+    )
+    calibrated_path("cpu").write_text(text.replace("launch_s = { value = ", "launch_s = { value = -"))
+    with pytest.raises(ValueError, match="launch_s is -"):
+        hardware_or_here(None, "cpu")
+
+
+def test_samples_travel_as_json():
+    for step in (Compute("mm", 1.0, 2.0), Comm("all_gather", "a0", 2, 8)):
+        sample = Sample("matmul.float32", step, 1e-3, (2, 2), True)
+        assert Sample.from_json(sample.to_json()) == sample
+
+
+def test_the_clock_does_not_count_time_asleep_and_lets_ranks_take_turns():
+    def work():
+        time.sleep(0.002)
+        return sum(range(1000))
+
+    one, many = (Clock(torch.device("cpu"), ranks).seconds(work, 0.02) for ranks in (1, 64))
+    assert one < 0.001 and many > 4 * one
