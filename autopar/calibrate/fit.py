@@ -73,6 +73,7 @@ def _rates(x: Array, log_work: Array, seconds: Array, base: float, knots: Array,
         rates = np.linalg.lstsq(rows, wanted, rcond=None)[0].astype(np.float64)
         missed = np.abs(weight * (target - hats @ rates))
         trust = 1 / np.sqrt(1 + (missed / OUTSIDE) ** 2)
+    rates = np.clip(rates, target.min(), target.max())  # a knot with little near it says anything
     return lawful(knots, rates, low, (hats * (weight * trust)[:, None]).sum(0) + 1e-9)
 
 

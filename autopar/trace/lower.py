@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
+from dataclasses import replace
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ def lower(captured: Captured) -> Graph:
     """Translate node by node; descriptors of the captured graph say what its inputs and outputs are."""
     nodes: list[Node] = []
     ref_of: dict[torch.fx.Node, Any] = {}
+    module_of: dict[str, str] = {}
     results: list[Result] = []
     for fx_node in captured.joint.graph.nodes:
         match fx_node.op:
@@ -41,7 +43,8 @@ def lower(captured: Captured) -> Graph:
             case "call_function":
                 if str(fx_node.target) in WITHOUT_RESULT:
                     continue
-                nodes.append(_lower_call(fx_node, ref_of))
+                nodes.append(_with_home(_lower_call(fx_node, ref_of), module_of))
+                module_of[nodes[-1].name] = nodes[-1].module
                 ref_of[fx_node] = Ref(fx_node.name)
             case "output":
                 results = _results(fx_node, ref_of, captured.aliases)
@@ -135,6 +138,14 @@ def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Nod
         module=_module_path(fx_node),
         source=_source_line(fx_node),
     )
+
+
+def _with_home(node: Node, module_of: dict[str, str]) -> Node:
+    """A sum of gradients comes from no module: it belongs to that of the first value it adds."""
+    if node.module or node.phase == "forward":
+        return node
+    homes = (module_of.get(ref.name, "") for ref in node.operands)
+    return replace(node, module=next(filter(None, homes), ""))
 
 
 def _type(value: Any) -> TensorType | None:
