@@ -50,7 +50,7 @@ class Curve:
     def __post_init__(self) -> None:
         if self.over not in OVER:
             raise ValueError(f"it is over {self.over!r}, must be over {' or '.join(OVER)}")
-        for what, value, low, high in (("base_s", self.base_s, 0.0, 10.0), ("residual", self.residual, 0.0, 1e3)):
+        for what, value, low, high in (("base_s", self.base_s, 0.0, 10.0), ("residual", self.residual, 0.0, 1e9)):
             if not (isfinite(value) and low <= value <= high):
                 raise ValueError(f"{what} is {value}, must lie between {low:g} and {high:g}")
         if not self.points:
