@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds of wall clock (60)")
     parser.add_argument("--gap", type=float, default=0.0, help="stop at this relative gap (0)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of the backend (1)")
-    parser.add_argument("--backend", default="auto", help="auto, highs, pulp_highs or exhaustive")
+    parser.add_argument("--backend", default="auto", help="auto, highs, lagrange, pulp_highs or exhaustive")
     given = parser.parse_args(arguments)
     try:
         problem = _problem(read_document(given.file))

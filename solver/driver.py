@@ -84,12 +84,12 @@ def _best_effort(core: Problem, budget: Budget) -> Outcome:
     pairs = sum(edge.cost.size for edge in core.edges)
     if pairs <= LARGE:
         return run("highs", core, budget)
-    share = 0.4 if pairs <= HUGE else 1.0
     best = lagrange.run(core, budget)
     if best.status == "infeasible" or _is_done(best, budget):
         return best
-    if not best.stats.get("loose"):
-        return best  # what is left is the search tree's, and a larger one only takes longer
+    if best.picks is not None and not best.stats.get("loose"):
+        return best  # what is left is for a search tree, and that of the whole core is larger than those of its kernels
+    share = 0.4 if pairs <= HUGE else 1.0
     first = messages.run(core, replace(budget, deadline=time.monotonic() + share * budget.left_s()))
     best = _better(best, first)
     if _is_done(best, budget) or pairs > HUGE:

@@ -77,7 +77,7 @@ def profile_from(samples: Sequence[Sample], base: Hardware, name: str, how: str,
         if link := _link(curves, reach):
             links[reach] = Link(
                 figure(f"links.{reach}.latency_s", link.latency_s, "start-up of an all-gather, per hop"),
-                figure(f"links.{reach}.bytes_per_s", link.bytes_per_s, "received in a large all-gather"),
+                figure(f"links.{reach}.bytes_per_s", link.bytes_per_s, "received in an all-gather of 8 MiB"),
             )
     if shares_processors and "links.intra.latency_s" in plain:
         links["inter"] = links["intra"]
@@ -120,7 +120,7 @@ def _link(curves: Mapping[str, Curve], reach: str) -> Link | None:
     name = min(rings, key=lambda name: int(name.rpartition("x")[2]))
     ranks, form, curve = int(name.split(".")[2].split("x")[0]), COLLECTIVES["all_gather"], curves[name]
     latency_s = max(curve.seconds(0.0, 64.0), 1e-9) / form.hops(ranks)
-    return Link(latency_s, curve.points[-1][1] * form.pieces(ranks) / ranks)
+    return Link(latency_s, curve.rate(2**23) * form.pieces(ranks) / ranks)
 
 
 def _slowdown(samples: Sequence[Sample], first: tuple[int, ...], shares_processors: bool) -> dict[str, float]:

@@ -37,7 +37,9 @@ def propose(
     `reference` is a value near the answer: differences to it keep their digits.
     """
     planes, rows = slopes.shape
-    scale = max(float(np.abs(costs - reference).max()), 1e-300)
+    scale = float(np.abs(costs - reference).max())
+    if scale <= 1e-9 * abs(reference) or not scale:  # planes that agree at 0: what the box allows is the scale
+        scale = max(float((np.abs(slopes) @ radius).max()), 1e-300)
     low, high = np.maximum(centre - radius, 0.0), centre + radius
     steep = np.maximum(np.abs(slopes).max(0), 1e-300)
     lp = highspy.HighsLp()

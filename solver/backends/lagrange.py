@@ -110,7 +110,11 @@ class _Dual:
             costs = np.array(self.plane_cost)
             slopes = self.slopes()
             proposal = propose(costs, slopes, self.centre, self.radius, self.bound)
-            if proposal.value <= self.bound + self._tolerance():
+            gain = proposal.value - self.bound
+            if proposal.at_wall and 1e-12 * abs(self.bound) < gain <= self._tolerance():
+                self.radius = self.radius * 10  # little to gain, but only because the box is small
+                continue
+            if gain <= self._tolerance():
                 mixture = [
                     np.asarray(proposal.weights @ np.array([over[r] for over in self.plane_over]))
                     for r in range(len(self.ledger.resources))
@@ -249,12 +253,14 @@ class _Dual:
 
     def narrow(self) -> str | None:
         """Solve kernels, each larger than the one before, until nothing outside can matter; "infeasible" if proven."""
+        offset = 0.0
         if not self.sweeps.is_consistent():
             least = [np.full(len(cost), self.bound) for cost in self.core.costs]
         else:
             self.set_prices(self.centre)
             offset = float(self.centre @ self._magnitude())
             least = self.least_costs(offset)
+        hair = EXACT * max(abs(self.cost) if math.isfinite(self.cost) else 0.0, offset)
         counts: list[int] = []
         for share in SHARES:
             known = math.isfinite(self.cost)
@@ -262,7 +268,7 @@ class _Dual:
             last = share == 1.0
             if last:
                 # a hair above: rounding must not cut off the best
-                cap = self.cost + EXACT * abs(self.cost) if known else math.inf
+                cap = self.cost + hair
             elif not math.isfinite(cap):
                 continue
             keep = kernel.chosen(least, cap, self.best)

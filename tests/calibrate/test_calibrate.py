@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from autopar.here import calibrated_path, hardware_or_here
 from autopar.mesh import Mesh
 from autopar.search import search
 from autopar.trace import capture, graph_of
-from cost_models import Comm, Compute, Hardware
+from cost_models import Comm, Compute, Curve, Hardware
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "autopar.calibrate"]
@@ -134,3 +135,24 @@ def test_the_clock_does_not_count_time_asleep_and_lets_ranks_take_turns():
 
     one, many = (Clock(torch.device("cpu"), ranks).seconds(work, 0.02) for ranks in (1, 64))
     assert one < 0.001 and many > 4 * one
+
+
+COMPILES = """
+import torch, autopar
+mesh = autopar.init_mesh("cpu", data=1)
+parallel = autopar.compile(torch.nn.Linear(8, 8), mesh, example_inputs=(torch.randn(4, 8),))
+print(parallel.plan.hardware, *parallel.plan.notes, sep="; ")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_compile_uses_what_was_measured_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_PROFILES", str(tmp_path))
+    curve = Curve(((1e3, 1e9), (1e6, 9e10)), 2e-6)
+    base = Hardware.load("cpu-gloo")
+    sources = {**base.sources, "curves.elementwise.float32": "a test"}
+    replace(base, name="mine", curves={"elementwise.float32": curve}, sources=sources).save(calibrated_path("cpu"))
+    done = subprocess.run([sys.executable, "-c", COMPILES], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("mine; ") and "priced with what was measured: profile mine" in done.stdout

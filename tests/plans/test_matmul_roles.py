@@ -41,7 +41,7 @@ def storage(tensor: str, assignment: tuple[str, ...]) -> Layout:
     """As fully split as shards can be that are gathered axis by axis, innermost first: see `autopar.layout`.
 
     An axis with a role that the tensor lacks splits a dim that no axis behind it needs in the product itself; where
-    there is none (three axes only: a matter of shard order), the tensor stays whole. An axis without a role splits nothing.
+    there is none (three axes only: a matter of shard order), the tensor stays whole. An axis without role splits none.
     """
     layout: list[Layout[0] | None] = []  # type: ignore[index]
     for axis, role in enumerate(assignment):

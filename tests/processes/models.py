@@ -17,7 +17,7 @@ class Net(nn.Module):
     def __init__(self, width: int = WIDTH, classes: int = CLASSES) -> None:
         super().__init__()
         self.name_of_user = "mine"
-        self.first, self.norm = nn.Linear(width, 2 * width), nn.BatchNorm1d(2 * width)
+        self.first, self.norm = nn.Linear(width, 2 * width, bias=False), nn.BatchNorm1d(2 * width)  # a bias gets noise
         self.second, self.third = nn.Linear(2 * width, width), nn.Linear(width, 2 * width, bias=False)
         self.third.weight = self.first.weight
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width), requires_grad=False)

@@ -68,7 +68,9 @@ def test_hardly_any_time_still_gives_an_honest_answer():
 
 
 def test_arguments_that_make_no_sense_are_refused(mlp):
-    with pytest.raises(ValueError, match="no backend 'cplex'; known backends: auto, exhaustive, highs, pulp_highs"):
+    with pytest.raises(
+        ValueError, match="no backend 'cplex'; known backends: auto, exhaustive, highs, lagrange, pulp_highs"
+    ):
         solve(mlp, backend="cplex", reductions=False)
     with pytest.raises(ValueError, match="unknown reductions"):
         solve(mlp, reductions={"magic"})
