@@ -130,7 +130,9 @@ def assemble(
     whole_outputs: bool = False,
     fixed: Mapping[str, Layout] | None = None,
 ) -> Assembled:
-    """Build the problem. `memory`: bytes of one rank's device; `fixed`: layouts of parameters that are settled already."""
+    """Build the problem. `memory`: bytes of one rank's device; `fixed`: layouts of parameters that are settled
+    already.
+    """
     work = _Assembly(graph, strategies, pricer, fixed or {})
     _add_nodes(work, classes_of(graph, tied=tied))
     _add_reads(work)
@@ -208,13 +210,14 @@ def _add_results(work: _Assembly, whole_outputs: bool) -> None:
         at = work.live.at[result.ref.name]
         if result.kind == "gradient":
             parameter = work.item_of[parameter_of[result.target]]
-            layouts = [strategy.gives[0] for strategy in work.options[parameter]]
-            cost, nbytes = work.between(type, producer, result.ref.index, (parameter, -1), layouts)
+            stored = [strategy.gives[0] for strategy in work.options[parameter]]
+            cost, nbytes = work.between(type, producer, result.ref.index, (parameter, -1), stored)
             edge = work.add_edge(producer, parameter, cost)
             work.held(edge, at, at + 1, nbytes)
             continue
         whole = result.kind == "buffer" or not type.shape or whole_outputs
-        layouts = [(REPLICATE,) * len(mesh.sizes)] if whole else even_layouts(type, mesh)
+        everywhere: Layout = (REPLICATE,) * len(mesh.sizes)
+        layouts: list[Layout] = [everywhere] if whole else even_layouts(type, mesh)
         options = tuple(
             Strategy((NOTHING,) * len(mesh.sizes), (layout,), (layout,), "", (), 1, ()) for layout in layouts
         )

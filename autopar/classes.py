@@ -1,6 +1,7 @@
 """Repeated blocks: nodes that play the same part in each of several equal layers form one class.
 
-A layer is a child with a number for a name (`model.layers.3`) that has modules of its own. Tying the nodes of a class to
+A layer is a child with a number for a name (`model.layers.3`) that has modules of its own. Tying the nodes of a
+class to
 one strategy is a restriction of the problem, never an error: every member has the same strategies, costs and layouts.
 """
 

@@ -50,7 +50,8 @@ def compile(
     backend: str = "eager",
     time_limit_s: float = 60.0,
 ) -> ParallelModule:
-    """Find the fastest plan for training `model` on `device_mesh` that fits in memory, and return a module that runs it.
+    """Find the fastest plan for training `model` on `device_mesh` that fits in memory, and return a module that runs
+    it.
 
     The result means what `model` means: the same losses, gradients and outputs, of the whole (global) batch. `model` is
     left as it is. Tracing and planning happen at the first call, or now where example inputs are given. Rank 0 plans;
@@ -60,7 +61,8 @@ def compile(
     plan: a Plan, or the path of one, to run without searching.
     hardware: profile name, path of a profile, or Hardware. Default: what `python -m autopar.calibrate` measured on this
     machine, else the known profile of its device; the plan's notes say if it was measured.
-    memory: bytes of each rank's device that may be used: a number, "70GiB", or a share such as 0.9. Default: what is free.
+    memory: bytes of each rank's device that may be used: a number, "70GiB", or a share such as 0.9. Default: what is
+    free.
     optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none.
     precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in.
     outputs: "sharded" returns outputs other than scalars as DTensors in the plan's layouts, "global" as whole tensors.

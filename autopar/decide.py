@@ -126,7 +126,9 @@ class Referee:
         return total
 
     def holdings(self) -> list[Holding]:
-        """Everything that one rank's device holds in a step: who, from which instant until before which, how many bytes."""
+        """Everything that one rank's device holds in a step: who, from which instant until before which, how many
+        bytes.
+        """
         live = liveness(self.graph)
         held: list[Holding] = []
 
@@ -201,7 +203,9 @@ def decide(
     notes: Sequence[str],
     search: Mapping[str, float | int | str],
 ) -> Plan:
-    """The plan of the solver's picks, refereed. Raises RefereeError where objective and price, or memory and limit, disagree."""
+    """The plan of the solver's picks, refereed. Raises RefereeError where objective and price, or memory and limit,
+    disagree.
+    """
     choices, deliveries = choose(graph, picked(assembled, picks), pricer)
     return refereed(
         graph, choices, deliveries, pricer,

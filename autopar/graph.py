@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 Phase = Literal["forward", "backward"]
 
@@ -68,8 +68,8 @@ class Node:
     """One operator application, or a source of values (op is one of SOURCES, and target names what it is).
 
     `target` of a parameter or buffer is its name in the model; of an input its path among the arguments; of a tangent
-    the index of the output it belongs to; of a constant its values as JSON. `module` and `source` say where in the user's
-    model the node came from.
+    the index of the output it belongs to; of a constant its values as JSON. `module` and `source` say where in the
+    user's model the node came from.
     """
 
     name: str
@@ -152,7 +152,7 @@ def _refs(arg: Arg) -> Iterator[Ref]:
     if isinstance(arg, Ref):
         yield arg
     elif isinstance(arg, tuple):
-        for part in arg:
+        for part in cast("tuple[Arg, ...]", arg):
             yield from _refs(part)
 
 
@@ -163,7 +163,7 @@ def _plain(arg: Arg) -> Any:
         case Const():
             return {arg.kind: arg.value}
         case tuple():
-            return [_plain(part) for part in arg]
+            return [_plain(part) for part in cast("tuple[Arg, ...]", arg)]
         case float():
             return repr(arg)
         case _:
@@ -175,5 +175,5 @@ def map_refs(arg: Arg, change: Any) -> Arg:
     if isinstance(arg, Ref):
         return change(arg)
     if isinstance(arg, tuple):
-        return tuple(map_refs(part, change) for part in arg)
+        return tuple(map_refs(part, change) for part in cast("tuple[Arg, ...]", arg))
     return arg

@@ -40,8 +40,8 @@ PROFILE_OF_DEVICE = (
 def init_mesh(device_type: str = "cpu", **axes: int) -> DeviceMesh:
     """A device mesh with named axes, `init_mesh("cuda", data=4, tensor=2)`; starts the process group if there is none.
 
-    Under torchrun all its processes take part; without it, one process makes a mesh of size one. Raises ValueError where
-    the axes do not multiply to the number of processes.
+    Under torchrun all its processes take part; without it, one process makes a mesh of size one. Raises ValueError
+    where the axes do not multiply to the number of processes.
     """
     if not dist.is_initialized():
         if "RANK" in os.environ:
@@ -81,9 +81,7 @@ def calibrated_path(device_type: str) -> Path:
     return folder / f"{name}.toml"
 
 
-def hardware_or_here(
-    hardware: str | Path | Hardware | None, device_type: str, *, calibrated: bool = True
-) -> Hardware:
+def hardware_or_here(hardware: str | Path | Hardware | None, device_type: str, *, calibrated: bool = True) -> Hardware:
     """The given profile; else what `python -m autopar.calibrate` measured here; else the known one that fits.
 
     `calibrated=False` leaves out the second. Raises ValueError listing the known profiles where none fits, or naming
@@ -110,8 +108,9 @@ def hardware_or_here(
 def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_type: str | None = None) -> float:
     """Bytes of one rank's device that a plan may use.
 
-    "70GiB" or "70 GB" are read with their unit; an int, or a float above 1, is bytes; a float up to 1 is that share of the
-    profile's capacity. None: what is free on this machine's device, or without a device the profile's capacity.
+    "70GiB" or "70 GB" are read with their unit; an int, or a float above 1, is bytes; a float up to 1 is that
+    share of the profile's capacity. None: what is free on this machine's device, or, where there is none, the
+    profile's capacity.
     """
     match memory:
         case None:

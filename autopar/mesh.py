@@ -1,4 +1,6 @@
-"""The mesh as a plain value: named axes and their sizes. torch's `DeviceMesh` is translated to it once, at the border."""
+"""The mesh as a plain value: named axes and their sizes. torch's `DeviceMesh` is translated to it once, at the
+border.
+"""
 
 from __future__ import annotations
 

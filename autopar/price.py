@@ -70,11 +70,15 @@ class Pricer:
         return TensorType(shape, type.dtype).nbytes
 
     def state_bytes(self, nbytes: int) -> int:
-        """Bytes of optimizer state for `nbytes` of parameters, kept in the parameter's precision as torch.optim does."""
+        """Bytes of optimizer state for `nbytes` of parameters, kept in the parameter's precision as torch.optim
+        does.
+        """
         return OPTIMIZER_STATES[self.optimizer] * nbytes
 
     def update_step(self, nbytes: int, dtype: str) -> Compute:
-        """The optimizer's pass over a parameter of `nbytes` local bytes: reads it, its gradient and its states, writes all but the gradient."""
+        """The optimizer's pass over a parameter of `nbytes` local bytes: reads it, its gradient and its states,
+        writes all but the gradient.
+        """
         states = OPTIMIZER_STATES[self.optimizer]
         passes = 0 if self.optimizer == "none" else 3 + 2 * states
         return Compute("optimizer", 0.0, float(passes * nbytes), dtype, 1 if passes else 0, "elementwise")

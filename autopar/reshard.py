@@ -25,7 +25,9 @@ from cost_models.steps import Comm, Compute, Step
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """One layout step on one axis: `before` and `after` are the placements on it; `local` is the local type it starts from."""
+    """One layout step on one axis: `before` and `after` are the placements on it; `local` is the local type it
+    starts from.
+    """
 
     axis: str
     before: Placement
@@ -67,14 +69,18 @@ class Reshard:
 
 
 def _copies(local: TensorType, dim: int, nbytes: int) -> tuple[Step, ...]:
-    """Collectives work on the leading dim; another dim costs one pass through memory, unless all before it have size 1."""
+    """Collectives work on the leading dim; another dim costs one pass through memory, unless all before it have size
+    1.
+    """
     if all(size == 1 for size in local.shape[:dim]):
         return ()
     return (Compute("reorder", 0.0, 2.0 * nbytes, local.dtype, 1, "elementwise"),)
 
 
 class Resharder:
-    """Prices and paths of layout changes on one mesh and hardware. Tables are made per tensor type when first asked for."""
+    """Prices and paths of layout changes on one mesh and hardware. Tables are made per tensor type when first asked
+    for.
+    """
 
     def __init__(self, mesh: Mesh, hardware: Hardware, links: Mapping[str, Link]) -> None:
         self.mesh, self.hardware, self.links = mesh, hardware, links

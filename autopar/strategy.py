@@ -27,9 +27,11 @@ NOTHING = ""  # the role of an axis that splits nothing
 class Strategy:
     """One way to run one node.
 
-    `roles`: per axis the factor it splits, "" for nothing, or "+0" where operand 0 is a partial sum. `takes` and `gives`:
+    `roles`: per axis the factor it splits, "" for nothing, or "+0" where operand 0 is a partial sum. `takes` and
+    `gives`:
     the layouts of operands and results. `body`: the local body that stands in for the operator, if its arithmetic
-    changes when split, the axes that split the factors it is for, and the product of those factors' global sizes. `steps`: what one rank performs.
+    changes when split, the axes that split the factors it is for, and the product of those factors' global sizes.
+    `steps`: what one rank performs.
     """
 
     roles: tuple[str, ...]
@@ -44,11 +46,17 @@ class Strategy:
 Signature = tuple[object, ...]
 
 
+def _no_name(ref: Ref) -> Ref:
+    return Ref("")
+
+
 def signature_of(node: Node, operands: Sequence[TensorType]) -> Signature:
-    """Nodes of equal signature have the same strategies: operator, arguments, types. A source counts by type and kind."""
+    """Nodes of equal signature have the same strategies: operator, arguments, types. A source counts by type and
+    kind.
+    """
 
     def blank(arg: Arg) -> object:
-        return map_refs(arg, lambda ref: Ref(""))
+        return map_refs(arg, _no_name)
 
     args = blank(node.args), tuple((key, blank(arg)) for key, arg in node.kwargs)
     return node.op, repr(args), tuple(operands), node.outputs
@@ -85,7 +93,9 @@ def propose(graph: Graph, mesh: Mesh) -> tuple[dict[str, tuple[Strategy, ...]], 
 
 
 def source_strategies(node: Node, mesh: Mesh) -> tuple[Strategy, ...]:
-    """Layouts in which a value may enter the program: parameters, inputs and tangents split anywhere, the rest whole."""
+    """Layouts in which a value may enter the program: parameters, inputs and tangents split anywhere, the rest
+    whole.
+    """
     (type,) = node.outputs
     assert type is not None
     if node.op in ("buffer", "constant"):

@@ -23,7 +23,9 @@ class Mlp(nn.Module):
 
 
 class ConvTrunk(nn.Module):
-    """A convolution trunk (few weights, large activations) with a large classifier (many weights, small activations)."""
+    """A convolution trunk (few weights, large activations) with a large classifier (many weights, small
+    activations).
+    """
 
     def __init__(self, channels: int = 32, hidden: int = 4096, classes: int = 1000) -> None:
         super().__init__()

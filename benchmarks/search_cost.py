@@ -2,7 +2,8 @@
 
     python -m benchmarks.search_cost -o docs/benchmarks/search_cost.md
 
-Each search runs alone in a fresh process through the command line (`python -m autopar.search --json`), so that its CPU time and
+Each search runs alone in a fresh process through the command line (`python -m autopar.search --json`), so that its
+CPU time and
 peak memory are its own; both count everything, imports and tracing included. No GPU and no weights are involved.
 """
 
@@ -57,7 +58,8 @@ def main() -> None:
     parser.add_argument("-o", type=Path)
     args = parser.parse_args()
     head = [
-        "| model | mesh | memory | nodes | items | variables | CPU s | peak RSS GiB | step ms (simulated) | peak GiB | gap | tied |",
+        "| model | mesh | memory | nodes | items | variables | CPU s | peak RSS GiB | step ms (simulated) | peak GiB "
+        "| gap | tied |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows: list[str] = []
@@ -66,11 +68,13 @@ def main() -> None:
             for memory in args.memory:
                 rows.append(row(name, mesh, memory, search(model, mesh, memory, args.time_limit)))
                 print(rows[-1], flush=True)
+    command = f"python -m benchmarks.search_cost --memory {' '.join(args.memory)} --time-limit {args.time_limit}"
     text = (
-        f"# What a search costs\n\n`python -m benchmarks.search_cost --memory {' '.join(args.memory)} --time-limit {args.time_limit}`, "
-        f"{date.today()}, torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores. "
-        "CPU seconds and memory of the whole process, imports and tracing included; steps are predicted on h100-sxm.\n\n"
-    ) + "\n".join(head + rows) + "\n"
+        f"# What a search costs\n\n`{command}`, {date.today()}, torch {torch.__version__}, {platform.machine()}, "
+        f"{os.cpu_count()} cores. CPU seconds and memory are those of the whole process, imports and tracing included; "
+        "steps are predicted on h100-sxm.\n\n"
+    )
+    text += "\n".join(head + rows) + "\n"
     if args.o:
         args.o.parent.mkdir(parents=True, exist_ok=True)
         args.o.write_text(text)

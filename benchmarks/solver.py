@@ -48,9 +48,9 @@ def training_step(items: int, options: int, seed: int = 0, kinds: int = 12) -> P
     return Problem(tuple(costs), tuple(edges), tuple(usages))
 
 
-def report(name: str, problem: Problem, time_limit_s: float, read_s: float = 0.0) -> tuple[int, ...] | None:
+def report(name: str, problem: Problem, time_limit_s: float, gap: float, read_s: float = 0.0) -> tuple[int, ...] | None:
     """Solve and print one line; the picks."""
-    solution = solve(problem, time_limit_s=time_limit_s)
+    solution = solve(problem, time_limit_s=time_limit_s, gap=gap)
     stats = solution.stats
     print(
         f"{name:<22}{len(problem.costs):>7}{stats.get('core_items', 0):>7.0f}{stats.get('core_pairs', 0):>10.0f}"
@@ -60,18 +60,18 @@ def report(name: str, problem: Problem, time_limit_s: float, read_s: float = 0.0
     return solution.picks
 
 
-def report_shape(shape: str, time_limit_s: float) -> None:
+def report_shape(shape: str, time_limit_s: float, gap: float) -> None:
     """A made-up problem with ample memory, then with less and less of it."""
     items, options = (int(part) for part in shape.split("x"))
     problem = training_step(items, options)
-    picks = report(f"{shape} ample", problem, time_limit_s)
+    picks = report(f"{shape} ample", problem, time_limit_s, gap)
     if picks is None:
         return
     peak = evaluate(problem, picks).peak["hbm"]
     least = evaluate(problem, [int(usage.nbytes.argmin()) for usage in problem.usages] + [0] * (items - items // 2))
     for share in (0.8, 0.5, 0.2):
         limit = least.peak["hbm"] + share * (peak - least.peak["hbm"])
-        report(f"{shape} {share:.0%} of peak", replace(problem, limits={"hbm": limit}), time_limit_s)
+        report(f"{shape} {share:.0%} of peak", replace(problem, limits={"hbm": limit}), time_limit_s, gap)
 
 
 def main() -> int:
@@ -81,6 +81,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="letters of the instances to run, such as ACG")
     parser.add_argument("--shape", action="append", default=[], help="made-up problem, ITEMSxOPTIONS")
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S")
+    parser.add_argument("--gap", type=float, default=0.0, help="stop at this relative gap (0)")
     given = parser.parse_args()
     print(HEADER)
     for path in sorted(given.folder.glob("*.json*")) if given.folder else []:
@@ -88,9 +89,9 @@ def main() -> int:
         if not given.only or name[-1] in given.only:
             began = time.monotonic()
             problem = read_contest(path)
-            report(name, problem, given.time_limit, time.monotonic() - began)
+            report(name, problem, given.time_limit, given.gap, time.monotonic() - began)
     for shape in given.shape:
-        report_shape(shape, given.time_limit)
+        report_shape(shape, given.time_limit, given.gap)
     return 0
 
 

@@ -4,7 +4,8 @@
 
 Same model, weights, global batch, forward + backward + AdamW, one thread a process, gloo. The methods take turns, round
 by round, so that whatever else the machine does falls on all of them; the figure is the median of the rounds, as a
-ratio to the best of torch's methods. More than one process per core is not a fair machine: read the ratios, not the times.
+ratio to the best of torch's methods. More than one process per core is not a fair machine: read the ratios, not the
+times.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def worker(name: str, rounds: int, hardware: str) -> None:
 
 def table(rows: list[dict[str, object]]) -> str:
     lines = [
-        "| model | processes | autopar ms | DDP | fully_shard | tensor parallel | whole on each | best of torch / autopar |",
+        "| model | processes | autopar ms | DDP | fully_shard | tensor parallel | whole on each | best of torch |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -159,9 +160,12 @@ def main() -> None:
                 if line.startswith("RESULT ")
             ]
             print(table(rows[-1:]).splitlines()[-1], flush=True)
+    command = (
+        f"python -m benchmarks.step_time --processes {' '.join(map(str, args.processes))} "
+        f"--models {' '.join(args.models)} --rounds {args.rounds} --hardware {args.hardware}"
+    )
     text = (
-        f"# Step time against torch's own methods\n\n`python -m benchmarks.step_time --processes {' '.join(map(str, args.processes))} "
-        f"--models {' '.join(args.models)} --rounds {args.rounds} --hardware {args.hardware}`, {date.today()}, torch {torch.__version__}, "
+        f"# Step time against torch's own methods\n\n`{command}`, {date.today()}, torch {torch.__version__}, "
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, gloo, one thread a process. "
         "Columns are step time over autopar's: above 1 means autopar is faster.\n\n" + table(rows) + "\n"
     )

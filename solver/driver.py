@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from solver.backends import Budget, lagrange, messages, run
+from solver.backends.sweeps import Sweeps
 from solver.explain import explain
 from solver.presolve import Dead, Presolved, presolve
 from solver.problem import Problem
@@ -84,13 +85,14 @@ def _best_effort(core: Problem, budget: Budget) -> Outcome:
     pairs = sum(edge.cost.size for edge in core.edges)
     if pairs <= LARGE:
         return run("highs", core, budget)
-    best = lagrange.run(core, budget)
+    sweeps = Sweeps(core)
+    best = lagrange.run(core, budget, sweeps)
     if best.status == "infeasible" or _is_done(best, budget):
         return best
     if best.picks is not None and not best.stats.get("loose"):
         return best  # what is left is for a search tree, and that of the whole core is larger than those of its kernels
     share = 0.4 if pairs <= HUGE else 1.0
-    first = messages.run(core, replace(budget, deadline=time.monotonic() + share * budget.left_s()))
+    first = messages.run(core, replace(budget, deadline=time.monotonic() + share * budget.left_s()), sweeps)
     best = _better(best, first)
     if _is_done(best, budget) or pairs > HUGE:
         return best

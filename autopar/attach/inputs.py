@@ -50,7 +50,7 @@ def match_inputs(leaves: list[tuple[str, Any]], planned: tuple[tuple[str, Any], 
     given, wanted = dict(leaves), dict(planned)
     for path in wanted.keys() - given.keys():
         raise PlanMismatch(
-            f"argument {path} is missing: the plan was made for a call with {', '.join(wanted)}; pass the same arguments"
+            f"argument {path} is missing: the plan was made for a call with {', '.join(wanted)}; pass the same ones"
         )
     for path in given.keys() - wanted.keys():
         raise PlanMismatch(
@@ -90,7 +90,9 @@ def planned_inputs(leaves: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any]
 def local_inputs(
     graph: Graph, layouts: Mapping[str, Layout], tensors: Mapping[str, Tensor], mesh: Mesh, device_mesh: DeviceMesh
 ) -> list[Tensor]:
-    """This rank's piece of every input, in the order of the graph. A plain tensor is the whole; a DTensor says where it lies."""
+    """This rank's piece of every input, in the order of the graph. A plain tensor is the whole; a DTensor says where
+    it lies.
+    """
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     pieces: list[Tensor] = []

@@ -33,7 +33,8 @@ from autopar.modules import aliases, tensors_by_name, with_tensors
 from autopar.plan import Plan, PlanMismatch
 from autopar.trace import Captured, capture, flatten_inputs, graph_of
 
-# How a graph becomes a plan: (graph, layouts of parameters that are settled, whether this is the training step) -> plan.
+# How a graph becomes a plan: (graph, layouts of parameters that are settled, whether this is the training step) ->
+# plan.
 Planner = Callable[[Graph, Mapping[str, Layout], bool], Plan]
 
 
@@ -174,7 +175,9 @@ def attach(
 
 
 def plan_module(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Plan the training step (with gradients, in train mode unless the model is in eval mode) and lay parameters out."""
+    """Plan the training step (with gradients, in train mode unless the model is in eval mode) and lay parameters
+    out.
+    """
     state = parallel._autopar
     training = parallel.training or any(parameter.requires_grad for parameter in parallel.parameters())
     captured, graph = _capture(parallel, args, kwargs, training=training)
@@ -218,7 +221,8 @@ def _original_forward(parallel: ParallelModule) -> Callable[..., Any]:
 
 
 def _lay_out(parallel: ParallelModule, plan: Plan) -> None:
-    """Every parameter becomes a DTensor in the plan's layout, in place: optimizers that hold it already see the new one.
+    """Every parameter becomes a DTensor in the plan's layout, in place: optimizers that hold it already see the new
+    one.
 
     Buffers stay whole; as with parameters, rank 0's values win.
     """
@@ -255,7 +259,9 @@ def _mode(state: _State, captured: Captured, plan: Plan) -> _Mode:
 
 
 def _mode_for(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Mode:
-    """The program for the present mode: planned at its first use, with the parameters where the training plan has them."""
+    """The program for the present mode: planned at its first use, with the parameters where the training plan has
+    them.
+    """
     state = parallel._autopar
     key = (parallel.training, torch.is_grad_enabled())
     if key not in state.modes:
@@ -308,7 +314,9 @@ def _local(parameter: Tensor, node: Node, plan: Plan) -> Tensor:
 
 
 def _assemble_outputs(state: _State, mode: _Mode, outputs: list[Tensor | None]) -> Any:
-    """Scalars and whole outputs as plain tensors where the caller wants that, the rest as DTensors; in the model's own structure."""
+    """Scalars and whole outputs as plain tensors where the caller wants that, the rest as DTensors; in the model's
+    own structure.
+    """
     results = [(result, layout) for result, layout in mode.runner.program.results if result.kind == "output"]
     leaves: dict[int, Any] = dict(mode.output_constants)
     for (result, layout), value in zip(results, outputs, strict=True):

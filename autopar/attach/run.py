@@ -1,4 +1,6 @@
-"""The program as one autograd function: local tensors in, local tensors out, explicit collectives in both directions."""
+"""The program as one autograd function: local tensors in, local tensors out, explicit collectives in both
+directions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from autopar.mesh import Mesh
 
 @dataclass(frozen=True)
 class Runner:
-    """A program with what every call of it needs: this rank's coordinates, and how results are found among its outputs."""
+    """A program with what every call of it needs: this rank's coordinates, and how results are found among its
+    outputs.
+    """
 
     program: Program
     mesh: Mesh
@@ -30,7 +34,9 @@ class Runner:
     def __call__(
         self, parameters: Sequence[Tensor], others: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[tuple[str, Tensor]]]:
-        """(outputs in the model's order, new values of the buffers it writes). Outputs carry gradients where the plan has them."""
+        """(outputs in the model's order, new values of the buffers it writes). Outputs carry gradients where the
+        plan has them.
+        """
         found: tuple[Tensor | None, ...] = _Step.apply(self, tuple(others), *parameters)  # type: ignore[assignment]
         outputs: list[Tensor | None] = []
         buffers: list[tuple[str, Tensor]] = []

@@ -1,4 +1,6 @@
-"""Between whole tensors and what one rank holds: parameters as DTensors, inputs cut to their layout, outputs put together."""
+"""Between whole tensors and what one rank holds: parameters as DTensors, inputs cut to their layout, outputs put
+together.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """emit: a plan becomes two fx GraphModules at local shapes, forward and backward, with the collectives in them.
 
-The forward takes the local parameters, buffers, constants, inputs and this rank's coordinates, and returns results, then the
+The forward takes the local parameters, buffers, constants, inputs and this rank's coordinates, and returns results,
+then the
 values that backward needs. Backward takes those as one list and pops each right before its first use, so that nothing
 outlives its last reader. One program serves all ranks: where ranks differ, a coordinate comes in as a tensor.
 """
@@ -180,7 +181,8 @@ class _Emitter:
         for ref, layout, read in zip(reader.operands, choice.takes, choice.reads, strict=True):
             key = (reader.name, ref, layout)
             if read and self.node_of[ref.name].op == "parameter" and key not in self.launched:
-                self.writer.comment = f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)} for {reader.name}"
+                moves = f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)}"
+                self.writer.comment = f"{moves} for {reader.name}"
                 self.launched[key] = self.writer.begin(self.value(ref), read)
 
     def value(self, ref: Ref) -> fx.Node:

@@ -1,6 +1,7 @@
 """The functions that emitted code calls besides ATen: products, pieces of tensors for collectives, sharded dropout.
 
-Each is a plain function of tensors without rank or group in it; where ranks differ, the difference comes in as a tensor.
+Each is a plain function of tensors without rank or group in it; where ranks differ, the difference comes in as a
+tensor.
 """
 
 from __future__ import annotations
@@ -100,5 +101,7 @@ def _(x: Tensor, p: float, seed: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
-    """Dropout of one shard of a tensor: a mask of its own for each `shard`, all from one `seed`. Returns (out, mask)."""
+    """Dropout of one shard of a tensor: a mask of its own for each `shard`, all from one `seed`. Returns (out,
+    mask).
+    """
     return torch.ops.autopar.dropout(x, p, seed, shard)

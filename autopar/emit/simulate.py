@@ -25,7 +25,9 @@ from autopar.plan import Plan
 
 @dataclass(frozen=True)
 class Ran:
-    """Whole values of every result, under (kind, target); a layout with several holders of a piece was checked to agree."""
+    """Whole values of every result, under (kind, target); a layout with several holders of a piece was checked to
+    agree.
+    """
 
     results: Mapping[tuple[str, str], Tensor | None]
 

@@ -36,7 +36,9 @@ def target_of(op: str) -> Any:
 
 
 class Writer:
-    """Appends to one fx graph. `groups`: axis -> name of its process group; `coordinates`: axis -> this rank's index."""
+    """Appends to one fx graph. `groups`: axis -> name of its process group; `coordinates`: axis -> this rank's
+    index.
+    """
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, groups: Mapping[str, str], device: str) -> None:
         self.graph, self.mesh, self.groups, self.device = graph, mesh, groups, device
@@ -145,7 +147,9 @@ _STEP_SUFFIX = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A layout change under way: the value launched last, the change it belongs to (None: nothing is in flight), the rest."""
+    """A layout change under way: the value launched last, the change it belongs to (None: nothing is in flight), the
+    rest.
+    """
 
     value: fx.Node
     change: Reshard | None

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from autopar._compat import pytree
-from autopar._compat import TorchDispatchMode
+from autopar._compat import TorchDispatchMode, pytree
 
 
 class LiveBytes(TorchDispatchMode):
     """Inside the context, every storage that an operator returns is counted until it is freed.
 
-    `current`, `peak`: bytes; `peak_after`: the operator after which the peak was first reached. `watch` counts tensors that
-    existed before. Storages are counted once, whatever the number of views of them.
+    `current`, `peak`: bytes; `peak_after`: the operator after which the peak was first reached. `watch` counts
+    tensors that existed before. Storages are counted once, whatever the number of views of them.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class LiveBytes(TorchDispatchMode):
                 self._count(leaf, "before")
 
     def _count(self, tensor: Tensor, after: str) -> None:
-        if type(tensor) is not Tensor and hasattr(tensor, "_local_tensor"):
-            tensor = tensor._local_tensor
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
         storage = tensor.untyped_storage()
         key = storage._cdata
         held = self._known.get(key)

@@ -25,9 +25,10 @@ class PlanMismatch(ValueError):
 class Choice:
     """How one node runs.
 
-    `roles`: per axis the factor it splits ("" none, "+0" operand 0 is a partial sum). `takes`, `gives`: layouts of operands
-    and results. `body`, `body_axes`, `body_size`: the local body that replaces the operator, the axes it works over, and
-    the global size of the factors it splits. `steps`: what
+    `roles`: per axis the factor it splits ("" none, "+0" operand 0 is a partial sum). `takes`, `gives`: layouts of
+    operands
+    and results. `body`, `body_axes`, `body_size`: the local body that replaces the operator, the axes it works over,
+    and the global size of the factors it splits. `steps`: what
     one rank performs. `reads`: per operand, the layout changes that bring it from what its producer gives.
     """
 
@@ -53,7 +54,8 @@ class Delivery:
 class Plan:
     """Every decision, with what was predicted of it.
 
-    Seconds and bytes are those of one rank and one training step, predicted on `hardware`. `bound` is a proven lower bound
+    Seconds and bytes are those of one rank and one training step, predicted on `hardware`. `bound` is a proven lower
+    bound
     on the seconds of any plan of the searched space; `gap` = (step_seconds - bound) / step_seconds. `peak_bytes` per
     memory tier. `notes`: what a user should know, such as operators without a rule, which run replicated.
     `prefetch`: how many matrix operators ahead of their use weights are gathered, and behind them gradients are waited
@@ -148,7 +150,9 @@ class Plan:
 
 
 def read_once(node: Node, choice: Choice) -> list[tuple[Reshard, ...]]:
-    """The layout changes in front of a node; an operand that stands twice in its arguments, in one layout, comes once."""
+    """The layout changes in front of a node; an operand that stands twice in its arguments, in one layout, comes
+    once.
+    """
     seen: set[object] = set()
     reads: list[tuple[Reshard, ...]] = []
     for ref, layout, read in zip(node.operands, choice.takes, choice.reads, strict=True):

@@ -88,7 +88,9 @@ def _fake(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    """(path, leaf) of every argument, in a fixed order: positional first, keywords by name. Paths read `[0]`, `['x']`."""
+    """(path, leaf) of every argument, in a fixed order: positional first, keywords by name. Paths read `[0]`,
+    `['x']`.
+    """
     paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(sorted(kwargs.items()))))
     return [(pytree.keystr(path[1:]), leaf) for path, leaf in paths], spec
 
@@ -108,7 +110,7 @@ def _naming_the_line() -> Iterator[None]:
         ) from error
 
 
-def _line_of_model(error: BaseException) -> str:
+def _line_of_model(error: BaseException | None) -> str:
     """The innermost line outside torch and autopar: from the traceback, else from what the message quotes."""
     ours = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
     while error is not None:
@@ -131,7 +133,8 @@ def capture(
 ) -> Captured:
     """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode.
 
-    `precision`: parameters and inputs are cast as it says before they are used. Tensors among the inputs give shapes and dtypes only; DTensors count with their global shape. Raises TraceError.
+    `precision`: parameters and inputs are cast as it says before they are used. Tensors among the inputs give shapes
+    and dtypes only; DTensors count with their global shape. Raises TraceError.
     """
     leaves, spec = flatten_inputs(args, kwargs)
     mode = FakeTensorMode(allow_non_fake_inputs=True)

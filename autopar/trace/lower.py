@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from dataclasses import replace
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -101,7 +101,8 @@ def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], aliases: 
         if known is None or known.ref is None:
             results[key] = found
 
-    for value, desc in zip(fx_node.args[0], fx_node.meta["desc"], strict=True):
+    values: Any = fx_node.args[0]
+    for value, desc in zip(values, fx_node.meta["desc"], strict=True):
         ref = ref_of[value] if isinstance(value, torch.fx.Node) else None
         match type(desc).__name__:
             case "PlainAOTOutput":

@@ -1,11 +1,13 @@
 """Mixed precision as casts in the graph: parameters stay as they are stored and are cast where they enter the program.
 
 The planner then decides by price whether a weight is cast before it is gathered (half the bytes on the wire: yes) and
-where its gradient is summed. `reduce_dtype` takes the latter out of its hands: such a gradient is cast first, then summed.
+where its gradient is summed. `reduce_dtype` takes the latter out of its hands: such a gradient is cast first, then
+summed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +28,10 @@ def compute_dtype(tensor: torch.Tensor, precision: MixedPrecisionPolicy | None) 
 
 
 def insert_casts(
-    module: fx.GraphModule, stored: dict[str, torch.Tensor], inputs: list[Any], precision: MixedPrecisionPolicy
+    module: fx.GraphModule, stored: Mapping[str, torch.Tensor], inputs: list[Any], precision: MixedPrecisionPolicy
 ) -> None:
-    """Give an exported module, traced in the compute precision, its stored parameters and inputs back, with casts behind them.
+    """Give an exported module, traced in the compute precision, its stored parameters and inputs back, with casts
+    behind them.
 
     `stored`: parameters in their own precision, by name; `inputs`: the flat inputs as the caller passes them.
     """
@@ -69,7 +72,9 @@ def _cast_after(module: fx.GraphModule, node: fx.Node, have: torch.dtype, want: 
 
 
 def reduce_after_cast(graph: Graph) -> Graph:
-    """Mark the casts that turn gradients into the stored precision: partial sums pass them, and are summed behind them."""
+    """Mark the casts that turn gradients into the stored precision: partial sums pass them, and are summed behind
+    them.
+    """
     made = {r.ref.name for r in graph.results if r.kind == "gradient" and r.ref is not None}
     nodes = tuple(
         replace(node, op=TO_REDUCE_DTYPE) if node.name in made and node.op == "aten._to_copy.default" else node

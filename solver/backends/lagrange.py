@@ -38,7 +38,7 @@ from solver.referee import evaluate
 from solver.solution import OPTIMAL_REL_GAP, Outcome, relative_gap
 
 MOST_ROUNDS = 200
-MOST_SWEEPS = 80  # per evaluation; from known messages 1 to 8 are usual
+MOST_SWEEPS = 50  # per evaluation; from known messages 1 to 8 are usual
 # Messages count as stuck after PATIENCE sweeps that neither halve the distance to exact nor raise the bound by RISE.
 PATIENCE, RISE = 6, 1e-5
 LOOSE = 0.02  # share of the cost: stuck further off than this, another backend is better
@@ -48,16 +48,15 @@ SHARES = (1e-3, 0.03, 0.2, 0.5, 1.0)  # of the gap: how far above the bound the 
 NODES = 200  # of the search tree of each kernel but the last
 
 
-def run(core: Problem, budget: Budget) -> Outcome:
-    """Bound and picks; "infeasible" only when proven."""
-    return _Dual(core, budget).run()
+def run(core: Problem, budget: Budget, sweeps: Sweeps | None = None) -> Outcome:
+    """Bound and picks; "infeasible" only when proven. `sweeps` of this core, if given, carry messages in and out."""
+    return _Dual(core, budget, sweeps or Sweeps(core)).run()
 
 
 class _Dual:
-    def __init__(self, core: Problem, budget: Budget) -> None:
+    def __init__(self, core: Problem, budget: Budget, sweeps: Sweeps) -> None:
         self.core, self.budget = core, budget
-        self.ledger = Ledger(core)
-        self.sweeps = Sweeps(core)
+        self.ledger, self.sweeps = Ledger(core), sweeps
         self.priced_edges: set[int] = set()
         self.best: tuple[int, ...] | None = None
         self.cost, self.bound = math.inf, -math.inf

@@ -34,18 +34,18 @@ POLISH_SHARE = 0.25  # of the time so far
 PATIENCE = 8  # price steps without a better bound before the step is halved
 
 
-def run(core: Problem, budget: Budget) -> Outcome:
-    """Improve bound and picks until the deadline or the budget's gap."""
-    return _Ascent(core, budget).run()
+def run(core: Problem, budget: Budget, sweeps: Sweeps | None = None) -> Outcome:
+    """Improve bound and picks until the deadline or the budget's gap. `sweeps` of this core, if given, go on."""
+    return _Ascent(core, budget, sweeps or Sweeps(core)).run()
 
 
 class _Ascent:
-    def __init__(self, core: Problem, budget: Budget) -> None:
+    def __init__(self, core: Problem, budget: Budget, sweeps: Sweeps) -> None:
         self.core, self.budget = core, budget
         self.lowered: Lowered = lower(core)
         self.best: tuple[int, ...] | None = None
         self.cost, self.bound = math.inf, self.lowered.offset
-        self.sweeps = Sweeps(core)
+        self.sweeps = sweeps
         self.holding = {usage.edge for usage in core.edge_usages}
         self.price: list[Array] = [np.zeros(len(profile.instants)) for profile in self.lowered.profiles]
         self.best_price: list[Array] = _copied(self.price)
@@ -55,6 +55,7 @@ class _Ascent:
             self._offer(self.budget.start)
         if not self.sweeps.is_consistent():
             return self._outcome()  # some option has no allowed partner: messages would be infinite
+        self._price_in()
         step, stale, rounds = 1.0, 0, 0
         began, polish_s = time.monotonic(), 0.0
         while True:

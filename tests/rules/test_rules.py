@@ -17,7 +17,8 @@ SAMPLES = {
     **samples_pointwise.samples(), **samples_shape.samples(), **samples_reduce.samples(), **samples_nn.samples(),
 }  # fmt: skip
 UNDEFINED = ("aten.empty_like.default", "aten.new_empty.default", "aten.empty.memory_format")  # values mean nothing
-# bfloat16 only: each partial product, of size up to 2**5, is rounded to 8 bits (2**-4) before the sum; a wrong rule is off by 7
+# bfloat16 only: each partial product, of size up to 2**5, is rounded to 8 bits (2**-4) before the sum; a wrong rule
+# is off by 7
 TOLERANCE = {"aten._grouped_mm.default": 2**-3}
 
 

@@ -189,7 +189,7 @@ def test_start_prices_of_unknown_resources_and_instants_do_no_harm():
 
 def test_message_passing_prices_its_items_again_when_it_returns_to_its_best_prices():
     problem = presolve(two_plans(6, 51.0), set()).core
-    ascent = messages._Ascent(problem, soon())
+    ascent = messages._Ascent(problem, soon(), Sweeps(problem))
     _, free = ascent._sweep(forth=True)
     ascent.price = [np.full(len(price), 1e3) for price in ascent.price]
     ascent._price_in()
@@ -201,6 +201,6 @@ def test_message_passing_prices_its_items_again_when_it_returns_to_its_best_pric
 
 def test_message_passing_stays_below_the_optimum_through_many_returns(monkeypatch):
     monkeypatch.setattr(messages, "PATIENCE", 1)
-    for seed, core, every in cores(range(80)):
+    for seed, core, every in cores(range(60)):
         best = min((cost for cost, fits, _ in every if fits), default=math.inf)
         assert messages.run(core, Budget(time.monotonic() + 0.05)).bound <= best + 1e-9, f"seed {seed}"
