@@ -6,9 +6,9 @@ Tried on torch 2.11.0 and 2.13.0; of 2.12 only the source was read. Each entry i
 from __future__ import annotations
 
 import torch.distributed._functional_collectives as functional_collectives
+from torch._C._distributed_c10d import HashStore
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._C._distributed_c10d import HashStore
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree

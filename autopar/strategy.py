@@ -17,7 +17,7 @@ from autopar.mesh import Mesh
 from autopar.rules.bodies import BODIES
 from autopar.rules.notation import Rule
 from autopar.rules.table import rule_of
-from autopar.work import VIEWS, flops_of
+from autopar.work import VIEWS, bytes_moved, flops_of
 from cost_models.steps import Comm, Compute, Step
 
 NOTHING = ""  # the role of an axis that splits nothing
@@ -173,10 +173,8 @@ def _make(
             split *= size
     steps: list[Step] = []
     if node.op not in VIEWS:
-        operands = {ref: type.nbytes for ref, type in zip(node.operands, locals_in, strict=True)}
-        moved = sum(operands.values()) + sum(type.nbytes for type in locals_out if type is not None)
         dtype = next((type.dtype for type in locals_out if type is not None), "float32")
-        steps.append(Compute(node.op, flops / split, float(moved), dtype, 1, kind))
+        steps.append(Compute(node.op, flops / split, float(bytes_moved(node, locals_in, locals_out)), dtype, 1, kind))
     body_axes = tuple(mesh.names[i] for i, role in enumerate(roles) if rule is not None and role in rule.bodies)
     if body:
         for collective, nbytes in BODIES[body].comm(node, locals_in, locals_out):

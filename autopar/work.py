@@ -23,6 +23,31 @@ VIEWS = (
 )
 
 
+# Lookups read as many rows of their table as they return, not the table: operator -> the table's place among the operands.
+LOOKUPS = {
+    "aten.embedding.default": 0,
+    "aten.index_select.default": 0,
+    "aten.gather.default": 0,
+    "aten.index.Tensor": 0,
+}
+
+
+def bytes_moved(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType | None]) -> int:
+    """Bytes that an operator reads and writes in device memory, of the given (local) operands and results.
+
+    An operand that stands twice is read once; views move nothing.
+    """
+    if node.op in VIEWS:
+        return 0
+    written = sum(out.nbytes for out in outputs if out is not None)
+    table = LOOKUPS.get(node.op)
+    read = {
+        ref: written if place == table else type.nbytes
+        for place, (ref, type) in enumerate(zip(node.operands, operands, strict=True))
+    }
+    return sum(read.values()) + written
+
+
 def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
     """(flops, kind) of the whole, unsplit operator. Kinds: matmul, attention, conv, elementwise.
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from solver.backends import low_peak
 from solver.backends.peak import Peak, least_peak
 from solver.presolve import REDUCTIONS, Dead, presolve
 from solver.problem import Array, Edge, Problem
@@ -17,6 +18,7 @@ from solver.solution import Explanation, Shortage
 # The search for the smallest workable limit may outlast the deadline a little: a refusal without a number is no help.
 LEAST_S = 2.0
 MOST_S = 20.0
+LARGE = 250_000  # allowed pairs above which the linear program takes minutes and gigabytes
 
 
 def explain(problem: Problem, reason: str, deadline: float) -> Explanation:
@@ -86,7 +88,11 @@ def _least_peak(free: Problem, resource: str, left_s: float) -> Peak | None:
         presolved = presolve(replace(free, limits={**free.limits, resource: roomy}), REDUCTIONS - {"slack"})
     except Dead:
         return None
-    found = least_peak(presolved.core, resource, time.monotonic() + left_s)
+    core, deadline = presolved.core, time.monotonic() + left_s
+    if resource in core.limits and sum(edge.cost.size for edge in core.edges) > LARGE:
+        found = low_peak.least_peak(core, resource, deadline)
+    else:
+        found = least_peak(core, resource, deadline)
     if found is None:
         return None
     picks, at_least = found

@@ -26,7 +26,7 @@ def lower(captured: Captured) -> Graph:
     """Translate node by node; descriptors of the captured graph say what its inputs and outputs are."""
     nodes: list[Node] = []
     ref_of: dict[torch.fx.Node, Any] = {}
-    module_of: dict[str, str] = {}
+    home_of: dict[str, tuple[int, str]] = {}  # node -> (when it was made, its module)
     results: list[Result] = []
     for fx_node in captured.joint.graph.nodes:
         match fx_node.op:
@@ -43,8 +43,8 @@ def lower(captured: Captured) -> Graph:
             case "call_function":
                 if str(fx_node.target) in WITHOUT_RESULT:
                     continue
-                nodes.append(_with_home(_lower_call(fx_node, ref_of), module_of))
-                module_of[nodes[-1].name] = nodes[-1].module
+                nodes.append(_with_home(_lower_call(fx_node, ref_of), home_of))
+                home_of[nodes[-1].name] = len(nodes), nodes[-1].module
                 ref_of[fx_node] = Ref(fx_node.name)
             case "output":
                 results = _results(fx_node, ref_of, captured.aliases)
@@ -141,12 +141,12 @@ def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Nod
     )
 
 
-def _with_home(node: Node, module_of: dict[str, str]) -> Node:
-    """A sum of gradients comes from no module: it belongs to that of the first value it adds."""
+def _with_home(node: Node, home_of: dict[str, tuple[int, str]]) -> Node:
+    """A sum of gradients comes from no module: it belongs to that of the value which was made last."""
     if node.module or node.phase == "forward":
         return node
-    homes = (module_of.get(ref.name, "") for ref in node.operands)
-    return replace(node, module=next(filter(None, homes), ""))
+    _, home = max((home_of[ref.name] for ref in node.operands if ref.name in home_of), default=(0, ""))
+    return replace(node, module=home)
 
 
 def _type(value: Any) -> TensorType | None:

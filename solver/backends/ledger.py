@@ -45,14 +45,21 @@ class Ledger:
         """Bytes above the limit (negative: below) per resource and position."""
         edges = self.core.edges
         found: list[Array] = []
-        for r, instants in enumerate(self.instants):
+        for r in range(len(self.resources)):
             held = [nbytes[picks[item]] for item, nbytes in self._items[r]]
             held += [nbytes[picks[edges[e].src], picks[edges[e].dst]] for e, nbytes in self._edges[r]]
-            size = len(instants)
-            bytes_held = np.array(held, dtype=np.float64)
-            change = bincount(self._first[r], bytes_held, size + 1) - bincount(self._last[r], bytes_held, size + 1)
-            found.append(np.cumsum(change)[:size] - self.limits[r])
+            found.append(self._use(r, np.array(held, dtype=np.float64)) - self.limits[r])
         return found
+
+    def least_peak(self, r: int) -> float:
+        """Bytes that the smallest options hold together at their worst instant."""
+        held = [float(nbytes.min()) for _, nbytes in (*self._items[r], *self._edges[r])]
+        return float(self._use(r, np.array(held, dtype=np.float64)).max(initial=0.0))
+
+    def _use(self, r: int, held: Array) -> Array:
+        size = len(self.instants[r])
+        change = bincount(self._first[r], held, size + 1) - bincount(self._last[r], held, size + 1)
+        return np.cumsum(change)[:size]
 
     def priced(self, prices: Prices) -> tuple[dict[int, Array], dict[int, Array]]:
         """Extra costs of options by item, and of pairs by edge: the sum of price times bytes."""

@@ -135,6 +135,25 @@ def test_prices_rise_until_they_prove_that_nothing_fits():
     assert solution.explanation.shortages[0].enough == 24.0
 
 
+def test_the_least_peak_of_a_large_core_lies_between_its_two_numbers(monkeypatch):
+    monkeypatch.setattr("solver.explain.LARGE", -1)
+    explained = exact = 0
+    for seed in range(120):
+        problem = random_problem(seed)
+        if assignments(problem) > 600 or len(problem.limits) != 1:
+            continue
+        solution = solve(problem)
+        if solution.status != "infeasible" or not solution.explanation.shortages:
+            continue
+        (shortage,) = solution.explanation.shortages
+        allowed = [picks for cost, _, picks in everything(problem) if cost < math.inf]
+        least = min(evaluate(problem, picks).peak[shortage.resource] for picks in allowed)
+        assert shortage.at_least <= least * (1 + 1e-9) and (shortage.enough is None or shortage.enough >= least - 1e-9)
+        explained += 1
+        exact += shortage.enough == least
+    assert explained > 5 and exact > 0.5 * explained
+
+
 def test_the_ledger_agrees_with_the_referee():
     for seed in range(60):
         problem = random_problem(seed)

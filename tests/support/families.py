@@ -16,8 +16,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
+from autopar._compat import pytree
 from autopar.graph import Graph
 from autopar.trace import Captured, capture, lower, normalise
 from tests.support.wide import Wide, widen

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar._compat import TorchDispatchMode
 from autopar.graph import Arg, Const, Graph, Node, TensorType
 
 
