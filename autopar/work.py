@@ -23,7 +23,7 @@ VIEWS = (
 )
 
 
-# Lookups read as many rows of their table as they return, not the table: operator -> the table's place among the operands.
+# Lookups read as many rows of their table as they return, not the table: operator -> the table's place among operands.
 LOOKUPS = {
     "aten.embedding.default": 0,
     "aten.index_select.default": 0,

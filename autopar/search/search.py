@@ -22,8 +22,13 @@ from solver import Solution, solve
 
 Progress = Callable[[str], None]
 
-# Above this many pairs of options the problem is solved with repeated layers tied to one choice.
-TIE_ABOVE_PAIRS = 1_500_000
+# Above this many pairs of options the problem is solved with repeated layers tied to one choice. Llama-8B on 8x8 has 6
+# million and needs no ties; a 3-D mesh may.
+TIE_ABOVE_PAIRS = 40_000_000
+
+# Below this many pairs the best plan is wanted to the last digit; above, one that is proven to be within GAP of it.
+EXACT_BELOW_PAIRS = 250_000
+GAP = 1e-3
 
 
 class Infeasible(RuntimeError):
@@ -104,8 +109,9 @@ def answer(
     graph, pricer, strategies = question.graph, question.pricer, question.strategies
     if policy is not None:
         strategies = restrict(policy, graph, strategies, pricer.mesh)
+    pairs = _pairs(graph, strategies)
     if tied is None:
-        tied = _pairs(graph, strategies) > TIE_ABOVE_PAIRS
+        tied = pairs > TIE_ABOVE_PAIRS
     if tied and policy is not None:
         strategies = agree(strategies, classes_of(graph, tied=True))
     assembled = assemble(
@@ -117,7 +123,7 @@ def answer(
         f"assembled {len(problem.costs):,} items and {len(problem.edges):,} edges in {assembled_s:.1f} s"
         + (", repeated layers tied" if tied else "")
     )
-    solution = solve(problem, time_limit_s=time_limit_s)
+    solution = solve(problem, time_limit_s=time_limit_s, gap=0.0 if pairs <= EXACT_BELOW_PAIRS else GAP)
     progress(f"solved in {solution.seconds:.1f} s: {solution.status}, gap {solution.gap:.2%}")
     picks = _picks_or_raise(solution, graph, assembled, memory, time_limit_s)
     notes = [*_rule_notes(graph, question.without_rule)]

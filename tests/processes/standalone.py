@@ -33,6 +33,7 @@ def main() -> None:
     everyone: list[object] = [None, None]
     dist.all_gather_object(everyone, losses)
     assert everyone[0] == everyone[1], "ranks disagree"
+    print("trained and agreed", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
