@@ -1,0 +1,39 @@
+"""Gathering weights ahead of their use and waiting late for gradients changes when things move, never what."""
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.emit import emit
+from autopar.schedule import launches
+from tests.support.check import difference, mesh_of
+from tests.support.families import family
+from tests.support.plans import PlanSampler
+
+
+@pytest.mark.parametrize("name", ["mlp", "block", "gpt2"])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_prefetched_plans_are_right(name: str, prefetch: int) -> None:
+    sampler = PlanSampler(family(name).wide_graph, mesh_of(2, 2))
+    for seed in range(3):
+        off, where = difference(replace(sampler.draw(seed), prefetch=prefetch), family(name))
+        assert off <= 1e-9, f"seed {seed}: {where} is off by {off:.3g}"
+
+
+def test_a_weight_is_launched_one_product_ahead_and_waited_for_at_its_use() -> None:
+    graph = family("mlp").graph
+    sampler = PlanSampler(graph, mesh_of(2))
+    schedule = launches([n for n in graph.nodes if n.phase == "forward"], graph.by_name, 1)
+    products = [n.name for n in graph.nodes if n.name in schedule.matrix_operators]
+    readers = {name: [n.name for n in found] for name, found in schedule.launched_before.items()}
+    assert products[1] in readers[products[0]]
+    for seed in range(20):
+        plan = sampler.draw(seed)
+        lines = emit(replace(plan, prefetch=1), {"a": "g"}).forward.code.splitlines()
+        eager = emit(plan, {"a": "g"}).forward.code.splitlines()
+        assert len(lines) == len(eager)
+        gathers = [i for i, line in enumerate(lines) if "all_gather_into_tensor" in line and "weight" in line]
+        ahead = [i for i in gathers if f"{lines[i].split()[0]}_wait" not in lines[i + 1]]
+        if ahead:
+            return
+    raise AssertionError("no plan launched a gather ahead of its wait")
