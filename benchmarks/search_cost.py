@@ -42,12 +42,11 @@ def search(model: str, mesh: str, memory: str, limit_s: int) -> dict[str, object
 def row(name: str, mesh: str, memory: str, found: dict[str, object]) -> str:
     if "failed" in found:
         return f"| {name} | {mesh} | {memory} | {found['failed']} |" + " |" * 8
-    facts: dict[str, object] = found["search"]  # type: ignore[assignment]
     peak: dict[str, float] = found["peak_bytes"]  # type: ignore[assignment]
     return (
-        f"| {name} | {mesh} | {memory} | {facts['nodes']} | {facts['items']} | {facts.get('variables', 0):.0f} "
+        f"| {name} | {mesh} | {memory} | {found['nodes']} | {found['items']} | {found['variables']:,} "
         f"| {found['cpu_seconds']:.1f} | {found['peak_rss_bytes'] / 2**30:.2f} | {found['step_seconds'] * 1e3:.1f} "
-        f"| {peak['hbm'] / 2**30:.1f} | {found['gap']:.2%} | {'yes' if facts['tied'] else 'no'} |"
+        f"| {peak['hbm'] / 2**30:.1f} | {found['gap']:.2%} | {'yes' if found['tied'] else 'no'} |"
     )
 
 

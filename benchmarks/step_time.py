@@ -77,9 +77,9 @@ def methods(model: nn.Module, kwargs: dict[str, Tensor], mesh: DeviceMesh, hardw
     found["autopar"] = _step(plan, kwargs)
     found["DDP"] = _step(DistributedDataParallel(copy.deepcopy(model)), _part(kwargs))
     sharded = copy.deepcopy(model)
-    for child in [m for m in sharded.modules() if type(m).__name__ in ("GPT2Block", "Linear", "Embedding")]:
-        if type(child).__name__ != "Linear" or not hasattr(sharded, "transformer"):
-            fully_shard(child, mesh=mesh)
+    units = ("GPT2Block",) if hasattr(sharded, "transformer") else ("Linear", "Embedding", "Conv2d")
+    for child in [module for module in sharded.modules() if type(module).__name__ in units]:
+        fully_shard(child, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     found["fully_shard"] = _step(sharded, _part(kwargs))
     tensor = _tensor_parallel(copy.deepcopy(model), mesh)
