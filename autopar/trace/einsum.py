@@ -69,8 +69,8 @@ def _candidates(b: Builder, node: Node, ref: Ref, merges: bool, contracted: int)
     for operand in reversed(_through_views(b, ref, merges)):
         found.append(operand)
         group = operand.groups[contracted]
-        first, last = group[0], group[-1]
-        if len(group) > 1 and group == tuple(range(first, last + 1)):
+        if len(group) > 1 and group == tuple(range(group[0], group[-1] + 1)):
+            first, last = group[0], group[-1]
             shape = b.type(operand.base).shape
             merged = (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])
             place = {dim: dim if dim <= first else max(first, dim - (last - first)) for dim in range(len(shape))}

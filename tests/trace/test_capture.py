@@ -238,3 +238,19 @@ def test_values_that_are_read_twice_are_shared_and_equal_work_is_done_once() -> 
     assert len([n for n in graph.nodes if n.op == "aten.sin.default" and n.phase == "forward"]) == 1
     shared = [n for n in graph.nodes if n.op == "autopar.share" and n.phase == "forward"]
     assert shared, "the product is read by two nodes"
+
+
+def test_a_product_with_a_dim_of_size_one_that_a_view_took_away():
+    """A regression head: [b, 1] squeezed to [b]; its backward multiplies what a view gave a dim of size one."""
+
+    class Head(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = torch.nn.Linear(6, 1)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.out(x).squeeze(1), y)
+
+    graph = normalise(lower(capture(Head(), (), {"x": torch.randn(4, 6), "y": torch.randn(4)})))
+    assert not [node.op for node in graph.nodes if node.op.startswith(("aten.mm", "aten.addmm"))]
+
