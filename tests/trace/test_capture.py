@@ -253,4 +253,3 @@ def test_a_product_with_a_dim_of_size_one_that_a_view_took_away():
 
     graph = normalise(lower(capture(Head(), (), {"x": torch.randn(4, 6), "y": torch.randn(4)})))
     assert not [node.op for node in graph.nodes if node.op.startswith(("aten.mm", "aten.addmm"))]
-
