@@ -1,6 +1,8 @@
-"""When transfers are launched: weights are gathered some operators ahead of their use, gradients waited for some later.
+"""When transfers are launched: weights are gathered some operators ahead of their use, gradients waited for some later,
+and small gradients summed together.
 
-Counted in operators that use the matrix units (products, attention, convolutions), as those are what hides a transfer.
+Ahead and later are counted in operators that use the matrix units (products, attention, convolutions), as those are
+what hides a transfer.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.graph import Node
+from autopar.plan import Delivery, Plan
+from autopar.price import Pricer
 from autopar.strategy import operand_types
 from autopar.work import flops_of
-from cost_models.steps import MATRIX_KINDS
+from cost_models.steps import MATRIX_KINDS, Comm
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,41 @@ class Schedule:
 
     launched_before: Mapping[str, tuple[Node, ...]]
     matrix_operators: frozenset[str]
+
+
+BucketKey = tuple[tuple[str, ...], str]  # the axes that sum, and the dtype
+
+
+def bucket_key(plan: Plan, delivery: Delivery) -> BucketKey | None:
+    """Which gradients this one may be summed together with; None: it is summed by itself.
+
+    Only sums that end whole can be put in one row, and only where every axis cuts the bytes evenly, so that the row
+    moves exactly the bytes that its gradients would.
+    """
+    changes = delivery.changes
+    if not plan.bucket_bytes or not changes or any(change.kind != "all_reduce" for change in changes):
+        return None
+    if any(change.local.nbytes % plan.mesh.size(change.axis) for change in changes):
+        return None
+    return tuple(change.axis for change in changes), changes[0].local.dtype
+
+
+def bucket_bytes(pricer: Pricer, gradients: int, room: float | None) -> int:
+    """The size up to which gradients gather before they are summed: where waiting is a tenth of the time on every axis.
+
+    Twice that size sums at less than 1.1 times the rate. No more than all `gradients` bytes, and no more than the
+    `room` that memory leaves, since the row is a copy.
+    """
+    size = 1 << 16
+    largest = gradients if room is None else min(gradients, int(room))
+    for axis, ranks in zip(pricer.mesh.names, pricer.mesh.sizes, strict=True):
+
+        def rate(nbytes: int, axis: str = axis, ranks: int = ranks) -> float:
+            return nbytes / pricer.seconds((Comm("all_reduce", axis, ranks, nbytes),))
+
+        while ranks > 1 and size < largest and rate(2 * size) > 1.1 * rate(size):
+            size *= 2
+    return min(size, largest) if largest > 1 << 16 else 0
 
 
 def uses_matrix_units(node: Node, node_of: Mapping[str, Node]) -> bool:

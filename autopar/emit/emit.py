@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.emit import ops
 from autopar.emit.writer import BodyWriter, Pending, Writer, target_of
 from autopar.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
 from autopar.layout import Layout, local_type, show
 from autopar.plan import Choice, Delivery, Plan
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
-from autopar.schedule import launches
+from autopar.schedule import BucketKey, bucket_key, launches
 from autopar.strategy import operand_types
 
 INPUT_KINDS = ("parameter", "buffer", "constant", "input")
@@ -109,6 +110,7 @@ class _Emitter:
         self.launched: dict[tuple[str, Ref, Layout], Pending] = {}
         self.reducing: list[tuple[int, Result, Layout, Pending]] = []
         self.matrix_operators_done = 0
+        self.buckets: dict[BucketKey, list[tuple[Result, Delivery]]] = {}
         self.node_of = plan.graph.by_name
         self.used = {ref for node in plan.graph.nodes for ref in node.operands} | {
             r.ref for r in plan.graph.results if r.ref
@@ -139,6 +141,8 @@ class _Emitter:
                 self._deliver(result, delivery)
             if node.name in schedule.matrix_operators:
                 self._end_deliveries(in_flight=self.plan.prefetch or 0)
+        for key in list(self.buckets):
+            self._reduce_bucket(key)
         self._end_deliveries(in_flight=0)
         order = {result: place for place, result in enumerate(self.plan.graph.results)}
         self.delivered.sort(key=lambda item: order[item[0]])
@@ -161,11 +165,30 @@ class _Emitter:
             self.delivered.append((result, (), None))
             return
         self.writer.comment = f"{result.kind} {result.target}: {self._told(result.ref, delivery.layout)}"
+        if result.kind == "gradient" and (key := bucket_key(self.plan, delivery)) is not None:
+            bucket = self.buckets.setdefault(key, [])
+            bucket.append((result, delivery))
+            if sum(item.changes[0].local.nbytes for _, item in bucket) >= self.plan.bucket_bytes:
+                self._reduce_bucket(key)
+            return
         started = self.writer.begin(self.value(result.ref), delivery.changes)
         if result.kind == "gradient" and self.plan.prefetch is not None:
             self.reducing.append((self.matrix_operators_done, result, delivery.layout, started))
         else:
             self.delivered.append((result, delivery.layout, self.writer.end(started)))
+
+    def _reduce_bucket(self, key: BucketKey) -> None:
+        """Sum the gradients that have gathered, all at once."""
+        bucket = self.buckets.pop(key)
+        values = [self.value(result.ref) for result, _ in bucket if result.ref is not None]
+        shapes = [delivery.changes[0].local.shape for _, delivery in bucket]
+        self.writer.comment = "gradients of " + ", ".join(result.target for result, _ in bucket)
+        row = self.writer.make("gradients", ops.flatten, (values,), {})
+        for change in bucket[0][1].changes:
+            row = self.writer.reshard(row, (replace(change, local=TensorType((0,), change.local.dtype)),))
+        parts = self.writer.make("gradients_apart", ops.unflatten, (row, shapes), {})
+        for index, (result, delivery) in enumerate(bucket):
+            self.delivered.append((result, delivery.layout, self.writer.get(parts, index)))
 
     def _end_deliveries(self, in_flight: int) -> None:
         """Wait for the gradients whose reduction has been under way for `in_flight` matrix operators."""

@@ -82,6 +82,17 @@ def piece(x: Tensor, dim: int, parts: int, index: Tensor) -> Tensor:
     return x.unflatten(dim, (parts, x.shape[dim] // parts)).index_select(dim, index.reshape(1)).squeeze(dim)
 
 
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """All elements of all tensors in one row, so that they travel together."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Inverse of `flatten`: views of the row."""
+    pieces = row.split([math.prod(shape) for shape in shapes])
+    return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
 def draw_seed() -> Tensor:
     """A number from the default generator: the same on every rank whose generator is in the same state."""
     return torch.randint(2**31, ())

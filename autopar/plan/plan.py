@@ -59,7 +59,8 @@ class Plan:
     on the seconds of any plan of the searched space; `gap` = (step_seconds - bound) / step_seconds. `peak_bytes` per
     memory tier. `notes`: what a user should know, such as operators without a rule, which run replicated.
     `prefetch`: how many matrix operators ahead of their use weights are gathered, and behind them gradients are waited
-    for (`autopar.schedule`); None: every transfer is waited for where it stands.
+    for (`autopar.schedule`); None: every transfer is waited for where it stands. `bucket_bytes`: gradients that are
+    summed whole are put together up to this size and summed at once; 0: each by itself.
     """
 
     graph: Graph
@@ -77,6 +78,7 @@ class Plan:
     seconds_by: Mapping[str, float]
     notes: tuple[str, ...] = ()
     prefetch: int | None = None
+    bucket_bytes: int = 0
     search: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
 
     @property

@@ -63,6 +63,7 @@ def dumps(plan: Plan) -> str:
         "seconds_by": {part: _number(plan.seconds_by[part]) for part in sorted(plan.seconds_by)},
         "notes": list(plan.notes),
         "prefetch": plan.prefetch,
+        "bucket_bytes": plan.bucket_bytes,
         "search": {name: _number(plan.search[name]) for name in sorted(plan.search)},
         "choices": [_choice(choice) for choice in numbers],
         "nodes": nodes,
@@ -337,6 +338,7 @@ class _Reader:
             self.table(content["seconds_by"], "seconds_by", self.number),
             self.items(content["notes"], "notes", self.text),
             prefetch=None if content["prefetch"] is None else self.natural(content["prefetch"], "prefetch"),
+            bucket_bytes=self.natural(content["bucket_bytes"], "bucket_bytes"),
             search=self.table(content["search"], "search", self.fact),
         )
         if (flaw := flaw_of(plan)) is not None:
@@ -479,7 +481,7 @@ class _Reader:
 _SPELLED: dict[object, str] = {int: "a whole number", str: "a text", list: "a list", dict: "an object"}
 _FIELDS = (
     "mesh", "hardware", "hardware_digest", "optimizer", "memory_limit", "outputs", "step_seconds", "bound",
-    "peak_bytes", "seconds_by", "notes", "prefetch", "search", "choices", "nodes", "results",
+    "peak_bytes", "seconds_by", "notes", "prefetch", "bucket_bytes", "search", "choices", "nodes", "results",
 )  # fmt: skip
 _NODE_MAY = ("args", "kwargs", "phase", "target", "module", "source")
 _CHOICE_FIELDS = ("roles", "takes", "gives", "body", "body_axes", "body_size", "steps", "reads")

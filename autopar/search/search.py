@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.assemble import DEVICE, Assembled, assemble
 from autopar.classes import classes_of
@@ -16,6 +16,7 @@ from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.policies import agree, restrict
 from autopar.price import Pricer
+from autopar.schedule import bucket_bytes
 from autopar.strategy import Strategy, propose
 from cost_models.hardware import Hardware
 from solver import Solution, solve
@@ -146,8 +147,20 @@ def answer(
         graph, assembled, picks, pricer,
         objective=solution.cost, bound=solution.bound, memory=memory, outputs=outputs, notes=notes, search=facts,
     )  # fmt: skip
+    plan = replace(plan, bucket_bytes=_bucket_bytes(plan, pricer, memory))
     progress(f"refereed: {plan.step_seconds * 1e3:.3f} ms a step, {time.perf_counter() - started:.1f} s in all")
     return plan
+
+
+def _bucket_bytes(plan: Plan, pricer: Pricer, memory: float | None) -> int:
+    trained = {result.target for result in plan.graph.results if result.kind == "gradient" and result.ref is not None}
+    gradients = sum(
+        pricer.local_bytes(type, plan.choices[node.name].gives[0])
+        for node in plan.graph.nodes
+        for type in node.outputs
+        if node.op == "parameter" and node.target in trained and type is not None
+    )
+    return bucket_bytes(pricer, gradients, None if memory is None else memory - plan.peak_bytes[DEVICE])
 
 
 def _pairs(graph: Graph, strategies: Mapping[str, tuple[Strategy, ...]]) -> int:

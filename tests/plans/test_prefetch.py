@@ -6,8 +6,11 @@ import pytest
 
 from autopar.emit import emit
 from autopar.schedule import launches
+from autopar.search import search
+from cost_models.hardware import Hardware
 from tests.support.check import difference, mesh_of
 from tests.support.families import family
+from tests.support.lockstep import run_all
 from tests.support.plans import PlanSampler
 
 
@@ -37,3 +40,18 @@ def test_a_weight_is_launched_one_product_ahead_and_waited_for_at_its_use() -> N
         if ahead:
             return
     raise AssertionError("no plan launched a gather ahead of its wait")
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 20])
+@pytest.mark.parametrize("name", ["mlp", "block"])
+def test_gradients_summed_together_are_right_and_move_the_same_bytes(
+    name: str, bucket_bytes: int, sizes: tuple[int, ...]
+) -> None:
+    case, mesh = family(name), mesh_of(*sizes)
+    plan = search(case.wide_graph, mesh, Hardware.load("h100-sxm"), policy="data-parallel")
+    values = case.values(case.wide_graph)
+    found, wanted = (run_all(replace(plan, bucket_bytes=size), values)[1] for size in (bucket_bytes, 0))
+    off, where = difference(replace(plan, bucket_bytes=bucket_bytes), case)
+    assert off <= 1e-9, f"{where} is off by {off:.3g}"
+    assert found == wanted == plan.comm_bytes
