@@ -1,0 +1,89 @@
+"""Every private name of torch that autopar uses, executed once: what breaks first with another version of torch."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autopar import _compat
+
+
+def test_every_name_is_exercised_here():
+    assert set(_compat.__all__) == {name.removeprefix("check_") for name in globals() if name.startswith("check_")}
+
+
+def check_FakeStore() -> None:
+    dist.init_process_group("fake", store=_compat.FakeStore(), rank=0, world_size=4)
+    try:
+        assert dist.get_world_size() == 4
+    finally:
+        dist.destroy_process_group()
+
+
+def check_FakeTensor() -> None:
+    with _compat.FakeTensorMode():
+        assert isinstance(torch.empty(2, 3), _compat.FakeTensor)
+
+
+def check_FakeTensorMode() -> None:
+    with _compat.FakeTensorMode():
+        assert (torch.empty(1 << 20, 1 << 20) @ torch.empty(1 << 20, 2)).shape == (1 << 20, 2)
+
+
+def check_HashStore() -> None:
+    store = _compat.HashStore()
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def check_LocalTensor() -> None:
+    pieces = {0: torch.ones(2), 1: torch.full((2,), 3.0)}
+    assert _compat.LocalTensor(pieces)._local_tensors[1].tolist() == [3.0, 3.0]
+
+
+def check_LocalTensorMode() -> None:
+    value = _compat.LocalTensor({0: torch.ones(2), 1: torch.full((2,), 3.0)})
+    with _compat.LocalTensorMode(frozenset({0, 1})):
+        doubled = value * 2
+    assert doubled._local_tensors[1].tolist() == [6.0, 6.0]
+
+
+def check_TorchDispatchMode() -> None:
+    seen: list[str] = []
+
+    class Mode(_compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2) + 1
+    assert "aten.add.Tensor" in seen
+
+
+def check_aot_export_joint_with_descriptors() -> None:
+    from contextlib import ExitStack
+
+    with ExitStack() as stack, _compat.FakeTensorMode():
+        joint = _compat.aot_export_joint_with_descriptors(
+            stack, nn.Linear(3, 2), (torch.empty(4, 3),), {}, decompositions=None
+        )
+        described = {type(n.meta["desc"]).__name__ for n in joint.graph_module.graph.find_nodes(op="placeholder")}
+        (output,) = joint.graph_module.graph.find_nodes(op="output")
+    assert described == {"ParamAOTInput", "PlainAOTInput", "TangentAOTInput"}
+    assert "GradAOTOutput" in {type(desc).__name__ for desc in output.meta["desc"]}
+
+
+def check_functional_collectives() -> None:
+    assert hasattr(_compat.functional_collectives, "all_reduce")
+    assert callable(torch.ops._c10d_functional.all_gather_into_tensor.default)
+
+
+def check_pytree() -> None:
+    leaves, spec = _compat.pytree.tree_flatten_with_path({"a": [1, 2]})
+    assert [_compat.pytree.keystr(path) for path, _ in leaves] == ["['a'][0]", "['a'][1]"]
+    assert _compat.pytree.tree_unflatten([3, 4], spec) == {"a": [3, 4]}
+
+
+def test_each_name_does_what_we_use_it_for():
+    for name in _compat.__all__:
+        globals()[f"check_{name}"]()
