@@ -338,6 +338,7 @@ def _document(model: str, plan: Plan, rows: Sequence[Row], seconds: dict[str, fl
         },
         "nodes": len(plan.graph.nodes),
         "variables": plan.search.get("variables"),
+        "constraints": plan.search.get("constraints"),
         "items": plan.search.get("items"),
         "edges": plan.search.get("edges"),
         "notes": list(plan.notes),

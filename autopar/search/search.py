@@ -140,6 +140,7 @@ def answer(
         "options": sum(len(cost) for cost in problem.costs),
         "edges": len(problem.edges),
         "variables": sum(len(cost) for cost in problem.costs) + sum(edge.cost.size for edge in problem.edges),
+        "constraints": len(problem.costs) + sum(sum(edge.cost.shape) for edge in problem.edges),
     }
     if policy is not None:
         facts["policy"] = policy
