@@ -44,7 +44,8 @@ def row(name: str, mesh: str, memory: str, found: dict[str, object]) -> str:
         return f"| {name} | {mesh} | {memory} | {found['failed']} |" + " |" * 8
     peak: dict[str, float] = found["peak_bytes"]  # type: ignore[assignment]
     return (
-        f"| {name} | {mesh} | {memory} | {found['nodes']} | {found['items']} | {found['variables']:,} | {found['constraints']:,} "
+        f"| {name} | {mesh} | {memory} | {found['nodes']} | {found['items']} "
+        f"| {found['variables']:,} | {found['constraints']:,} "
         f"| {found['cpu_seconds']:.1f} | {found['peak_rss_bytes'] / 2**30:.2f} | {found['step_seconds'] * 1e3:.1f} "
         f"| {peak['hbm'] / 2**30:.1f} | {found['gap']:.2%} | {'yes' if found['tied'] else 'no'} |"
     )
@@ -57,8 +58,8 @@ def main() -> None:
     parser.add_argument("-o", type=Path)
     args = parser.parse_args()
     head = [
-        "| model | mesh | memory | nodes | items | variables | constraints | CPU s | peak RSS GiB | step ms (simulated) | peak GiB "
-        "| gap | tied |",
+        "| model | mesh | memory | nodes | items | variables | constraints | CPU s | peak RSS GiB "
+        "| step ms (simulated) | peak GiB | gap | tied |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     rows: list[str] = []
