@@ -84,7 +84,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             yield f"memory peak {human(nbytes)} of {tier} per rank (predicted); no limit was given"
             continue
         tight = nbytes >= TIGHT * limit
-        why = "memory is tight and shapes the plan" if tight else "memory is not what limits it"
+        why = "it shapes the plan" if tight else "memory is not what limits it"
         share = f"{_percent(nbytes, limit)} of the limit {human(limit)}"
         yield f"memory peak {human(nbytes)} of {tier} per rank (predicted), {share}: {why}"
 

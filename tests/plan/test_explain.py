@@ -47,7 +47,7 @@ def test_the_figures_are_those_of_the_plan(plan):
 def test_memory_tells_whether_it_binds(plan):
     peak = plan.peak_bytes["hbm"]
     assert "no limit was given" in explain(plan)
-    assert "memory is tight" in explain(replace(plan, memory_limit=peak * 1.01))
+    assert "it shapes the plan" in explain(replace(plan, memory_limit=peak * 1.01))
     assert "50 % of the limit" in (loose := explain(replace(plan, memory_limit=peak * 2.0)))
     assert "memory is not what limits it" in loose
 
