@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, cast
 
 Phase = Literal["forward", "backward"]
@@ -128,7 +129,7 @@ class Graph:
                     f"{result.kind} {result.target} is %{result.ref.name}[{result.ref.index}], which is not defined"
                 )
 
-    @property
+    @cached_property
     def by_name(self) -> dict[str, Node]:
         return {node.name: node for node in self.nodes}
 
@@ -137,7 +138,7 @@ class Graph:
         assert found is not None, ref
         return found
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Content hash: the same for the same program, whatever the process. Sources and module paths do not count."""
         told = [

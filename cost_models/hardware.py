@@ -37,6 +37,7 @@ from typing import Any, cast
 
 from cost_models.curves import NAMES, Curve, check_name
 from cost_models.steps import MATRIX_KINDS, TIERS
+from cost_models.whole_file import write_whole
 
 # A figure outside its range is a slip of the pen (GB for bytes, us for seconds), not a machine.
 PLAUSIBLE = {
@@ -249,7 +250,7 @@ class Hardware:
                 f'curves.{name} = {{ over = "{curve.over}", base_s = {curve.base_s!r}, points = [{points}], '
                 f"residual = {curve.residual!r}, source = {json.dumps(self.sources[f'curves.{name}'])} }}"
             )
-        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_whole(path, "\n".join(lines) + "\n")
 
 
 def known_hardware() -> list[str]:

@@ -8,13 +8,12 @@ time is left out.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cost_models.simulator import Memory, Timeline
+from cost_models.whole_file import write_whole
 
 PROCESS = 1
 PHASES = 1  # the thread of the phases; streams follow
@@ -42,19 +41,9 @@ def write_trace(
     about: Mapping[str, str | int | float] | None = None,
 ) -> None:
     """Write the trace, one entry per line. Whoever looks at `path` sees the old file or the whole new one."""
-    target = Path(os.path.realpath(path))
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     told = {"step_seconds": timeline.seconds, **(about or {})}
     told |= {f"peak_bytes.{tier}": memory.peak_bytes for tier, memory in timeline.memory.items()}
-    try:
-        with draft.open("x", encoding="ascii", newline="\n") as file:
-            file.writelines(_lines(trace_events(timeline, process), told))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    write_whole(path, _lines(trace_events(timeline, process), told))
 
 
 def _lines(entries: Iterable[dict[str, Any]], about: Mapping[str, str | int | float]) -> Iterator[str]:

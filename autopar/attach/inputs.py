@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.attach.tensors import piece_of, placements_of
-from autopar.graph import Graph, TensorType
+from autopar.graph import Node, TensorType
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plan import PlanMismatch
@@ -88,18 +88,20 @@ def planned_inputs(leaves: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any]
 
 
 def local_inputs(
-    graph: Graph, layouts: Mapping[str, Layout], tensors: Mapping[str, Tensor], mesh: Mesh, device_mesh: DeviceMesh
+    inputs: Iterable[Node],
+    layouts: Mapping[str, Layout],
+    tensors: Mapping[str, Tensor],
+    mesh: Mesh,
+    device_mesh: DeviceMesh,
 ) -> list[Tensor]:
-    """This rank's piece of every input, in the order of the graph. A plain tensor is the whole; a DTensor says where
-    it lies.
+    """This rank's piece of each of `inputs` (nodes), laid out as `layouts` says by path. A plain tensor is the whole;
+    a DTensor says where it lies.
     """
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     pieces: list[Tensor] = []
-    for node in graph.nodes:
-        if node.op != "input":
-            continue
-        value, layout = tensors[node.target], layouts[node.name]
+    for node in inputs:
+        value, layout = tensors[node.target], layouts[node.target]
         if isinstance(value, DTensor):
             pieces.append(value.redistribute(device_mesh, placements_of(layout)).to_local())
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -48,6 +49,15 @@ class _Mode:
     constants: Mapping[str, Tensor]
     out_spec: Any
     output_constants: Mapping[int, Any]
+
+    @cached_property
+    def input_nodes(self) -> dict[str, Node]:
+        """Path -> node of every tensor among the arguments, in the order of the program."""
+        return {node.target: node for node in self.runner.program.inputs if node.op == "input"}
+
+    @cached_property
+    def input_layouts(self) -> dict[str, Layout]:
+        return {path: self.plan.choices[node.name].gives[0] for path, node in self.input_nodes.items()}
 
 
 class _State:
@@ -118,15 +128,13 @@ class ParallelModule(nn.Module):
         leaves, _ = flatten_inputs(positional, keywords)
         wanted = dict(mode.inputs)
         sharded: dict[int, Tensor] = {}
-        layouts = {
-            node.target: mode.plan.choices[node.name].gives[0] for node in mode.plan.graph.nodes if node.op == "input"
-        }
+        layouts = mode.input_layouts
         for path, value in leaves:
             if isinstance(value, Tensor) and path in wanted:
                 whole = match_inputs([(path, value)], ((path, wanted[path]),))[path]
                 (local,) = local_inputs(
-                    _only_input(mode.plan.graph, path),
-                    {n.name: layouts[path] for n in mode.plan.graph.nodes if n.target == path},
+                    [mode.input_nodes[path]],
+                    layouts,
                     {path: whole},
                     self._autopar.mesh,
                     self._autopar.device_mesh,
@@ -150,10 +158,6 @@ class ParallelModule(nn.Module):
         if mode is None:
             raise RuntimeError("there is no plan yet: call the module once, or give example_inputs= to autopar.compile")
         return mode
-
-
-def _only_input(graph: Graph, path: str) -> Graph:
-    return Graph(tuple(node for node in graph.nodes if node.op == "input" and node.target == path), ())
 
 
 def attach(
@@ -242,11 +246,7 @@ def _lay_out(parallel: ParallelModule, plan: Plan) -> None:
 
 
 def _mode(state: _State, captured: Captured, plan: Plan) -> _Mode:
-    groups = (
-        {axis: state.device_mesh.get_group(axis).group_name for axis in state.mesh.names}
-        if state.device_mesh.mesh_dim_names
-        else {axis: state.device_mesh.get_group(i).group_name for i, axis in enumerate(state.mesh.names)}
-    )
+    groups = {axis: state.device_mesh.get_group(place).group_name for place, axis in enumerate(state.mesh.names)}
     device = state.device_mesh.device_type
     program = emit(plan, groups, device)
     if state.backend == "inductor":
@@ -276,7 +276,6 @@ def _mode_for(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[s
 
 def _run(parallel: ParallelModule, mode: _Mode, leaves: list[tuple[str, Any]]) -> Any:
     state = parallel._autopar
-    graph = mode.plan.graph
     tensors = match_inputs(leaves, mode.inputs)
     parameters, buffers = tensors_by_name(parallel)
     locals_of_parameters = [_local(parameters[node.target], node, mode.plan) for node in mode.runner.parameters]
@@ -286,8 +285,7 @@ def _run(parallel: ParallelModule, mode: _Mode, leaves: list[tuple[str, Any]]) -
             others.append(buffers[node.target])
         elif node.op == "constant":
             others.append(mode.constants[node.target.rpartition(":")[0]])
-    layouts = {node.name: mode.plan.choices[node.name].gives[0] for node in graph.nodes if node.op == "input"}
-    others += local_inputs(graph, layouts, tensors, state.mesh, state.device_mesh)
+    others += local_inputs(mode.input_nodes.values(), mode.input_layouts, tensors, state.mesh, state.device_mesh)
     outputs, written = mode.runner(locals_of_parameters, others)
     with torch.no_grad():
         for name, value in written:

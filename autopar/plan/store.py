@@ -13,9 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
-import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +26,7 @@ from autopar.plan.fit import AGAIN, check, flaw_of
 from autopar.plan.plan import Choice, Delivery, Plan, PlanMismatch
 from autopar.reshard import Reshard
 from cost_models.steps import Comm, Compute, Loop, Move, Step
+from cost_models.whole_file import write_whole
 
 __all__ = ["VERSION", "check", "dumps", "load", "loads", "save"]
 
@@ -81,18 +80,7 @@ def dumps(plan: Plan) -> str:
 
 def save(plan: Plan, path: str | Path) -> None:
     """Write the plan. Whoever looks at `path` sees the old file or the whole new one, also after a crash."""
-    target = Path(os.path.realpath(path))
-    text = dumps(plan)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with draft.open("x", encoding="ascii", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    write_whole(path, dumps(plan))
 
 
 def _text(value: Json) -> str:

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import resource
-import secrets
 import signal
 import sys
 import threading
@@ -33,6 +32,7 @@ from autopar.search.factory import BadArgument, Example, build
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, answer, ask, size
 from autopar.trace import TraceError, capture, graph_of
 from cost_models.hardware import Hardware, known_hardware
+from cost_models.whole_file import write_whole
 
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
             plan.save(plan_path)
             progress(f"wrote {plan_path}")
         if dot_path is not None:
-            _write(dot_path, dot)
+            write_whole(dot_path, dot)
             progress(f"wrote {dot_path}")
     except OSError as error:
         raise BadArgument(f"cannot write {error.filename or plan_path or dot_path}: {error.strerror}") from error
@@ -258,18 +258,6 @@ def _writable(path: str | None, flag: str) -> Path | None:
     if not os.access(target.parent, os.W_OK):
         raise BadArgument(f"folder {target.parent} of {flag} {path} cannot be written to; choose another")
     return target
-
-
-def _write(path: Path, text: str) -> None:
-    """As `Plan.save`: whoever looks sees the old file or the whole new one."""
-    target = Path(os.path.realpath(path))
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 # --- work ------------------------------------------------------------------------------------------------------------
