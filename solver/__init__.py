@@ -2,10 +2,28 @@
 
 problem = Problem(costs, edges, usages, limits={"hbm": 80e9})
 solution = solve(problem)
+
+And one for another problem, cutting a chain of layers into pipeline stages.
+
+problem = PipelineProblem(stages, groups=(1, 2, 4), devices=8, micro_batches=16, send_s=send_s, limit_bytes=80e9)
+solution = cut_pipeline(problem)
 """
 
 from solver.backends import BACKENDS
+from solver.cutting import PipelineSolution, cut_pipeline
 from solver.driver import solve
+from solver.pipeline import (
+    PipelineCost,
+    PipelineProblem,
+    Stage,
+    StageOption,
+    StageTable,
+    Value,
+    additive_stages,
+    chain_cuts,
+    pipeline_cost,
+    stage_table,
+)
 from solver.presolve import REDUCTIONS
 from solver.problem import Edge, EdgeUsage, Problem, Usage
 from solver.referee import Evaluation, evaluate, tenants
@@ -19,11 +37,23 @@ __all__ = [
     "EdgeUsage",
     "Evaluation",
     "Explanation",
+    "PipelineCost",
+    "PipelineProblem",
+    "PipelineSolution",
     "Problem",
     "Shortage",
     "Solution",
+    "Stage",
+    "StageOption",
+    "StageTable",
     "Usage",
+    "Value",
+    "additive_stages",
+    "chain_cuts",
+    "cut_pipeline",
     "evaluate",
+    "pipeline_cost",
     "solve",
+    "stage_table",
     "tenants",
 ]

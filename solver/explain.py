@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from solver.backends import low_peak
 from solver.backends.peak import Peak, least_peak
 from solver.presolve import REDUCTIONS, Dead, presolve
 from solver.problem import Array, Edge, Problem
@@ -90,6 +89,8 @@ def _least_peak(free: Problem, resource: str, left_s: float) -> Peak | None:
         return None
     core, deadline = presolved.core, time.monotonic() + left_s
     if resource in core.limits and sum(edge.cost.size for edge in core.edges) > LARGE:
+        from solver.backends import low_peak  # compiled loops: only where needed
+
         found = low_peak.least_peak(core, resource, deadline)
     else:
         found = least_peak(core, resource, deadline)

@@ -31,8 +31,8 @@ import numpy as np
 
 from solver.backends import Budget, kernel
 from solver.backends.bundle import propose
-from solver.backends.ledger import Ledger, Row
-from solver.backends.sweeps import Sweeps
+from solver.backends.flat import Index
+from solver.backends.sweeps import Sweeps, dearest
 from solver.problem import Array, Edge, Problem
 from solver.referee import evaluate
 from solver.solution import OPTIMAL_REL_GAP, Outcome, relative_gap
@@ -56,16 +56,16 @@ def run(core: Problem, budget: Budget, sweeps: Sweeps | None = None) -> Outcome:
 class _Dual:
     def __init__(self, core: Problem, budget: Budget, sweeps: Sweeps) -> None:
         self.core, self.budget = core, budget
-        self.ledger, self.sweeps = Ledger(core), sweeps
-        self.priced_edges: set[int] = set()
+        self.sweeps = sweeps
+        self.limit = np.maximum(sweeps.flat.limit, 1.0)
         self.best: tuple[int, ...] | None = None
         self.cost, self.bound = math.inf, -math.inf
-        self.rows: list[Row] = []
+        self.rows: list[int] = []  # positions that have a price
         self.centre = np.zeros(0)  # the prices of the best bound
         self.radius = np.zeros(0)
         self.seen: dict[tuple[int, ...], int] = {}
         self.plane_cost: list[float] = []
-        self.plane_over: list[list[Array]] = []
+        self.plane_over: list[Array] = []
         self.forth = False  # direction of the last sweep
         self.is_loose = False
         self.eliminate = True
@@ -88,7 +88,7 @@ class _Dual:
     def ascend(self) -> str | None:
         """Raise the bound until prices are best; "infeasible" if it passes every cost."""
         for (resource, instant), price in sorted(self.budget.prices.items()):
-            row = self.ledger.position(resource, instant)
+            row = self.sweeps.flat.position(resource, instant)
             if price > 0 and row is not None and row not in self.rows:
                 self.add_row(row, price)
         distance = self.evaluate(self.centre)
@@ -96,7 +96,7 @@ class _Dual:
             self.is_loose = not self.is_small()
             self.stats["loose"] = float(self.is_loose)
             return None
-        ceiling, rounding = _dearest(self.core)
+        ceiling, rounding = dearest(self.core)
         mixture = self.plane_over[-1]
         self.add_missing(mixture)
         for _ in range(MOST_ROUNDS):
@@ -114,11 +114,7 @@ class _Dual:
                 self.radius = self.radius * 10  # little to gain, but only because the box is small
                 continue
             if gain <= self._tolerance():
-                mixture = [
-                    np.asarray(proposal.weights @ np.array([over[r] for over in self.plane_over]))
-                    for r in range(len(self.ledger.resources))
-                ]
-                if not self.add_missing(mixture):
+                if not self.add_missing(proposal.weights @ np.array(self.plane_over)):
                     break
                 continue
             known, before = len(self.plane_cost), self.bound
@@ -136,50 +132,43 @@ class _Dual:
         return max(1e-8, 0.02 * self.budget.gap) * abs(self.bound)
 
     def _magnitude(self) -> Array:
-        return np.array([self.ledger.limits[r] for r, _ in self.rows])
+        return self.sweeps.flat.limit[self.rows]
 
     def slopes(self) -> Array:
         """Bytes over the limit, of every plane at every row."""
-        return np.array([[over[r][k] for r, k in self.rows] for over in self.plane_over])
+        return np.array([over[self.rows] for over in self.plane_over])
 
     def plane_value(self, prices: Array) -> float:
         """The least of the planes at these prices."""
         return float((np.array(self.plane_cost) + self.slopes() @ prices).min()) if self.rows else min(self.plane_cost)
 
-    def add_row(self, row: Row, price: float = 0.0) -> None:
+    def add_row(self, row: int, price: float = 0.0) -> None:
         self.rows.append(row)
         self.centre = np.append(self.centre, price)
-        steepest = max((float(np.abs(over[row[0]][row[1]])) for over in self.plane_over), default=0.0)
+        steepest = max((float(np.abs(over[row])) for over in self.plane_over), default=0.0)
         size = 0.01 * abs(self.bound) if math.isfinite(self.bound) and self.bound else 1.0
-        first = size / max(steepest, 1e-3 * self.ledger.limits[row[0]], 1e-300)
+        first = size / max(steepest, 1e-3 * float(self.sweeps.flat.limit[row]), 1e-300)
         self.radius = np.append(self.radius, max(first, 0.1 * price))
 
-    def add_missing(self, over: list[Array]) -> bool:
+    def add_missing(self, over: Array) -> bool:
         """Price the worst peaks of the mixture that have no row yet."""
-        peaks: list[tuple[float, Row]] = []
-        for r, excess in enumerate(over):
-            padded = np.concatenate(([-np.inf], excess, [-np.inf]))
-            found = (excess >= padded[:-2]) & (excess > padded[2:]) & (excess > 1e-7 * self.ledger.limits[r])
-            peaks += [(-float(excess[k]) / max(self.ledger.limits[r], 1.0), (r, int(k))) for k in np.flatnonzero(found)]
-        fresh = [row for _, row in sorted(peaks) if row not in self.rows]
+        excess = over / self.limit
+        fresh = [row for row in self.sweeps.flat.peaks(excess, 1e-7).tolist() if row not in self.rows]
         fresh = fresh[: min(ROWS_PER_ROUND, MOST_ROWS - len(self.rows))]
         for row in fresh:
             self.add_row(row)
         return bool(fresh)
 
     def set_prices(self, prices: Array) -> None:
-        items, edges = self.ledger.priced(dict(zip(self.rows, prices.tolist(), strict=True)))
-        self.sweeps.costs = [cost + items[u] if u in items else cost for u, cost in enumerate(self.core.costs)]
-        for number in sorted(self.priced_edges | set(edges)):
-            cost = self.core.edges[number].cost
-            self.sweeps.set_edge(number, cost + edges[number] if number in edges else cost)
-        self.priced_edges = set(edges)
+        price = np.zeros(len(self.limit))
+        price[self.rows] = prices
+        self.sweeps.price(price)
 
     def evaluate(self, prices: Array) -> float:
         """Take in q at these prices: its picks and its bound. How far the two stay apart."""
         self.stats["evaluations"] += 1
         self.set_prices(prices)
-        offset = sum(price * self.ledger.limits[r] for (r, _), price in zip(self.rows, prices.tolist(), strict=True))
+        offset = float(prices @ self.sweeps.flat.room[self.rows])
         low, reached, before, since = -math.inf, math.inf, -math.inf, 0
         for _ in range(MOST_SWEEPS):
             self.forth = not self.forth
@@ -207,9 +196,10 @@ class _Dual:
         least = self.least_costs(offset)
         keep = kernel.chosen(least, high + EXACT * abs(high), None)
         sweeps, core = self.sweeps, self.core
-        priced = {link.number // 2: link.cost for links in sweeps.links for link in links if not link.number % 2}
-        edges = tuple(Edge(edge.src, edge.dst, priced[number]) for number, edge in enumerate(core.edges))
-        free = Problem(tuple(sweeps.costs), edges)
+        edges = list(core.edges)
+        for number in map(int, sweeps.flat.holding):
+            edges[number] = Edge(edges[number].src, edges[number].dst, sweeps.matrix(number))
+        free = Problem(tuple(sweeps.split(sweeps.costs)), tuple(edges))
         answer = kernel.solve(free, keep, self.budget, most_pairs=0)
         if answer is None or answer.picks is None:
             self.eliminate = False  # elsewhere it will not be much better
@@ -217,20 +207,20 @@ class _Dual:
         self.look(answer.picks)
         return min(answer.bound - offset, high)
 
-    def look(self, picks: Sequence[int]) -> None:
+    def look(self, at: Sequence[int] | Index) -> None:
         """Remember the picks' plane, and the picks if they are the best that fit."""
-        picks = tuple(picks)
+        picks = tuple(int(pick) for pick in at)
         if picks in self.seen:
             return
-        cost = sum(float(cost[pick]) for cost, pick in zip(self.core.costs, picks, strict=True))
-        cost += sum(float(edge.cost[picks[edge.src], picks[edge.dst]]) for edge in self.core.edges)
+        flat_picks = np.array(picks, dtype=np.int64)
+        cost = self.sweeps.cost_of(flat_picks)
         if not math.isfinite(cost):
             return
-        over = self.ledger.over(picks)
+        over = self.sweeps.over(flat_picks)
         self.seen[picks] = len(self.plane_cost)
         self.plane_cost.append(cost)
         self.plane_over.append(over)
-        if cost < self.cost and all((excess <= 0).all() for excess in over):
+        if cost < self.cost and bool((over <= 0).all()):
             self.offer(picks)
 
     def offer(self, picks: tuple[int, ...]) -> None:
@@ -242,13 +232,12 @@ class _Dual:
 
     def least_costs(self, offset: float) -> list[Array]:
         """A lower bound for every option of every item at the present prices, from a sweep each way."""
-        least = [np.full(len(cost), -np.inf) for cost in self.core.costs]
+        least = np.full(len(self.sweeps.costs), -np.inf)
         for forth in (True, False):
             _, value = self.sweeps.sweep(forth)
-            for item, reduced in enumerate(self.sweeps.reduced_costs(forth)):
-                least[item] = np.maximum(least[item], value - offset + reduced)
+            least = np.maximum(least, value - offset + self.sweeps.reduced_costs(forth))
         self.forth = False
-        return least
+        return self.sweeps.split(least)
 
     def narrow(self) -> str | None:
         """Solve kernels, each larger than the one before, until nothing outside can matter; "infeasible" if proven."""
@@ -258,7 +247,7 @@ class _Dual:
         else:
             self.set_prices(self.centre)
             offset = float(self.centre @ self._magnitude())
-            least = self.least_costs(offset)
+            least = self.least_costs(float(self.centre @ self.sweeps.flat.room[self.rows]))
         hair = EXACT * max(abs(self.cost) if math.isfinite(self.cost) else 0.0, offset)
         counts: list[int] = []
         for share in SHARES:
@@ -295,9 +284,9 @@ class _Dual:
 
     def outcome(self, status: str | None) -> Outcome:
         prices: dict[tuple[str, int], float] = {}
-        for (r, position), price in sorted(zip(self.rows, self.centre.tolist(), strict=True)):
+        for row, price in sorted(zip(self.rows, self.centre.tolist(), strict=True)):
             if price > 0:
-                prices[self.ledger.resources[r], int(self.ledger.instants[r][position])] = price
+                prices[self.sweeps.flat.key(row)] = price
         if self.best is None:
             if status == "infeasible":
                 return Outcome("infeasible", None, math.inf, math.inf, prices, self.stats)
@@ -305,16 +294,3 @@ class _Dual:
         proven = relative_gap(self.cost, self.bound) <= OPTIMAL_REL_GAP
         bound = min(self.bound, self.cost)
         return Outcome("optimal" if proven else "feasible", self.best, self.cost, bound, prices, self.stats)
-
-
-def _dearest(core: Problem) -> tuple[float, float]:
-    """No picks cost more than this, and what rounding may add."""
-    total = magnitude = 0.0
-    most: dict[int, tuple[float, float]] = {}
-    for array in (*core.costs, *(edge.cost for edge in core.edges)):
-        if id(array) not in most:
-            finite = array[array < np.inf]
-            most[id(array)] = (float(finite.max()), float(np.abs(finite).max())) if finite.size else (0.0, 0.0)
-        total += most[id(array)][0]
-        magnitude += most[id(array)][1]
-    return total, 1e-9 * magnitude

@@ -11,9 +11,8 @@ import time
 
 import numpy as np
 
-from solver.backends.ledger import Ledger
 from solver.backends.sweeps import Sweeps
-from solver.problem import Problem
+from solver.problem import Array, Problem
 from solver.referee import evaluate
 
 SPREAD = (0.5, 0.1, 0.02, 0.003, 0.0)  # share of the weight that lies on all instants alike
@@ -22,33 +21,33 @@ SWEEPS = 24
 
 def least_peak(core: Problem, resource: str, deadline: float) -> tuple[tuple[int, ...] | None, float]:
     """(picks or None, lower bound in bytes); `core` costs nothing where it is allowed."""
-    ledger, sweeps = Ledger(core), Sweeps(core)
-    r = ledger.resources.index(resource)
-    size = len(ledger.instants[r])
+    sweeps = Sweeps(core)
+    flat = sweeps.flat
+    here = np.array([name == resource for name in flat.resource], dtype=bool)
     best: tuple[int, ...] | None = None
-    least, at_least = np.inf, ledger.least_peak(r)
-    if not size or not sweeps.is_consistent():
+    certain = core.limits[resource] - flat.room
+    least, at_least = np.inf, float(certain[here].max(initial=0.0))
+    if not here.any() or not sweeps.is_consistent():
         return best, at_least
-    focus = np.full(size, 1.0 / size)
+    focus = here / here.sum()
+    last: Array | None = None  # the use of the best picks
     for spread in SPREAD:
-        weight = spread / size + (1 - spread) * focus
-        items, edges = ledger.priced({(r, k): float(w) for k, w in enumerate(weight)})
-        sweeps.costs = [cost + items[u] if u in items else cost for u, cost in enumerate(core.costs)]
-        for number, edge in enumerate(core.edges):
-            sweeps.set_edge(number, edge.cost + edges[number] if number in edges else edge.cost)
-        found: tuple[int, ...] | None = None
+        weight = spread * here / here.sum() + (1 - spread) * focus
+        sweeps.price(weight)
+        offset = float(weight @ certain)
+        found: Array | None = None
         for turn in range(SWEEPS):
             picks, bound = sweeps.sweep(turn % 2 == 0)
-            at_least = max(at_least, bound)
-            peak = float(ledger.over(picks)[r].max()) + ledger.limits[r]
-            if peak < least:
-                evaluation = evaluate(core, picks)
+            at_least = max(at_least, bound + offset)
+            use = np.where(here, sweeps.over(picks), -np.inf)
+            if float(use.max()) + core.limits[resource] < least:
+                evaluation = evaluate(core, picks.tolist())
                 if evaluation.fits and np.isfinite(evaluation.cost):
-                    best, least, found = picks, evaluation.peak[resource], picks
+                    best, least, found = tuple(picks.tolist()), evaluation.peak[resource], use
             if least <= at_least * (1 + 1e-9) or time.monotonic() > deadline:
                 return best, at_least
-        if (at := found or best) is not None:
-            peak_at = int(ledger.over(at)[r].argmax())
+        if (at := found if found is not None else last) is not None:
+            last = at
             focus = 0.5 * focus if spread < SPREAD[0] else 0.0 * focus
-            focus[peak_at] += 1.0 - focus.sum()
+            focus[int(at.argmax())] += 1.0 - focus.sum()
     return best, at_least

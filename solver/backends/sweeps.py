@@ -1,3 +1,4 @@
+# pyright: basic
 """Message passing over a core: for fixed costs a bound that never falls, picks, and what each option costs at least.
 
 For any messages M the least of
@@ -12,93 +13,91 @@ decodes picks; where they cost no more than the bound, both are exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from solver.backends import compiled
+from solver.backends.flat import Flat, Index, flatten
 from solver.problem import Array, Problem
 
 
-@dataclass(slots=True)
-class Link:
-    """One edge seen from one of its items: rows of `cost` are that item's options."""
-
-    other: int
-    cost: Array
-    number: int  # the message into this item is messages[number], the one out of it messages[number ^ 1]
-
-
 class Sweeps:
-    """`costs` and the costs of links may be replaced between sweeps; the messages stay and are a good start."""
+    """Costs may change between sweeps, by prices of memory; the messages stay and are a good start."""
 
     def __init__(self, core: Problem) -> None:
-        self.costs: list[Array] = list(core.costs)
-        self.links: list[list[Link]] = [[] for _ in core.costs]
-        self.messages: list[Array] = []
-        flips: dict[int, Array] = {}  # one transposed view per array, however many edges share it
-        for number, edge in enumerate(core.edges):
-            flip = flips.setdefault(id(edge.cost), edge.cost.T)
-            self.links[edge.src].append(Link(edge.dst, edge.cost, 2 * number))
-            self.links[edge.dst].append(Link(edge.src, flip, 2 * number + 1))
-            self.messages += [np.zeros(len(core.costs[edge.src])), np.zeros(len(core.costs[edge.dst]))]
-        self._link_of = {link.number: link for links in self.links for link in links}
-        self._ahead = [sum(link.other > u for link in links) for u, links in enumerate(self.links)]
-        self._weight = [
-            1.0 / max(ahead, len(links) - ahead, 1) for ahead, links in zip(self._ahead, self.links, strict=True)
-        ]
+        self.flat: Flat = flatten(core)
+        flat = self.flat
+        self.costs: Array = flat.cost.copy()
+        self.pairs: Array = flat.pairs.copy() if len(flat.holding) else flat.pairs
+        self.messages: Array = np.zeros(int(flat.message[-1]))
+        ahead = np.bincount(flat.own, flat.other > flat.own, flat.items)
+        behind = np.bincount(flat.own, flat.other < flat.own, flat.items)
+        self._weight: Array = 1.0 / np.maximum(np.maximum(ahead, behind), 1.0)
+        self._graph = (flat.at, flat.other, flat.message, flat.of_item, flat.links, self._weight)
 
     def is_consistent(self) -> bool:
         """Whether every option has an allowed partner on every edge; otherwise messages would be infinite."""
-        return all((link.cost < np.inf).any(1).all() for links in self.links for link in links)
+        flat = self.flat
+        if bool((flat.pairs < np.inf).all()):
+            return True
+        sizes = flat.options
+        for link in range(len(flat.own)):
+            n, m = int(sizes[flat.own[link]]), int(sizes[flat.other[link]])
+            start = int(flat.at[link])
+            if not bool((flat.pairs[start : start + n * m].reshape(n, m) < np.inf).any(1).all()):
+                return False
+        return True
 
-    def set_edge(self, number: int, cost: Array) -> None:
-        """Replace the costs of edge `number` of the core."""
-        self._link_of[2 * number].cost, self._link_of[2 * number + 1].cost = cost, cost.T
+    def price(self, price: Array) -> None:
+        """Let every option and pair cost price x bytes more than it does, with one price per position."""
+        f = self.flat
+        memory = (f.item_spans, f.edge_spans, f.start, f.end, f.held, f.nbytes)
+        compiled.price_in(price, f.first, f.cost, f.pairs, f.at, f.own, f.other, memory, self.costs, self.pairs)
 
-    def sweep(self, forth: bool) -> tuple[tuple[int, ...], float]:
+    def sweep(self, forth: bool) -> tuple[Index, float]:
         """Send messages through all items in (reverse) order; the picks decoded on the way, and the bound."""
-        step = 1 if forth else -1
-        bound = 0.0
-        picks = [0] * len(self.costs)
-        messages = self.messages
-        for u in range(len(picks)) if forth else range(len(picks) - 1, -1, -1):
-            total = self.costs[u]
-            choice = total
-            for link in self.links[u]:
-                message = messages[link.number]
-                total = total + message
-                choice = choice + (message if (link.other - u) * step > 0 else link.cost[:, picks[link.other]])
-            picks[u] = int(choice.argmin())
-            least = total.min()
-            bound += least
-            total = (total - least) * self._weight[u]
-            for link in self.links[u]:
-                if (link.other - u) * step > 0:
-                    sent = (link.cost + (total - messages[link.number])[:, None]).min(0)
-                    least = sent.min()
-                    bound += least
-                    messages[link.number ^ 1] = sent - least
-        return tuple(picks), float(bound)
+        picks = np.zeros(self.flat.items, dtype=np.int64)
+        bound = compiled.sweep(forth, self.flat.first, self.costs, self.pairs, *self._graph, self.messages, picks)
+        return picks, float(bound)
 
-    def reduced_costs(self, forth: bool) -> list[Array]:
+    def reduced_costs(self, forth: bool) -> Array:
         """By how much picks with this option exceed the bound of the sweep, at least. `forth`: the sweep just made.
 
         After a sweep every bracket (with the item's share moved to the edges ahead) is non-negative but for the least
         entries that make up the bound; the brackets that mention an option add up to what it costs.
         """
-        step = 1 if forth else -1
-        found: list[Array] = []
-        for u, links in enumerate(self.links):
-            total = self.costs[u]
-            for link in links:
-                total = total + self.messages[link.number]
-            total = total - total.min()
-            ahead = self._ahead[u] if forth else len(links) - self._ahead[u]
-            reduced = total * (1 - self._weight[u] * ahead)
-            for link in links:
-                if (link.other - u) * step > 0:
-                    own = total * self._weight[u] - self.messages[link.number]
-                    rows = (link.cost - self.messages[link.number ^ 1]).min(1) + own
-                    reduced = reduced + (rows - rows.min())
-            found.append(reduced)
-        return found
+        return compiled.reduced(forth, self.flat.first, self.costs, self.pairs, *self._graph, self.messages)
+
+    def cost_of(self, picks: Index) -> float:
+        """What the picks cost, memory for nothing."""
+        f = self.flat
+        return float(compiled.cost_of(picks, f.first, f.cost, f.pairs, f.at, f.own, f.other))
+
+    def over(self, picks: Index) -> Array:
+        """Bytes above the limit (negative: below) at every position."""
+        f = self.flat
+        memory = (f.item_spans, f.edge_spans, f.start, f.end, f.held, f.nbytes)
+        return compiled.use_of(picks, f.first, f.own, f.other, memory, len(f.room)) - f.room
+
+    def matrix(self, edge: int) -> Array:
+        """The costs of the edge's pairs at the present prices."""
+        flat = self.flat
+        n, m = int(flat.options[flat.own[2 * edge]]), int(flat.options[flat.other[2 * edge]])
+        start = int(flat.at[2 * edge])
+        return self.pairs[start : start + n * m].reshape(n, m).copy()
+
+    def split(self, values: Array) -> list[Array]:
+        """One array per item out of one number per option."""
+        return np.split(values, self.flat.first[1:-1])
+
+
+def dearest(core: Problem) -> tuple[float, float]:
+    """No picks cost more than this, and what rounding may add."""
+    total = magnitude = 0.0
+    most: dict[int, tuple[float, float]] = {}
+    for array in (*core.costs, *(edge.cost for edge in core.edges)):
+        if id(array) not in most:
+            finite = array[array < np.inf]
+            most[id(array)] = (float(finite.max()), float(np.abs(finite).max())) if finite.size else (0.0, 0.0)
+        total += most[id(array)][0]
+        magnitude += most[id(array)][1]
+    return total, 1e-9 * magnitude

@@ -12,9 +12,8 @@ import pytest
 
 from benchmarks.solver import training_step
 from solver import Edge, EdgeUsage, Problem, Usage, evaluate, solve
-from solver.backends import Budget, highs, lagrange, messages
+from solver.backends import Budget, highs, lagrange
 from solver.backends.bundle import propose
-from solver.backends.ledger import Ledger
 from solver.backends.sweeps import Sweeps
 from solver.presolve import Dead, presolve
 from tests.solver.problems import assignments, random_problem
@@ -81,7 +80,7 @@ def test_reduced_costs_never_promise_too_much():
             continue
         for forth in (True, False, True):
             _, bound = sweeps.sweep(forth)
-            for item, reduced in enumerate(sweeps.reduced_costs(forth)):
+            for item, reduced in enumerate(sweeps.split(sweeps.reduced_costs(forth))):
                 for option, value in enumerate(reduced):
                     least = min(cost for cost, _, picks in every if picks[item] == option)
                     assert bound + value <= least + 1e-9, f"seed {seed}"
@@ -154,17 +153,6 @@ def test_the_least_peak_of_a_large_core_lies_between_its_two_numbers(monkeypatch
     assert explained > 5 and exact > 0.5 * explained
 
 
-def test_the_ledger_agrees_with_the_referee():
-    for seed in range(60):
-        problem = random_problem(seed)
-        ledger = Ledger(problem)
-        for picks in ([0] * len(problem.costs), [len(cost) - 1 for cost in problem.costs]):
-            evaluation = evaluate(problem, picks)
-            for name, over in zip(ledger.resources, ledger.over(picks), strict=True):
-                if len(over):
-                    assert over.max() + problem.limits[name] == pytest.approx(evaluation.peak[name])
-
-
 def test_the_master_finds_where_two_planes_meet():
     proposal = propose(np.array([1.0, 3.0]), np.array([[4.0], [-4.0]]), np.zeros(1), np.ones(1), 1.0)
     assert proposal.prices == pytest.approx([0.25]) and proposal.value == pytest.approx(2.0)
@@ -204,22 +192,3 @@ def test_start_prices_of_unknown_resources_and_instants_do_no_harm():
     problem = two_plans(6, 51.0)
     strange = {("hbm", -7): 1.0, ("hbm", 99): 1e9, ("disk", 0): 3.0}
     assert solve(problem, backend="lagrange", start_prices=strange).cost == solve(problem).cost
-
-
-def test_message_passing_prices_its_items_again_when_it_returns_to_its_best_prices():
-    problem = presolve(two_plans(6, 51.0), set()).core
-    ascent = messages._Ascent(problem, soon(), Sweeps(problem))
-    _, free = ascent._sweep(forth=True)
-    ascent.price = [np.full(len(price), 1e3) for price in ascent.price]
-    ascent._price_in()
-    ascent.return_to_best()  # no price at all
-    for cost, priced in zip(problem.costs, ascent.sweeps.costs, strict=True):
-        assert (cost == priced).all()
-    assert ascent._sweep(forth=False)[1] == pytest.approx(free)
-
-
-def test_message_passing_stays_below_the_optimum_through_many_returns(monkeypatch):
-    monkeypatch.setattr(messages, "PATIENCE", 1)
-    for seed, core, every in cores(range(60)):
-        best = min((cost for cost, fits, _ in every if fits), default=math.inf)
-        assert messages.run(core, Budget(time.monotonic() + 0.05)).bound <= best + 1e-9, f"seed {seed}"

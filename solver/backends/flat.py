@@ -1,0 +1,186 @@
+"""A core as flat arrays, for compiled loops over all of it.
+
+Options of item u stand at first[u] <= k < first[u + 1]. Every edge e is two links, 2e seen from its `src` and 2e + 1
+seen from its `dst`: the costs of link l lie in `pairs` from at[l] on, one row per option of its `own` item, so that a
+loop over the options of `other` runs along memory. Edges that share a matrix share its place, unless pairs of theirs
+hold memory (their costs then change with the prices).
+
+All resources lie on one line of positions, those of one after those of the other. Span s is held by an item (those
+with number item_spans[u] <= s < item_spans[u + 1]) or by an edge (edge_spans likewise, counted on) during positions
+start[s] <= p < end[s]; option (or pair) k of the holder holds nbytes[held[s] + k].
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from solver.problem import Array, EdgeUsage, Problem, Usage
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat:
+    """See the module. `room` is what the limits leave above the smallest options, `limit` the limit, per position."""
+
+    first: Index
+    cost: Array
+    pairs: Array
+    at: Index
+    own: Index
+    other: Index
+    message: Index  # where the message into `own` over each link begins
+    of_item: Index
+    links: Index  # of item u: links[of_item[u] : of_item[u + 1]]
+    room: Array
+    limit: Array
+    resource: tuple[str, ...]  # of every position
+    instant: Index
+    item_spans: Index
+    edge_spans: Index
+    start: Index
+    end: Index
+    held: Index
+    nbytes: Array
+
+    @property
+    def items(self) -> int:
+        """How many items."""
+        return len(self.first) - 1
+
+    @property
+    def options(self) -> Index:
+        """How many options every item has."""
+        return np.diff(self.first)
+
+    @property
+    def holding(self) -> Index:
+        """Numbers of the edges whose pairs hold memory."""
+        return np.flatnonzero(np.diff(self.edge_spans))
+
+    def key(self, position: int) -> tuple[str, int]:
+        """(resource, instant) at the position."""
+        return self.resource[position], int(self.instant[position])
+
+    def position(self, resource: str, instant: int) -> int | None:
+        """The last position of the resource at or before the instant; None: there is none."""
+        where = np.flatnonzero((np.array(self.resource, dtype=object) == resource) & (self.instant <= instant))
+        return int(where[-1]) if len(where) else None
+
+    def peaks(self, excess: Array, above: float) -> Index:
+        """Positions of the local maxima of `excess` that are larger than `above`, the largest first."""
+        if not len(excess):
+            return np.zeros(0, dtype=np.int64)
+        turn = np.array([one != other for one, other in itertools.pairwise(self.resource)], dtype=bool)
+        left = np.concatenate(([-np.inf], np.where(turn, -np.inf, excess[:-1])))
+        right = np.concatenate((np.where(turn, -np.inf, excess[1:]), [-np.inf]))
+        found = np.flatnonzero((excess >= left) & (excess > right) & (excess > above))
+        return found[np.argsort(-excess[found], kind="stable")]
+
+
+def flatten(core: Problem) -> Flat:
+    """The core (see backends/__init__.py for what a core is) as flat arrays; matrices are copied twice."""
+    sizes = np.array([len(cost) for cost in core.costs], dtype=np.int64)
+    ends = np.array([(edge.src, edge.dst) for edge in core.edges], dtype=np.int64).reshape(-1, 2)
+    own, other = ends.ravel(), ends[:, ::-1].ravel()
+    pairs, at = _pool(core)
+    order = np.lexsort((other, own))
+    return Flat(
+        first=_bounds(sizes),
+        cost=np.concatenate(core.costs) if core.costs else np.zeros(0),
+        pairs=pairs,
+        at=at,
+        own=own,
+        other=other,
+        message=_bounds(sizes[own]),
+        of_item=_bounds(np.bincount(own, minlength=len(sizes))),
+        links=order.astype(np.int64),
+        **_memory(core),
+    )
+
+
+def _bounds(sizes: NDArray[np.integer]) -> Index:
+    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+
+
+def _pool(core: Problem) -> tuple[Array, Index]:
+    """All matrices, each from both sides, and where those of every link begin."""
+    holding = {usage.edge for usage in core.edge_usages}
+    places: dict[int, tuple[int, int]] = {}
+    parts: list[Array] = []
+    at: list[int] = []
+    size = 0
+    for number, edge in enumerate(core.edges):
+        place = None if number in holding else places.get(id(edge.cost))
+        if place is None:
+            place = (size, size + edge.cost.size)
+            parts += [edge.cost.ravel(), edge.cost.T.ravel()]
+            size += 2 * edge.cost.size
+            if number not in holding:
+                places[id(edge.cost)] = place
+        at += place
+    return np.concatenate(parts) if parts else np.zeros(0), np.array(at, dtype=np.int64)
+
+
+class _Memory(TypedDict):
+    """The fields of Flat that speak of memory."""
+
+    room: Array
+    limit: Array
+    resource: tuple[str, ...]
+    instant: Index
+    item_spans: Index
+    edge_spans: Index
+    start: Index
+    end: Index
+    held: Index
+    nbytes: Array
+
+
+def _memory(core: Problem) -> _Memory:
+    names = sorted(core.limits)
+    on_items: list[list[tuple[int, int, Array]]] = [[] for _ in core.costs]
+    on_edges: list[list[tuple[int, int, Array]]] = [[] for _ in core.edges]
+    room: list[Array] = []
+    limit: list[Array] = []
+    instants: list[Index] = []
+    before = 0
+    for name in names:
+        usages: list[Usage | EdgeUsage] = [
+            u for u in (*core.usages, *core.edge_usages) if u.resource == name and u.start < u.end
+        ]
+        points = np.array(sorted({u.start for u in usages}), dtype=np.int64)  # use can only peak where one starts
+        least = np.zeros(len(points) + 1)
+        starts = np.searchsorted(points, [u.start for u in usages])
+        ends = np.searchsorted(points, [u.end for u in usages])
+        for usage, start, end in zip(usages, starts.tolist(), ends.tolist(), strict=True):
+            always = float(usage.nbytes.min())
+            least[start] += always
+            least[end] -= always
+            above = usage.nbytes - always
+            if above.any():
+                holder = on_items[usage.item] if isinstance(usage, Usage) else on_edges[usage.edge]
+                holder.append((before + start, before + end, above.ravel()))
+        room.append(core.limits[name] - np.cumsum(least)[:-1])
+        limit.append(np.full(len(points), core.limits[name]))
+        instants.append(points)
+        before += len(points)
+    spans = [span for held in (*on_items, *on_edges) for span in held]
+    counts = [len(held) for held in on_items]
+    return {
+        "room": np.concatenate([np.zeros(0), *room]),
+        "limit": np.concatenate([np.zeros(0), *limit]),
+        "resource": tuple(name for name, points in zip(names, instants, strict=True) for _ in points),
+        "instant": np.concatenate([np.zeros(0, np.int64), *instants]),
+        "item_spans": _bounds(np.array(counts, dtype=np.int64)),
+        "edge_spans": _bounds(np.array([len(held) for held in on_edges], dtype=np.int64)) + sum(counts),
+        "start": np.array([span[0] for span in spans], dtype=np.int64),
+        "end": np.array([span[1] for span in spans], dtype=np.int64),
+        "held": _bounds(np.array([len(span[2]) for span in spans], dtype=np.int64)),
+        "nbytes": np.concatenate([np.zeros(0), *(span[2] for span in spans)]),
+    }
