@@ -1,10 +1,17 @@
-"""python -m solver FILE: solve a problem file (the contest's JSON or our own, .gz allowed), print one JSON object."""
+"""python -m solver FILE: solve a problem file (the contest's JSON or our own, .gz allowed), print one JSON object.
+
+Ctrl-C ends the search early: the best picks and bound so far are printed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, cast
 
 from solver.contest import contest_problem
@@ -24,9 +31,15 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         problem = _problem(read_document(given.file))
-        solution = solve(
-            problem, time_limit_s=given.time_limit, gap=given.gap, threads=given.threads, backend=given.backend
-        )
+        with _until_pressed() as stop:
+            solution = solve(
+                problem,
+                time_limit_s=given.time_limit,
+                gap=given.gap,
+                threads=given.threads,
+                backend=given.backend,
+                stop=stop,
+            )
     except (ValueError, OSError) as error:
         print(f"{given.file}: {error}", file=sys.stderr)
         return 2
@@ -34,6 +47,23 @@ def main(arguments: list[str] | None = None) -> int:
         print(solution.explanation.text, file=sys.stderr)
     print(json.dumps(solution_document(solution)))
     return 0
+
+
+@contextmanager
+def _until_pressed() -> Generator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed; pressed twice, it is the usual KeyboardInterrupt."""
+    pressed: list[int] = []
+
+    def press(number: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _problem(document: Any) -> Problem:

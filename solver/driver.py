@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from solver.backends import Budget, run
@@ -25,6 +25,7 @@ def solve(
     start: Sequence[int] | None = None,
     start_prices: Prices | None = None,
     reductions: bool | Collection[str] = True,
+    stop: Callable[[], bool] | None = None,
 ) -> Solution:
     """Find the cheapest picks that fit, or say why there are none.
 
@@ -35,6 +36,7 @@ def solve(
     start         picks to begin from; the answer is never worse than they are
     start_prices  prices of memory to begin from, such as the `prices` of a similar problem's solution
     reductions    True: all, False: none, or names out of solver.presolve.REDUCTIONS
+    stop          asked now and then, also inside HiGHS; once true, the best picks and bound so far are returned
 
     The answer is the same on every run unless the time limit cuts it. Raises ValueError for arguments that make no
     sense and BackendError if the referee disagrees with what the backend claims.
@@ -54,12 +56,13 @@ def solve(
     stats |= _sizes(presolved)
     stats["presolve_s"] = time.monotonic() - began
     projected = presolved.project(start) if start is not None else None
-    budget = Budget(deadline, gap, threads or 1, projected, start_prices or {})
+    budget = Budget(deadline, gap, threads or 1, projected, start_prices or {}, stop=stop)
     if stats["core_items"]:
         outcome = run(backend, presolved.core, budget) if backend != "auto" else _best_effort(presolved.core, budget)
     else:
         outcome = _certain(presolved)
     stats |= outcome.stats
+    stats["cut_by_time"] = float(not budget.left_s())
     picks, cost = _lifted(problem, presolved, outcome)
     if start is not None and given is not None and given.fits and given.cost < cost:
         picks, cost = tuple(int(pick) for pick in start), given.cost

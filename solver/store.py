@@ -95,7 +95,10 @@ def read_problem(path: str | Path) -> Problem:
 
 
 def solution_document(solution: Solution) -> Mapping[str, Any]:
-    """What `python -m solver` prints: numbers that are not finite become null."""
+    """What `python -m solver` prints: numbers that are not finite become null.
+
+    `price_per_gib`: the cost that one more GiB of a resource would save at first, by the prices of its binding limits.
+    """
 
     def finite(value: float) -> float | None:
         return value if abs(value) < np.inf else None
@@ -106,6 +109,10 @@ def solution_document(solution: Solution) -> Mapping[str, Any]:
         "bound": finite(solution.bound),
         "gap": finite(solution.gap),
         "seconds": round(solution.seconds, 3),
+        "price_per_gib": {
+            name: sum(price for (resource, _), price in solution.prices.items() if resource == name) * 2**30
+            for name in sorted({resource for resource, _ in solution.prices})
+        },
         "choice": [] if solution.picks is None else list(solution.picks),
     }
 

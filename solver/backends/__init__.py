@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -26,7 +27,8 @@ class Budget:
     """What a backend may spend: wall clock until `deadline` (of time.monotonic), relative gap to stop at, threads.
 
     `start` are picks to begin from, `prices` prices of memory, if any are known. `nodes`: at most so many nodes of a
-    search tree, which ends a search at the same place on every run; None: no such limit.
+    search tree, which ends a search at the same place on every run; None: no such limit. `stop` says, whenever asked,
+    whether to stop now with what is known.
     """
 
     deadline: float
@@ -35,9 +37,12 @@ class Budget:
     start: tuple[int, ...] | None = None
     prices: Prices = field(default_factory=dict[tuple[str, int], float])
     nodes: int | None = None
+    stop: Callable[[], bool] | None = None
 
     def left_s(self) -> float:
-        """Seconds until the deadline, never negative."""
+        """Seconds until the deadline, never negative; none once it is time to stop."""
+        if self.stop is not None and self.stop():
+            return 0.0
         return max(0.0, self.deadline - time.monotonic())
 
 

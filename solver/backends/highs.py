@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import highspy
@@ -33,7 +34,13 @@ class Model:
     every instant, in units of `byte_scale`, counted from the limit.
     """
 
-    def __init__(self, lowered: Lowered, threads: int, peak_of: str | None = None) -> None:
+    def __init__(
+        self,
+        lowered: Lowered,
+        threads: int,
+        peak_of: str | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> None:
         self.lowered, self.peak_of = lowered, peak_of
         self.is_integer = False
         self.known: dict[tuple[str, int], int] = {}  # memory row of (resource, instant)
@@ -63,6 +70,10 @@ class Model:
             "mip_rel_gap": MIP_REL_GAP,
         }.items():
             self.highs.setOptionValue(name, value)
+        if stop is not None:
+            ask = stop
+            for callback in (self.highs.cbSimplexInterrupt, self.highs.cbMipInterrupt):
+                callback.subscribe(lambda event: event.interrupt() if ask() else None)
         self.highs.passModel(lp)
         self.num_rows = len(lowered.right)
         if peak_of:
@@ -141,7 +152,7 @@ class _Search:
         self.best: tuple[int, ...] | None = None
         self.cost, self.bound = math.inf, self.lowered.offset
         self.prices: dict[tuple[str, int], float] = {}
-        self.model = Model(self.lowered, budget.threads)
+        self.model = Model(self.lowered, budget.threads, stop=budget.stop)
 
     def run(self) -> Outcome:
         if self.budget.start is not None:

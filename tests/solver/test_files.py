@@ -119,7 +119,8 @@ def test_the_command_line_prints_one_json_object_last(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     answer = json.loads(done.stdout.splitlines()[-1])
     assert (answer["status"], answer["cost"], answer["choice"]) == ("optimal", 31, [1, 1, 1, 1, 1])
-    assert set(answer) == {"status", "cost", "bound", "gap", "seconds", "choice"}
+    assert set(answer) == {"status", "cost", "bound", "gap", "seconds", "price_per_gib", "choice"}
+    assert answer["price_per_gib"] == {"memory": pytest.approx(2 / 40 * 2**30)}
 
 
 def test_the_command_line_says_what_is_wrong_and_exits_with_2(tmp_path):

@@ -191,3 +191,20 @@ def test_the_driver_sends_loose_large_cores_to_a_race(monkeypatch):
     assert raced.stats["generations"] > 0
     assert raced.bound <= exact.cost * (1 + 1e-9) and exact.bound <= raced.cost * (1 + 1e-9)
     assert raced.cost <= 1.02 * exact.cost
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_search_that_is_stopped_gives_what_it_has(monkeypatch, large):
+    problem = grid(21, rows=12, columns=12, options=6, share=1.0)
+    if large:
+        monkeypatch.setattr("solver.driver.LARGE", 0)
+    began, asked = time.monotonic(), []
+
+    def stop():
+        asked.append(1)
+        return time.monotonic() > began + 2
+
+    solution = solve(problem, time_limit_s=100, stop=stop)
+    assert len(asked) > 20 and solution.seconds < 20 and solution.stats["cut_by_time"] == 1
+    assert solution.status == "feasible" and solution.bound < solution.cost
+    assert evaluate(problem, solution.picks).fits
