@@ -78,6 +78,16 @@ class _Assembly:
             self.prices[key] = self.pricer.reshard(type, gives, takes), self.pricer.reshard_bytes(type, gives, takes)
         return self.prices[key]
 
+    def delivered(
+        self, type: TensorType, producer: int, index: int, parameter: int, stored: list[Layout]
+    ) -> tuple[Array, Array]:
+        """`between`, of a gradient and its parameter."""
+        key = ("delivered", type, id(self.options[producer]), index, id(self.options[parameter]))
+        if key not in self.prices:
+            gives = self.gives(producer, index)
+            self.prices[key] = self.pricer.deliver(type, gives, stored), self.pricer.reshard_bytes(type, gives, stored)
+        return self.prices[key]
+
     def brought_once(
         self, cost: Array, nbytes: Array, item: int, position: int, earlier: list[int]
     ) -> tuple[Array, Array]:
@@ -211,7 +221,7 @@ def _add_results(work: _Assembly, whole_outputs: bool) -> None:
         if result.kind == "gradient":
             parameter = work.item_of[parameter_of[result.target]]
             stored = [strategy.gives[0] for strategy in work.options[parameter]]
-            cost, nbytes = work.between(type, producer, result.ref.index, (parameter, -1), stored)
+            cost, nbytes = work.delivered(type, producer, result.ref.index, parameter, stored)
             edge = work.add_edge(producer, parameter, cost)
             work.held(edge, at, at + 1, nbytes)
             continue

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from autopar.attach.inputs import by_name
 from autopar.attach.module import ParallelModule, attach, plan_module
 from autopar.attach.tensors import mesh_of
 from autopar.graph import Graph
-from autopar.here import check_size, hardware_or_here, memory_bytes
+from autopar.here import check_size, hardware_or_here, is_here, memory_bytes
 from autopar.layout import Layout
+from autopar.measure.operators import profiler
 from autopar.mesh import Mesh
 from autopar.plan import Plan, PlanMismatch
 from autopar.plan.fit import check
 from autopar.plan.store import dumps, loads
 from autopar.price import OPTIMIZER_STATES
-from autopar.search import search
+from autopar.search import answer, ask, search
 from cost_models.hardware import Hardware
 
 OUTPUTS = ("sharded", "global")
@@ -49,6 +50,7 @@ def compile(
     cache: str | Path | None = None,
     backend: str = "eager",
     time_limit_s: float = 60.0,
+    profile: float | None = None,
 ) -> ParallelModule:
     """Find the fastest plan for training `model` on `device_mesh` that fits in memory, and return a module that runs
     it.
@@ -68,6 +70,8 @@ def compile(
     outputs: "sharded" returns outputs other than scalars as DTensors in the plan's layouts, "global" as whole tensors.
     cache: a folder where plans are kept and found again.
     backend: "eager" runs the generated code as it is, "inductor" compiles it.
+    profile: seconds for which rank 0 may time the operators that strategies need on its device, before it plans; they
+    are kept on disk, so that the next time it has them. 0 uses what is known. Default: formulas only.
 
     Raises ValueError for arguments that do not fit, TraceError for a model that cannot be captured, Infeasible where no
     plan fits in memory, PlanMismatch for a plan made for something else.
@@ -79,6 +83,8 @@ def compile(
     _known("optimizer", optimizer, tuple(OPTIMIZER_STATES))
     machine = hardware_or_here(hardware, device_mesh.device_type)
     limit = memory_bytes(memory, machine, device_mesh.device_type)
+    if profile is not None:
+        _can_profile(profile, machine, device_mesh.device_type)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
 
     def planner(graph: Graph, fixed: Mapping[str, Layout], is_training: bool) -> Plan:
@@ -90,18 +96,24 @@ def compile(
 
         def find() -> Plan:
             asked = None if memory is None else room
-            kept = _cached_path(cache, graph, mesh, machine, asked, optimizer, outputs, fixed)
+            question = None
+            if profile is not None:
+                timing = profiler(device_mesh.device_type, profile, machine)
+                question = ask(graph, mesh, machine, optimizer=optimizer, profile=timing)
+            measured = "" if question is None else question.measured_digest
+            kept = _cached_path(cache, graph, mesh, machine, asked, optimizer, outputs, fixed, measured)
             if kept is not None and kept.exists():
                 with contextlib.suppress(PlanMismatch):  # cut short or edited: found again, and written anew
                     known = Plan.load(kept)
                     if room is None or _still_good(known, room):
                         return known
-            found = search(
-                graph, mesh, machine,
-                memory=room, optimizer=optimizer, outputs=outputs, fixed=fixed, time_limit_s=time_limit_s,
-            )  # fmt: skip
-            if machine.curves:
-                found = replace(found, notes=(*found.notes, f"priced with what was measured: profile {machine.name}"))
+            wanted: dict[str, Any] = {
+                "memory": room, "outputs": outputs, "fixed": fixed, "time_limit_s": time_limit_s,
+            }  # fmt: skip
+            if question is None:
+                found = search(graph, mesh, machine, optimizer=optimizer, **wanted)
+            else:
+                found = answer(question, **wanted)
             if kept is not None:
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 found.save(kept)
@@ -119,6 +131,16 @@ def compile(
 def _known(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{what} {value!r} is not known; choose {', '.join(known)}")
+
+
+def _can_profile(budget_s: float, machine: Hardware, device_type: str) -> None:
+    if isinstance(budget_s, bool) or not 0 <= budget_s < math.inf:
+        raise ValueError(f"profile={budget_s} is not a time; give seconds from 0, for example 60")
+    if not is_here(machine, device_type):
+        raise ValueError(
+            f"profile= times operators on this machine, whose {device_type} is no {machine.name}; "
+            "leave hardware= to what is here, or profile= out"
+        )
 
 
 def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) -> Plan:
@@ -150,7 +172,7 @@ def _still_good(plan: Plan, room: float) -> bool:
 
 def _cached_path(
     cache: str | Path | None, graph: Graph, mesh: Mesh, hardware: Hardware, memory: float | None,
-    optimizer: str, outputs: str, fixed: Mapping[str, Layout],
+    optimizer: str, outputs: str, fixed: Mapping[str, Layout], measured: str,
 ) -> Path | None:  # fmt: skip
     """Where the plan of this question is kept: the name hashes everything the answer depends on."""
     if cache is None:
@@ -164,5 +186,6 @@ def _cached_path(
         outputs,
         sorted(fixed.items(), key=str),
         __version__,
+        *([measured] if measured else []),
     )
     return Path(cache) / f"{hashlib.sha256(repr(question).encode()).hexdigest()[:24]}.plan.json"

@@ -55,15 +55,16 @@ def choose(
     def deliver(result: Result) -> Delivery | None:
         if result.ref is None:
             return None
+        type, gives = graph.type_of(result.ref), strategy_of[result.ref.name].gives[result.ref.index]
         match result.kind:
             case "gradient":
                 layout = layout_of[result.target]
+                return Delivery(pricer.delivery(type, gives, layout), layout)
             case "output":
                 layout = pick(output_name(result.target)).gives[0]
             case "buffer":
                 layout = (REPLICATE,) * len(pricer.mesh.sizes)
-        gives = strategy_of[result.ref.name].gives[result.ref.index]
-        return Delivery(pricer.resharder.path(graph.type_of(result.ref), gives, layout), layout)
+        return Delivery(pricer.resharder.path(type, gives, layout), layout)
 
     return choices, tuple(deliver(result) for result in graph.results)
 
@@ -107,8 +108,11 @@ class Referee:
 
         def count(steps: Sequence[Step], part: str) -> None:
             for step in steps:
-                name = f"comm:{step.axis}" if isinstance(step, Comm) else part
-                total[name] = total.get(name, 0.0) + self.pricer.seconds((step,))
+                add(step, self.pricer.seconds((step,)), part)
+
+        def add(step: Step, seconds: float, part: str) -> None:
+            name = f"comm:{step.axis}" if isinstance(step, Comm) else part
+            total[name] = total.get(name, 0.0) + seconds
 
         for node in self.graph.nodes:
             for read in read_once(node, self.choices[node.name]):
@@ -120,8 +124,11 @@ class Referee:
                 type = self._type(Ref(node.name))
                 nbytes = self.pricer.local_bytes(type, self.choices[node.name].gives[0])
                 count((self.pricer.update_step(nbytes, type.dtype),), "optimizer")
-        for delivery in self.deliveries:
-            if delivery is not None:
+        for result, delivery in zip(self.graph.results, self.deliveries, strict=True):
+            if delivery is not None and result.kind == "gradient":
+                for step, seconds in self.pricer.delivered(delivery.changes):
+                    add(step, seconds, "copies")
+            elif delivery is not None:
                 count(self._steps(delivery.changes), "copies")
         return total
 
@@ -238,5 +245,5 @@ def refereed(
     return Plan(
         graph, pricer.mesh, pricer.hardware.name, pricer.hardware.digest, pricer.optimizer, memory, outputs,
         choices, deliveries, total, min(bound, total), {DEVICE: peak}, seconds_by, tuple(notes),
-        search=dict(search or {}),
+        bucket_bytes=pricer.bucket_bytes, search=dict(search or {}),
     )  # fmt: skip

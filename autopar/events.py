@@ -26,7 +26,7 @@ from autopar.layout import Layout, Shard
 from autopar.liveness import holds_storage, liveness
 from autopar.plan.plan import Choice, Delivery, Plan
 from autopar.price import Pricer
-from autopar.reshard import Reshard
+from autopar.reshard import Reshard, travels_together
 from cost_models.price import stream_of
 from cost_models.simulator import COMPUTE, Event, Hold
 from cost_models.steps import MATRIX_KINDS, Comm, Compute, Loop, Step
@@ -231,7 +231,10 @@ class _Program:
         ref, node = result.ref, self.node_of[result.ref.name]
         label = f"{result.kind} {result.target}"
         about = (("value", ref.name), ("result", label), *_about(node))
-        chain = _Chain(label, phase, ref.name, self._in_order(delivery.changes), self.ready.get(ref.name, ()), about)
+        gathered = travels_together(delivery.changes, self.plan.mesh, self.plan.bucket_bytes)
+        together = result.kind == "gradient" and gathered
+        steps = self.pricer.delivered(delivery.changes) if together else self._in_order(delivery.changes)
+        chain = _Chain(label, phase, ref.name, steps, self.ready.get(ref.name, ()), about)
         if self.overlap:
             self._advance(chain)
             if not chain.is_done:
@@ -256,7 +259,7 @@ class _Program:
         self.held.append(held)
 
     def _in_order(self, changes: Sequence[Reshard]) -> list[tuple[Step, float]]:
-        """Each step with the share of its seconds, copies where the emitted code makes them.
+        """Each step with its seconds, copies where the emitted code makes them.
 
         In front of a reduce-scatter; of an all-to-all on the sides whose dim is not the leading one; else behind.
         """
@@ -276,13 +279,13 @@ class _Program:
                     steps += [*copies, *comms]
                 case _:
                     steps += [*comms, *copies]
-        return steps
+        return [(step, share * self._seconds(step)) for step, share in steps]
 
     def _advance(self, chain: _Chain) -> None:
         """Issue what needs no waiting: copies, then the collectives up to the next copy."""
         sent = False
         while not chain.is_done:
-            step, share = chain.steps[chain.place]
+            step, seconds = chain.steps[chain.place]
             is_comm = isinstance(step, Comm)
             if sent and not is_comm:
                 return
@@ -291,9 +294,7 @@ class _Program:
             stream = COMPUTE if isinstance(step, Loop) else stream_of(step)
             after = (*chain.ready, self.kernel) if is_comm else chain.ready
             since = self.kernel
-            number = self._issue(
-                name, stream, share * self._seconds(step), after, chain.phase, (*chain.about, *_payload(step))
-            )
+            number = self._issue(name, stream, seconds, after, chain.phase, (*chain.about, *_payload(step)))
             if chain.first is None:
                 chain.first, chain.since = number, since if is_comm else None
                 for storage in self.below[chain.reads] if is_comm else ():

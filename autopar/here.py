@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -75,10 +76,30 @@ def device_name(device_type: str) -> str:
 def calibrated_path(device_type: str) -> Path:
     """Where `python -m autopar.calibrate` keeps the profile of this machine's device: in $AUTOPAR_PROFILES, else in
     $XDG_CACHE_HOME/autopar/profiles, else in ~/.cache/autopar/profiles."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get("AUTOPAR_PROFILES") or Path(cache) / "autopar" / "profiles")
     name = re.sub(r"[^a-z0-9]+", "-", f"{platform.node()} {device_name(device_type)}".lower()).strip("-")
-    return folder / f"{name}.toml"
+    return _profiles() / f"{name}.toml"
+
+
+def operators_path() -> Path:
+    """Where the times of single operators are kept (`cost_models.measured`): beside the calibrated profiles."""
+    return _profiles() / "operators.sqlite3"
+
+
+def _profiles() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("AUTOPAR_PROFILES") or Path(cache) / "autopar" / "profiles")
+
+
+def is_here(hardware: Hardware, device_type: str) -> bool:
+    """Whether a profile is that of this machine's device: one that autopar takes by itself, or one calibrated here."""
+    measured = f"measured on {platform.node()}, {device_name(device_type)},"
+    if any(source.startswith(measured) for source in hardware.sources.values()):
+        return True
+    for calibrated in (True, False):
+        with contextlib.suppress(ValueError, OSError):
+            if hardware_or_here(None, device_type, calibrated=calibrated).digest == hardware.digest:
+                return True
+    return False
 
 
 def hardware_or_here(hardware: str | Path | Hardware | None, device_type: str, *, calibrated: bool = True) -> Hardware:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.graph import TensorType
-from autopar.layout import Layout, local_shape
+from autopar.layout import REPLICATE, Layout, Partial, local_shape
 from autopar.mesh import Mesh
-from autopar.reshard import Resharder
+from autopar.reshard import Reshard, Resharder, travels_together
 from autopar.strategy import Strategy
-from cost_models.hardware import Hardware
+from cost_models.hardware import SLOWS, Hardware
 from cost_models.price import links_of, seconds
-from cost_models.steps import Compute, Step
+from cost_models.steps import MATRIX_KINDS, Comm, Compute, Step
 
 Array = NDArray[np.float64]
 
@@ -26,20 +26,29 @@ OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad
 
 @dataclass(frozen=True)
 class Pricer:
-    """Everything that turns steps and layouts into seconds and bytes, on one mesh, machine and optimizer."""
+    """Everything that turns steps and layouts into seconds and bytes, on one mesh, machine and optimizer.
+
+    `crowding`: how many times longer compute ("matrix", "memory") takes among the ranks of a node than the profile says
+    of few; `hardware` has it in its figures already. `bucket_bytes`: the size up to which gradients that are summed
+    whole gather, to be summed at once (docs/design/0006).
+    """
 
     mesh: Mesh
     hardware: Hardware
     optimizer: str
     resharder: Resharder
+    crowding: Mapping[str, float] = field(default_factory=dict[str, float])
+    bucket_bytes: int = 0
 
     @staticmethod
-    def on(mesh: Mesh, hardware: Hardware, optimizer: str) -> Pricer:
+    def on(mesh: Mesh, hardware: Hardware, optimizer: str, bucket_bytes: int = 0) -> Pricer:
         if optimizer not in OPTIMIZER_STATES:
             raise ValueError(f"no optimizer {optimizer!r}; known: {', '.join(OPTIMIZER_STATES)}")
         links = links_of(hardware, mesh.names, mesh.sizes)
-        hardware = hardware.crowded(min(mesh.ranks, hardware.ranks_per_node))
-        return Pricer(mesh, hardware, optimizer, Resharder(mesh, hardware, links))
+        busy = min(mesh.ranks, hardware.ranks_per_node)
+        crowding = {what: hardware.slowed_by(what, busy) for what in SLOWS}
+        hardware = hardware.crowded(busy)
+        return Pricer(mesh, hardware, optimizer, Resharder(mesh, hardware, links), crowding, bucket_bytes)
 
     def seconds(self, steps: Sequence[Step]) -> float:
         return sum(seconds(step, self.hardware, self.resharder.links) for step in steps)
@@ -47,12 +56,62 @@ class Pricer:
     def costs(self, strategies: tuple[Strategy, ...]) -> Array:
         return np.array([self.seconds(strategy.steps) for strategy in strategies])
 
+    def timed(self, step: Compute, alone_s: float) -> Compute:
+        """The step with its measured time, which goes before any formula: what it took a rank that was alone, among as
+        many busy ranks as there will be.
+        """
+        slower = self.crowding.get("matrix" if step.kind in MATRIX_KINDS else "memory", 1.0)
+        return replace(step, seconds=alone_s * slower)
+
     def reshard(self, type: TensorType, gives: Sequence[Layout], takes: Sequence[Layout]) -> Array:
         """Seconds from each layout of `gives` to each of `takes`; inf where no path leads."""
         table = self.resharder.table(type)
         rows = [table.index[layout] for layout in gives]
         columns = [table.index[layout] for layout in takes]
         return table.price[np.ix_(rows, columns)]
+
+    def deliver(self, type: TensorType, gives: Sequence[Layout], takes: Sequence[Layout]) -> Array:
+        """`reshard`, for gradients on their way to their parameters."""
+        price = self.reshard(type, gives, takes)
+        for i, give in enumerate(gives):
+            for j, take in enumerate(takes):
+                if travels_together(self._sums(type, give, take), self.mesh, self.bucket_bytes):
+                    price[i, j] = sum(s for _, s in self.delivered(self.delivery(type, give, take)))
+        return price
+
+    def delivery(self, type: TensorType, give: Layout, take: Layout) -> tuple[Reshard, ...]:
+        """The layout changes that bring a gradient to its parameter."""
+        usual, sums = self.resharder.path(type, give, take), self._sums(type, give, take)
+        if not travels_together(sums, self.mesh, self.bucket_bytes):
+            return usual
+        if all(change.kind == "all_reduce" for change in usual):
+            return sums
+        return min((sums, usual), key=lambda changes: sum(s for _, s in self.delivered(changes)))
+
+    def delivered(self, changes: Sequence[Reshard]) -> list[tuple[Step, float]]:
+        """The steps of a gradient's delivery, with their seconds: in a row with others, its share of a full row."""
+        if not travels_together(changes, self.mesh, self.bucket_bytes):
+            steps = [step for change in changes for step in change.steps(self.mesh.size(change.axis))]
+            return [(step, self.seconds((step,))) for step in steps]
+        local = changes[0].local
+        row = Compute("reorder", 0.0, 2.0 * local.nbytes, local.dtype, 1, "elementwise")
+        found: list[tuple[Step, float]] = [(row, self.seconds((row,)))]
+        for change in changes:
+            ranks = self.mesh.size(change.axis)
+            full = self.seconds((Comm("all_reduce", change.axis, ranks, self.bucket_bytes),))
+            one = Comm("all_reduce", change.axis, ranks, local.nbytes)
+            found.append((one, full * local.nbytes / self.bucket_bytes))
+        return found
+
+    def _sums(self, type: TensorType, give: Layout, take: Layout) -> tuple[Reshard, ...]:
+        """The all-reduces from `give` to `take`; none unless partial sums that become whole are all that differs."""
+        axes = [axis for axis, (before, after) in enumerate(zip(give, take, strict=True)) if before != after]
+        if not all(give[axis] == Partial("sum") and take[axis] == REPLICATE for axis in axes):
+            return ()
+        shape = local_shape(type.shape, give, self.mesh)
+        assert shape is not None, (type, give)
+        local = TensorType(shape, type.dtype)
+        return tuple(Reshard(self.mesh.names[axis], give[axis], take[axis], local) for axis in axes)
 
     def reshard_bytes(self, type: TensorType, gives: Sequence[Layout], takes: Sequence[Layout]) -> Array:
         """Bytes of the new tensor that a layout change makes; 0 where the layouts are equal."""
@@ -81,4 +140,4 @@ class Pricer:
         """
         states = OPTIMIZER_STATES[self.optimizer]
         passes = 0 if self.optimizer == "none" else 3 + 2 * states
-        return Compute("optimizer", 0.0, float(passes * nbytes), dtype, 1 if passes else 0, "elementwise")
+        return Compute("optimizer", 0.0, 1.0 * passes * nbytes, dtype, 1 if passes else 0, "elementwise")

@@ -9,7 +9,7 @@ Floyd-Warshall per tensor type (Floyd 1962); the path itself is walked only for 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,6 +66,20 @@ class Reshard:
                 return (Comm("all_to_all", self.axis, ranks, nbytes), *_copies(self.local, max(lead, 1), 2 * nbytes))
             case _:
                 return (Compute("slice", 0.0, 2.0 * nbytes / ranks, self.local.dtype, 1, "elementwise"),)
+
+
+def travels_together(changes: Sequence[Reshard], mesh: Mesh, bucket_bytes: int) -> bool:
+    """Whether a gradient that arrives by these changes is put in one row with others, which is summed at once.
+
+    Only sums that end whole can be, where every axis cuts the bytes evenly, so that the row moves exactly the bytes
+    that its gradients would, and where the gradient does not fill a row by itself.
+    """
+    return bool(changes) and all(
+        change.kind == "all_reduce"
+        and change.local.nbytes < bucket_bytes
+        and not change.local.nbytes % mesh.size(change.axis)
+        for change in changes
+    )
 
 
 def _copies(local: TensorType, dim: int, nbytes: int) -> tuple[Step, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from autopar.graph import Node
 from autopar.plan import Delivery, Plan
 from autopar.price import Pricer
+from autopar.reshard import travels_together
 from autopar.strategy import operand_types
 from autopar.work import flops_of
 from cost_models.steps import MATRIX_KINDS, Comm
@@ -31,27 +32,21 @@ BucketKey = tuple[tuple[str, ...], str]  # the axes that sum, and the dtype
 
 
 def bucket_key(plan: Plan, delivery: Delivery) -> BucketKey | None:
-    """Which gradients this one may be summed together with; None: it is summed by itself.
-
-    Only sums that end whole can be put in one row, and only where every axis cuts the bytes evenly, so that the row
-    moves exactly the bytes that its gradients would.
-    """
+    """Which gradients this one may be summed together with; None: it is summed by itself."""
     changes = delivery.changes
-    if not plan.bucket_bytes or not changes or any(change.kind != "all_reduce" for change in changes):
-        return None
-    if any(change.local.nbytes % plan.mesh.size(change.axis) for change in changes):
+    if not travels_together(changes, plan.mesh, plan.bucket_bytes):
         return None
     return tuple(change.axis for change in changes), changes[0].local.dtype
 
 
-def bucket_bytes(pricer: Pricer, gradients: int, room: float | None) -> int:
+def bucket_bytes(pricer: Pricer, gradients: int, memory: float | None) -> int:
     """The size up to which gradients gather before they are summed: where waiting is a tenth of the time on every axis.
 
-    Twice that size sums at less than 1.1 times the rate. No more than all `gradients` bytes, and no more than the
-    `room` that memory leaves, since the row is a copy.
+    Twice that size sums at less than 1.1 times the rate. No more than all `gradients` bytes, and no more than a
+    hundredth of the `memory`, since the row is a copy; 0 where that leaves next to nothing.
     """
     size = 1 << 16
-    largest = gradients if room is None else min(gradients, int(room))
+    largest = gradients if memory is None else min(gradients, int(memory / 100))
     for axis, ranks in zip(pricer.mesh.names, pricer.mesh.sizes, strict=True):
 
         def rate(nbytes: int, axis: str = axis, ranks: int = ranks) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.graph import Arg, Graph, Node, Ref, TensorType, map_refs
-from autopar.layout import REPLICATE, Layout, Partial, Placement, Shard, local_shape
+from autopar.layout import REPLICATE, Layout, Partial, Placement, Shard, local_shape, local_type
 from autopar.mesh import Mesh
 from autopar.rules.bodies import BODIES
 from autopar.rules.notation import Rule
@@ -117,7 +117,7 @@ def node_strategies(node: Node, types: tuple[TensorType, ...], rule: Rule | None
     whole = (NOTHING,) * len(mesh.sizes)
     flops, kind = flops_of(node, types)
     if rule is None:
-        return (_make(node, types, None, whole, mesh, flops, kind),)
+        return (make_strategy(node, types, None, whole, mesh, flops, kind),)
     splittable = rule.splittable
     linear = [_linear_role(positions) for positions in rule.linear]
     per_axis = [
@@ -127,7 +127,7 @@ def node_strategies(node: Node, types: tuple[TensorType, ...], rule: Rule | None
     found: list[Strategy] = []
     for roles in itertools.product(*per_axis):
         if _is_even(rule, roles, mesh) and len({rule.bodies[r] for r in roles if r in rule.bodies}) <= 1:
-            found.append(_make(node, types, rule, roles, mesh, flops, kind))
+            found.append(make_strategy(node, types, rule, roles, mesh, flops, kind))
     return _undominated(found)
 
 
@@ -146,7 +146,7 @@ def _is_even(rule: Rule, roles: tuple[str, ...], mesh: Mesh) -> bool:
     return all(rule.sizes[role] % count == 0 for role, count in parts.items() if role in rule.sizes)
 
 
-def _make(
+def make_strategy(
     node: Node,
     types: tuple[TensorType, ...],
     rule: Rule | None,
@@ -155,6 +155,7 @@ def _make(
     flops: float,
     kind: str,
 ) -> Strategy:
+    """The strategy of these roles; `flops` and `kind` are those of the whole operator."""
     if rule is None:
         takes: tuple[Layout, ...] = tuple((REPLICATE,) * len(roles) for _ in types)
         gives: tuple[Layout, ...] = tuple((REPLICATE,) * len(roles) for _ in node.outputs)
@@ -163,9 +164,36 @@ def _make(
         takes = tuple(tuple(_taken(rule, i, role) for role in roles) for i in range(len(types)))
         gives = tuple(tuple(_given(rule, i, role) for role in roles) for i in range(len(node.outputs)))
         body = next((rule.bodies[role] for role in roles if role in rule.bodies), "")
-    locals_in = tuple(_local(type, layout, mesh) for type, layout in zip(types, takes, strict=True))
+    body_axes = tuple(mesh.names[i] for i, role in enumerate(roles) if rule is not None and role in rule.bodies)
+    steps = steps_of(node, types, roles, takes, gives, body, body_axes, mesh, flops, kind)
+    body_size = (
+        math.prod(rule.sizes[factor] for factor, named in rule.bodies.items() if named == body)
+        if rule is not None
+        else 1
+    )
+    return Strategy(roles, takes, gives, body, body_axes, body_size, steps)
+
+
+def steps_of(
+    node: Node,
+    types: Sequence[TensorType],
+    roles: tuple[str, ...],
+    takes: Sequence[Layout],
+    gives: Sequence[Layout],
+    body: str,
+    body_axes: Sequence[str],
+    mesh: Mesh,
+    flops: float,
+    kind: str,
+) -> tuple[Step, ...]:
+    """What one rank performs, where the whole operator does `flops`.
+
+    Arithmetic only: with sizes that are `cost_models.formulas.Form` the steps are the closed forms of these numbers.
+    """
+    locals_in = tuple(local_type(type, layout, mesh) for type, layout in zip(types, takes, strict=True))
     locals_out = tuple(
-        None if type is None else _local(type, layout, mesh) for type, layout in zip(node.outputs, gives, strict=True)
+        None if type is None else local_type(type, layout, mesh)
+        for type, layout in zip(node.outputs, gives, strict=True)
     )
     split = 1
     for role, size in zip(roles, mesh.sizes, strict=True):
@@ -174,23 +202,11 @@ def _make(
     steps: list[Step] = []
     if node.op not in VIEWS:
         dtype = next((type.dtype for type in locals_out if type is not None), "float32")
-        steps.append(Compute(node.op, flops / split, float(bytes_moved(node, locals_in, locals_out)), dtype, 1, kind))
-    body_axes = tuple(mesh.names[i] for i, role in enumerate(roles) if rule is not None and role in rule.bodies)
+        steps.append(Compute(node.op, flops / split, 1.0 * bytes_moved(node, locals_in, locals_out), dtype, 1, kind))
     if body:
         for collective, nbytes in BODIES[body].comm(node, locals_in, locals_out):
-            steps += [Comm(collective, axis, mesh.size(axis), int(nbytes)) for axis in body_axes]
-    body_size = (
-        math.prod(rule.sizes[factor] for factor, named in rule.bodies.items() if named == body)
-        if rule is not None
-        else 1
-    )
-    return Strategy(roles, takes, gives, body, body_axes, body_size, tuple(steps))
-
-
-def _local(type: TensorType, layout: Layout, mesh: Mesh) -> TensorType:
-    shape = local_shape(type.shape, layout, mesh)
-    assert shape is not None, (type, layout)
-    return TensorType(shape, type.dtype)
+            steps += [Comm(collective, axis, mesh.size(axis), nbytes) for axis in body_axes]
+    return tuple(steps)
 
 
 def _place(dims: Sequence[tuple[str, ...]], factor: str) -> Shard | None:

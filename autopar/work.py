@@ -67,16 +67,16 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
         return 2.0 * out.numel * math.prod(operands[1].shape[1:]), "conv"
     if op == "aten.convolution_backward.default":
         return 2.0 * operands[0].numel * math.prod(operands[2].shape[1:]), "conv"
-    return float(sum(out.numel for out in node.outputs if out is not None)), "elementwise"
+    return sum(out.numel for out in node.outputs if out is not None), "elementwise"
 
 
 def _product_size(node: Node, operands: Sequence[TensorType]) -> float:
     if node.op != "autopar.einsum":
         left, right = operands[-2:]
-        return float(math.prod(left.shape) * right.shape[-1])
+        return math.prod(left.shape) * right.shape[-1]
     terms = str(node.args[0]).split("->")[0].split(",")
     sizes: dict[str, int] = {}
     for term, operand in zip(terms, operands, strict=True):
         sizes.update(zip(term.split(), operand.shape, strict=True))
     sizes.pop("1", None)
-    return float(math.prod(sizes.values()))
+    return math.prod(sizes.values())

@@ -142,6 +142,7 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
 
     - Compute: the roofline max(flops / rate, nbytes / memory bandwidth), and the launch of each kernel. Work of kind
       "host" is bound by host memory alone, which is what limits an optimizer step there, and launches no kernel.
+      A step that was measured itself takes the seconds it says.
     - Comm: the collective's closed form on its axis' link; one rank pays nothing, nor do zero bytes.
     - Move: one launch, and the bytes over the host link.
     Where the profile has a measured curve for a step (`cost_models.curves`), that goes before all of these.
@@ -152,6 +153,8 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
     """
     match step:
         case Compute():
+            if step.seconds is not None:
+                return step.seconds
             if (curve := hardware.curve(step.op, step.kind, step.dtype)) is not None:
                 return _compute_s(step, curve, hardware)
             if step.kind == "host":

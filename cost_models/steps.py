@@ -1,14 +1,15 @@
 """What one rank does, as plain values: compute, communicate, move between memory tiers, repeat.
 
-A step is about one rank and says nothing about time. `cost_models.price` gives its seconds on a machine,
-`received_bytes` the bytes that it takes from other ranks; generated code and explanations read the same steps.
+A step is about one rank and, unless it was measured, says nothing about time. `cost_models.price` gives its seconds on
+a machine, `received_bytes` the bytes that it takes from other ranks; generated code and explanations read the same
+steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isfinite
+from math import inf
 
 TIERS = ("hbm", "host")
 MATRIX_KINDS = frozenset({"matmul", "attention", "conv"})  # run on matrix units, where a device has them
@@ -71,7 +72,8 @@ class Compute:
     `flops` counts a multiply-add as two; `nbytes` are the bytes read and written in device memory; `dtype` is torch's
     name without the prefix ("bfloat16"); `kernels` is how many kernels are launched (0 for a view). `kind` says which
     unit works: "matmul", "attention" and "conv" use matrix units, "host" the host's processor and memory (an
-    offloaded optimizer step), anything else ("elementwise", "reduction", ...) the device's ordinary units.
+    offloaded optimizer step), anything else ("elementwise", "reduction", ...) the device's ordinary units. `seconds` is
+    what the step was measured to take where it is to run (`cost_models.measured`); None where it was not.
     """
 
     op: str
@@ -80,10 +82,13 @@ class Compute:
     dtype: str = "float32"
     kernels: int = 1
     kind: str = "matmul"
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
+        if self.seconds is not None and not 0 < self.seconds < inf:
+            raise ValueError(f"Compute {self.op!r}: seconds is {self.seconds}, must be finite and positive")
         for name, figure in (("flops", self.flops), ("nbytes", self.nbytes), ("kernels", self.kernels)):
-            if not (figure >= 0 and isfinite(figure)):
+            if not 0 <= figure < inf:
                 raise ValueError(f"Compute {self.op!r}: {name} is {figure}, must be finite and not negative")
 
 
@@ -105,7 +110,7 @@ class Comm:
             raise ValueError(f"no collective {self.collective!r}; known collectives: {', '.join(COLLECTIVES)}")
         if self.ranks < 1:
             raise ValueError(f"{self.collective} over axis {self.axis!r} has {self.ranks} ranks, needs at least 1")
-        if not (self.nbytes >= 0 and isfinite(self.nbytes)):
+        if not 0 <= self.nbytes < inf:
             raise ValueError(f"{self.collective} over axis {self.axis!r} has {self.nbytes} bytes")
 
 
@@ -123,7 +128,7 @@ class Move:
                 raise ValueError(f"no memory tier {tier!r}; known tiers: {', '.join(TIERS)}")
         if self.src == self.dst:
             raise ValueError(f"a move from {self.src} to {self.dst} goes nowhere")
-        if not (self.nbytes >= 0 and isfinite(self.nbytes)):
+        if not 0 <= self.nbytes < inf:
             raise ValueError(f"the move from {self.src} to {self.dst} has {self.nbytes} bytes")
 
 

@@ -143,7 +143,8 @@ def _choice(choice: Choice) -> dict[str, Json]:
 def _step(step: Step) -> list[Json]:
     match step:
         case Compute():
-            return ["compute", step.op, step.flops, step.nbytes, step.dtype, step.kernels, step.kind]
+            measured = [] if step.seconds is None else [step.seconds]
+            return ["compute", step.op, step.flops, step.nbytes, step.dtype, step.kernels, step.kind, *measured]
         case Comm():
             return ["comm", step.collective, step.axis, step.ranks, step.nbytes]
         case Move():
@@ -422,10 +423,11 @@ class _Reader:
     def step(self, value: Json, place: str) -> Step:
         row = self.array(value, place)
         match row:
-            case ["compute", str(op), flops, nbytes, str(dtype), kernels, str(kind)]:
+            case ["compute", str(op), flops, nbytes, str(dtype), kernels, str(kind), *measured] if len(measured) < 2:
                 work = self.number(flops, place), self.number(nbytes, place)
                 launched = self.natural(kernels, place)
-                return self.making(place, lambda: Compute(op, work[0], work[1], dtype, launched, kind))
+                seconds = self.number(measured[0], place) if measured else None
+                return self.making(place, lambda: Compute(op, work[0], work[1], dtype, launched, kind, seconds))
             case ["comm", str(collective), str(axis), ranks, nbytes]:
                 counted = self.natural(ranks, place), self.natural(nbytes, place)
                 return self.making(place, lambda: Comm(collective, axis, counted[0], counted[1]))

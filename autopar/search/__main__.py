@@ -22,8 +22,10 @@ import torch
 
 from autopar.attach.inputs import by_name
 from autopar.graph import Graph
-from autopar.here import hardware_or_here, memory_bytes
+from autopar.here import hardware_or_here, is_here, memory_bytes
 from autopar.layout import show
+from autopar.measure.calls import Profile
+from autopar.measure.operators import DEFAULT_S, profiler
 from autopar.mesh import parse_mesh
 from autopar.plan import Plan
 from autopar.price import OPTIMIZER_STATES
@@ -94,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         help="leave outputs in pieces, or bring them whole to every rank (default: sharded)")  # fmt: skip
     add("--time-limit", type=float, default=60.0, metavar="S",
         help="seconds for the solver, the same again for each baseline (default: 60)")  # fmt: skip
+    add("--profile", nargs="?", type=float, const=DEFAULT_S, metavar="SECONDS",
+        help="time the operators that strategies need on this machine's device, for so many seconds at most (default: "
+        f"{DEFAULT_S:g}; 0 uses what is known), and price them so; the times are kept")  # fmt: skip
+    add("--operators", metavar="FILE",
+        help="database where --profile keeps its times (default: operators.sqlite3 beside the calibrated "
+        "profile)")  # fmt: skip
     add("--baselines", action="store_true", help="compare with data parallel, FSDP and tensor parallel")
     add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
     add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
@@ -163,16 +171,20 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     memory = _memory(given.memory, hardware)
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
+    profile = _profile(given, hardware, progress)
     plan_path, dot_path = _writable(given.output, "-o"), _writable(given.dot, "--dot")
     if plan_path is not None and plan_path == dot_path:
         raise BadArgument(f"-o and --dot both name {given.output}; give each its own file")
 
     seconds: dict[str, float] = {}
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
-        progress(f"mesh {mesh}, {mesh.ranks} ranks of {hardware.name}, {size(memory)} each")
+        measured = ", a profile that was measured" if hardware.curves else ""
+        progress(f"mesh {mesh}, {mesh.ranks} ranks of {hardware.name}{measured}, {size(memory)} each")
         graph = _timed(seconds, "trace", lambda: _trace(given.model, progress))
         question = _timed(
-            seconds, "propose", lambda: ask(graph, mesh, hardware, optimizer=given.optimizer, progress=progress)
+            seconds,
+            "propose",
+            lambda: ask(graph, mesh, hardware, optimizer=given.optimizer, profile=profile, progress=progress),
         )
         limits: dict[str, Any] = {"memory": memory, "outputs": given.outputs, "time_limit_s": given.time_limit}
         plan = _timed(seconds, "search", lambda: answer(question, **limits, progress=progress))
@@ -229,6 +241,24 @@ def _hardware(name: str | None) -> Hardware:
         raise BadArgument(str(error)) from error
     except OSError as error:
         raise BadArgument(f"hardware profile {name} cannot be read: {error.strerror}; give one of {known}") from error
+
+
+def _profile(given: argparse.Namespace, hardware: Hardware, progress: Progress) -> Profile | None:
+    """What times operators, where that is asked for and the machine to plan for is this one."""
+    if given.profile is None:
+        if given.operators is not None:
+            raise BadArgument("--operators names the database of --profile; give --profile too")
+        return None
+    if not 0 <= given.profile < math.inf:
+        raise BadArgument(f"--profile {given.profile:g} is not a time; give seconds from 0, for example 60")
+    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+        if is_here(hardware, device):
+            if device == "cpu":  # as ranks run, whatever this process would use
+                torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            return profiler(device, given.profile, hardware, given.operators, progress)
+    raise BadArgument(
+        f"--profile times operators on this machine, which is no {hardware.name}; run it on one, or leave --profile out"
+    )
 
 
 def _memory(text: str | None, hardware: Hardware) -> float:
@@ -318,6 +348,7 @@ def _document(model: str, plan: Plan, rows: Sequence[Row], seconds: dict[str, fl
         **_figures(plan),
         "status": plan.search.get("status"),
         "tied": bool(plan.search.get("tied")),
+        "measured": plan.search.get("measured", 0),
         "parameters": sum(type.numel for type in types.values() if type is not None),
         "layouts": {
             name: show(layout, plan.mesh, len(type.shape))

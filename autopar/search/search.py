@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.assemble import DEVICE, Assembled, assemble
 from autopar.classes import classes_of
 from autopar.decide import decide
 from autopar.graph import Graph
 from autopar.layout import Layout
+from autopar.measure.calls import Profile, operations, wanted, with_measured
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.policies import agree, restrict
@@ -19,6 +21,8 @@ from autopar.price import Pricer
 from autopar.schedule import bucket_bytes
 from autopar.strategy import Strategy, propose
 from cost_models.hardware import Hardware
+from cost_models.measured import Key
+from cost_models.steps import Compute
 from solver import Solution, solve
 
 Progress = Callable[[str], None]
@@ -49,12 +53,23 @@ class NoAnswerInTime(RuntimeError):
 
 @dataclass(frozen=True)
 class Question:
-    """What is searched, whatever the limits: a graph on a mesh and machine, with every strategy of every node."""
+    """What is searched, whatever the limits: a graph on a mesh and machine, with every strategy of every node.
+
+    `measured`: seconds of the calls that were timed, which stand in the strategies' steps; `notes`: of how they came.
+    """
 
     graph: Graph
     pricer: Pricer
     strategies: Mapping[str, tuple[Strategy, ...]]
     without_rule: tuple[str, ...]
+    measured: Mapping[Key, float] = field(default_factory=dict[Key, float])
+    notes: tuple[str, ...] = ()
+
+    @property
+    def measured_digest(self) -> str:
+        """Hash (hex) of what was measured, a key for caches; "" where nothing was."""
+        told = repr(sorted(self.measured.items()))
+        return hashlib.sha256(told.encode()).hexdigest() if self.measured else ""
 
 
 def search(
@@ -69,16 +84,18 @@ def search(
     time_limit_s: float = 60.0,
     tied: bool | None = None,
     policy: str | None = None,
+    profile: Profile | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """The fastest plan for one training step of `graph` that fits in `memory` bytes on each rank.
 
     `outputs`: "sharded" leaves outputs in the plan's layouts, "global" brings them whole to every rank. `fixed`:
     layouts of parameters that are settled already. `tied`: one choice for repeated layers (default: only where the
-    problem is large). `policy`: only plans of this baseline (`autopar.policies`). Same arguments, same plan, unless the
-    time limit cuts the search. Raises Infeasible, NoAnswerInTime.
+    problem is large). `policy`: only plans of this baseline (`autopar.policies`). `profile`: gives operators the times
+    that were measured (`autopar.measure.operators`). Same arguments, same plan, unless the time limit cuts the search.
+    Raises Infeasible, NoAnswerInTime.
     """
-    question = ask(graph, mesh, hardware, optimizer=optimizer, progress=progress)
+    question = ask(graph, mesh, hardware, optimizer=optimizer, profile=profile, progress=progress)
     return answer(
         question, memory=memory, outputs=outputs, fixed=fixed,
         time_limit_s=time_limit_s, tied=tied, policy=policy, progress=progress,
@@ -86,12 +103,26 @@ def search(
 
 
 def ask(
-    graph: Graph, mesh: Mesh, hardware: Hardware, *, optimizer: str = "adamw", progress: Progress = lambda text: None
+    graph: Graph,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    optimizer: str = "adamw",
+    profile: Profile | None = None,
+    progress: Progress = lambda text: None,
 ) -> Question:
     """Propose the strategies. Several answers to one question share them, and the prices of layout changes."""
     strategies, without_rule = propose(graph, mesh)
     progress(f"proposed {sum(map(len, strategies.values())):,} strategies for {len(graph.nodes):,} nodes")
-    return Question(graph, Pricer.on(mesh, hardware, optimizer), strategies, without_rule)
+    pricer = Pricer.on(mesh, hardware, optimizer)
+    if profile is None:
+        return Question(graph, pricer, strategies, without_rule)
+    found = operations(graph, strategies, mesh)
+    calls = wanted(found, pricer)
+    profiled = profile(calls)
+    measured = {want.call.key: profiled.seconds[want.call.key] for want in calls if want.call.key in profiled.seconds}
+    strategies = with_measured(strategies, found, pricer, measured)
+    return Question(graph, pricer, strategies, without_rule, measured, profiled.notes)
 
 
 def answer(
@@ -106,8 +137,30 @@ def answer(
     progress: Progress = lambda text: None,
 ) -> Plan:
     """`search`, of a question already asked."""
+    gathered = _bucket_bytes(question, memory)
+    told = (memory, outputs, fixed, time_limit_s, tied, policy, progress)
+    try:
+        return _answer(question, gathered, *told)
+    except Infeasible:
+        if not gathered:
+            raise
+        return _answer(question, 0, *told)  # the row in which gradients gather needs memory, too
+
+
+def _answer(
+    question: Question,
+    gathered: int,
+    memory: float | None,
+    outputs: str,
+    fixed: Mapping[str, Layout] | None,
+    time_limit_s: float,
+    tied: bool | None,
+    policy: str | None,
+    progress: Progress,
+) -> Plan:
     started = time.perf_counter()
-    graph, pricer, strategies = question.graph, question.pricer, question.strategies
+    graph, strategies = question.graph, question.strategies
+    pricer = replace(question.pricer, bucket_bytes=gathered)
     if policy is not None:
         strategies = restrict(policy, graph, strategies, pricer.mesh)
     pairs = _pairs(graph, strategies)
@@ -116,7 +169,13 @@ def answer(
     if tied and policy is not None:
         strategies = agree(strategies, classes_of(graph, tied=True))
     assembled = assemble(
-        graph, strategies, pricer, memory=memory, tied=tied, whole_outputs=outputs == "global", fixed=fixed
+        graph,
+        strategies,
+        pricer,
+        memory=None if memory is None else memory - gathered,
+        tied=tied,
+        whole_outputs=outputs == "global",
+        fixed=fixed,
     )
     problem = assembled.problem
     assembled_s = time.perf_counter() - started
@@ -132,6 +191,9 @@ def answer(
         notes.append("repeated layers share one choice; the gap is to the best plan that ties them")
     if policy is not None:
         notes.append(f"only {policy} plans were searched; the gap is to the best of them")
+    if pricer.hardware.curves:
+        notes.append(f"priced with what was measured: profile {pricer.hardware.name}")
+    notes += question.notes
     facts: dict[str, float | int | str] = {
         "status": solution.status,
         "tied": int(tied),
@@ -148,20 +210,27 @@ def answer(
         graph, assembled, picks, pricer,
         objective=solution.cost, bound=solution.bound, memory=memory, outputs=outputs, notes=notes, search=facts,
     )  # fmt: skip
-    plan = replace(plan, bucket_bytes=_bucket_bytes(plan, pricer, memory))
+    if question.measured:
+        plan = _with_measured_noted(plan, question)
     progress(f"refereed: {plan.step_seconds * 1e3:.3f} ms a step, {time.perf_counter() - started:.1f} s in all")
     return plan
 
 
-def _bucket_bytes(plan: Plan, pricer: Pricer, memory: float | None) -> int:
-    trained = {result.target for result in plan.graph.results if result.kind == "gradient" and result.ref is not None}
-    gradients = sum(
-        pricer.local_bytes(type, plan.choices[node.name].gives[0])
-        for node in plan.graph.nodes
-        for type in node.outputs
-        if node.op == "parameter" and node.target in trained and type is not None
-    )
-    return bucket_bytes(pricer, gradients, None if memory is None else memory - plan.peak_bytes[DEVICE])
+def _with_measured_noted(plan: Plan, question: Question) -> Plan:
+    steps = [step for choice in plan.choices.values() for step in choice.steps if isinstance(step, Compute)]
+    timed = [step.seconds for step in steps if step.seconds is not None]
+    share = sum(timed) / plan.seconds_by["compute"] if plan.seconds_by["compute"] else 0.0
+    note = f"{len(timed)} of {len(steps)} operators are priced from measurements, {share:.0%} of the compute time"
+    facts = {**plan.search, "measured": len(timed), "measured_digest": question.measured_digest[:16]}
+    return replace(plan, notes=(note, *plan.notes), search=facts)
+
+
+def _bucket_bytes(question: Question, memory: float | None) -> int:
+    graph = question.graph
+    trained = {result.target for result in graph.results if result.kind == "gradient" and result.ref is not None}
+    parameters = [node for node in graph.nodes if node.op == "parameter" and node.target in trained]
+    gradients = sum(type.nbytes for node in parameters for type in node.outputs if type is not None)
+    return bucket_bytes(question.pricer, gradients, memory)
 
 
 def _pairs(graph: Graph, strategies: Mapping[str, tuple[Strategy, ...]]) -> int:

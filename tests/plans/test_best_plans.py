@@ -59,7 +59,9 @@ def test_the_best_plan_is_right_in_float64(name: str) -> None:
 def test_price_and_memory_add_up_again(name: str, sizes: tuple[int, ...]) -> None:
     """`search` raises RefereeError otherwise; here once more, from the steps that the plan holds."""
     plan = best(name, mesh_of(*sizes))
-    referee = Referee(plan.graph, plan.choices, plan.deliveries, Pricer.on(plan.mesh, FAST, plan.optimizer))
+    referee = Referee(
+        plan.graph, plan.choices, plan.deliveries, Pricer.on(plan.mesh, FAST, plan.optimizer, plan.bucket_bytes)
+    )
     assert math.isclose(sum(referee.seconds_by().values()), plan.step_seconds, rel_tol=1e-9)
     assert peak_of(referee.holdings())[0] == plan.peak_bytes["hbm"]
     assert math.isclose(sum(plan.seconds_by.values()), plan.step_seconds, rel_tol=1e-9)

@@ -31,7 +31,7 @@ def fsdp(name: str) -> tuple[Plan, Pricer]:
     """Parameters in pieces, gathered for each use, on a machine where that takes about as long as the products."""
     mesh, hardware = mesh_of(2), machine(3e9, flops=1e12, memory=1e12)
     plan = search(family(name).graph, mesh, hardware, memory=None, policy="fsdp", tied=False)
-    return plan, Pricer.on(mesh, hardware, plan.optimizer)
+    return plan, Pricer.on(mesh, hardware, plan.optimizer, plan.bucket_bytes)
 
 
 def sent(events: list[Event]) -> list[Event]:
@@ -166,7 +166,9 @@ def test_faster_links_never_make_a_step_slower():
     for name, sizes, seed in CASES[::5]:
         plan, _ = drawn(name, sizes, seed)
         steps = [
-            timeline_of(plan, Pricer.on(plan.mesh, machine(link, memory=1e11), plan.optimizer), overlap=True).seconds
+            timeline_of(
+                plan, Pricer.on(plan.mesh, machine(link, memory=1e11), plan.optimizer, plan.bucket_bytes), overlap=True
+            ).seconds
             for link in (1e9, 1e10, 1e11, 1e15)
         ]
         assert steps == sorted(steps, reverse=True), (name, sizes, seed)

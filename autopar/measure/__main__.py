@@ -1,0 +1,224 @@
+"""The command line: `python -m autopar.measure plan.json FACTORY`, on this machine's processors or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from autopar.calibrate.measure import processors
+from autopar.measure.report import Measured
+from autopar.measure.twin import measure, traced
+from autopar.plan import Plan, PlanMismatch
+from autopar.plan.fit import check
+from autopar.search.factory import BadArgument, Example, build
+from autopar.timeline import pricer_of
+from autopar.trace import TraceError
+from cost_models.hardware import Hardware, known_hardware
+from cost_models.whole_file import write_whole
+
+DIFFERENT, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
+OTHER_BYTES = 3  # DIFFERENT, from a process that was started here: 1 is also what Python ends with after an error
+RANKS_PER_PROCESSOR = 4  # more of them only wait for each other; up to 8 are started on any machine
+LOST_S = 600  # a collective that waits longer has lost its partners
+STORE = "AUTOPAR_MEASURE_STORE"  # where processes that were started here meet
+
+DESCRIPTION = """\
+Execute a plan and print what was predicted beside what was measured: time by phase, the traffic of every collective,
+and peak memory. Starts a process of one thread for each rank of the plan's mesh; under torchrun it uses those."""
+
+EPILOG = """\
+example
+  $ python -m autopar.search examples/gpt2.py:build --mesh data=2 --hardware cpu-gloo -o plan.json
+  $ python -m autopar.measure plan.json examples/gpt2.py:build --steps 5
+
+exit status: 0 measured, 1 the collectives were not those of the plan (a defect) or a process failed, 2 bad arguments,
+130 interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadArgument(f"{message}; see python -m autopar.measure --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m autopar.measure", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("plan", metavar="PLAN", help="the plan's file, as python -m autopar.search -o writes it")
+    add("model", metavar="FACTORY", help="file.py:function or package.module:function, as for python -m autopar.search")
+    add("--steps", type=int, default=10, metavar="N", help="undisturbed steps to time (default: 10)")
+    add("--hardware", metavar="NAME|FILE",
+        help="the profile that priced the plan, where it is neither one of autopar's nor this machine's")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one for each rank here")
+    add("--json", metavar="FILE", help="write all figures as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status. Where it is 2, a sentence on stderr says why."""
+    try:
+        given = _parser().parse_args(arguments)
+        if "RANK" in os.environ:
+            return _rank(given)
+        _checked(given)
+        argv = sys.argv[1:] if arguments is None else list(arguments)
+        return _start(argv, Plan.load(given.plan).mesh.ranks)
+    except (BadArgument, PlanMismatch, TraceError) as error:
+        return _say(error, BAD_ARGUMENTS)
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+
+
+def _say(what: object, status: int) -> int:
+    if os.environ.get("RANK", "0") == "0" or STORE in os.environ:  # one started here fails by itself
+        print(f"autopar.measure: {what}", file=sys.stderr)
+    return status
+
+
+# --- what was asked for ----------------------------------------------------------------------------------------------
+
+
+def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None, str]:
+    """Everything that can be wrong is told before a process is started: the plan must be for this model and machine."""
+    if given.steps < 1:
+        raise BadArgument(f"--steps {given.steps} is no number of steps; give at least 1")
+    if given.json is not None and not Path(given.json).absolute().parent.is_dir():
+        raise BadArgument(f"folder {Path(given.json).absolute().parent} of --json {given.json} does not exist")
+    try:
+        plan = Plan.load(given.plan)
+    except OSError as error:
+        raise BadArgument(
+            f"plan {given.plan} cannot be read: {error.strerror}; give a file of autopar.search"
+        ) from None
+    device = _device(given.device, plan)
+    hardware = _hardware(given.hardware)
+    if hardware is not None:
+        pricer_of(plan, hardware)  # another profile is refused here
+    example = build(given.model)
+    try:
+        graph = traced(example.model, example.args, example.kwargs)
+    except TypeError as error:
+        raise BadArgument(f"{given.model} returned inputs that its model does not take: {error}") from error
+    check(plan, graph, plan.mesh, origin=str(given.plan))
+    return plan, example, hardware, device
+
+
+def _device(asked: str | None, plan: Plan) -> str:
+    ranks, under_torchrun = plan.mesh.ranks, "RANK" in os.environ
+    if under_torchrun and int(os.environ["WORLD_SIZE"]) != ranks:
+        raise BadArgument(
+            f"the plan is for mesh {plan.mesh}, but {os.environ['WORLD_SIZE']} processes run; start {ranks} of them"
+        )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if under_torchrun else ranks
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = asked or ("cuda" if devices >= here else "cpu")
+    if device == "cuda" and devices < here:
+        raise BadArgument(f"--device cuda: {here} ranks need a device each, this machine has {devices}")
+    most = max(8, RANKS_PER_PROCESSOR * processors())
+    if not under_torchrun and device == "cpu" and ranks > most:
+        raise BadArgument(
+            f"the plan is for mesh {plan.mesh}; {ranks} processes on this machine's {processors()} processors would "
+            f"measure nothing but waiting, up to {most} are started here; run it under torchrun where they have room"
+        )
+    return device
+
+
+def _hardware(name: str | None) -> Hardware | None:
+    try:
+        return None if name is None else Hardware.load(name)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+    except OSError as error:
+        known = ", ".join(known_hardware())
+        raise BadArgument(f"hardware profile {name} cannot be read: {error.strerror}; known are {known}") from error
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def _start(arguments: Sequence[str], ranks: int) -> int:
+    """The same command on that many processes here; the first that fails ends all."""
+    command = [sys.executable, "-m", "autopar.measure", *arguments]
+    with tempfile.TemporaryDirectory(prefix="autopar-measure-") as folder:
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                told = {name: str(value) for name, value in of_rank.items()}
+                told |= {STORE: f"{folder}/store", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+                processes.append(subprocess.Popen(command, env=os.environ | told))
+            codes: list[int | None] = [None]
+            while None in codes and not any(codes):
+                time.sleep(0.05)
+                codes = [process.poll() for process in processes]
+            if None in codes:
+                time.sleep(0.5)  # others may say why
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+            for process in processes:
+                process.wait()
+    failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, OTHER_BYTES)]
+    if failed:
+        return _say(f"process {failed[0]} failed; its error stands above", DIFFERENT)
+    return DIFFERENT if any(codes) else 0
+
+
+def _rank(given: argparse.Namespace) -> int:
+    """One process of several: measure, and on rank 0 say what was found."""
+    if STORE in os.environ:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starting process, which ends this one
+    plan, example, hardware, device = _checked(given)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rank, world, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ.get(STORE)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}" if store else "env://",
+        rank=rank, world_size=world, timeout=timedelta(seconds=LOST_S),
+    )  # fmt: skip
+    found = measure(
+        plan, example.model, example.args, example.kwargs, steps=given.steps, hardware=hardware, device_type=device
+    )
+    status = 0 if found.is_equal else DIFFERENT
+    if rank == 0:
+        _tell(found, given)
+    dist.barrier()
+    if store:
+        sys.stdout.flush()
+        os._exit(
+            OTHER_BYTES if status else 0
+        )  # gloo's threads abort now and then when many groups are taken down at once (torch 2.13)
+    dist.destroy_process_group()
+    return status
+
+
+def _tell(found: Measured, given: argparse.Namespace) -> None:
+    print(f"{given.plan}, executed with {given.model}\n{found.table()}", end="", flush=True)
+    if given.json is not None:
+        content = {"plan": str(given.plan), "model": given.model, **found.to_json()}
+        write_whole(given.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    if not found.is_equal:
+        _say("the collectives were not those of the plan: a defect of autopar, please report the model", DIFFERENT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""A plan, executed: step time, phases, traffic and memory beside what was predicted of them.
+
+Three passes over the same module. First whole steps as a user runs them, undisturbed: the step time. Then steps whose
+program runs node by node, each timed by itself (`watch.Stopwatch`): the phases. Then one step in which every live
+storage and every collective is counted: memory and traffic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from autopar._compat import pytree
+from autopar.attach.inputs import by_name, type_of
+from autopar.attach.module import ParallelModule
+from autopar.calibrate.measure import processors
+from autopar.compile import compile
+from autopar.emit import Program
+from autopar.graph import Graph
+from autopar.here import device_name, hardware_or_here
+from autopar.measure.memory import LiveBytes
+from autopar.measure.report import PHASES, Collective, Measured, Moved, Pair, predicted_peaks, predicted_seconds
+from autopar.measure.values import input_bounds, random_tensor
+from autopar.measure.watch import WAITING, Stopwatch, Traffic, emitted_calls, now
+from autopar.plan import Plan, PlanMismatch
+from autopar.price import Pricer
+from autopar.timeline import pricer_of
+from autopar.trace import capture, flatten_inputs, graph_of
+from cost_models.hardware import Hardware
+
+WARM_UP = 2  # steps: the first call plans its buffers, the second has optimizer states
+WATCHED = 3  # steps that are run node by node
+OTHER = ("other collectives", "")  # which the program does not have
+RATE = 1e-6  # of learning: values hardly change
+
+OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, RATE),
+    "adam": lambda parameters: torch.optim.Adam(parameters, RATE),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, RATE),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, RATE, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, RATE),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, RATE),
+}
+
+
+def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
+    """The graph that `autopar.compile` would plan for this call. Raises TraceError."""
+    positional, named = by_name(model.forward, args, kwargs)
+    training = _is_trained(model)
+    return graph_of(capture(model, positional, named, training=None if training == model.training else training))
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return model.training or any(parameter.requires_grad for parameter in model.parameters())
+
+
+def measure(
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    steps: int = 10,
+    hardware: Hardware | None = None,
+    precision: MixedPrecisionPolicy | None = None,
+    device_type: str = "cpu",
+) -> Measured:
+    """Execute the plan on the running process group, whose size is the mesh's, and say what it took. All ranks call it,
+    and all get the same answer.
+
+    A model, or inputs, on the meta device get random values of the right kind; `model` itself is left as it is.
+    `hardware`: the profile that priced the plan, where it is none that autopar knows. Raises PlanMismatch where the
+    plan is for something else, ValueError where the process group is of another size.
+    """
+    if dist.get_world_size() != plan.mesh.ranks:
+        raise ValueError(f"the plan is for {plan.mesh.ranks} ranks, the process group has {dist.get_world_size()}")
+    device_mesh = init_device_mesh(device_type, plan.mesh.sizes, mesh_dim_names=plan.mesh.names)
+    pricer = _pricer(plan, hardware, device_type)
+    positional, named = by_name(model.forward, args, kwargs or {})
+    parallel = compile(
+        model, device_mesh, example_inputs=positional, example_kwargs=named, plan=plan, outputs=plan.outputs,
+        precision=precision, hardware=hardware or Hardware.load("cpu-gloo"),  # of no account: nothing is searched
+    )  # fmt: skip
+    parallel.train(_is_trained(model))
+    notes = _materialise(parallel, device_type)
+    positional, named = _inputs(plan, positional, named, device_type)
+    if not positional:
+        named = parallel.shard_batch(named)  # as they lie in the plan: cutting them is not timed
+    twin = _Twin(plan, parallel, positional, named, device_mesh)
+    return twin.measured(steps, pricer, notes)
+
+
+@dataclass
+class _Twin:
+    """A module that is ready to train, and the passes over it."""
+
+    plan: Plan
+    parallel: ParallelModule
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    device_mesh: DeviceMesh
+
+    def __post_init__(self) -> None:
+        self.device = torch.device(self.device_mesh.device_type)
+        trained = [parameter for parameter in self.parallel.parameters() if parameter.requires_grad]
+        make = OPTIMIZERS.get(self.plan.optimizer)
+        self.trains = any(r.kind == "gradient" and r.ref is not None for r in self.plan.graph.results)
+        self.optimizer = make(trained) if make is not None and self.trains else None
+        self.axis_of = {
+            str(self.device_mesh.get_group(place).group_name): axis
+            for place, axis in enumerate(self.plan.mesh.names)
+            if self.plan.mesh.sizes[place] > 1
+        }
+
+    def measured(self, steps: int, pricer: Pricer | None, notes: tuple[str, ...]) -> Measured:
+        for _ in range(WARM_UP):
+            self.step()
+        undisturbed = self.undisturbed(steps)
+        spent = self.node_by_node()
+        traffic, peaks = self.counted()
+        return self.report(steps, pricer, notes, undisturbed, spent, traffic, peaks)
+
+    # --- passes ------------------------------------------------------------------------------------------------------
+
+    def step(self, between: Callable[[str], None] = lambda phase: None) -> None:
+        """One training step, or one forward; `between` is called behind each phase."""
+        with contextlib.nullcontext() if self.trains else torch.no_grad():
+            made = self.parallel(*self.args, **self.kwargs)
+        between("forward")
+        if not self.trains:
+            return
+        ends = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        del made, ends
+        between("backward")
+        if self.optimizer is not None:
+            self.optimizer.step()
+        between("optimizer")
+        self.parallel.zero_grad()
+
+    def undisturbed(self, steps: int) -> float:
+        times: list[float] = []
+        dist.barrier()
+        for _ in range(steps):
+            begin = now(self.device)
+            self.step()
+            times.append(now(self.device) - begin)
+        return median(times)
+
+    def node_by_node(self) -> dict[str | Moved, float]:
+        """Median seconds of each phase, of each collective, and of waiting for other ranks before those."""
+        found = [self._one_watched() for _ in range(WATCHED)]
+        keys = dict.fromkeys(key for spent in found for key in spent)
+        return {key: median(spent.get(key, 0.0) for spent in found) for key in keys}
+
+    def _one_watched(self) -> dict[str | Moved, float]:
+        spent: dict[str | Moved, float] = {}
+        at = 0.0
+
+        def between(phase: str) -> None:
+            nonlocal at
+            if phase == "optimizer":
+                spent[phase] = now(self.device) - at
+            dist.barrier()
+            at = now(self.device)
+
+        with self.instead(lambda program: self._watched(program, spent)):
+            self.step(between)
+        return spent
+
+    def _watched(self, program: Program, spent: dict[str | Moved, float]) -> Program:
+        parts = {"forward": program.forward, "backward": program.backward}
+        watches: dict[str, Any] = {
+            phase: None if module is None else Stopwatch(module, phase, self.axis_of, self.device, spent)
+            for phase, module in parts.items()
+        }
+        return replace(program, **watches)
+
+    @contextlib.contextmanager
+    def instead(self, change: Callable[[Program], Program]) -> Iterator[None]:
+        """Inside the context the module runs a changed program."""
+        modes = self.parallel._autopar.modes
+        before = dict(modes)
+        for key, mode in before.items():
+            modes[key] = replace(mode, runner=replace(mode.runner, program=change(mode.runner.program)))
+        try:
+            yield
+        finally:
+            modes.update(before)
+
+    def counted(self) -> tuple[Traffic, dict[str, int]]:
+        """What the collectives of one step move, and the most that is held in each phase."""
+        traffic, peaks = Traffic(self.plan.mesh, self.axis_of), {}
+        if self.device.type == "cuda":
+
+            def between(phase: str) -> None:
+                peaks[phase] = torch.cuda.max_memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+
+            torch.cuda.reset_peak_memory_stats()
+            with traffic:
+                self.step(between)
+        else:
+            live = LiveBytes()
+
+            def between(phase: str) -> None:
+                peaks[phase] = live.peak
+                live.peak = live.current
+
+            live.watch([*self.parallel.parameters(), *self.parallel.buffers(), self.args, self.kwargs])
+            live.watch([self.optimizer.state_dict()["state"] if self.optimizer is not None else ()])
+            live.watch([dict(mode.constants) for mode in self.parallel._autopar.modes.values()])
+            with live, traffic:
+                self.step(between)
+        return traffic, {**peaks, "step": max(peaks.values())}
+
+    # --- all ranks together ------------------------------------------------------------------------------------------
+
+    def report(
+        self, steps: int, pricer: Pricer | None, notes: tuple[str, ...], undisturbed: float,
+        spent: Mapping[str | Moved, float], traffic: Traffic, peaks: Mapping[str, int],
+    ) -> Measured:  # fmt: skip
+        plan, emitted = self.plan, emitted_calls(self.parallel.program, self.axis_of)
+        planned, calls, nbytes = plan.comm_bytes, traffic.calls, traffic.nbytes
+        kinds = sorted({*emitted, *planned})
+        calls[OTHER] = sum(count for kind, count in calls.items() if kind not in kinds)
+        kinds.append(OTHER)
+        phases = [phase for phase in PHASES if phase in peaks and (phase != "optimizer" or self.optimizer is not None)]
+        seconds = self.largest([undisturbed, *(spent.get(key, 0.0) for key in (*phases, *kinds, WAITING))])
+        told = dict(zip(("step", *phases, *kinds, WAITING), seconds, strict=True))
+        held = dict(zip(peaks, self.largest(list(peaks.values())), strict=True))
+        counts = [calls[kind] for kind in kinds] + [nbytes[kind] for kind in kinds]
+        most = [int(count) for count in self.largest(counts)]
+        if most != [-int(count) for count in self.largest([-count for count in counts])]:
+            notes = (*notes, "ranks received different numbers of bytes; the largest stand above")
+        in_phase, in_collective = ({}, {}) if pricer is None else predicted_seconds(plan, pricer)
+        if pricer is None:
+            notes = (*notes, f"profile {plan.hardware} is not at hand: give it with --hardware to see all predictions")
+        room = predicted_peaks(
+            plan, pricer or Pricer.on(plan.mesh, Hardware.load("cpu-gloo"), plan.optimizer, plan.bucket_bytes)
+        )
+        where = f"{plan.mesh.ranks} processes of {device_name(self.device.type)} on {platform.node()}"
+        if self.device.type == "cpu":
+            where += f", {processors()} processors, {torch.get_num_threads()} thread(s) each"
+        return Measured(
+            str(plan.mesh), plan.hardware, plan.optimizer,
+            f"{where}, {dist.get_backend()}, torch {torch.__version__}, {date.today()}", steps,
+            Pair(plan.step_seconds, told["step"]),
+            {phase: Pair(in_phase.get(phase), told[phase]) for phase in phases},
+            tuple(
+                Collective(
+                    *kind, (emitted[kind], most[i]), (planned.get(kind, 0), most[len(kinds) + i]),
+                    Pair(None if pricer is None else in_collective.get(kind, 0.0), told[kind]),
+                )
+                for i, kind in enumerate(kinds)
+                if kind != OTHER or most[i]
+            ),
+            told[WAITING], {phase: Pair(room[phase], held[phase]) for phase in (*phases, "step")}, notes,
+        )  # fmt: skip
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """Of each value the largest over the ranks."""
+        told = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return told.tolist()
+
+
+# --- what there is to run --------------------------------------------------------------------------------------------
+
+
+def _pricer(plan: Plan, hardware: Hardware | None, device_type: str) -> Pricer | None:
+    """What priced the plan: the given profile, the one of that name, or this machine's own; None if it is none of them.
+    Raises PlanMismatch where the given profile has other figures.
+    """
+    if hardware is not None:
+        return pricer_of(plan, hardware)
+    with contextlib.suppress(PlanMismatch, ValueError):
+        return pricer_of(plan)
+    with contextlib.suppress(PlanMismatch, ValueError, OSError):
+        return pricer_of(plan, hardware_or_here(None, device_type))
+    return None
+
+
+def _materialise(parallel: ParallelModule, device_type: str) -> tuple[str, ...]:
+    """Give tensors on the meta device values that neither overflow nor vanish."""
+    tensors = [*parallel.named_parameters(), *parallel.named_buffers()]
+    empty = {name for name, tensor in tensors if tensor.is_meta}
+    if not empty:
+        return ()
+    if len(empty) < len(tensors):
+        raise ValueError("some of the model is on the meta device and some is not; build all of it, or none")
+    parallel.to_empty(device=device_type)
+    with torch.no_grad():
+        for name, tensor in [*parallel.named_parameters(), *parallel.named_buffers()]:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.is_floating_point() and local.ndim > 1:
+                local.normal_(0.0, 0.02)
+            else:
+                local.fill_(0 if not local.is_floating_point() or name.endswith("bias") else 1)
+    return ("the model was built on the meta device: its values are random",)
+
+
+def _inputs(
+    plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with real tensors, the same on every rank, each of them a tensor of its own."""
+    leaves, spec = flatten_inputs(args, kwargs)
+    node_of = {node.target: node.name for node in plan.graph.nodes if node.op == "input"}
+    below = input_bounds(plan.graph)
+    made: list[Any] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        for path, leaf in leaves:
+            if isinstance(leaf, Tensor):
+                bound = below.get(node_of.get(path, ""))
+                cpu, device = torch.device("cpu"), torch.device(device_type)
+                leaf = random_tensor(type_of(leaf), cpu, bound).to(device) if leaf.is_meta else leaf.detach().clone()
+            made.append(leaf)
+    positional, named = pytree.tree_unflatten(made, spec)
+    return positional, named

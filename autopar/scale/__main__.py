@@ -1,0 +1,168 @@
+"""The command line: `python -m autopar.scale plan.json`. Needs no GPU and no model: the plan has its graph."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from autopar.graph import Graph
+from autopar.plan import Plan, PlanMismatch
+from autopar.scale.grow import Sources, growth_where_possible, usual_sources
+from autopar.scale.report import report, spelled
+from autopar.scale.study import Ground, study
+from autopar.timeline import pricer_of
+from cost_models.hardware import Hardware
+
+BAD_ARGUMENTS, INTERRUPTED = 2, 130
+
+DESCRIPTION = """\
+Say how a plan's time and memory grow with the batch, the sequence and the devices, where it leaves memory, and where
+another plan would be better. The plan's file is all that is needed."""
+
+EPILOG = """\
+example
+  $ python -m autopar.search examples/gpt2.py:build --mesh data=4,tensor=2 --hardware h100-sxm -o plan.json
+  $ python -m autopar.scale plan.json
+
+What grows is named by dims of the model's inputs. The batch is dim 0 of the inputs that agree in it, the sequence dim 1
+of integer inputs; --grow sequence=x:1 says it for others, --grow frames=video:1 adds a name, --grow sequence= takes one
+out. The rest of the graph follows from the operators' sharding rules; where it does not, the answer says so.
+
+exit status: 0 answered, 2 bad arguments, 130 interrupted
+"""
+
+
+class BadArgument(ValueError):
+    """The command line cannot be followed; the message is one sentence for the user."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadArgument(f"{message}; see python -m autopar.scale --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m autopar.scale", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("plan", metavar="PLAN", help="a file that python -m autopar.search wrote with -o")
+    add("--grow", action="append", default=[], metavar="NAME=INPUT:DIM[,INPUT:DIM...]",
+        help="a size that grows, by dims of inputs; may stand several times (default: batch and sequence)")  # fmt: skip
+    add("--times", default="2,4", metavar="N[,N...]", help="by what each of them grows in the table (default: 2,4)")
+    add("--hardware", metavar="NAME|FILE", help="the profile that the plan was made with, if it is your own file")
+    add("--no-search", action="store_true", help="do not search for better plans; each takes as long as a search")
+    add("--time-limit", type=float, default=60.0, metavar="S", help="seconds for each of these searches (default: 60)")
+    add("--quiet", action="store_true", help="no progress lines on stderr")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status. Unless it is 0, a sentence on stderr says why."""
+    try:
+        return _scale(_parser().parse_args(arguments))
+    except (BadArgument, PlanMismatch) as error:
+        return _say(error, BAD_ARGUMENTS)
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+
+
+def _say(what: object, status: int) -> int:
+    print(f"autopar.scale: {what}", file=sys.stderr)
+    return status
+
+
+def _scale(given: argparse.Namespace) -> int:
+    started = time.perf_counter()
+
+    def progress(text: str) -> None:
+        if not given.quiet:
+            print(f"{time.perf_counter() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    times = _times(given.times)
+    if not 0 < given.time_limit < math.inf:
+        raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
+    plan = _plan(given.plan)
+    hardware = _hardware(given.hardware or plan.hardware, plan)
+    progress(f"read {given.plan}: {len(plan.graph.nodes):,} operators on {plan.mesh}")
+    try:
+        growth, why_not = growth_where_possible(plan.graph, _sources(given.grow, plan.graph))
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+    found = study(
+        Ground(plan, growth, hardware), times,
+        why_not=why_not, search_s=None if given.no_search else given.time_limit, progress=progress,
+    )  # fmt: skip
+    print(report(found), end="")
+    return 0
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _times(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 1 for part in parts):
+        raise BadArgument(f"--times {text!r} are not whole numbers from 2; write for example 2,4,8")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _plan(path: str) -> Plan:
+    try:
+        return Plan.load(Path(path))
+    except OSError as error:
+        raise BadArgument(
+            f"plan {path} cannot be read: {error.strerror}; make one with python -m autopar.search ... -o FILE"
+        ) from error
+
+
+def _hardware(name: str, plan: Plan) -> Hardware:
+    try:
+        hardware = Hardware.load(name)
+    except OSError as error:
+        raise BadArgument(f"hardware profile {name} cannot be read: {error.strerror}") from error
+    except PlanMismatch:
+        raise
+    except ValueError as error:
+        raise BadArgument(f"{error}; give the plan's own with --hardware FILE") from error
+    pricer_of(plan, hardware)  # raises PlanMismatch for other figures
+    return hardware
+
+
+def _sources(grow: Sequence[str], graph: Graph) -> Sources:
+    """The usual ones, less the dims that were given another name."""
+    usual = usual_sources(graph)
+    given: dict[str, tuple[tuple[str, int], ...]] = {}
+    targets = {spelled(node.target): node.target for node in graph.nodes if node.op == "input"}
+    for text in grow:
+        name, equals, dims = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise BadArgument(f"--grow {text!r} is not NAME=INPUT:DIM; write for example sequence=x:1")
+        if not dims:
+            usual.pop(name, None)
+            continue
+        listed: list[tuple[str, int]] = []
+        for part in dims.split(","):
+            target, colon, dim = part.strip().rpartition(":")
+            if not colon or not dim.isdigit():
+                raise BadArgument(f"--grow {text!r}: {part!r} is not INPUT:DIM; write for example x:1")
+            if target not in targets and target not in targets.values():
+                raise BadArgument(f"--grow {text!r}: no input {target!r}; this plan has {', '.join(targets)}")
+            listed.append((targets.get(target, target), int(dim)))
+        given[name] = tuple(listed)
+    taken = {dim for dims in given.values() for dim in dims}
+    kept = {name: left for name, dims in usual.items() if (left := tuple(dim for dim in dims if dim not in taken))}
+    found = {**kept, **given}
+    if not found:
+        raise BadArgument("this plan's model has no inputs with a batch; say what grows with --grow NAME=INPUT:DIM")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Closed forms: flops, bytes and memory as expressions in the sizes that grow and in the sizes of the mesh axes.
+
+`operator_forms` has them for one strategy of one operator, in the factors of its rule; `totals` for a whole plan. Both
+run the code that computes the numbers, on symbols. What holds for a closed form: pieces are even, and of more than one
+row, so that a layout change copies where it would in general (a dim with one row left needs no copy).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from autopar.decide import Holding, Referee
+from autopar.graph import Node, TensorType
+from autopar.layout import local_type
+from autopar.liveness import holds_storage, liveness
+from autopar.mesh import Mesh
+from autopar.plan import Plan, read_once
+from autopar.price import Pricer
+from autopar.rules.notation import Dim, Rule
+from autopar.scale.elsewhere import Elsewhere, elsewhere
+from autopar.scale.grow import Growth
+from autopar.strategy import make_strategy
+from autopar.work import flops_of
+from cost_models.formulas import Form, Powers, at, form_of, symbol, terms
+from cost_models.steps import COLLECTIVES, Comm, Compute, Step
+
+Payload = Mapping[tuple[str, str], Any]  # (collective, axis) -> bytes that one rank passes to it
+
+STATES, ACTIVATIONS = "parameters, gradients, optimizer states", "activations and temporaries"
+RESIDENT = ("parameter ", "buffer ", "gradient of ", "optimizer states of ")  # how tenants of the former are called
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does: `flops`, `moved` (bytes in device memory), `payload`; `mesh` has the sizes of the axes."""
+
+    flops: Any
+    moved: Any
+    payload: Payload
+    mesh: Mesh
+
+    @property
+    def received(self) -> dict[tuple[str, str], Any]:
+        """(collective, axis) -> bytes that one rank receives. `received_bytes` cuts each phase to whole bytes."""
+        return {
+            (collective, axis): COLLECTIVES[collective].received(self.mesh.size(axis), nbytes)
+            for (collective, axis), nbytes in self.payload.items()
+        }
+
+
+def work_of(steps: Iterable[Step], mesh: Mesh) -> Work:
+    """The sum over steps (without loops, which no plan has)."""
+    flops: Any = 0
+    moved: Any = 0
+    payload: dict[tuple[str, str], Any] = defaultdict(int)
+    for step in steps:
+        match step:
+            case Compute():
+                flops, moved = flops + step.flops, moved + step.nbytes
+            case Comm():
+                if step.ranks > 1:
+                    payload[step.collective, step.axis] += step.nbytes
+            case _:
+                raise ValueError(f"no closed form of a {type(step).__name__}")
+    return Work(flops, moved, dict(sorted(payload.items())), mesh)
+
+
+# --- one operator ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OperatorForms:
+    """One strategy in closed form: the work of one rank, and the bytes of the results that it holds.
+
+    `sizes`: the present value of every symbol that stands for a factor.
+    """
+
+    work: Work
+    held: Any
+    sizes: Mapping[str, int]
+
+
+def operator_forms(node: Node, rule: Rule, roles: tuple[str, ...], mesh: Mesh, dtypes: Sequence[str]) -> OperatorForms:
+    """The closed forms of the strategy that splits as `roles` say. Factors become symbols in capitals, axes of `mesh`
+    with more than one rank symbols of their own names; `dtypes` are those of the operands.
+    """
+    symbols = {factor: _capitals(factor, mesh) for factor in rule.sizes}
+
+    def shape(dims: Sequence[Dim]) -> tuple[Any, ...]:
+        return tuple(math.prod(symbol(symbols[factor]) for factor in dim) for dim in dims)
+
+    types = tuple(TensorType(shape(dims), dtype) for dims, dtype in zip(rule.inputs, dtypes, strict=True))
+    outputs = tuple(
+        None if type is None else TensorType(shape(dims), type.dtype)
+        for dims, type in zip(rule.outputs, node.outputs, strict=True)
+    )
+    node, axes = replace(node, outputs=outputs), symbolic(mesh)
+    strategy = make_strategy(node, types, rule, roles, axes, *flops_of(node, types))
+    held: Any = 0
+    if holds_storage(node.op):
+        for type, layout in zip(outputs, strategy.gives, strict=True):
+            held += 0 if type is None else local_type(type, layout, axes).nbytes
+    return OperatorForms(
+        work_of(strategy.steps, axes), held, {symbols[factor]: size for factor, size in rule.sizes.items()}
+    )
+
+
+def _capitals(factor: str, mesh: Mesh) -> str:
+    name = factor.upper()
+    return f"{name}_" if name in mesh.names else name
+
+
+def symbolic(mesh: Mesh, taken: Collection[str] = ()) -> Mesh:
+    """The mesh with a symbol for the size of every axis of more than one rank: the axis' name, if it is not `taken`."""
+    names = _axis_symbols(mesh, taken)
+    sizes = tuple(
+        symbol(names[axis]) if axis in names else size for axis, size in zip(mesh.names, mesh.sizes, strict=True)
+    )
+    return Mesh(mesh.names, sizes)
+
+
+def _axis_symbols(mesh: Mesh, taken: Collection[str]) -> dict[str, str]:
+    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    return {axis: f"{axis}_ranks" if axis in taken else axis for axis, size in sizes.items() if size > 1}
+
+
+# --- a whole plan ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Totals:
+    """One training step of one rank, in closed form.
+
+    `work`: the operators, layout changes and the optimizer. `peaks`: the instants at which memory may peak, each with
+    the bytes of `STATES` and of `ACTIVATIONS`; memory is the maximum over them. `here`: the plan's values of all
+    symbols.
+    """
+
+    work: Work
+    peaks: tuple[Mapping[str, Any], ...]
+    here: Mapping[str, int]
+
+    def peak(self, values: Mapping[str, int]) -> Fraction:
+        """Bytes of device memory at the highest instant."""
+        return max(_bytes_at(one, values) for one in self.peaks)
+
+    def highest(self, values: Mapping[str, int]) -> Mapping[str, Any]:
+        """The instant that is the highest at these values."""
+        return max(self.peaks, key=lambda one: _bytes_at(one, values))
+
+
+def totals(plan: Plan, growth: Growth, pricer: Pricer) -> Totals:
+    """The plan's closed forms, in the sizes that grow and the axes of its mesh."""
+    mesh = symbolic(plan.mesh, growth.base)
+    there = elsewhere(plan, growth, {name: symbol(name) for name in growth.base}, mesh)
+    axes = {name: plan.mesh.size(axis) for axis, name in _axis_symbols(plan.mesh, growth.base).items()}
+    return totals_of(there, replace(pricer, mesh=mesh), {**growth.base, **axes})
+
+
+def totals_of(there: Elsewhere, pricer: Pricer, here: Mapping[str, int]) -> Totals:
+    """Totals of a plan whose sizes are forms, or numbers. `pricer` is one of its mesh."""
+    referee = Referee(there.graph, there.choices, there.deliveries, pricer)
+    return Totals(work_of(_all_steps(there, pricer), there.mesh), _peaks(referee.holdings()), here)
+
+
+def _all_steps(there: Elsewhere, pricer: Pricer) -> Iterable[Step]:
+    trained = liveness(there.graph).grad_at
+    for node in there.graph.nodes:
+        choice = there.choices[node.name]
+        for read in read_once(node, choice):
+            for change in read:
+                yield from change.steps(there.mesh.size(change.axis))
+        yield from choice.steps
+        if node.op == "parameter" and node.target in trained and node.outputs[0] is not None:
+            yield pricer.update_step(pricer.local_bytes(node.outputs[0], choice.gives[0]), node.outputs[0].dtype)
+    for delivery in there.deliveries:
+        for change in delivery.changes if delivery is not None else ():
+            yield from change.steps(there.mesh.size(change.axis))
+
+
+def _bytes_at(one: Mapping[str, Any], values: Mapping[str, int]) -> Fraction:
+    return sum((at(form, values) for form in one.values()), Fraction(0))
+
+
+Level = dict[tuple[str, Powers], Fraction]
+
+
+def _peaks(holdings: Sequence[Holding]) -> tuple[Mapping[str, Any], ...]:
+    """Of all instants those that are not below another one whatever the sizes: no term of theirs is larger there."""
+    change: dict[int, Level] = defaultdict(lambda: defaultdict(Fraction))
+    for held in holdings:
+        kind = STATES if held.tenant.startswith(RESIDENT) else ACTIVATIONS
+        for powers, times in terms(held.nbytes).items():
+            change[held.start][kind, powers] += times
+            change[held.end][kind, powers] -= times
+    level: Level = defaultdict(Fraction)
+    kept: list[tuple[dict[Powers, Fraction], Level]] = []
+    for instant in sorted(change):
+        for key, times in change[instant].items():
+            level[key] += times
+        total: dict[Powers, Fraction] = defaultdict(Fraction)
+        for (_, powers), times in level.items():
+            total[powers] += times
+        if not any(_is_below(total, other) for other, _ in kept):
+            kept = [(other, at) for other, at in kept if not _is_below(other, total)]
+            kept.append((total, dict(level)))
+    return tuple(
+        {
+            kind: form_of({powers: times for (of, powers), times in level.items() if of == kind and times})
+            for kind in (STATES, ACTIVATIONS)
+        }
+        for _, level in kept
+    )
+
+
+def _is_below(one: Mapping[Powers, Fraction], other: Mapping[Powers, Fraction]) -> bool:
+    return all(one.get(powers, 0) <= other.get(powers, 0) for powers in {*one, *other})
+
+
+# --- as text ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Term:
+    """One product of a sum: `times` * `powers`, which is `value` now."""
+
+    times: Fraction
+    powers: Powers
+    value: Fraction
+
+    def spelled(self) -> str:
+        """` * batch * sequence^2 / (data * tensor)`; empty where nothing grows."""
+
+        def words(sign: int) -> list[str]:
+            return [
+                name if power * sign == 1 else f"{name}^{power * sign}"
+                for name, power in self.powers
+                if power * sign > 0
+            ]
+
+        above, below = words(1), words(-1)
+        under = f" / ({' * '.join(below)})" if len(below) > 1 else f" / {below[0]}" if below else ""
+        return "".join(f" * {word}" for word in above) + under
+
+
+def terms_of(form: Form | int | float, here: Mapping[str, int]) -> list[Term]:
+    """The largest first."""
+    found = [Term(times, powers, at(form_of({powers: times}), here)) for powers, times in terms(form).items()]
+    return sorted(found, key=lambda term: (-abs(term.value), term.powers))
