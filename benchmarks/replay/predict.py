@@ -1,0 +1,172 @@
+"""A row's prediction: its model traced, its plan made as published, priced and played on its machine.
+
+Time is that of the event simulator with overlap: weights are gathered one layer ahead, a gradient's reduction is waited
+for by the optimizer, everything else where it is read.
+
+Memory is compared with what torchtitan logs, the bytes that PyTorch's caching allocator has reserved. The allocator
+keeps what was freed, but only for the stream that asked for it first, so every stream's own peak counts. FSDP2 uses
+three: the compute stream; one that makes the flat buffers of all-gathers, of which the root's and the first layer's
+live together; one for what reduce-scatters give, the gradients, which the optimizer frees.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from autopar.events import events_of
+from autopar.graph import Graph, Node, TensorType
+from autopar.layout import REPLICATE, local_type
+from autopar.plan import Plan
+from autopar.price import Pricer
+from benchmarks.replay.kernels import as_kernels
+from benchmarks.replay.llama import SHAPES, graph_of_model, with_batch
+from benchmarks.replay.published import plan_as_published
+from benchmarks.replay.recompute import checkpointed, layer_of
+from benchmarks.replay.repeat import TRACED, repeated
+from benchmarks.replay.rows import Row, machine
+from cost_models.curves import INTENSITY, Curve
+from cost_models.hardware import Hardware
+from cost_models.simulator import COMPUTE as COMPUTE_STREAM
+from cost_models.simulator import Event, Hold, play
+
+PREFETCH = 8  # matrix operators of a layer's forward pass: seven products and attention
+TRACED_BATCH = 131  # a prime, so that no other size is taken for it
+COMPUTE, GATHERS, GRADIENTS = "hbm", "hbm of gathers", "hbm of gradients"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one step, and bytes of one rank that a caching allocator reserves.
+
+    `parts`: seconds of the compute stream's work, and of its waiting for each other stream. `reserved_by`: bytes by the
+    stream that asked for them.
+    """
+
+    seconds: float
+    parts: Mapping[str, float]
+    reserved_by: Mapping[str, int]
+
+    @property
+    def reserved(self) -> int:
+        return sum(self.reserved_by.values())
+
+
+def hardware_of(row: Row, attention_flops_per_s: Mapping[str, float]) -> Hardware:
+    """The profile of a row's machine, with the rate of attention where the profile has none."""
+    hardware = machine(row.source.hardware)
+    if hardware.name in attention_flops_per_s:
+        curve = Curve(((200.0, attention_flops_per_s[hardware.name]),), over=INTENSITY)
+        hardware = replace(hardware, curves={**hardware.curves, "attention.bfloat16": curve})
+    return hardware
+
+
+def with_rate(hardware: Hardware, bfloat16: float) -> Hardware:
+    """The same machine with another rate of matrix products."""
+    return replace(hardware, achieved_flops_per_s={**hardware.achieved_flops_per_s, "bfloat16": bfloat16})
+
+
+@cache
+def plan_of(row: Row, hardware: Hardware) -> Plan:
+    """The row's plan at full length, with the steps of its kernels."""
+    shape = SHAPES[row.model]
+    graph = with_batch(_graph(row.model, row.sequence), TRACED_BATCH, row.batch, row.sequence)
+    graph = checkpointed(graph, row.recompute, keep_sums=row.tensor_ranks > 1, hold_saved=not row.compile)
+    plan = as_kernels(plan_as_published(graph, row.mesh, hardware), layer_of if row.compile else _none)
+    return repeated(plan, shape["layers"])
+
+
+@cache
+def _graph(model: str, sequence: int) -> Graph:
+    return graph_of_model(SHAPES[model], TRACED, TRACED_BATCH, sequence)
+
+
+def _none(node: Node) -> None:
+    return None
+
+
+def predict(row: Row, hardware: Hardware, plan: Plan) -> Prediction:
+    """Play the plan on that machine."""
+    events = _events(row, hardware, plan)
+    events[0] = replace(events[0], holds=(*events[0].holds, *_root(plan)))
+    if row.tensor_ranks > 1:
+        events = [_with_loss_parallel(event, plan) for event in events]
+    timeline = play([_by_stream(event) for event in events])
+    parts = {"compute": timeline.busy_s[timeline.main], **timeline.exposed_s}
+    return Prediction(timeline.seconds, parts, {tier: memory.peak_bytes for tier, memory in timeline.memory.items()})
+
+
+def seconds_of(row: Row, hardware: Hardware, plan: Plan) -> float:
+    """Only the seconds."""
+    return play(_events(row, hardware, plan)).seconds
+
+
+def _events(row: Row, hardware: Hardware, plan: Plan) -> list[Event]:
+    return events_of(
+        plan, Pricer.on(row.mesh, hardware, plan.optimizer, plan.bucket_bytes), overlap=True, prefetch=PREFETCH
+    )
+
+
+def fitted_rate(row: Row, hardware: Hardware, plan: Plan) -> float:
+    """The rate of bfloat16 products at which the simulated step takes the seconds of the row.
+
+    Seconds are close to linear in 1 / rate, so a secant in that finds it in a few steps.
+    """
+    slow, fast = (1 / rate for rate in (hardware.rate("bfloat16", "matmul"), hardware.flops_per_s["bfloat16"]))
+    ends = [(inverse, seconds_of(row, with_rate(hardware, 1 / inverse), plan)) for inverse in (fast, slow)]
+    for _ in range(8):
+        (x0, y0), (x1, y1) = ends[-2:]
+        x2 = x1 + (row.seconds - y1) * (x1 - x0) / (y1 - y0)
+        ends.append((x2, seconds_of(row, with_rate(hardware, 1 / x2), plan)))
+        if abs(ends[-1][1] / row.seconds - 1) < 1e-4:
+            return 1 / x2
+    raise ValueError(f"no rate of products gives {row.seconds:.3f} s a step for row {row.name}")
+
+
+def _root(plan: Plan) -> list[Hold]:
+    """What FSDP2 keeps gathered although nothing reads it: the embedding, which is of its root, and between forward and
+    backward the last layer (`apply_fsdp` does not reshard it). And the flat buffers of all-gathers, see the module.
+    """
+    gathered: dict[int | None, int] = defaultdict(int)  # layer -> bytes of its parameters as they are gathered
+    embedding, data = 0, plan.mesh.names.index("data")
+    for node in plan.graph.nodes:
+        if node.op == "parameter":
+            (type,), (layout, *_) = node.outputs, plan.choices[node.name].gives
+            assert type is not None
+            whole = (*layout[:data], REPLICATE, *layout[data + 1 :])
+            nbytes = local_type(TensorType(type.shape, "bfloat16"), whole, plan.mesh).nbytes
+            gathered[layer_of(node)] += nbytes
+            embedding += nbytes if "embed" in node.target else 0
+    return [
+        Hold("embedding, gathered", embedding, COMPUTE, resident=True),
+        Hold("last layer, gathered", gathered[max(filter(None, gathered), default=0)], COMPUTE, resident=True),
+        Hold("flat buffers of all-gathers", gathered[None] + gathered[0], GATHERS, resident=True),
+    ]
+
+
+def _with_loss_parallel(event: Event, plan: Plan) -> Event:
+    """torch's `loss_parallel` runs the backward pass of the loss as (grad_input + exp(x)) * grad_output.
+
+    While its last product runs four tensors as large as the logits in float32 are alive, one more than the backward
+    operators of the traced loss hold (torch/distributed/tensor/parallel/loss.py).
+    """
+    about = dict(event.about)
+    if about.get("op") != "aten._log_softmax_backward_data.default" or event.stream != COMPUTE_STREAM:
+        return event
+    node = plan.graph.by_name[str(about["node"])]
+    (type,) = node.outputs
+    assert type is not None
+    nbytes = local_type(type, plan.choices[node.name].gives[0], plan.mesh).nbytes
+    return replace(event, holds=(*event.holds, Hold("loss parallel, exp(x) + grad", nbytes, COMPUTE)))
+
+
+def _by_stream(event: Event) -> Event:
+    """The same event, gradients in the memory of the stream that makes them."""
+    if not any(hold.tenant.startswith("gradient of ") for hold in event.holds):
+        return event
+    holds = tuple(
+        replace(hold, tier=GRADIENTS) if hold.tenant.startswith("gradient of ") else hold for hold in event.holds
+    )
+    return replace(event, holds=holds)
