@@ -84,10 +84,10 @@ def launch(processes: int) -> int:
         for rank in range(processes)
     ]
     try:
-        while any(rank.poll() is None for rank in ranks):
+        while None in [rank.poll() for rank in ranks]:
             if failed := next((rank.returncode for rank in ranks if rank.returncode), 0):
                 grace = time.monotonic() + 5  # the others have the same trouble: let them say so
-                while any(rank.poll() is None for rank in ranks) and time.monotonic() < grace:
+                while None in [rank.poll() for rank in ranks] and time.monotonic() < grace:
                     time.sleep(0.1)
                 return failed
             time.sleep(0.1)

@@ -91,7 +91,7 @@ def start(ranks: int, parts: str, budget_s: float, kind: str) -> list[Sample]:
                 threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
                 processes.append(subprocess.Popen(command, env=threads | os.environ | told))
             until = time.monotonic() + START_S + 20 * budget_s
-            while any(process.poll() is None for process in processes):
+            while None in [process.poll() for process in processes]:
                 failed = [i for i, process in enumerate(processes) if process.returncode]
                 if failed or time.monotonic() > until:
                     why = f"rank {failed[0]} failed; its error stands above" if failed else "they take far too long"

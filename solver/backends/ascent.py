@@ -28,8 +28,8 @@ MOST_INSTANTS = 64  # with a price rising from zero at a time
 REACH = 0.05  # share of the bound that the first price step aims above it
 PATIENCE = 8  # price steps without a better bound before the step is cut
 RISE = 1e-6  # share of the bound that counts as better
-# Of earlier directions: picks jump to and fro, their average is near what the linear program holds. On S this raises the
-# bound by 4 %; on M the plain direction is better, so that it follows.
+# Of earlier directions: picks jump to and fro, their average is near what the linear program holds. On S this raises
+# the bound by 4 %; on M the plain direction is better, so that it follows.
 MEMORIES = (0.9, 0.0)
 CUT, SMALLEST = 1 / 1.5, 1e-5  # of the step; below the smallest the ascent ends
 SPACING = 1.15  # between the numbers of price steps after which picks are kept

@@ -71,7 +71,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float, progress
     """Exit codes, once all have ended: 2 s after the first failure, `limit_s` after the last change of `progress`."""
     until, seen = time.monotonic() + limit_s, 0
     try:
-        while any(process.poll() is None for process in processes):
+        while None in [process.poll() for process in processes]:
             if progress.exists() and (changed := progress.stat().st_mtime_ns) != seen:
                 until, seen = time.monotonic() + limit_s, changed
             if any(process.returncode for process in processes):
