@@ -3,13 +3,14 @@
 items    one per class of nodes (options: its strategies) and one per output of the model (options: its layouts)
 edges    producer -> consumer: the price of the layout change between them, for each use of the value;
          gradient -> parameter: the price of bringing the gradient into the parameter's layout
-usages   bytes of each storage over the instants it lives; bytes of each layout change's new tensor
-         over the instants its reader holds it; gradients and optimizer states with their parameter
+usages   bytes of each storage over the instants it lives, as `liveness` shares them out between its maker and
+         its last readers; of each layout change's new tensor, and the copies on the way; gradients, optimizer states
+         and what the optimizer makes while it steps with their parameter
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +18,11 @@ from numpy.typing import NDArray
 
 from autopar.classes import classes_of
 from autopar.graph import Graph, Node, Ref, TensorType
-from autopar.layout import REPLICATE, Layout, Partial
-from autopar.liveness import Liveness, holds_storage, liveness
+from autopar.layout import REPLICATE, Layout, Partial, local_type
+from autopar.liveness import Liveness, Read, liveness
 from autopar.price import Pricer
 from autopar.strategy import NOTHING, Strategy, even_layouts, operand_types
+from autopar.work import temporary_bytes
 from solver import Edge, EdgeUsage, Problem, Usage
 
 Array = NDArray[np.float64]
@@ -52,7 +54,7 @@ class _Assembly:
         self.options: list[tuple[Strategy, ...]] = []
         self.costs: list[Array] = []
         self.names: list[str] = []
-        self.prices: dict[object, tuple[Array, Array]] = {}
+        self.prices: dict[object, tuple[Array, Array, Array]] = {}
         self.edge_at: dict[tuple[int, int, object], int] = {}
         self.edges: list[tuple[int, int, Array, int]] = []
         self.usages: list[Usage] = []
@@ -69,33 +71,62 @@ class _Assembly:
         return [strategy.gives[index] for strategy in self.options[item]]
 
     def between(
-        self, type: TensorType, producer: int, index: int, takes_of: tuple[int, int], takes: list[Layout]
-    ) -> tuple[Array, Array]:
-        """Seconds and bytes of the change from each option of the producer to each layout of the reader."""
-        key = (type, id(self.options[producer]), index, id(self.options[takes_of[0]]), takes_of[1])
+        self,
+        type: TensorType,
+        producer: int,
+        index: int,
+        takes_of: tuple[int, int],
+        takes: list[Layout],
+        by: Read | int,
+    ) -> tuple[Array, Array, Array]:
+        """Of the change from each option of the producer to each layout of the reader: seconds, bytes of the new
+        tensor, and bytes of all that it makes, at most at a time.
+        """
+        key = (
+            type,
+            id(self.options[producer]),
+            index,
+            id(self.options[takes_of[0]]),
+            takes_of[1],
+            self.live.gone.get(by),
+        )
         if key not in self.prices:
             gives = self.gives(producer, index)
-            self.prices[key] = self.pricer.reshard(type, gives, takes), self.pricer.reshard_bytes(type, gives, takes)
+            self.prices[key] = self.pricer.reshard(type, gives, takes), *self.made(type, gives, takes, by)
         return self.prices[key]
 
+    def made(self, type: TensorType, gives: list[Layout], takes: list[Layout], by: Read | int) -> tuple[Array, Array]:
+        beside, alone = self.pricer.reshard_rooms(type, gives, takes)
+        if (gone := self.live.gone.get(by)) is not None:
+            alone = alone - gone.of(self.pricer.nbytes(type, gives))[:, None]
+        return self.pricer.reshard_bytes(type, gives, takes), np.maximum(beside, alone)
+
     def delivered(
-        self, type: TensorType, producer: int, index: int, parameter: int, stored: list[Layout]
-    ) -> tuple[Array, Array]:
+        self, type: TensorType, producer: int, index: int, parameter: int, stored: list[Layout], by: int
+    ) -> tuple[Array, Array, Array]:
         """`between`, of a gradient and its parameter."""
-        key = ("delivered", type, id(self.options[producer]), index, id(self.options[parameter]))
+        key = (
+            "delivered",
+            type,
+            id(self.options[producer]),
+            index,
+            id(self.options[parameter]),
+            self.live.gone.get(by),
+        )
         if key not in self.prices:
             gives = self.gives(producer, index)
-            self.prices[key] = self.pricer.deliver(type, gives, stored), self.pricer.reshard_bytes(type, gives, stored)
+            self.prices[key] = self.pricer.deliver(type, gives, stored), *self.made(type, gives, stored, by)
         return self.prices[key]
 
     def brought_once(
-        self, cost: Array, nbytes: Array, item: int, position: int, earlier: list[int]
-    ) -> tuple[Array, Array]:
+        self, told: tuple[Array, Array, Array], item: int, position: int, earlier: list[int]
+    ) -> tuple[Array, Array, Array]:
         """Nothing more, where an option takes the value in one layout at `position` and at an earlier one (x * x)."""
-        key = ("brought once", id(cost), id(nbytes), id(self.options[item]), position, tuple(earlier))
+        key = ("brought once", *map(id, told), id(self.options[item]), position, tuple(earlier))
         if key not in self.prices:
             again = [any(s.takes[position] == s.takes[place] for place in earlier) for s in self.options[item]]
-            self.prices[key] = np.where(again, 0.0, cost), np.where(again, 0.0, nbytes)
+            cost, nbytes, room = (np.where(again, 0.0, array) for array in told)
+            self.prices[key] = cost, nbytes, room
         return self.prices[key]
 
     def without_reduction(
@@ -111,7 +142,7 @@ class _Assembly:
                 ]
                 for give in self.gives(producer, index)
             ]
-            self.prices[key] = np.where(np.array(lost), np.inf, cost), cost
+            self.prices[key] = np.where(np.array(lost), np.inf, cost), cost, cost
         return self.prices[key][0]
 
     def add_edge(self, src: int, dst: int, cost: Array) -> int:
@@ -125,9 +156,23 @@ class _Assembly:
         self.edges[number] = (src, dst, cost, count + 1)
         return number
 
-    def held(self, edge: int, start: int, end: int, nbytes: Array) -> None:
-        if nbytes.any():
-            self.edge_usages.append(EdgeUsage(edge, DEVICE, start, end, nbytes))
+    def changed(self, edge: int, start: int, end: int, nbytes: Array, room: Array) -> None:
+        """A layout change at instant `start`, whose new tensor is held until before `end`."""
+        if room.any():
+            self.edge_usages.append(EdgeUsage(edge, DEVICE, start, start + 1, room))
+        if end > start + 1 and nbytes.any():
+            self.edge_usages.append(EdgeUsage(edge, DEVICE, start + 1, end, nbytes))
+
+    def held(self, item: int, start: int, end: int, nbytes: Array) -> None:
+        if end > start and nbytes.any():
+            self.usages.append(Usage(item, DEVICE, start, end, nbytes))
+
+    def sizes(self, type: TensorType, item: int, what: object, layouts: Callable[[], list[Layout]]) -> Array:
+        """Bytes of a tensor in the layout that each option has of it."""
+        key = (type, id(self.options[item]), what)
+        if key not in self.size_of:
+            self.size_of[key] = self.pricer.nbytes(type, layouts())
+        return self.size_of[key]
 
 
 def assemble(
@@ -178,7 +223,7 @@ def _update_costs(work: _Assembly, node: Node) -> Array:
     """The optimizer's pass over the parameter, if it has a gradient."""
     (type,) = node.outputs
     assert type is not None
-    if node.target not in work.live.grad_at:
+    if node.target not in work.live.update_at:
         return np.zeros(len(work.strategies[node.name]))
     layouts = [strategy.gives[0] for strategy in work.strategies[node.name]]
     return np.array(
@@ -193,37 +238,52 @@ def _add_reads(work: _Assembly) -> None:
     for node in work.graph.nodes:
         item = work.item_of[node.name]
         types = operand_types(node, work.node_of)
-        at = work.live.at[node.name]
-        until = at + 1 if holds_storage(node.op) else work.live.end_of[node.name]
         for position, (ref, type) in enumerate(zip(node.operands, types, strict=True)):
+            read = node.name, position
             takes = [strategy.takes[position] for strategy in work.options[item]]
             producer = work.item_of[ref.name]
-            cost, nbytes = work.between(type, producer, ref.index, (item, position), takes)
+            cost, nbytes, room = work.between(type, producer, ref.index, (item, position), takes, read)
             if node.op == "autopar.to_reduce_dtype":
                 cost = work.without_reduction(cost, producer, ref.index, (item, position), takes)
             if earlier := [place for place in range(position) if node.operands[place] == ref]:
-                cost, nbytes = work.brought_once(cost, nbytes, item, position, earlier)
+                cost, nbytes, room = work.brought_once((cost, nbytes, room), item, position, earlier)
             edge = work.add_edge(producer, item, cost)
-            work.held(edge, at, until, nbytes)
+            work.changed(edge, work.live.read_at[read], work.live.new_until[read], nbytes, room)
+            if (turn := work.live.turn_of.get(read)) is not None:
+                sizes = work.sizes(type, item, position, lambda takes=takes: takes)
+                work.held(item, turn.start, turn.end, turn.share.of(sizes))
+        _add_temporaries(work, node)
+
+
+def _add_temporaries(work: _Assembly, node: Node) -> None:
+    """What the operator makes and drops while it runs."""
+    item, at = work.item_of[node.name], work.live.at[node.name]
+    types, mesh = operand_types(node, work.node_of), work.pricer.mesh
+    if temporary_bytes(node, types):
+        sizes = [
+            temporary_bytes(node, [local_type(t, layout, mesh) for t, layout in zip(types, s.takes, strict=True)])
+            for s in work.options[item]
+        ]
+        work.held(item, at, at + 1, np.array(sizes, dtype=np.float64))
 
 
 def _add_results(work: _Assembly, whole_outputs: bool) -> None:
     mesh = work.pricer.mesh
     parameter_of = {node.target: node.name for node in work.graph.nodes if node.op == "parameter"}
     tangent_of = {node.target: node.name for node in work.graph.nodes if node.op == "tangent"}
-    for result in work.graph.results:
+    for place, result in enumerate(work.graph.results):
         if result.ref is None:
             continue
         type = _type(work, result.ref)
         producer = work.item_of[result.ref.name]
-        end = work.live.instants
-        at = work.live.at[result.ref.name]
+        at, until, turn = work.live.sent_at[place], work.live.sent_until[place], work.live.sent_turn.get(place)
         if result.kind == "gradient":
             parameter = work.item_of[parameter_of[result.target]]
             stored = [strategy.gives[0] for strategy in work.options[parameter]]
-            cost, nbytes = work.delivered(type, producer, result.ref.index, parameter, stored)
-            edge = work.add_edge(producer, parameter, cost)
-            work.held(edge, at, at + 1, nbytes)
+            cost, nbytes, room = work.delivered(type, producer, result.ref.index, parameter, stored, place)
+            work.changed(work.add_edge(producer, parameter, cost), at, until, nbytes, room)
+            if turn is not None:
+                work.held(parameter, turn.start, turn.end, turn.share.of(work.pricer.nbytes(type, stored)))
             continue
         whole = result.kind == "buffer" or not type.shape or whole_outputs
         everywhere: Layout = (REPLICATE,) * len(mesh.sizes)
@@ -233,8 +293,10 @@ def _add_results(work: _Assembly, whole_outputs: bool) -> None:
         )
         name = output_name(result.target) if result.kind == "output" else f"buffer[{result.target}]"
         item = work.item_of[name] = work.add_item(name, options, np.zeros(len(options)))
-        cost, nbytes = work.between(type, producer, result.ref.index, (item, 0), layouts)
-        work.held(work.add_edge(producer, item, cost), at, end, nbytes)
+        cost, nbytes, room = work.between(type, producer, result.ref.index, (item, 0), layouts, place)
+        work.changed(work.add_edge(producer, item, cost), at, until, nbytes, room)
+        if turn is not None:
+            work.held(item, turn.start, turn.end, turn.share.of(work.pricer.nbytes(type, layouts)))
         if result.kind == "output" and result.target in tangent_of:
             tangent = work.item_of[tangent_of[result.target]]
             same = [[0.0 if give == layout else np.inf for layout in layouts] for give in work.gives(tangent, 0)]
@@ -248,27 +310,28 @@ def _type(work: _Assembly, ref: Ref) -> TensorType:
 
 
 def _add_storages(work: _Assembly) -> None:
+    live, pricer = work.live, work.pricer
+    for ref, (start, end) in live.made.items():
+        item, index = work.item_of[ref.name], ref.index
+        sizes = work.sizes(_type(work, ref), item, ref, lambda item=item, index=index: work.gives(item, index))
+        work.held(item, start, end, sizes)
     for node in work.graph.nodes:
-        if not holds_storage(node.op):
+        if node.op != "parameter" or (at := live.update_at.get(node.target)) is None:
             continue
-        item = work.item_of[node.name]
-        options = work.options[item]
-        key = (id(options), node.outputs)
-        if key not in work.size_of:
-            sizes = np.zeros(len(options))
-            for index, type in enumerate(node.outputs):
-                if type is not None:
-                    sizes += work.pricer.nbytes(type, work.gives(item, index))
-            work.size_of[key] = sizes
-        nbytes = work.size_of[key]
-        start, end = (
-            (0 if node.is_source and node.op != "tangent" else work.live.at[node.name]),
-            work.live.end_of[node.name],
+        item, ref = work.item_of[node.name], Ref(node.name)
+        nbytes = work.sizes(_type(work, ref), item, ref, lambda item=item: work.gives(item, 0))
+        work.held(
+            item, 0, live.instants, np.array([pricer.state_bytes(int(size)) for size in nbytes], dtype=np.float64)
         )
-        if nbytes.any():
-            work.usages.append(Usage(item, DEVICE, start, end, nbytes))
-        if node.op == "parameter" and (grad_at := work.live.grad_at.get(node.target)) is not None:
-            states = np.array([work.pricer.state_bytes(int(size)) for size in nbytes], dtype=np.float64)
-            if states.any():
-                work.usages.append(Usage(item, DEVICE, 0, work.live.instants, states))
-            work.usages.append(Usage(item, DEVICE, grad_at + 1, work.live.instants, nbytes))
+        for start, end, times in temporaries(live, pricer, at):
+            work.held(item, start, end, nbytes * times)
+
+
+def temporaries(live: Liveness, pricer: Pricer, at: int) -> list[tuple[int, int, int]]:
+    """(from instant, until before, times the parameter's bytes) of what the optimizer makes for the parameter that it
+    updates at `at`.
+    """
+    made = pricer.temporaries
+    if pricer.updates_together:
+        return [(live.gathered_at + 1, live.instants, made.together)]
+    return [(at, at + 1, made.own - made.left), (at, min(at + 2, live.instants), made.left)]

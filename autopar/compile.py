@@ -108,7 +108,7 @@ def compile(
                     if room is None or _still_good(known, room):
                         return known
             wanted: dict[str, Any] = {
-                "memory": room, "outputs": outputs, "fixed": fixed, "time_limit_s": time_limit_s,
+                "memory": room, "outputs": outputs, "fixed": fixed, "time_limit_s": time_limit_s, "simulation": True,
             }  # fmt: skip
             if question is None:
                 found = search(graph, mesh, machine, optimizer=optimizer, **wanted)

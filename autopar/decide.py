@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isclose
+from typing import Any
 
-from autopar.assemble import DEVICE, Assembled, output_name
+from autopar.assemble import DEVICE, Assembled, output_name, temporaries
 from autopar.graph import Graph, Node, Ref, Result, TensorType
-from autopar.layout import REPLICATE, Layout
-from autopar.liveness import holds_storage, liveness
+from autopar.layout import REPLICATE, Layout, local_type
+from autopar.liveness import Liveness, Read, liveness
 from autopar.plan import Choice, Delivery, Plan, read_once
 from autopar.price import Pricer
-from autopar.reshard import Reshard
+from autopar.reshard import Reshard, travels_together
 from autopar.strategy import Strategy, operand_types
+from autopar.work import temporary_bytes
 from cost_models.steps import Comm, Step
+
+ROW = "gradients in a row"
 
 
 class RefereeError(AssertionError):
@@ -71,26 +76,33 @@ def choose(
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """`tenant` holds `nbytes` of the device during the instants start <= t < end."""
+    """`tenant` holds `nbytes` of the device during the instants start <= t < end.
+
+    `node`: whose result or operand it is, if it is one. `read`: the layout change that made it, of an operand or of a
+    result of the graph; `is_way`: what that makes on its way, rather than its new tensor.
+    """
 
     tenant: str
-    start: int
-    end: int
+    start: float
+    end: float
     nbytes: int
+    node: str = ""
+    read: Read | int | None = None
+    is_way: bool = False
 
 
 def peak_of(holdings: Sequence[Holding]) -> tuple[int, int]:
     """(bytes, first instant) of the highest point."""
-    change: dict[int, int] = defaultdict(int)
+    change: dict[float, int] = defaultdict(int)
     for held in holdings:
         change[held.start] += held.nbytes
         change[held.end] -= held.nbytes
-    level, peak, at = 0, 0, 0
+    level, peak, at = 0, 0, 0.0
     for instant in sorted(change):
         level += change[instant]
         if level > peak:
             peak, at = level, instant
-    return peak, at
+    return peak, int(at)
 
 
 class Referee:
@@ -136,44 +148,99 @@ class Referee:
         """Everything that one rank's device holds in a step: who, from which instant until before which, how many
         bytes.
         """
-        live = liveness(self.graph)
+        live = self.live
         held: list[Holding] = []
 
-        def hold(tenant: str, start: int, end: int, nbytes: int) -> None:
-            if nbytes:
-                held.append(Holding(tenant, start, end, nbytes))
+        def hold(
+            tenant: str, start: float, end: float, nbytes: int, node: str = "",
+            read: Read | int | None = None, is_way: bool = False,
+        ) -> None:  # fmt: skip
+            if nbytes and end > start:
+                held.append(Holding(tenant, start, end, nbytes, node, read, is_way))
+
+        def change(
+            tenant: str, node: str, by: Read | int, span: tuple[int, int], new: int, changes: Sequence[Reshard]
+        ) -> None:
+            """What a layout change makes; sizes that are forms have no largest, so each part has its own time."""
+            start, end = span
+            rooms: list[Any] = self.pricer.rooms(changes)
+            if (gone := live.gone.get(by)) is not None:
+                rooms[1:] = [room - gone.of(changes[0].local.nbytes) for room in rooms[1:]]
+            if all(isinstance(room, int) for room in rooms):
+                rooms = [max(rooms)]
+            for place, room in enumerate(rooms):
+                hold(tenant, start + place / len(rooms), start + (place + 1) / len(rooms), room, "", by, True)
+            hold(tenant, start + 1, end, new, node, by)
 
         for node in self.graph.nodes:
-            at, end = live.at[node.name], live.end_of[node.name]
             choice = self.choices[node.name]
-            if holds_storage(node.op):
-                nbytes = sum(
-                    self.pricer.local_bytes(type, layout)
-                    for type, layout in zip(node.outputs, choice.gives, strict=True)
-                    if type is not None
-                )
-                start = 0 if node.is_source and node.op != "tangent" else at
-                hold(tenant_name(node), start, end, nbytes)
-                if node.op == "parameter" and node.target in live.grad_at:
-                    hold(f"optimizer states of {node.target}", 0, live.instants, self.pricer.state_bytes(nbytes))
-                    hold(f"gradient of {node.target}", live.grad_at[node.target] + 1, live.instants, nbytes)
+            for index, (type, layout) in enumerate(zip(node.outputs, choice.gives, strict=True)):
+                if type is not None and (span := live.made.get(Ref(node.name, index))) is not None:
+                    hold(tenant_name(node), *span, self.pricer.local_bytes(type, layout), node.name)
+            if (at := live.update_at.get(node.target)) is not None and node.op == "parameter":
+                nbytes = self._new_bytes(Ref(node.name), choice.gives[0])
+                hold(f"optimizer states of {node.target}", 0, live.instants, self.pricer.state_bytes(nbytes))
+                for start, end, times in temporaries(live, self.pricer, at):
+                    hold(f"optimizer's temporaries for {node.target}", start, end, times * nbytes)
+            types = operand_types(node, self.node_of)
+            local = [local_type(t, layout, self.pricer.mesh) for t, layout in zip(types, choice.takes, strict=True)]
+            hold(tenant_name(node), live.at[node.name], live.at[node.name] + 1, temporary_bytes(node, local))
             seen: set[object] = set()
-            for ref, layout, read in zip(node.operands, choice.takes, choice.reads, strict=True):
-                if read and (ref, layout) not in seen:
-                    until = at + 1 if holds_storage(node.op) else end
-                    hold(
-                        f"{_told(self.node_of[ref.name])} resharded for {node.name}",
-                        at,
-                        until,
-                        self._new_bytes(ref, layout),
-                    )
-                    seen.add((ref, layout))
-        for result, delivery in zip(self.graph.results, self.deliveries, strict=True):
-            if result.ref is not None and delivery is not None and delivery.changes:
-                at = live.at[result.ref.name]
-                end = at + 1 if result.kind == "gradient" else live.instants
-                hold(f"{result.kind} {result.target}", at, end, self._new_bytes(result.ref, delivery.layout))
+            for position, (ref, layout) in enumerate(zip(node.operands, choice.takes, strict=True)):
+                by, new, changes = (node.name, position), self._new_bytes(ref, layout), choice.reads[position]
+                if changes and (ref, layout) not in seen:
+                    tenant = f"{_told(self.node_of[ref.name])} resharded for {node.name}"
+                    change(tenant, node.name, by, (live.read_at[by], live.new_until[by]), new, changes)
+                seen.add((ref, layout))
+                if (turn := live.turn_of.get(by)) is not None:
+                    hold(tenant_name(self.node_of[ref.name]), turn.start, turn.end, turn.share.of(new), node.name)
+        for place, (result, delivery) in enumerate(zip(self.graph.results, self.deliveries, strict=True)):
+            if result.ref is None or delivery is None:
+                continue
+            new, is_gradient = self._new_bytes(result.ref, delivery.layout), result.kind == "gradient"
+            tenant = {"gradient": "gradient of ", "output": "output ", "buffer": "new "}[result.kind] + result.target
+            span = live.sent_at[place], live.sent_until[place]
+            if is_gradient and self._travels(delivery):
+                hold(tenant, span[0] + 1, span[1], new, "", place)
+            elif delivery.changes:
+                change(tenant, "", place, span, new, delivery.changes)
+            if (turn := live.sent_turn.get(place)) is not None:
+                hold(tenant, turn.start, turn.end, turn.share.of(new), "", place)
+        for start, nbytes in self._rows(live):
+            hold(ROW, start, start + 1, nbytes)
         return held
+
+    @cached_property
+    def live(self) -> Liveness:
+        """When each storage lives, with the layout changes of these choices."""
+        changed: set[Read | int] = {
+            (node.name, position)
+            for node in self.graph.nodes
+            for position, read in enumerate(self.choices[node.name].reads)
+            if read
+        }
+        changed |= {
+            place for place, delivery in enumerate(self.deliveries) if delivery is not None and delivery.changes
+        }
+        return liveness(self.graph, changed)
+
+    def _travels(self, delivery: Delivery) -> bool:
+        return travels_together(delivery.changes, self.pricer.mesh, self.pricer.bucket_bytes)
+
+    def _rows(self, live: Liveness) -> list[tuple[int, int]]:
+        """(instant, bytes) of the copies that gradients are made of before they are summed together."""
+        rows: dict[object, int] = defaultdict(int)
+        found: list[tuple[int, int]] = []
+        for place, at in sorted(live.sent_at.items(), key=lambda item: item[1]):
+            result, delivery = self.graph.results[place], self.deliveries[place]
+            if result.kind != "gradient" or delivery is None or not self._travels(delivery):
+                continue
+            local = delivery.changes[0].local
+            key = tuple(change.axis for change in delivery.changes), local.dtype
+            rows[key] += local.nbytes
+            if rows[key] >= self.pricer.bucket_bytes:
+                found.append((at, rows.pop(key)))
+        return [*found, *([(live.gathered_at, max(rows.values()))] if rows else [])]
 
     def _steps(self, changes: Sequence[Reshard]) -> list[Step]:
         return [step for change in changes for step in change.steps(self.pricer.mesh.size(change.axis))]

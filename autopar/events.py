@@ -5,36 +5,37 @@ the optimizer's pass over each parameter. Collectives run on the stream of their
 
     overlap=False   every collective is waited for at once, as `emit` writes it: one event at a time, so that the step
                     takes plan.step_seconds, and device memory peaks at plan.peak_bytes.
-    overlap=True    a collective is waited for by its first reader; the reduction of a gradient by the optimizer alone.
-                    It starts no earlier than the kernels issued before it have ended, as NCCL's streams do. Gathers of
-                    parameters are launched `prefetch` operators ahead of their use, counted in operators that use the
-                    matrix units. A copy behind an un-waited collective is issued that many operators later, so as not
-                    to hold up the kernels in between. A body waits for its own collectives.
+    overlap=True    collectives are launched and waited for in the order of `autopar.schedule`, which `emit` writes for
+                    plan.prefetch = `prefetch`. A wait holds up the compute stream, and is an event of it. A collective
+                    starts no earlier than the kernels and waits issued before it have ended, as NCCL's streams do. A
+                    body waits for its own collectives.
 
-Memory is what `decide.Referee` counts, written down a second time, from events. With overlap, what a collective makes
-is held from the instant at which it is issued, and what it reads until it has ended.
+Memory is what `decide.Referee` counts, its instants told in events (`autopar.holds`). With overlap, what a collective
+makes is held from the instant at which it is issued, and what it reads until it has been waited for.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from autopar.decide import Referee
 from autopar.graph import Node, Phase, Ref, Result, TensorType
+from autopar.holds import Marks, holds_of
 from autopar.layout import Layout, Shard
-from autopar.liveness import holds_storage, liveness
+from autopar.liveness import holds_storage
 from autopar.plan.plan import Choice, Delivery, Plan
 from autopar.price import Pricer
 from autopar.reshard import Reshard, travels_together
+from autopar.schedule import Advance, Read, Run, Send, Transfer, schedule
 from cost_models.price import stream_of
 from cost_models.simulator import COMPUTE, Event, Hold
-from cost_models.steps import MATRIX_KINDS, Comm, Compute, Loop, Step
+from cost_models.steps import Comm, Compute, Loop, Step
 
 About = tuple[tuple[str, str | int], ...]
-Pending = tuple[Result, Delivery]
 
-OPTIMIZER = "optimizer"  # the phase behind forward and backward
+PHASES: tuple[Phase, ...] = ("forward", "backward")
+OPTIMIZER = "optimizer"  # the phase behind them
 
 
 def events_of(plan: Plan, pricer: Pricer, *, overlap: bool = False, prefetch: int = 1) -> list[Event]:
@@ -48,13 +49,14 @@ def events_of(plan: Plan, pricer: Pricer, *, overlap: bool = False, prefetch: in
 class _Chain:
     """The steps of one sequence of layout changes, issued up to `place`.
 
-    `reads`: the node whose value it starts from. `ready`: the events behind which the next step comes. `first`, `last`:
-    its first and last event; `since`: the kernel after which it was issued.
+    `reads`: the nodes whose values it starts from. `ready`: the events behind which the next step comes. `first`,
+    `last`: its first and last event; `since`: the kernel after which it was issued. `in_flight`: its last event is a
+    collective that nobody has waited for yet.
     """
 
     label: str
     phase: Phase
-    reads: str
+    reads: tuple[str, ...]
     steps: Sequence[tuple[Step, float]]
     ready: tuple[int, ...]
     about: About
@@ -62,25 +64,12 @@ class _Chain:
     first: int | None = None
     last: int | None = None
     since: int | None = None
+    in_flight: bool = False
+    has_let_go: bool = False  # of what it reads
 
     @property
     def is_done(self) -> bool:
-        return self.place == len(self.steps)
-
-
-@dataclass(slots=True)
-class _Held:
-    """A hold whose end is not yet an event. `end`: the program point before which it ends, as in `Referee.holdings`;
-    `reads`: the node whose un-waited readers also keep it; `until`: or a chain that does."""
-
-    event: int
-    tenant: str
-    nbytes: int
-    end: int
-    since: int | None = None
-    reads: str = ""
-    until: _Chain | None = None
-    resident: bool = False
+        return self.place == len(self.steps) and not self.in_flight
 
 
 @dataclass(slots=True)
@@ -91,7 +80,6 @@ class _Draft:
     after: tuple[int, ...]
     phase: str
     about: About
-    holds: list[Hold] = field(default_factory=list[Hold])
 
 
 class _Program:
@@ -99,18 +87,15 @@ class _Program:
         self.plan, self.pricer, self.overlap, self.prefetch = plan, pricer, overlap, prefetch
         self.nodes, self.node_of = plan.graph.nodes, plan.graph.by_name
         self.operands = {node.name: node.operands for node in self.nodes}
-        self.live = liveness(plan.graph)
+        self.referee = Referee(plan.graph, plan.choices, plan.deliveries, pricer)
+        self.live = self.referee.live
         self.drafts: list[_Draft] = []
-        self.held: list[_Held] = []
+        self.marks = Marks()
         self.kernel = 0  # the last event on the compute stream
         self.ready: dict[str, tuple[int, ...]] = {}  # node -> the events that make its value
-        self.opening = [0] * len(self.nodes)  # node -> its first event
-        self.made = [0] * len(self.nodes)  # node -> the event at whose start its results are allocated
-        self.closing = [0] * len(self.nodes)  # node -> the event at whose end it has run
-        self.readers: dict[str, list[int]] = defaultdict(list)  # node -> un-waited events that read its storage
         self.delivered: dict[str, _Chain] = {}  # parameter -> how its gradient arrived
-        self.unfinished: list[tuple[int, _Chain]] = []  # (due at this matrix operator, chain)
-        self.products = 0  # operators on the matrix units so far
+        self.chains: dict[Transfer, _Chain] = {}
+        self.rows: list[tuple[_Chain, int]] = []  # gradients that are summed as one, and the bytes of their row
         self.seconds_of: dict[Step, float] = {}
         self.below: dict[str, tuple[str, ...]] = {}  # node -> itself, and for a view the storages under it
         for node in self.nodes:
@@ -121,70 +106,55 @@ class _Program:
 
     def events(self) -> list[Event]:
         self._issue("step begins", COMPUTE, 0.0, (), "forward", ())
-        launches = self._launches() if self.overlap and self.prefetch else {}
-        ahead: dict[tuple[int, int], _Chain] = {}
-        deliveries = self._deliveries()
-        for phase in ("forward", "backward"):
-            for result, delivery in deliveries.get((phase, None), []):
-                self._deliver(result, delivery, phase)
-            for index, node in enumerate(self.nodes):
-                if node.phase == phase:
-                    self._node(index, node, launches.get(index, []), ahead, deliveries.get((phase, node.name), []))
-        while self.unfinished:
-            self._continue()
-        self._hold_storages()
+        for phase in PHASES:
+            for action in schedule(self.plan, phase, self.prefetch if self.overlap else None, rows=self.overlap):
+                match action:
+                    case Run(name):
+                        self._node(self.node_of[name])
+                    case Advance(transfer):
+                        match transfer:
+                            case Read():
+                                self._bring(transfer)
+                            case Send():
+                                self._send(transfer, phase)
+        if not self.overlap:  # where the last gradients gather
+            number = self._issue("backward ends", COMPUTE, 0.0, (), "backward", ())
+            self.marks.mark(self.live.gathered_at, number, number)
         self._update_parameters()
         return self._finished()
 
-    def _deliveries(self) -> dict[tuple[Phase, str | None], list[Pending]]:
-        """Results by phase and the node behind which they leave; None: at the head of the phase, as `emit` does it."""
-        found: dict[tuple[Phase, str | None], list[Pending]] = {}
-        for result, delivery in zip(self.plan.graph.results, self.plan.deliveries, strict=True):
-            if result.ref is None or delivery is None:
-                continue
-            phase: Phase = "backward" if result.kind == "gradient" else "forward"
-            node = self.node_of[result.ref.name]
-            here = node.phase == phase and not (node.is_source and phase == "forward")
-            found.setdefault((phase, node.name if here else None), []).append((result, delivery))
-        return found
+    def _bring(self, read: Read) -> None:
+        begun = len(self.drafts)
+        if read not in self.chains:
+            self.chains[read] = self._read(self.node_of[read.reader], read.position)
+        chain = self.chains[read]
+        self._advance(chain)
+        by = read.reader, read.position
+        self._mark_way(by, chain)
+        if not self.overlap:
+            at = self.live.read_at[by]
+            self.marks.mark(at, self.marks.begins.get(at, begun), len(self.drafts) - 1)
 
-    def _node(
-        self, index: int, node: Node, launches: list[tuple[int, int]], ahead: dict[tuple[int, int], _Chain],
-        results: list[Pending],
-    ) -> None:  # fmt: skip
-        choice, begun = self.plan.choices[node.name], len(self.drafts)
-        about = _about(node)
-        self._continue(self.products)
-        for key in launches:
-            ahead[key] = self._read(self.nodes[key[0]], key[1])
-            self._advance(ahead[key])
+    def _mark_way(self, by: tuple[str, int] | int, chain: _Chain) -> None:
+        if chain.first is not None and chain.last is not None:
+            self.marks.ways[by] = chain.first, chain.last, chain.since
+
+    def _node(self, node: Node) -> None:
+        choice, about, begun = self.plan.choices[node.name], _about(node), len(self.drafts)
         chains: dict[int, _Chain] = {}
         for position in _distinct(self.operands[node.name], choice.takes):
-            if choice.reads[position]:
-                if (index, position) in ahead:
-                    chains[position] = ahead.pop((index, position))
-                else:
-                    chains[position] = self._read(node, position)
-                    self._advance(chains[position])
-                if not self.overlap:
-                    self._finish(chains[position])
-        for chain in chains.values():
-            self._finish(chain)
-        self.products += _is_product(choice)
-        self.made[index] = len(self.drafts)
+            if (chain := self.chains.pop(Read(node.name, position), None)) is not None:
+                chains[position] = chain
         self._steps(node, choice, chains, about)
         has_run = self.kernel >= begun if self.overlap else len(self.drafts) > begun
-        if not has_run and (not node.is_source or node.op == "tangent" or results):
+        if not has_run and not node.is_source:
             self._issue(node.name, COMPUTE, 0.0, (), node.phase, about)  # takes no time, but is an instant
-        last = len(self.drafts) - 1
-        self.opening[index], self.made[index] = min(begun, last), min(self.made[index], last)
-        self.closing[index] = self.kernel if self.overlap else last
-        for position, chain in chains.items():
-            self._hold_read(index, node, position, chain)
-        for result, delivery in results:
-            self._deliver(result, delivery, node.phase)
-        if not self.overlap:
-            self.closing[index] = len(self.drafts) - 1
+        last = max(self.kernel, begun) if self.overlap else len(self.drafts) - 1
+        if not node.is_source:
+            self.marks.mark(self.live.at[node.name], begun, min(last, len(self.drafts) - 1))
+        for ref in node.operands:  # it may have run ahead of readers that stand before it
+            if self.overlap and self.node_of[ref.name].phase == node.phase:
+                self.marks.latest[ref.name] = max(self.marks.latest.get(ref.name, 0), last)
 
     def _steps(self, node: Node, choice: Choice, chains: Mapping[int, _Chain], about: About) -> None:
         """The operator's own steps, one behind the other."""
@@ -200,9 +170,11 @@ class _Program:
             name = node.name if number == 0 else f"{node.name}: {_told(step)}"
             stream = COMPUTE if isinstance(step, Loop) else stream_of(step)
             told = (*about, *_payload(step))
-            after = (self._issue(name, stream, self._seconds(step), after, node.phase, told),)
-        if self.overlap and after and choice.steps and self.drafts[after[0]].stream != COMPUTE:
-            after = (self._issue(f"{node.name}: waits", COMPUTE, 0.0, after, node.phase, about),)
+            if self.overlap and isinstance(step, Comm):
+                sent = self._issue(name, stream, self._seconds(step), (*after, self.kernel), node.phase, told)
+                after = (self._issue(f"wait for {node.name}", COMPUTE, 0.0, (sent,), node.phase, about),)
+            else:
+                after = (self._issue(name, stream, self._seconds(step), after, node.phase, told),)
         self.ready[node.name] = after
 
     def _update_parameters(self) -> None:
@@ -215,48 +187,75 @@ class _Program:
                     self._bytes(Ref(node.name), self._gives(node)), self._type(Ref(node.name)).dtype
                 )
                 after = self.delivered[node.target].ready
-                self._issue(f"update {node.target}", COMPUTE, self._seconds(step), after, OPTIMIZER, _about(node))
+                done = self._issue(
+                    f"update {node.target}", COMPUTE, self._seconds(step), after, OPTIMIZER, _about(node)
+                )
+                self.marks.mark(self.live.update_at[node.target], done, done)
         latest = {draft.stream: number for number, draft in enumerate(self.drafts)}
-        self._issue("step ends", COMPUTE, 0.0, tuple(latest.values()), OPTIMIZER, ())
+        ends = self._issue("step ends", COMPUTE, 0.0, tuple(latest.values()), OPTIMIZER, ())
+        if not trained:
+            self.marks.mark(self.live.instants - 1, ends, ends)
 
     # --- layout changes ------------------------------------------------------------------------------------------
 
     def _read(self, node: Node, position: int) -> _Chain:
         ref, changes = self.operands[node.name][position], self.plan.choices[node.name].reads[position]
         about = (("value", ref.name), ("reader", node.name), *_about(node))
-        return _Chain(ref.name, node.phase, ref.name, self._in_order(changes), self.ready[ref.name], about)
+        return _Chain(ref.name, node.phase, (ref.name,), self._in_order(changes), self.ready[ref.name], about)
 
-    def _deliver(self, result: Result, delivery: Delivery, phase: Phase) -> None:
-        assert result.ref is not None
-        ref, node = result.ref, self.node_of[result.ref.name]
+    def _send(self, send: Send, phase: Phase) -> None:
+        begun = len(self.drafts)
+        sent: list[tuple[Result, Ref, Delivery]] = []
+        for place in send.results:
+            result, delivery = self.plan.graph.results[place], self.plan.deliveries[place]
+            assert result.ref is not None and delivery is not None, result
+            sent.append((result, result.ref, delivery))
+        is_new = send not in self.chains
+        if is_new:
+            self.chains[send] = self._sending(sent, phase)
+        chain = self.chains[send]
+        self._advance(chain)
+        for place, (result, ref, _) in zip(send.results, sent, strict=True):
+            self._mark_way(place, chain)
+            if result.kind == "gradient":
+                self.delivered[result.target] = chain
+            if not self.overlap and self.node_of[ref.name].phase == phase and not self.node_of[ref.name].is_source:
+                at = self.live.sent_at[place]
+                self.marks.mark(at, self.marks.begins.get(at, begun), len(self.drafts) - 1)
+        if is_new and len(sent) > 1:
+            nbytes = sum(delivery.changes[0].local.nbytes for _, _, delivery in sent)
+            self.rows.append((chain, nbytes))
+
+    def _sending(self, sent: Sequence[tuple[Result, Ref, Delivery]], phase: Phase) -> _Chain:
+        """Of several gradients, the steps of each together: the row costs what its gradients' prices add up to."""
+        (result, ref, delivery), *others = sent
         label = f"{result.kind} {result.target}"
-        about = (("value", ref.name), ("result", label), *_about(node))
-        gathered = travels_together(delivery.changes, self.plan.mesh, self.plan.bucket_bytes)
-        together = result.kind == "gradient" and gathered
-        steps = self.pricer.delivered(delivery.changes) if together else self._in_order(delivery.changes)
-        chain = _Chain(label, phase, ref.name, steps, self.ready.get(ref.name, ()), about)
-        if self.overlap:
-            self._advance(chain)
-            if not chain.is_done:
-                self.unfinished.append((self.products + max(1, self.prefetch), chain))
+        about = (("value", ref.name), ("result", label), *_about(self.node_of[ref.name]))
+        ready = tuple(dict.fromkeys(event for _, ref, _ in sent for event in self.ready.get(ref.name, ())))
+        reads = tuple(dict.fromkeys(ref.name for _, ref, _ in sent))
+        if others:
+            label = f"gradients of {len(sent)} parameters from {result.target}"
+            about = (("results", ", ".join(result.target for result, _, _ in sent)),)
+            chain = _Chain(label, phase, reads, self._row([delivery for _, _, delivery in sent]), ready, about)
         else:
-            self._finish(chain)
-        if result.kind == "gradient":
-            self.delivered[result.target] = chain
-        if delivery.changes:
-            at = self.live.at[ref.name]
-            end = at + 1 if result.kind == "gradient" else self.live.instants
-            until = chain if self.overlap and result.kind == "gradient" else None
-            held = _Held(-1, label, self._bytes(ref, delivery.layout), end, until=until)
-            self._hold_chain(held, chain, at, node.phase == phase and chain.first is not None)
+            together = result.kind == "gradient" and travels_together(
+                delivery.changes, self.plan.mesh, self.plan.bucket_bytes
+            )
+            steps = self.pricer.delivered(delivery.changes) if together else self._in_order(delivery.changes)
+            chain = _Chain(label, phase, reads, steps, ready, about)
+        return chain
 
-    def _hold_chain(self, held: _Held, chain: _Chain, index: int, is_here: bool) -> None:
-        """From the chain's first event, or from where it was issued; without overlap, where the referee counts it."""
-        if self.overlap and chain.first is not None:
-            held.event, held.since = chain.first, chain.since
-        else:
-            held.event = chain.first if is_here and chain.first is not None else self.opening[index]
-        self.held.append(held)
+    def _row(self, deliveries: Sequence[Delivery]) -> list[tuple[Step, float]]:
+        steps: list[tuple[Step, float]] = []
+        for column in zip(*(self.pricer.delivered(delivery.changes) for delivery in deliveries), strict=True):
+            step, seconds = column[0][0], sum(seconds for _, seconds in column)
+            if isinstance(step, Comm):
+                if step.ranks == 1:
+                    continue
+                nbytes = sum(one.nbytes for one, _ in column if isinstance(one, Comm))
+                step = Comm(step.collective, step.axis, step.ranks, nbytes)
+            steps.append((step, seconds))
+        return steps
 
     def _in_order(self, changes: Sequence[Reshard]) -> list[tuple[Step, float]]:
         """Each step with its seconds, copies where the emitted code makes them.
@@ -282,14 +281,14 @@ class _Program:
         return [(step, share * self._seconds(step)) for step, share in steps]
 
     def _advance(self, chain: _Chain) -> None:
-        """Issue what needs no waiting: copies, then the collectives up to the next copy."""
-        sent = False
-        while not chain.is_done:
+        """Wait for the collective in flight, then issue what follows, with overlap up to the next collective."""
+        if chain.in_flight:
+            wait = self._issue(f"wait for {chain.label}", COMPUTE, 0.0, chain.ready, chain.phase, chain.about)
+            chain.ready, chain.last, chain.in_flight = (wait,), wait, False
+            self._let_go(chain, wait)
+        while chain.place < len(chain.steps):
             step, seconds = chain.steps[chain.place]
             is_comm = isinstance(step, Comm)
-            if sent and not is_comm:
-                return
-            sent |= is_comm
             name = f"{_told(step)} {chain.label}"
             stream = COMPUTE if isinstance(step, Loop) else stream_of(step)
             after = (*chain.ready, self.kernel) if is_comm else chain.ready
@@ -297,111 +296,34 @@ class _Program:
             number = self._issue(name, stream, seconds, after, chain.phase, (*chain.about, *_payload(step)))
             if chain.first is None:
                 chain.first, chain.since = number, since if is_comm else None
-                for storage in self.below[chain.reads] if is_comm else ():
-                    self.readers[storage].append(number)
+                if not is_comm:
+                    self._let_go(chain, number)
             chain.ready, chain.last = (number,), number
             chain.place += 1
+            if is_comm and self.overlap:
+                chain.in_flight = True
+                return
 
-    def _finish(self, chain: _Chain) -> None:
-        while not chain.is_done:
-            self._advance(chain)
-
-    def _continue(self, product: int | None = None) -> None:
-        """The next part of unfinished chains that are due, or of all."""
-        due = [chain for when, chain in self.unfinished if product is None or when <= product]
-        if due:
-            self.unfinished = [
-                (when, chain) for when, chain in self.unfinished if product is not None and when > product
-            ]
-            for chain in due:
-                self._advance(chain)
-            later = self.products + max(1, self.prefetch)
-            self.unfinished += [(later, chain) for chain in due if not chain.is_done]
-
-    def _launches(self) -> dict[int, list[tuple[int, int]]]:
-        """node -> the reads (node, position) launched just before it: gathers of what is made of parameters alone."""
-        weights: set[str] = set()
-        made: dict[str, int] = {}
-        products: list[int] = []  # places of the operators on matrix units
-        begins: dict[Phase, int] = {}
-        launches: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for index, node in enumerate(self.nodes):
-            made[node.name] = index
-            begins.setdefault(node.phase, index)
-            refs, choice = self.operands[node.name], self.plan.choices[node.name]
-            if node.op == "parameter" or (refs and all(ref.name in weights for ref in refs)):
-                weights.add(node.name)
-            for position in _distinct(refs, choice.takes):
-                if refs[position].name in weights and any(
-                    isinstance(step, Comm) for step, _ in self._in_order(choice.reads[position])
-                ):
-                    place = products[-self.prefetch] if len(products) >= self.prefetch else 0
-                    place = max(place, made[refs[position].name] + 1, begins[node.phase])
-                    if place < index:
-                        launches[place].append((index, position))
-            if _is_product(choice):
-                products.append(index)
-        return launches
+    def _let_go(self, chain: _Chain, event: int) -> None:
+        """From the end of this event on, nothing of the chain needs the values that it starts from."""
+        if self.overlap and not chain.has_let_go:
+            chain.has_let_go = True
+            for name in chain.reads:
+                for storage in self.below[name]:
+                    self.marks.readers[storage].append(event)
 
     # --- memory --------------------------------------------------------------------------------------------------
 
-    def _hold_read(self, index: int, node: Node, position: int, chain: _Chain) -> None:
-        """The new tensor of a layout change: until the reader has run, or for as long as a view of it is held."""
-        ref = self.operands[node.name][position]
-        at_once = holds_storage(node.op)
-        end = index + 1 if at_once else self.live.end_of[node.name]
-        nbytes = self._bytes(ref, self.plan.choices[node.name].takes[position])
-        held = _Held(
-            -1,
-            f"{_called(self.node_of[ref.name])} resharded for {node.name}",
-            nbytes,
-            end,
-            reads="" if at_once else node.name,
-        )
-        self._hold_chain(held, chain, index, True)
-
-    def _hold_storages(self) -> None:
-        last = self.live.instants
-        for index, node in enumerate(self.nodes):
-            if not holds_storage(node.op):
-                continue
-            choice = self.plan.choices[node.name]
-            nbytes = sum(
-                self.pricer.local_bytes(type, layout)
-                for type, layout in zip(node.outputs, choice.gives, strict=True)
-                if type is not None
-            )
-            is_given = node.is_source and node.op != "tangent"
-            event = 0 if is_given else self.made[index]
-            if node.op == "tangent" and not self.overlap:  # counted from its place among the nodes
-                event = next(
-                    (self.opening[i] for i in range(index, len(self.nodes)) if not self.nodes[i].is_source), event
-                )
-            tenant = f"{node.op} {node.target}" if node.is_source else _called(node)
-            resident = node.op in ("parameter", "buffer", "constant")
-            self.held.append(
-                _Held(event, tenant, nbytes, self.live.end_of[node.name], reads=node.name, resident=resident)
-            )
-            if node.op == "parameter" and (grad_at := self.live.grad_at.get(node.target)) is not None:
-                states = f"optimizer states of {node.target}"
-                self.held.append(_Held(0, states, self.pricer.state_bytes(nbytes), last, resident=True))
-                arrived = self.delivered[node.target].last if self.overlap else None
-                since = self.closing[grad_at] if arrived is None else max(arrived, self.closing[grad_at])
-                self.held.append(_Held(since, f"gradient of {node.target}", nbytes, last, since=since))
-
     def _finished(self) -> list[Event]:
-        for held in self.held:
-            if not held.nbytes:
-                continue
-            if held.end == self.live.instants:
-                until = None
-            elif held.until is not None:
-                until = () if held.until.last is None else (held.until.last,)
-            else:
-                until = tuple(dict.fromkeys((self.closing[held.end - 1], *self.readers.get(held.reads, ()))))
-            hold = Hold(held.tenant, held.nbytes, "hbm", held.since, until, held.resident)
-            self.drafts[held.event].holds.append(hold)
-        return [Event(d.name, d.stream, d.seconds, d.after, tuple(d.holds), d.phase, d.about) for d in self.drafts]
+        holds = {**holds_of(self.referee.holdings(), self.live, self.marks, overlap=self.overlap)}
+        for chain, nbytes in self.rows:
+            if chain.first is not None and chain.last is not None:
+                row = Hold(f"row of {chain.label}", nbytes, until=(chain.last,))
+                holds[chain.first] = [*holds.get(chain.first, ()), row]
+        return [
+            Event(d.name, d.stream, d.seconds, d.after, tuple(holds.get(number, ())), d.phase, d.about)
+            for number, d in enumerate(self.drafts)
+        ]
 
     # --- small ones ----------------------------------------------------------------------------------------------
 
@@ -442,16 +364,6 @@ def _distinct(refs: Sequence[Ref], takes: Sequence[Layout]) -> list[int]:
 def _first_place(refs: Sequence[Ref], takes: Sequence[Layout]) -> list[int]:
     first: dict[tuple[Ref, Layout], int] = {}
     return [first.setdefault(key, place) for place, key in enumerate(zip(refs, takes, strict=True))]
-
-
-def _is_product(choice: Choice) -> bool:
-    return any(isinstance(step, Compute) and step.kind in MATRIX_KINDS for step in choice.steps)
-
-
-def _called(node: Node) -> str:
-    if node.is_source:
-        return node.target
-    return f"{node.name} ({node.module})" if node.module else node.name
 
 
 def _about(node: Node) -> About:

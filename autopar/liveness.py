@@ -1,53 +1,223 @@
-"""When each value lives: program points, storages and aliases.
+"""When each storage lives: instants of the program, storages and aliases.
 
-Node number t of the graph runs at instant t; the optimizer steps at instant `len(nodes)`, the last one. A storage is
-held from its node's instant until the last instant at which it, or a view of it, is read.
+With the layout changes of a plan at hand, a node takes one instant for each of its operands, in which that operand's
+layout may be changed, and one in which it runs; a result of the graph takes one behind its node, in which it is brought
+where it belongs. For a search, which cannot afford so many, all these are one. Behind the last node gradients gather
+that still wait for others; then the optimizer takes one instant for each parameter that is trained.
+
+A storage is held from the instant at which it is made until nobody needs it. Where its last reader changes its layout,
+what that one holds from then on is the new tensor, and the old one is gone; where not, it holds the old one. Either is
+as large as the layout that the reader takes. So the last reader *takes over*: from the instant at which nobody else
+needs the storage, its bytes count as the reader's, whatever is done to them.
+
+That is what a search can say before it is known which layouts are changed, and it is never too little. It is too much
+where a node holds what it starts from and what it makes at one time, and where several views look at one storage and
+the last one is not the only one to look at a copy instead. With a plan every storage is known to end where it does.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from autopar.graph import Graph
+from autopar.graph import Graph, Node, Ref, TensorType
 from autopar.work import VIEWS
+
+Read = tuple[str, int]  # a node and the place of an operand
+Span = tuple[int, int]  # from this instant until before that one
+
+GIVEN = ("parameter", "buffer", "constant", "input")  # there before the step and after it: their owners keep them
+
+
+@dataclass(frozen=True)
+class Share:
+    """`below` elements of storage for each `seen` that a reader sees of it."""
+
+    below: int = 1
+    seen: int = 1
+
+    def of(self, nbytes: Any) -> Any:
+        """Bytes of the storage below `nbytes` that are seen."""
+        return nbytes if self.below == self.seen else nbytes * self.below // self.seen
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A reader's turn to hold what it reads, which is a `share` of something larger."""
+
+    start: int
+    end: int
+    share: Share
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """`end_of[node]`: first instant at which the node's results (views of them included) are no longer held.
+    """`at[node]`: when it runs; `read_at[node, position]`: when that operand's layout may be changed;
+    `sent_at[place]`: when that result of the graph is brought where it belongs; `gathered_at`, `update_at[parameter]`:
+    when the last gradients are summed, and when the optimizer updates the parameter. `instants`: how many there are.
 
-    `grad_at[parameter name]`: instant at which the parameter's gradient is made. `instants`: how many there are.
+    `made[ref]`: while that storage counts as its maker's. `new_until[read]`, `sent_until[place]`: until when the new
+    tensor of a layout change there counts as the change's. `turn_of[read]`, `sent_turn[place]`: the reader's turn.
+    `gone`: the reads and results whose layout change is the last to need what it starts from, with the share of that.
     """
 
-    at: dict[str, int]
-    end_of: dict[str, int]
-    grad_at: dict[str, int]
+    at: Mapping[str, int]
+    read_at: Mapping[Read, int]
+    sent_at: Mapping[int, int]
+    gathered_at: int
+    update_at: Mapping[str, int]
     instants: int
-
-
-def liveness(graph: Graph) -> Liveness:
-    at = {node.name: instant for instant, node in enumerate(graph.nodes)}
-    last = len(graph.nodes) + 1
-    end_of = {node.name: at[node.name] + 1 for node in graph.nodes}
-    grad_at: dict[str, int] = {}
-    for result in graph.results:
-        if result.ref is None:
-            continue
-        if result.kind == "gradient":
-            grad_at[result.target] = at[result.ref.name]
-        else:
-            end_of[result.ref.name] = last
-    for node in reversed(graph.nodes):
-        # A view keeps the storage below it for as long as the view is held; any other reader until it has run.
-        until = end_of[node.name] if node.op in VIEWS else at[node.name] + 1
-        for ref in node.operands:
-            end_of[ref.name] = max(end_of[ref.name], until)
-    for node in graph.nodes:
-        if node.op in ("parameter", "buffer", "constant"):
-            end_of[node.name] = last
-    return Liveness(at, end_of, grad_at, last)
+    made: Mapping[Ref, Span]
+    new_until: Mapping[Read, int]
+    sent_until: Mapping[int, int]
+    turn_of: Mapping[Read, Turn]
+    sent_turn: Mapping[int, Turn]
+    gone: Mapping[Read | int, Share]
+    node_at: tuple[str, ...]  # instant -> its node; "" behind the last one
 
 
 def holds_storage(op: str) -> bool:
     """Whether a node's results are storage of their own, and not another look at an operand's."""
     return op not in VIEWS
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A reader of a value: it needs the storage until before `end`, or until before `least` where it reads a copy."""
+
+    least: int
+    end: int
+    by: Read | int  # a result of the graph
+    ref: Ref
+
+
+def liveness(graph: Graph, changed: Collection[Read | int] | None = None) -> Liveness:
+    """`changed`: the reads and results whose layout is changed, where a plan says so."""
+    return _Liveness(graph, changed).found()
+
+
+class _Liveness:
+    def __init__(self, graph: Graph, changed: Collection[Read | int] | None) -> None:
+        self.graph, self.node_of, self.changed = graph, graph.by_name, changed
+        self.at: dict[str, int] = {}
+        self.read_at: dict[Read, int] = {}
+        self.sent_at: dict[int, int] = {}
+        self.node_at: list[str] = []
+        self.uses: dict[Ref, list[_Use]] = defaultdict(list)
+
+    def found(self) -> Liveness:
+        sent: dict[str, list[int]] = defaultdict(list)
+        for place, result in enumerate(self.graph.results):
+            if result.ref is not None:
+                sent[result.ref.name].append(place)
+        for node in self.graph.nodes:
+            for position in range(len(node.operands)):
+                self.read_at[node.name, position] = self._instant(node)
+            self.at[node.name] = self._instant(node)
+            for place in sent[node.name]:
+                self.sent_at[place] = self._instant(node)
+        trained = {r.target for r in self.graph.results if r.kind == "gradient" and r.ref is not None}
+        parameters = [n.target for n in self.graph.nodes if n.op == "parameter" and n.target in trained]
+        gathered_at = len(self.node_at)
+        update_at = {name: gathered_at + 1 + place for place, name in enumerate(parameters)}
+        self.last = gathered_at + 1 + max(1, len(parameters))
+        self.backward_ends = gathered_at + 1
+        self._find_uses()
+        self.turns: dict[Read | int, Turn] = {}
+        self.gone: dict[Read | int, Share] = {}
+        made = {
+            Ref(node.name, index): self._hand_over(node, index, type)
+            for node in self.graph.nodes
+            if holds_storage(node.op)
+            for index, type in enumerate(node.outputs)
+            if type is not None
+        }
+        return Liveness(
+            self.at, self.read_at, self.sent_at, gathered_at, update_at, self.last, made,
+            {by: end for by, end in self.until.items() if not isinstance(by, int)},
+            {by: end for by, end in self.until.items() if isinstance(by, int)},
+            {by: turn for by, turn in self.turns.items() if not isinstance(by, int)},
+            {by: turn for by, turn in self.turns.items() if isinstance(by, int)},
+            self.gone,
+            (*self.node_at, *[""] * (self.last - gathered_at)),
+        )  # fmt: skip
+
+    def _instant(self, node: Node) -> int:
+        if self.changed is not None or not self.node_at or self.node_at[-1] != node.name:
+            self.node_at.append(node.name)
+        return len(self.node_at) - 1
+
+    def _find_uses(self) -> None:
+        self.until: dict[Read | int, int] = {}
+
+        def use(ref: Ref, at: int, end: int, by: Read | int) -> None:
+            self.until[by] = end
+            needed = at + 1 if self.changed is not None and by in self.changed else end
+            self.uses[self._value(ref)].append(_Use(at + 1, needed, by, ref))
+
+        for place, result in enumerate(self.graph.results):
+            if result.ref is not None:
+                use(result.ref, self.sent_at[place], self.last, place)
+        for node in reversed(self.graph.nodes):
+            end = self.at[node.name] + 1
+            if not holds_storage(node.op):
+                end = max([end, *(found.end for found in self.uses[Ref(node.name)])])
+            for position, ref in enumerate(node.operands):
+                use(ref, self.read_at[node.name, position], end, (node.name, position))
+
+    def _value(self, ref: Ref) -> Ref:
+        """All results of a view are one value: looks at the same storage."""
+        return ref if holds_storage(self.node_of[ref.name].op) else Ref(ref.name)
+
+    def _hand_over(self, node: Node, index: int, type: TensorType) -> Span:
+        """While the storage counts as its maker's; it then goes through the hands of its last reader, and where that is
+        a view, of the view's last reader, and so on.
+        """
+        start = 0 if node.op in GIVEN else self.at[node.name]
+        keeps = self.last if node.op in GIVEN else self.backward_ends if node.op == "tangent" else start + 1
+        value = Ref(node.name, index)
+        first, heir = self._shared(value, keeps)
+        begin = first
+        while heir is not None:
+            share = Share(type.numel, self.graph.type_of(heir.ref).numel)
+            end, next_heir = heir.end, None
+            if not isinstance(heir.by, int) and not holds_storage(self.node_of[heir.by[0]].op):
+                view = heir.by[0]
+                end, next_heir = self._shared(Ref(view), max(begin, self.at[view] + 1))
+            self.turns[heir.by] = Turn(begin, end, share)
+            if self.changed is None and heir.least == begin:
+                self.gone[heir.by] = share
+            begin, heir = end, next_heir
+        if self.changed is not None:
+            self._find_gone(value, type, begin)
+        return start, first
+
+    def _find_gone(self, value: Ref, type: TensorType, end: int) -> None:
+        """The layout changes for whose sake alone a storage is held at last, until before `end`."""
+        assert self.changed is not None
+        below = [value]
+        while below:
+            for use in self.uses[below.pop()]:
+                if use.by not in self.changed:
+                    if not isinstance(use.by, int) and not holds_storage(self.node_of[use.by[0]].op):
+                        below.append(Ref(use.by[0]))
+                    continue
+                if use.least == end:
+                    self.gone[use.by] = Share(type.numel, self.graph.type_of(use.ref).numel)
+                if not isinstance(use.by, int) and not holds_storage(self.node_of[use.by[0]].op):
+                    self._find_gone(Ref(use.by[0]), self.graph.type_of(use.ref), self.until[use.by])
+
+    def _shared(self, value: Ref, end: int) -> tuple[int, _Use | None]:
+        """(until when the value is held for all but its last reader, that reader if it holds it for longer)."""
+        uses = sorted(self.uses[value], key=lambda use: (use.end, use.least))
+        if not uses:
+            return end, None
+        *others, final = uses
+        end = max([end, *(use.least for use in uses), *(use.end for use in others)])
+        if final.end <= end:
+            return end, None
+        if self.changed is None:
+            self.until[final.by] = end
+        return end, final

@@ -25,6 +25,31 @@ OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad
 
 
 @dataclass(frozen=True)
+class Temporaries:
+    """What torch.optim makes and drops while it steps, in bytes for each byte of the parameter.
+
+    `own`: while it updates that parameter; `left`: of these, what is still there while it updates the next one.
+    `together`: where it updates all parameters at once (foreach), which torch does for DTensors, but not on a CPU.
+    """
+
+    own: int = 0
+    left: int = 0
+    together: int = 0
+
+
+# With torch's defaults: no weight decay but AdamW's, which is in place; no nesterov. See docs/design/0012.
+OPTIMIZER_TEMPORARIES = {
+    "adamw": Temporaries(own=2, left=1, together=1),
+    "adam": Temporaries(own=2, left=1, together=1),
+    "adagrad": Temporaries(own=1, left=1, together=2),
+    "rmsprop": Temporaries(own=1, left=1, together=1),
+    "sgd": Temporaries(),
+    "sgd-momentum": Temporaries(),
+    "none": Temporaries(),
+}
+
+
+@dataclass(frozen=True)
 class Pricer:
     """Everything that turns steps and layouts into seconds and bytes, on one mesh, machine and optimizer.
 
@@ -120,6 +145,22 @@ class Pricer:
         columns = np.array([table.index[layout] for layout in takes])
         return np.where(rows[:, None] == columns[None, :], 0.0, table.nbytes[columns][None, :])
 
+    def reshard_rooms(self, type: TensorType, gives: Sequence[Layout], takes: Sequence[Layout]) -> tuple[Array, Array]:
+        """Bytes of what a layout change makes, at most at a time: while it holds what it starts from, and then."""
+        table, rooms = self.resharder.table(type), self.resharder.rooms(type)
+        places = np.ix_([table.index[layout] for layout in gives], [table.index[layout] for layout in takes])
+        return rooms[0][places], rooms[1][places]
+
+    def rooms(self, changes: Sequence[Reshard]) -> list[int]:
+        """Bytes of what a sequence of changes makes, as it goes on: first while it holds what it starts from, then
+        after it has let go of that.
+        """
+        found: list[int] = []
+        for place, change in enumerate(changes):
+            beside, alone = change.rooms(self.mesh.size(change.axis))
+            found += [change.local.nbytes + beside if place else beside, alone]
+        return found
+
     def nbytes(self, type: TensorType, layouts: Sequence[Layout]) -> Array:
         return np.array([self.local_bytes(type, layout) for layout in layouts], dtype=np.float64)
 
@@ -133,6 +174,16 @@ class Pricer:
         does.
         """
         return OPTIMIZER_STATES[self.optimizer] * nbytes
+
+    @property
+    def temporaries(self) -> Temporaries:
+        return OPTIMIZER_TEMPORARIES[self.optimizer]
+
+    @property
+    def updates_together(self) -> bool:
+        """Whether torch.optim updates all parameters at once: on any device that is not the host itself."""
+        tiers = self.hardware.tiers
+        return tiers["hbm"].bytes_per_s != tiers["host"].bytes_per_s
 
     def update_step(self, nbytes: int, dtype: str) -> Compute:
         """The optimizer's pass over a parameter of `nbytes` local bytes: reads it, its gradient and its states,

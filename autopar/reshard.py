@@ -67,6 +67,28 @@ class Reshard:
             case _:
                 return (Compute("slice", 0.0, 2.0 * nbytes / ranks, self.local.dtype, 1, "elementwise"),)
 
+    def rooms(self, ranks: int) -> tuple[int, int]:
+        """Bytes of what the change makes, copies in front of the collective and behind it among them: at most at a time
+        while it holds the tensor that it starts from, and after it has let go of that.
+        """
+        local = self.local.nbytes
+        match self.before, self.after:
+            case Shard(dim), Replicate():
+                return local * ranks, 2 * local * ranks if self._is_scattered(dim) else 0
+            case Partial(), Replicate():
+                return local, 0
+            case Partial(), Shard(dim):
+                made = local // ranks
+                return (local, local + made) if self._is_scattered(dim) else (made, 0)
+            case Shard(src), Shard(dst):
+                return local, 2 * local if self._is_scattered(dst) or self._is_scattered(src) else 0
+            case _:
+                return local // ranks, 0
+
+    def _is_scattered(self, dim: int) -> bool:
+        """Whether pieces along `dim` are not contiguous in memory, so that they are copied."""
+        return any(size != 1 for size in self.local.shape[:dim])
+
 
 def travels_together(changes: Sequence[Reshard], mesh: Mesh, bucket_bytes: int) -> bool:
     """Whether a gradient that arrives by these changes is put in one row with others, which is summed at once.
@@ -99,6 +121,7 @@ class Resharder:
     def __init__(self, mesh: Mesh, hardware: Hardware, links: Mapping[str, Link]) -> None:
         self.mesh, self.hardware, self.links = mesh, hardware, links
         self._tables: dict[TensorType, _Table] = {}
+        self._rooms: dict[TensorType, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
 
     def table(self, type: TensorType) -> _Table:
         if type not in self._tables:
@@ -118,6 +141,35 @@ class Resharder:
             steps.append(self._step(type, table.layouts[at], table.layouts[best]))
             at = best
         return tuple(steps)
+
+    def rooms(self, type: TensorType) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """For every pair of layouts, bytes of what is made on the way from one to the other: at most at a time while
+        it holds what it starts from, and after that.
+        """
+        if type not in self._rooms:
+            self._rooms[type] = self._way_rooms(type, self.table(type))
+        return self._rooms[type]
+
+    def _way_rooms(self, type: TensorType, table: _Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        size = len(table.layouts)
+        ends = np.arange(size)
+        step_to = np.tile(ends, (size, 1)).T  # [at, end] -> the next layout on the path
+        beside, alone = np.zeros((size, size)), np.zeros((size, size))
+        for at, steps in enumerate(table.steps):
+            if not steps:
+                continue
+            near = np.array(sorted(steps))
+            towards = np.array([steps[j] for j in near])[:, None] + table.price[near]
+            step_to[at] = np.where(ends == at, at, near[np.argmin(towards, axis=0)])
+            made = {j: self._step(type, table.layouts[at], table.layouts[j]) for j in steps}
+            rooms = {j: change.rooms(self.mesh.size(change.axis)) for j, change in made.items()} | {at: (0, 0)}
+            beside[at], alone[at] = np.array([rooms[j] for j in step_to[at]], dtype=np.float64).T
+        while True:
+            further = np.maximum(table.nbytes[step_to] + beside[step_to, ends], alone[step_to, ends])
+            longer = np.where(step_to == ends, alone, np.maximum(alone, further))
+            if np.array_equal(longer, alone):
+                return beside, alone
+            alone = longer
 
     def _step(self, type: TensorType, src: Layout, dst: Layout) -> Reshard:
         (axis,) = (i for i, (before, after) in enumerate(zip(src, dst, strict=True)) if before != after)

@@ -32,6 +32,15 @@ LOOKUPS = {
 }
 
 
+def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
+    """Bytes that an operator on these (local) operands holds beside its results while it runs: those that its program
+    sees. What a kernel takes and gives back by itself is not known here.
+    """
+    if node.op == "aten.mse_loss.default" and not (len(node.args) > 2 and node.args[2] == 0):
+        return operands[0].nbytes  # the mean is made in the storage of what it is the mean of
+    return 0
+
+
 def bytes_moved(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType | None]) -> int:
     """Bytes that an operator reads and writes in device memory, of the given (local) operands and results.
 

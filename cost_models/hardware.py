@@ -16,6 +16,8 @@ autopar lie in `cost_models/profiles/`. Units are seconds, bytes and floating po
     host_link.h2d|d2h_bytes_per_s  copies between host and device memory
     slowdown.matrix|memory.<ranks> how many times longer compute takes with so many ranks busy on a node that shares
                                    its processors (matrix: matmul, attention, conv; memory: all else)
+    overlaps                       true where collectives run beside compute, on streams of their own; false (or left
+                                   out) where communication takes the processors that compute
 
 A calibrated profile (`python -m autopar.calibrate`) also has curves, `curves.<name> = { over, base_s, points, residual,
 source }`; where there is one it prices before the plain figure. `cost_models.curves` says which there are.
@@ -100,6 +102,7 @@ class Hardware:
     achieved_flops_per_s: Mapping[str, float] = field(default_factory=dict[str, float])
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
     slowdown: Mapping[str, float] = field(default_factory=dict[str, float])
+    overlaps: bool = False
     sources: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -141,6 +144,8 @@ class Hardware:
         content: dict[str, Any] = {"name": self.name, "figures": {name: float(v) for name, v in self.figures.items()}}
         if self.curves:
             content["curves"] = {name: (c.over, c.base_s, c.points) for name, c in self.curves.items()}
+        if self.overlaps:
+            content["overlaps"] = True
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def __hash__(self) -> int:
@@ -239,9 +244,13 @@ class Hardware:
 
         Raises ValueError for a figure without an entry in `sources`.
         """
-        if unsourced := sorted({*self.figures, *(f"curves.{name}" for name in self.curves)} - set(self.sources)):
+        told = {*self.figures, *(f"curves.{name}" for name in self.curves), *(("overlaps",) if self.overlaps else ())}
+        if unsourced := sorted(told - set(self.sources)):
             raise ValueError(f"{unsourced[0]} has no source: say where the number comes from")
         lines = [f"name = {json.dumps(self.name)}"]
+        if "overlaps" in self.sources:
+            source = json.dumps(self.sources["overlaps"])
+            lines.append(f"overlaps = {{ value = {json.dumps(self.overlaps)}, source = {source} }}")
         for figure, value in self.figures.items():
             lines.append(f"{figure} = {{ value = {value!r}, source = {json.dumps(self.sources[figure])} }}")
         for name, curve in self.curves.items():
@@ -359,6 +368,9 @@ def _parsed(text: str, origin: str) -> Hardware:
         for curve_name, entry in _curve_entries(cast(dict[str, Any], table)).items():
             curves[curve_name], sources[f"curves.{curve_name}"] = _curve(curve_name, entry)
         _flatten(document, "", values, sources)
+        overlaps = values.pop("overlaps", False)
+        if not isinstance(overlaps, bool):
+            raise ValueError(f"overlaps is {overlaps!r}, must be true or false")
         unread = dict(values)
 
         def take(figure: str) -> float:
@@ -390,6 +402,7 @@ def _parsed(text: str, origin: str) -> Hardware:
             host_link=HostLink(take("host_link.h2d_bytes_per_s"), take("host_link.d2h_bytes_per_s")),
             curves=curves,
             slowdown=by_key("slowdown"),
+            overlaps=overlaps,
             sources=sources,
         )
         if "float32" not in hardware.flops_per_s:

@@ -23,7 +23,7 @@ from autopar.layout import Layout, local_type, show
 from autopar.plan import Choice, Delivery, Plan
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
-from autopar.schedule import BucketKey, bucket_key, launches
+from autopar.schedule import Advance, Read, Run, Send, Transfer, changes_of, schedule
 from autopar.strategy import operand_types
 
 INPUT_KINDS = ("parameter", "buffer", "constant", "input")
@@ -99,7 +99,8 @@ class _Emitter:
     def __init__(
         self, plan: Plan, groups: Mapping[str, str], device: str, phase: Phase, saved_from: Mapping[Ref, fx.Node] | None
     ) -> None:
-        self.plan, self.phase = plan, phase
+        self.plan = plan
+        self.phase: Phase = phase
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, plan.mesh, groups, device)
         self.values: dict[Ref, fx.Node] = {}
@@ -107,10 +108,7 @@ class _Emitter:
         self.saved = None if saved_from is None else self.placeholder("saved")
         self.popped: list[Ref] = []
         self.delivered: list[tuple[Result, Layout, fx.Node | None]] = []
-        self.launched: dict[tuple[str, Ref, Layout], Pending] = {}
-        self.reducing: list[tuple[int, Result, Layout, Pending]] = []
-        self.matrix_operators_done = 0
-        self.buckets: dict[BucketKey, list[tuple[Result, Delivery]]] = {}
+        self.under_way: dict[Transfer, Pending] = {}
         self.node_of = plan.graph.by_name
         self.used = {ref for node in plan.graph.nodes for ref in node.operands} | {
             r.ref for r in plan.graph.results if r.ref
@@ -127,86 +125,71 @@ class _Emitter:
         return fx.GraphModule(torch.nn.Module(), self.graph, class_name=name)
 
     def run(self) -> None:
-        deliveries = self._deliveries()
-        for result, delivery in deliveries.pop(None, []):  # results that are sources, or nothing at all
-            self._deliver(result, delivery)
-        nodes = [node for node in self.plan.graph.nodes if node.phase == self.phase]
-        schedule = launches(nodes, self.node_of, self.plan.prefetch)
-        for node in nodes:
-            for reader in schedule.launched_before.get(node.name, ()):
-                self._launch_weights(reader)
-            if not node.is_source:
-                self._node(node, self.plan.choices[node.name])
-            for result, delivery in deliveries.get(node.name, []):
-                self._deliver(result, delivery)
-            if node.name in schedule.matrix_operators:
-                self._end_deliveries(in_flight=self.plan.prefetch or 0)
-        for key in list(self.buckets):
-            self._reduce_bucket(key)
-        self._end_deliveries(in_flight=0)
+        for result, delivery in zip(self.plan.graph.results, self.plan.deliveries, strict=True):
+            is_here = (result.kind == "gradient") == (self.phase == "backward")
+            if is_here and (result.ref is None or delivery is None):
+                self.delivered.append((result, (), None))
+        for action in schedule(self.plan, self.phase, self.plan.prefetch):
+            match action:
+                case Run(name):
+                    if not (node := self.node_of[name]).is_source:
+                        self._node(node, self.plan.choices[name])
+                case Advance(Read() as read):
+                    self._bring(read)
+                case Advance(Send() as send):
+                    self._send(send)
         order = {result: place for place, result in enumerate(self.plan.graph.results)}
         self.delivered.sort(key=lambda item: order[item[0]])
 
-    def _deliveries(self) -> dict[str | None, list[tuple[Result, Delivery | None]]]:
-        """Results of this phase by the node that makes them; a gradient may be a value of the forward."""
-        found: dict[str | None, list[tuple[Result, Delivery | None]]] = {}
-        for result, delivery in zip(self.plan.graph.results, self.plan.deliveries, strict=True):
-            if (result.kind == "gradient") != (self.phase == "backward"):
-                continue
-            here = result.ref is not None and self.node_of[result.ref.name].phase == self.phase
-            at_node = result.ref.name if here and result.ref is not None else None
-            if at_node is not None and self.node_of[at_node].is_source and self.phase == "forward":
-                at_node = None
-            found.setdefault(at_node, []).append((result, delivery))
-        return found
-
-    def _deliver(self, result: Result, delivery: Delivery | None) -> None:
-        if result.ref is None or delivery is None:
-            self.delivered.append((result, (), None))
-            return
-        self.writer.comment = f"{result.kind} {result.target}: {self._told(result.ref, delivery.layout)}"
-        if result.kind == "gradient" and (key := bucket_key(self.plan, delivery)) is not None:
-            bucket = self.buckets.setdefault(key, [])
-            bucket.append((result, delivery))
-            if sum(item.changes[0].local.nbytes for _, item in bucket) >= self.plan.bucket_bytes:
-                self._reduce_bucket(key)
-            return
-        started = self.writer.begin(self.value(result.ref), delivery.changes)
-        if result.kind == "gradient" and self.plan.prefetch is not None:
-            self.reducing.append((self.matrix_operators_done, result, delivery.layout, started))
+    def _bring(self, read: Read) -> None:
+        """Take the layout change of an operand further; the reader finds it under way, at its end."""
+        reader = self.node_of[read.reader]
+        ref, layout = reader.operands[read.position], self.plan.choices[read.reader].takes[read.position]
+        ahead = "" if self.plan.prefetch is None else f" for {reader.name}"
+        self.writer.comment = f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)}{ahead}"
+        if read in self.under_way:
+            self.under_way[read] = self.writer.advance(self.under_way[read])
         else:
-            self.delivered.append((result, delivery.layout, self.writer.end(started)))
+            self.under_way[read] = self.writer.begin(self.value(ref), changes_of(self.plan, read))
 
-    def _reduce_bucket(self, key: BucketKey) -> None:
-        """Sum the gradients that have gathered, all at once."""
-        bucket = self.buckets.pop(key)
-        values = [self.value(result.ref) for result, _ in bucket if result.ref is not None]
-        shapes = [delivery.changes[0].local.shape for _, delivery in bucket]
-        self.writer.comment = "gradients of " + ", ".join(result.target for result, _ in bucket)
-        row = self.writer.make("gradients", ops.flatten, (values,), {})
-        for change in bucket[0][1].changes:
-            row = self.writer.reshard(row, (replace(change, local=TensorType((0,), change.local.dtype)),))
-        parts = self.writer.make("gradients_apart", ops.unflatten, (row, shapes), {})
-        for index, (result, delivery) in enumerate(bucket):
+    def _send(self, send: Send) -> None:
+        """Take results on their way further, and hand over those that have arrived."""
+        pairs = [(self.plan.graph.results[place], self.plan.deliveries[place]) for place in send.results]
+        sent = [(result, delivery) for result, delivery in pairs if result.ref is not None and delivery is not None]
+        (first, _), *others = sent
+        if others:
+            self.writer.comment = "gradients of " + ", ".join(result.target for result, _ in sent)
+        else:
+            self.writer.comment = self._told_result(*sent[0])
+        if send in self.under_way:
+            pending = self.writer.advance(self.under_way[send])
+        elif others:
+            pending = self._begin_row(sent)
+        else:
+            assert first.ref is not None
+            pending = self.writer.begin(self.value(first.ref), changes_of(self.plan, send))
+        self.under_way[send] = pending
+        if pending.change is not None:
+            return
+        if not others:
+            self.delivered.append((first, sent[0][1].layout, pending.value))
+            return
+        shapes = [delivery.changes[0].local.shape for _, delivery in sent]
+        parts = self.writer.make("gradients_apart", ops.unflatten, (pending.value, shapes), {})
+        for index, (result, delivery) in enumerate(sent):
             self.delivered.append((result, delivery.layout, self.writer.get(parts, index)))
 
-    def _end_deliveries(self, in_flight: int) -> None:
-        """Wait for the gradients whose reduction has been under way for `in_flight` matrix operators."""
-        self.matrix_operators_done += 1
-        while self.reducing and (not in_flight or self.reducing[0][0] + in_flight < self.matrix_operators_done):
-            _, result, layout, started = self.reducing.pop(0)
-            self.writer.comment = f"{result.kind} {result.target}"
-            self.delivered.append((result, layout, self.writer.end(started)))
+    def _begin_row(self, sent: list[tuple[Result, Delivery]]) -> Pending:
+        """Put gradients in one row, and launch its sum."""
+        values = [self.value(result.ref) for result, _ in sent if result.ref is not None]
+        row = self.writer.make("gradients", ops.flatten, (values,), {})
+        changes = sent[0][1].changes
+        flat = [replace(change, local=TensorType((0,), change.local.dtype)) for change in changes]
+        return self.writer.begin(row, flat, owned=True)
 
-    def _launch_weights(self, reader: Node) -> None:
-        """Launch what brings the reader's parameters to it; it waits for them itself."""
-        choice = self.plan.choices[reader.name]
-        for ref, layout, read in zip(reader.operands, choice.takes, choice.reads, strict=True):
-            key = (reader.name, ref, layout)
-            if read and self.node_of[ref.name].op == "parameter" and key not in self.launched:
-                moves = f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)}"
-                self.writer.comment = f"{moves} for {reader.name}"
-                self.launched[key] = self.writer.begin(self.value(ref), read)
+    def _told_result(self, result: Result, delivery: Delivery) -> str:
+        told = "" if result.ref is None else self._told(result.ref, delivery.layout)
+        return f"{result.kind} {result.target}: {told}"
 
     def value(self, ref: Ref) -> fx.Node:
         """The value in its producer's layout; from the forward, it is popped off the saved list here, once."""
@@ -230,11 +213,10 @@ class _Emitter:
         writer = self.writer
         moved: dict[tuple[Ref, Layout], fx.Node] = {}
         operands: list[fx.Node] = []
-        for ref, layout, read in zip(node.operands, choice.takes, choice.reads, strict=True):
+        for position, (ref, layout) in enumerate(zip(node.operands, choice.takes, strict=True)):
             if (ref, layout) not in moved:
-                writer.comment = f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)}"
-                started = self.launched.pop((node.name, ref, layout), None) or writer.begin(self.value(ref), read)
-                moved[ref, layout] = writer.end(started)
+                brought = self.under_way.pop(Read(node.name, position), None)
+                moved[ref, layout] = self.value(ref) if brought is None else brought.value
             operands.append(moved[ref, layout])
         writer.comment = "; ".join(filter(None, [node.module, node.source, self._layouts(node, choice)]))
         if node.op == "autopar.share":

@@ -93,6 +93,11 @@ def unflatten(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
+def mse_loss(x: Tensor, y: Tensor, *reduction: int) -> Tensor:
+    """aten.mse_loss, whose result keeps the storage of all the squares, in storage of its own."""
+    return torch.ops.aten.mse_loss.default(x, y, *reduction).clone()
+
+
 def draw_seed() -> Tensor:
     """A number from the default generator: the same on every rank whose generator is in the same state."""
     return torch.randint(2**31, ())

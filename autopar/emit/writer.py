@@ -23,7 +23,12 @@ C10D = torch.ops._c10d_functional
 assert functional_collectives  # imported for what it registers
 
 # Views may meet tensors that are not contiguous after a layout change; reshape copies there, and is a view elsewhere.
-RENAMED = {"aten.view.default": "aten.reshape.default", "autopar.to_reduce_dtype": "aten._to_copy.default"}
+# The others hold more than their result below it.
+RENAMED = {
+    "aten.view.default": "aten.reshape.default",
+    "autopar.to_reduce_dtype": "aten._to_copy.default",
+    "aten.mse_loss.default": "autopar.mse_loss",
+}
 
 
 def target_of(op: str) -> Any:
@@ -84,8 +89,11 @@ class Writer:
         """Apply a layout change, waiting for each collective at once."""
         return self.end(self.begin(value, changes))
 
-    def begin(self, value: fx.Node, changes: Sequence[Reshard]) -> Pending:
-        """Launch the first collective of a layout change (after the slices before it) without waiting for it."""
+    def begin(self, value: fx.Node, changes: Sequence[Reshard], owned: bool = False) -> Pending:
+        """Launch the first collective of a layout change (after the slices before it) without waiting for it.
+
+        `owned`: nobody else reads the value, so that a sum may be made in place.
+        """
         for place, change in enumerate(changes):
             if self.mesh.size(change.axis) == 1:
                 continue
@@ -94,13 +102,13 @@ class Writer:
                     index = self.coordinates[change.axis]
                     value = self.named(value, "piece", ops.piece, value, dim, self.mesh.size(change.axis), index)
                 case _:
-                    return Pending(self._launch(value, change), change, tuple(changes[place + 1 :]))
+                    return Pending(self._launch(value, change, owned), change, tuple(changes[place + 1 :]))
         return Pending(value, None, ())
 
-    def end(self, pending: Pending) -> fx.Node:
-        """Wait for a launched collective, put its pieces in order, and apply the changes behind it."""
+    def advance(self, pending: Pending) -> Pending:
+        """Wait for the collective under way, put its pieces in order, and begin the changes behind it."""
         if pending.change is None:
-            return pending.value
+            return pending
         waited = self.named(pending.value, "wait", C10D.wait_tensor.default, pending.value)
         ranks = self.mesh.size(pending.change.axis)
         match pending.change.before, pending.change.after:
@@ -110,9 +118,15 @@ class Writer:
                 waited = self.named(waited, "in_order", ops.from_front, waited, src, ranks)
             case _:
                 pass
-        return self.reshard(waited, pending.rest)
+        return self.begin(waited, pending.rest)
 
-    def _launch(self, value: fx.Node, change: Reshard) -> fx.Node:
+    def end(self, pending: Pending) -> fx.Node:
+        """Wait for a launched collective and apply the changes behind it."""
+        while pending.change is not None:
+            pending = self.advance(pending)
+        return pending.value
+
+    def _launch(self, value: fx.Node, change: Reshard, owned: bool) -> fx.Node:
         ranks, group = self.mesh.size(change.axis), self.groups[change.axis]
 
         def cut(dim: int) -> fx.Node:
@@ -124,7 +138,8 @@ class Writer:
             case Shard(), Replicate():
                 target, args = C10D.all_gather_into_tensor.default, (self.contiguous(value), ranks, group)
             case Partial(op), Replicate():
-                target, args = C10D.all_reduce.default, (self.contiguous(value), op, group)
+                sums = C10D.all_reduce_ if owned else C10D.all_reduce
+                target, args = sums.default, (value if owned else self.contiguous(value), op, group)
             case Partial(), Shard(dim):
                 target, args = C10D.reduce_scatter_tensor.default, (cut(dim), "sum", ranks, group)
             case Shard(), Shard(dim):

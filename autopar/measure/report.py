@@ -158,13 +158,16 @@ def predicted_seconds(plan: Plan, pricer: Pricer) -> tuple[dict[str, float], dic
 
 def predicted_peaks(plan: Plan, pricer: Pricer) -> dict[str, int]:
     """phase -> the most that one rank's device holds in it, by the plan's own account; `step`: the most of all."""
-    nodes = plan.graph.nodes
-    change = [0] * (len(nodes) + 2)
-    for held in Referee(plan.graph, plan.choices, plan.deliveries, pricer).holdings():
+    referee = Referee(plan.graph, plan.choices, plan.deliveries, pricer)
+    live, phase_of = referee.live, {node.name: node.phase for node in plan.graph.nodes}
+    change: dict[float, int] = defaultdict(int)
+    for held in referee.holdings():
         change[held.start] += held.nbytes
         change[held.end] -= held.nbytes
     peaks, level = dict.fromkeys(PHASES, 0), 0
-    for instant, phase in enumerate([*(node.phase for node in nodes), "optimizer"]):
+    for instant in range(live.instants):
         level += change[instant]
+        name = live.node_at[instant]
+        phase = phase_of[name] if name else "optimizer" if instant > live.gathered_at else "backward"
         peaks[phase] = max(peaks[phase], level)
     return {**peaks, "step": max(peaks.values())}

@@ -84,6 +84,31 @@ def measure(
     `hardware`: the profile that priced the plan, where it is none that autopar knows. Raises PlanMismatch where the
     plan is for something else, ValueError where the process group is of another size.
     """
+    twin, pricer, notes = _twin(plan, model, args, kwargs, hardware, precision, device_type)
+    return twin.measured(steps, pricer, notes)
+
+
+def memory_of(
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    hardware: Hardware | None = None,
+    device_type: str = "cpu",
+) -> dict[str, Pair]:
+    """phase -> the most that a rank holds in it, predicted and measured, as `measure` tells it; nothing is timed."""
+    twin, pricer, _ = _twin(plan, model, args, kwargs, hardware, None, device_type)
+    for _ in range(WARM_UP):
+        twin.step()
+    _, peaks = twin.counted()
+    return twin.memory(pricer, dict(zip(peaks, twin.largest(list(peaks.values())), strict=True)))
+
+
+def _twin(
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, hardware: Hardware | None,
+    precision: MixedPrecisionPolicy | None, device_type: str,
+) -> tuple[_Twin, Pricer | None, tuple[str, ...]]:  # fmt: skip
     if dist.get_world_size() != plan.mesh.ranks:
         raise ValueError(f"the plan is for {plan.mesh.ranks} ranks, the process group has {dist.get_world_size()}")
     device_mesh = init_device_mesh(device_type, plan.mesh.sizes, mesh_dim_names=plan.mesh.names)
@@ -98,8 +123,7 @@ def measure(
     positional, named = _inputs(plan, positional, named, device_type)
     if not positional:
         named = parallel.shard_batch(named)  # as they lie in the plan: cutting them is not timed
-    twin = _Twin(plan, parallel, positional, named, device_mesh)
-    return twin.measured(steps, pricer, notes)
+    return _Twin(plan, parallel, positional, named, device_mesh), pricer, notes
 
 
 @dataclass
@@ -143,11 +167,11 @@ class _Twin:
             return
         ends = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor) and leaf.requires_grad]
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        del made, ends
         between("backward")
         if self.optimizer is not None:
             self.optimizer.step()
         between("optimizer")
+        del made, ends  # a caller keeps what the model returned, too
         self.parallel.zero_grad()
 
     def undisturbed(self, steps: int) -> float:
@@ -248,9 +272,6 @@ class _Twin:
         in_phase, in_collective = ({}, {}) if pricer is None else predicted_seconds(plan, pricer)
         if pricer is None:
             notes = (*notes, f"profile {plan.hardware} is not at hand: give it with --hardware to see all predictions")
-        room = predicted_peaks(
-            plan, pricer or Pricer.on(plan.mesh, Hardware.load("cpu-gloo"), plan.optimizer, plan.bucket_bytes)
-        )
         where = f"{plan.mesh.ranks} processes of {device_name(self.device.type)} on {platform.node()}"
         if self.device.type == "cpu":
             where += f", {processors()} processors, {torch.get_num_threads()} thread(s) each"
@@ -267,8 +288,15 @@ class _Twin:
                 for i, kind in enumerate(kinds)
                 if kind != OTHER or most[i]
             ),
-            told[WAITING], {phase: Pair(room[phase], held[phase]) for phase in (*phases, "step")}, notes,
+            told[WAITING], self.memory(pricer, {phase: held[phase] for phase in (*phases, "step")}), notes,
         )  # fmt: skip
+
+    def memory(self, pricer: Pricer | None, held: Mapping[str, float]) -> dict[str, Pair]:
+        """Bytes are the same on any profile of this kind of device."""
+        plan = self.plan
+        here = Hardware.load("cpu-gloo" if self.device.type == "cpu" else "h100-sxm")
+        room = predicted_peaks(plan, pricer or Pricer.on(plan.mesh, here, plan.optimizer, plan.bucket_bytes))
+        return {phase: Pair(room[phase], nbytes) for phase, nbytes in held.items()}
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value the largest over the ranks."""

@@ -223,7 +223,7 @@ class _Picture:
         plan = self.plan
         limit = "" if plan.memory_limit is None else f" of {human(plan.memory_limit)}"
         peak = ", ".join(f"{human(nbytes)}{limit} of {tier}" for tier, nbytes in sorted(plan.peak_bytes.items()))
-        took = f"{plan.step_seconds * 1e3:.3f} ms a step, predicted (simulated)"
+        took = f"{plan.predicted_seconds * 1e3:.3f} ms a step, predicted (simulated)"
         return f"<B>{escape(f'mesh {plan.mesh} on {plan.hardware}: {took}; peak {peak} per rank')}</B>"
 
     def _cluster(self, tree: _Tree, path: str, depth: int) -> Iterator[str]:

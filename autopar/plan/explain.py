@@ -23,7 +23,7 @@ SOME = 0.005  # below this, not worth a word
 
 def explain(plan: Plan) -> str:
     """At most 40 lines of at most 110 columns (a few more on a mesh of many axes)."""
-    facts = [*_head(plan), *_time(plan), *_memory(plan), *_words(plan)]
+    facts = [*_head(plan), *_time(plan), *_candidates(plan), *_memory(plan), *_words(plan)]
     notes = [*_notes(plan)]
     left = HEIGHT - len(facts) - len(notes) - 4  # each table has a line above and one below
     products = [*_products(plan, max(3, left * 2 // 5))]
@@ -54,19 +54,28 @@ def _time(plan: Plan) -> Iterator[str]:
     parts = sum(plan.seconds_by.values())
     hidden = parts - plan.step_seconds
     how = f"{_ms(hidden)} of the parts overlap" if hidden > 1e-6 * parts else "the sum of its parts, nothing overlaps"
-    yield f"step time {_ms(plan.step_seconds)}, predicted (simulated): {how}"
+    if plan.simulated_seconds is not None and plan.prefetch is not None:
+        how = f"collectives run beside compute; one after the other {_ms(plan.step_seconds)}"
+    yield f"step time {_ms(plan.predicted_seconds)}, predicted (simulated): {how}"
     for name in ("compute", "optimizer", "copies"):
         yield _time_line(plan, name, plan.seconds_by.get(name, 0.0), "")
     for axis in plan.mesh.names:
         sent = [f"{collective} {human(n)}" for (collective, on), n in plan.comm_bytes.items() if on == axis]
         seconds = plan.seconds_by.get(f"comm:{axis}", 0.0)
         told = f"a rank receives {', '.join(sent) or 'nothing'}"
+        if isinstance(waited := plan.search.get(f"exposed:{axis}"), float):
+            told = f"{_ms(waited)} of it waited for; {told}"
         line = _time_line(plan, f"communication, {axis}", seconds, "")
         yield from textwrap.wrap(f"{line}   {told}", WIDTH, subsequent_indent=" " * 48, drop_whitespace=True)
     known = {"compute", "optimizer", "copies", *(f"comm:{axis}" for axis in plan.mesh.names)}
     for name in sorted(plan.seconds_by.keys() - known):
         yield _time_line(plan, name, plan.seconds_by[name], "")
-    if plan.bound > 0:
+    if plan.bound > 0 and plan.prefetch is not None and plan.simulated_seconds is not None:
+        yield (
+            f"proven: one after the other, no plan of the searched space takes less than {_ms(plan.bound)}; gap "
+            f"{100 * plan.gap:.2f} %"
+        )
+    elif plan.bound > 0:
         yield f"proven: no plan of the searched space takes less than {_ms(plan.bound)}; gap {100 * plan.gap:.2f} %"
     else:
         yield "no lower bound is known for this plan"
@@ -75,6 +84,21 @@ def _time(plan: Plan) -> Iterator[str]:
 def _time_line(plan: Plan, name: str, seconds: float, tail: str) -> str:
     line = f"  {name:<22}{_ms(seconds):>14}{_percent(seconds, plan.step_seconds):>7}"
     return f"{line}   {tail}".rstrip()
+
+
+def _candidates(plan: Plan) -> Iterator[str]:
+    """Why this plan: the ones that were played."""
+    if not plan.candidates:
+        return
+    yield "why this plan: the quickest of those played with collectives beside compute"
+    rows = [("candidate", "simulated", "one after the other", "peak", "")]
+    for one in plan.candidates:
+        peak = "" if one.peak_bytes is None else human(one.peak_bytes)
+        ahead = f"weights {one.prefetch} products ahead" if one.prefetch else ""
+        mark = " (this plan)" if one.name == plan.search.get("candidate") else ""
+        times = ["" if s is None else _ms(s) for s in (one.simulated_seconds, one.step_seconds)]
+        rows.append((one.name + mark, times[0], times[1], peak, one.why or ahead))
+    yield from _columns(rows)
 
 
 def _memory(plan: Plan) -> Iterator[str]:

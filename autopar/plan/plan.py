@@ -50,6 +50,21 @@ class Delivery:
     layout: Layout
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan that the search looked at, with the prefetch that suits it best.
+
+    None stands where there is no such plan, or it was not played; `why` says why.
+    """
+
+    name: str
+    step_seconds: float | None
+    simulated_seconds: float | None
+    peak_bytes: int | None
+    prefetch: int | None
+    why: str = ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Every decision, with what was predicted of it.
@@ -60,7 +75,9 @@ class Plan:
     memory tier. `notes`: what a user should know, such as operators without a rule, which run replicated.
     `prefetch`: how many matrix operators ahead of their use weights are gathered, and behind them gradients are waited
     for (`autopar.schedule`); None: every transfer is waited for where it stands. `bucket_bytes`: gradients that are
-    summed whole are put together up to this size and summed at once; 0: each by itself.
+    summed whole are put together up to this size and summed at once; 0: each by itself. `simulated_seconds`: what the
+    step takes as its timeline plays it, with collectives beside compute; None: nothing overlaps. `candidates`: the
+    plans among which this one was the quickest by that measure.
     """
 
     graph: Graph
@@ -80,6 +97,13 @@ class Plan:
     prefetch: int | None = None
     bucket_bytes: int = 0
     search: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
+    simulated_seconds: float | None = None
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def predicted_seconds(self) -> float:
+        """What a step is predicted to take: simulated where collectives overlap compute, else the sum of its parts."""
+        return self.step_seconds if self.simulated_seconds is None else self.simulated_seconds
 
     @property
     def gap(self) -> float:

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -23,7 +23,7 @@ from autopar.graph import ITEMSIZE, Arg, Const, Graph, Node, Ref, Result, Tensor
 from autopar.layout import Layout, Placement, decode, encode
 from autopar.mesh import Mesh
 from autopar.plan.fit import AGAIN, check, flaw_of
-from autopar.plan.plan import Choice, Delivery, Plan, PlanMismatch
+from autopar.plan.plan import Candidate, Choice, Delivery, Plan, PlanMismatch
 from autopar.reshard import Reshard
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 from cost_models.whole_file import write_whole
@@ -64,6 +64,8 @@ def dumps(plan: Plan) -> str:
         "prefetch": plan.prefetch,
         "bucket_bytes": plan.bucket_bytes,
         "search": {name: _number(plan.search[name]) for name in sorted(plan.search)},
+        "simulated_seconds": _number(plan.simulated_seconds),
+        "candidates": [[*map(_number, astuple(candidate))] for candidate in plan.candidates],
         "choices": [_choice(choice) for choice in numbers],
         "nodes": nodes,
         "results": [_result(*pair) for pair in zip(plan.graph.results, plan.deliveries, strict=True)],
@@ -304,7 +306,7 @@ class _Reader:
     # --- the parts of a plan -----------------------------------------------------------------------------------------
 
     def plan(self, content: dict[str, Json]) -> Plan:
-        self.row(content, "the plan", _FIELDS)
+        self.row(content, "the plan", _FIELDS, _MAY)
         mesh = self.mesh(content["mesh"], "mesh")
         table = self.items(content["choices"], "choices", self.choice)
         rows = self.items(content["nodes"], "nodes", lambda row, place: self.node(row, place, table))
@@ -329,10 +331,21 @@ class _Reader:
             prefetch=None if content["prefetch"] is None else self.natural(content["prefetch"], "prefetch"),
             bucket_bytes=self.natural(content["bucket_bytes"], "bucket_bytes"),
             search=self.table(content["search"], "search", self.fact),
+            simulated_seconds=self.perhaps(content.get("simulated_seconds"), "simulated_seconds", self.number),
+            candidates=self.items(content.get("candidates", []), "candidates", self.candidate),
         )
         if (flaw := flaw_of(plan)) is not None:
             self.fail(*flaw)
         return plan
+
+    def perhaps(self, value: Json, place: str, read: Callable[[Json, str], T]) -> T | None:
+        return None if value is None else read(value, place)
+
+    def candidate(self, value: Json, place: str) -> Candidate:
+        name, step, simulated, peak, prefetch, why = self.short(value, place, 6)
+        seconds = [self.perhaps(of, place, self.number) for of in (step, simulated)]
+        counts = [self.perhaps(of, place, self.natural) for of in (peak, prefetch)]
+        return Candidate(self.text(name, place), seconds[0], seconds[1], counts[0], counts[1], self.text(why, place))
 
     def fact(self, value: Json, place: str) -> Float | str:
         return value if isinstance(value, str) else self.number(value, place)
@@ -473,6 +486,7 @@ _FIELDS = (
     "mesh", "hardware", "hardware_digest", "optimizer", "memory_limit", "outputs", "step_seconds", "bound",
     "peak_bytes", "seconds_by", "notes", "prefetch", "bucket_bytes", "search", "choices", "nodes", "results",
 )  # fmt: skip
+_MAY = ("simulated_seconds", "candidates")  # came later
 _NODE_MAY = ("args", "kwargs", "phase", "target", "module", "source")
 _CHOICE_FIELDS = ("roles", "takes", "gives", "body", "body_axes", "body_size", "steps", "reads")
 

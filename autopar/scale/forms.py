@@ -159,7 +159,7 @@ def totals(plan: Plan, growth: Growth, pricer: Pricer) -> Totals:
     mesh = symbolic(plan.mesh, growth.base)
     there = elsewhere(plan, growth, {name: symbol(name) for name in growth.base}, mesh)
     axes = {name: plan.mesh.size(axis) for axis, name in _axis_symbols(plan.mesh, growth.base).items()}
-    return totals_of(there, replace(pricer, mesh=mesh), {**growth.base, **axes})
+    return totals_of(there, replace(pricer, mesh=mesh, bucket_bytes=0), {**growth.base, **axes})
 
 
 def totals_of(there: Elsewhere, pricer: Pricer, here: Mapping[str, int]) -> Totals:
@@ -169,7 +169,7 @@ def totals_of(there: Elsewhere, pricer: Pricer, here: Mapping[str, int]) -> Tota
 
 
 def _all_steps(there: Elsewhere, pricer: Pricer) -> Iterable[Step]:
-    trained = liveness(there.graph).grad_at
+    trained = liveness(there.graph).update_at
     for node in there.graph.nodes:
         choice = there.choices[node.name]
         for read in read_once(node, choice):
@@ -192,7 +192,7 @@ Level = dict[tuple[str, Powers], Fraction]
 
 def _peaks(holdings: Sequence[Holding]) -> tuple[Mapping[str, Any], ...]:
     """Of all instants those that are not below another one whatever the sizes: no term of theirs is larger there."""
-    change: dict[int, Level] = defaultdict(lambda: defaultdict(Fraction))
+    change: dict[float, Level] = defaultdict(lambda: defaultdict(Fraction))
     for held in holdings:
         kind = STATES if held.tenant.startswith(RESIDENT) else ACTIVATIONS
         for powers, times in terms(held.nbytes).items():

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -102,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--operators", metavar="FILE",
         help="database where --profile keeps its times (default: operators.sqlite3 beside the calibrated "
         "profile)")  # fmt: skip
+    add("--no-simulation", action="store_true",
+        help="choose by the sum of times also where collectives run beside compute; else such plans are simulated, "
+        "and the quickest is chosen")  # fmt: skip
     add("--baselines", action="store_true", help="compare with data parallel, FSDP and tensor parallel")
     add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
     add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
@@ -187,7 +191,9 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
             lambda: ask(graph, mesh, hardware, optimizer=given.optimizer, profile=profile, progress=progress),
         )
         limits: dict[str, Any] = {"memory": memory, "outputs": given.outputs, "time_limit_s": given.time_limit}
-        plan = _timed(seconds, "search", lambda: answer(question, **limits, progress=progress))
+        plan = _timed(
+            seconds, "search", lambda: answer(question, **limits, simulation=not given.no_simulation, progress=progress)
+        )
         rows: tuple[Row, ...] = ()
         if given.baselines:
             plan, rows = _timed(seconds, "baselines", lambda: compare(question, plan, **limits, progress=progress))
@@ -360,6 +366,7 @@ def _document(model: str, plan: Plan, rows: Sequence[Row], seconds: dict[str, fl
         "constraints": plan.search.get("constraints"),
         "items": plan.search.get("items"),
         "edges": plan.search.get("edges"),
+        "candidates": [asdict(candidate) for candidate in plan.candidates],
         "notes": list(plan.notes),
         "baselines": [
             {"policy": row.policy, "fits": row.plan is not None, "why": row.why, "needs_bytes": row.needs}
@@ -375,6 +382,8 @@ def _document(model: str, plan: Plan, rows: Sequence[Row], seconds: dict[str, fl
 def _figures(plan: Plan) -> dict[str, Any]:
     return {
         "step_seconds": plan.step_seconds,
+        "simulated_seconds": plan.simulated_seconds,
+        "prefetch": plan.prefetch,
         "bound": plan.bound if math.isfinite(plan.bound) else None,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "seconds_by": dict(plan.seconds_by),

@@ -13,17 +13,20 @@ from autopar.classes import classes_of
 from autopar.decide import decide
 from autopar.graph import Graph
 from autopar.layout import Layout
+from autopar.liveness import liveness
 from autopar.measure.calls import Profile, operations, wanted, with_measured
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.policies import agree, restrict
+from autopar.policies import agree, policies_for, restrict
 from autopar.price import Pricer
 from autopar.schedule import bucket_bytes
+from autopar.search.discount import discounted
+from autopar.search.simulated import Shares, choose
 from autopar.strategy import Strategy, propose
 from cost_models.hardware import Hardware
 from cost_models.measured import Key
-from cost_models.steps import Compute
-from solver import Solution, solve
+from cost_models.steps import Comm, Compute
+from solver import Solution, evaluate, solve
 
 Progress = Callable[[str], None]
 
@@ -34,6 +37,7 @@ TIE_ABOVE_PAIRS = 40_000_000
 # Below this many pairs the best plan is wanted to the last digit; above, one that is proven to be within GAP of it.
 EXACT_BELOW_PAIRS = 250_000
 GAP = 1e-3
+LOOSE = 3e-3  # of a problem whose prices are only a means to find candidates
 
 
 class Infeasible(RuntimeError):
@@ -56,6 +60,7 @@ class Question:
     """What is searched, whatever the limits: a graph on a mesh and machine, with every strategy of every node.
 
     `measured`: seconds of the calls that were timed, which stand in the strategies' steps; `notes`: of how they came.
+    `known`: answers that were given already, of policies.
     """
 
     graph: Graph
@@ -64,6 +69,7 @@ class Question:
     without_rule: tuple[str, ...]
     measured: Mapping[Key, float] = field(default_factory=dict[Key, float])
     notes: tuple[str, ...] = ()
+    known: dict[object, Plan] = field(default_factory=dict[object, Plan], compare=False, repr=False)
 
     @property
     def measured_digest(self) -> str:
@@ -85,6 +91,7 @@ def search(
     tied: bool | None = None,
     policy: str | None = None,
     profile: Profile | None = None,
+    simulation: bool = False,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """The fastest plan for one training step of `graph` that fits in `memory` bytes on each rank.
@@ -92,13 +99,15 @@ def search(
     `outputs`: "sharded" leaves outputs in the plan's layouts, "global" brings them whole to every rank. `fixed`:
     layouts of parameters that are settled already. `tied`: one choice for repeated layers (default: only where the
     problem is large). `policy`: only plans of this baseline (`autopar.policies`). `profile`: gives operators the times
-    that were measured (`autopar.measure.operators`). Same arguments, same plan, unless the time limit cuts the search.
+    that were measured (`autopar.measure.operators`). `simulation`: on hardware where collectives run beside compute,
+    the plan whose simulated step is the quickest of several (`autopar.search.simulated`), not the one of the least sum.
+    Same arguments, same plan, unless the time limit cuts the search.
     Raises Infeasible, NoAnswerInTime.
     """
     question = ask(graph, mesh, hardware, optimizer=optimizer, profile=profile, progress=progress)
     return answer(
         question, memory=memory, outputs=outputs, fixed=fixed,
-        time_limit_s=time_limit_s, tied=tied, policy=policy, progress=progress,
+        time_limit_s=time_limit_s, tied=tied, policy=policy, simulation=simulation, progress=progress,
     )  # fmt: skip
 
 
@@ -134,30 +143,120 @@ def answer(
     time_limit_s: float = 60.0,
     tied: bool | None = None,
     policy: str | None = None,
+    simulation: bool = False,
     progress: Progress = lambda text: None,
 ) -> Plan:
-    """`search`, of a question already asked."""
-    gathered = _bucket_bytes(question, memory)
-    told = (memory, outputs, fixed, time_limit_s, tied, policy, progress)
+    """`search`, of a question already asked. What it found for a policy, it knows when it is asked again."""
+    wanted = _Wanted(memory, outputs, fixed or {}, time_limit_s, tied)
+    if policy is not None:
+        return _of_policy(question, policy, wanted, progress)
+    solved = _solved(question, None, wanted, progress)
+    if not (simulation and question.pricer.hardware.overlaps and question.pricer.mesh.ranks > 1):
+        return solved.plan
+    return _simulated(question, solved, wanted, progress)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    memory: float | None
+    outputs: str
+    fixed: Mapping[str, Layout]
+    time_limit_s: float
+    tied: bool | None
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """A plan, and the problem that it solves."""
+
+    plan: Plan
+    assembled: Assembled
+    solution: Solution
+    pricer: Pricer
+    gap: float
+
+
+def _solved(question: Question, policy: str | None, wanted: _Wanted, progress: Progress) -> _Solved:
+    gathered = _bucket_bytes(question, wanted.memory)
     try:
-        return _answer(question, gathered, *told)
+        return _answer(question, gathered, policy, wanted, progress)
     except Infeasible:
         if not gathered:
             raise
-        return _answer(question, 0, *told)  # the row in which gradients gather needs memory, too
+        return _answer(question, 0, policy, wanted, progress)  # the row in which gradients gather needs memory, too
+
+
+def _of_policy(question: Question, policy: str, wanted: _Wanted, progress: Progress) -> Plan:
+    key = policy, repr(wanted)
+    if key not in question.known:
+        question.known[key] = _solved(question, policy, wanted, progress).plan
+    return question.known[key]
+
+
+def _simulated(question: Question, solved: _Solved, wanted: _Wanted, progress: Progress) -> Plan:
+    """The best plan by simulated time: see `autopar.search.simulated`."""
+    graph, pricer = question.graph, solved.pricer
+    start, prices = solved.solution.picks, solved.solution.prices
+
+    def again(shares: Shares) -> Plan | None:
+        nonlocal start, prices
+        cheaper = discounted(solved.assembled, graph, pricer, shares)
+        solution = solve(
+            cheaper.problem, time_limit_s=wanted.time_limit_s, gap=max(solved.gap, LOOSE), start=start,
+            start_prices=prices,
+        )  # fmt: skip
+        told = ", ".join(f"{kind} over {axis} {share:.0%}" for (kind, axis), share in shares.items())
+        progress(f"solved again in {solution.seconds:.1f} s, prices of communication: {told}")
+        if solution.picks is None:
+            return None
+        start, prices = solution.picks, solution.prices
+        cost = evaluate(solved.assembled.problem, solution.picks).cost
+        return decide(
+            graph, solved.assembled, solution.picks, pricer,
+            objective=cost, bound=solved.plan.bound, memory=wanted.memory, outputs=wanted.outputs,
+            notes=solved.plan.notes, search=solved.plan.search,
+        )  # fmt: skip
+
+    # What people do by hand they do alike in all layers; that is found in a fraction of the time.
+    by_hand = wanted if solved.gap == 0.0 else replace(wanted, tied=True)
+
+    def baseline(policy: str) -> Callable[[float], Plan | str]:
+        def found(beat: float) -> Plan | str:
+            floor = _floor_s(question, policy)
+            if floor >= beat:
+                return f"computes for {floor * 1e3:.3f} ms or more"
+            try:
+                return _of_policy(question, policy, by_hand, progress)
+            except Infeasible:
+                return "does not fit"
+            except NoAnswerInTime:
+                return f"no answer in {wanted.time_limit_s:g} s"
+
+        return found
+
+    baselines = {policy: baseline(policy) for policy in policies_for(pricer.mesh)}
+    return choose(solved.plan, pricer, wanted.memory, baselines, again, progress)
+
+
+def _floor_s(question: Question, policy: str) -> float:
+    """Seconds of compute that no plan of the policy can do without."""
+    strategies = restrict(policy, question.graph, question.strategies, question.pricer.mesh)
+    least: dict[int, float] = {}
+    for options in strategies.values():
+        if id(options) not in least:
+            computes = [[step for step in option.steps if not isinstance(step, Comm)] for option in options]
+            least[id(options)] = min(map(question.pricer.seconds, computes))
+    return sum(least[id(options)] for options in strategies.values())
 
 
 def _answer(
     question: Question,
     gathered: int,
-    memory: float | None,
-    outputs: str,
-    fixed: Mapping[str, Layout] | None,
-    time_limit_s: float,
-    tied: bool | None,
     policy: str | None,
+    wanted: _Wanted,
     progress: Progress,
-) -> Plan:
+) -> _Solved:
+    memory, outputs, tied = wanted.memory, wanted.outputs, wanted.tied
     started = time.perf_counter()
     graph, strategies = question.graph, question.strategies
     pricer = replace(question.pricer, bucket_bytes=gathered)
@@ -172,10 +271,10 @@ def _answer(
         graph,
         strategies,
         pricer,
-        memory=None if memory is None else memory - gathered,
+        memory=None if memory is None else memory - 2 * gathered,  # for a row: it is sent when it holds that, or more
         tied=tied,
         whole_outputs=outputs == "global",
-        fixed=fixed,
+        fixed=wanted.fixed,
     )
     problem = assembled.problem
     assembled_s = time.perf_counter() - started
@@ -183,9 +282,10 @@ def _answer(
         f"assembled {len(problem.costs):,} items and {len(problem.edges):,} edges in {assembled_s:.1f} s"
         + (", repeated layers tied" if tied else "")
     )
-    solution = solve(problem, time_limit_s=time_limit_s, gap=0.0 if pairs <= EXACT_BELOW_PAIRS else GAP)
+    gap = 0.0 if pairs <= EXACT_BELOW_PAIRS else GAP
+    solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap)
     progress(f"solved in {solution.seconds:.1f} s: {solution.status}, gap {solution.gap:.2%}")
-    picks = _picks_or_raise(solution, graph, assembled, memory, time_limit_s)
+    picks = _picks_or_raise(solution, graph, assembled, memory, wanted.time_limit_s)
     notes = [*_rule_notes(graph, question.without_rule)]
     if tied:
         notes.append("repeated layers share one choice; the gap is to the best plan that ties them")
@@ -213,7 +313,7 @@ def _answer(
     if question.measured:
         plan = _with_measured_noted(plan, question)
     progress(f"refereed: {plan.step_seconds * 1e3:.3f} ms a step, {time.perf_counter() - started:.1f} s in all")
-    return plan
+    return _Solved(plan, assembled, solution, pricer, gap)
 
 
 def _with_measured_noted(plan: Plan, question: Question) -> Plan:
@@ -263,9 +363,8 @@ def _infeasible(solution: Solution, graph: Graph, memory: float | None) -> Infea
         return Infeasible(
             "no combination of strategies is consistent; this is a defect of autopar, please report the model"
         )
-    at = min(shortage.instant, len(graph.nodes) - 1)
-    node = graph.nodes[at]
-    where = f"%{node.name} ({node.module or node.op})" if shortage.instant < len(graph.nodes) else "the optimizer step"
+    node = graph.by_name.get(liveness(graph).node_at[shortage.instant])
+    where = "the optimizer step" if node is None else f"%{node.name} ({node.module or node.op})"
     tenants = "; ".join(f"{name} {size(nbytes)}" for name, nbytes in shortage.tenants)
     if shortage.enough is None:
         least = f"at least {size(shortage.at_least)} is needed"

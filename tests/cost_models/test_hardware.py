@@ -22,7 +22,7 @@ def test_the_known_profiles():
 def test_a_profile_loads_and_every_figure_has_a_source(name):
     hardware = Hardware.load(name)
     assert hardware.name == name
-    assert set(hardware.sources) == set(hardware.figures)
+    assert set(hardware.sources) == {*hardware.figures, "overlaps"}
     assert all(len(source) > 5 for source in hardware.sources.values())
 
 
@@ -119,7 +119,22 @@ def figure_lines(text: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("figure", [name for name, _ in figure_lines(text_of("h100-sxm"))])
+def test_whether_communication_overlaps_compute_is_said_with_true_or_false(tmp_path):
+    text = text_of("h100-sxm")
+    line = dict(figure_lines(text))["overlaps"]
+    for wrong in ("1", "0", '"yes"'):
+        assert "overlaps" in refusal(tmp_path, text.replace(line, line.replace("true", wrong)))
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(line, ""))
+    assert not Hardware.load(path).overlaps
+    assert {name for name in known_hardware() if Hardware.load(name).overlaps} == set(GPUS)
+    h100 = Hardware.load("h100-sxm")
+    assert replace(h100, overlaps=False).digest != h100.digest
+    with pytest.raises(ValueError, match="overlaps has no source"):
+        replace(h100, sources={name: of for name, of in h100.sources.items() if name != "overlaps"}).save(path)
+
+
+@pytest.mark.parametrize("figure", [name for name, _ in figure_lines(text_of("h100-sxm")) if name != "overlaps"])
 def test_a_wrong_figure_is_refused_by_name(tmp_path, figure):
     text = text_of("h100-sxm")
     line = dict(figure_lines(text))[figure]
@@ -134,7 +149,8 @@ def test_a_wrong_figure_is_refused_by_name(tmp_path, figure):
 REQUIRED = [
     name
     for name, _ in figure_lines(text_of("h100-sxm"))
-    if not name.startswith("achieved") and (not name.startswith("flops_per_s") or name == "flops_per_s.float32")
+    if not name.startswith(("achieved", "overlaps"))
+    and (not name.startswith("flops_per_s") or name == "flops_per_s.float32")
 ]
 
 

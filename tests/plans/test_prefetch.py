@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.emit import emit
-from autopar.schedule import launches
+from autopar.schedule import Advance, Read, Run, is_product, schedule
 from autopar.search import search
 from cost_models.hardware import Hardware
 from tests.support.check import difference, mesh_of
@@ -24,12 +24,24 @@ def test_prefetched_plans_are_right(name: str, prefetch: int) -> None:
 
 
 def test_a_weight_is_launched_one_product_ahead_and_waited_for_at_its_use() -> None:
-    graph = family("mlp").graph
-    sampler = PlanSampler(graph, mesh_of(2))
-    schedule = launches([n for n in graph.nodes if n.phase == "forward"], graph.by_name, 1)
-    products = [n.name for n in graph.nodes if n.name in schedule.matrix_operators]
-    readers = {name: [n.name for n in found] for name, found in schedule.launched_before.items()}
-    assert products[1] in readers[products[0]]
+    sampler = PlanSampler(family("mlp").graph, mesh_of(2))
+    for seed in range(20):
+        plan = sampler.draw(seed)
+        weights = {node.name for node in plan.graph.nodes if node.op == "parameter"}
+        order = [item for item in schedule(plan, "forward", 1) if isinstance(item, (Run, Advance))]
+        for read in {item.transfer for item in order if isinstance(item, Advance) and isinstance(item.transfer, Read)}:
+            reader = plan.graph.by_name[read.reader]
+            if (
+                reader.operands[read.position].name in weights
+                and plan.choices[read.reader].reads[read.position][0].kind == "all_gather"
+            ):
+                between = order[order.index(Advance(read)) : order.index(Run(read.reader))]
+                before = order[: order.index(Run(read.reader))]
+                count = [
+                    sum(isinstance(i, Run) and is_product(plan.choices[i.node]) for i in part)
+                    for part in (between, before)
+                ]
+                assert count[0] == min(1, count[1]), read
     for seed in range(20):
         plan = sampler.draw(seed)
         lines = emit(replace(plan, prefetch=1), {"a": "g"}).forward.code.splitlines()

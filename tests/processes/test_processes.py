@@ -30,6 +30,10 @@ def test_what_users_do_works_on_two_processes(tmp_path: Path) -> None:
     run_checks("api", 2, tmp_path)
 
 
+def test_a_memory_limit_is_kept_on_two_processes(tmp_path: Path) -> None:
+    run_checks("memory", 2, tmp_path)
+
+
 def test_errors_reach_every_rank_and_nothing_hangs(tmp_path: Path) -> None:
     run_checks("errors", 2, tmp_path)
 

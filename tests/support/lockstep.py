@@ -65,7 +65,7 @@ class Lockstep:
         return made
 
     def collective(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
-        name = str(node.target).removeprefix("_c10d_functional.").split(".")[0]
+        name = str(node.target).removeprefix("_c10d_functional.").split(".")[0].removesuffix("_")  # in place or not
         sent: PerRank = values[node.args[0]]  # type: ignore[index]
         if name == "wait_tensor":
             return sent

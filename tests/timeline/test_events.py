@@ -3,17 +3,23 @@
 import math
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import cache
 from math import isclose
 
 import pytest
+from torch import bfloat16, float32
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar.decide import Referee, peak_of
+from autopar.decide import Referee, peak_of, refereed
 from autopar.emit import emit
 from autopar.plan import Plan
 from autopar.price import Pricer
+from autopar.schedule import Advance, Read, Run, is_product, schedule, weights_in
 from autopar.search import search
 from autopar.timeline import events_of, timeline_of
+from autopar.trace import capture, graph_of
+from autopar.work import VIEWS
 from cost_models.simulator import COMPUTE, Event, play
 from tests.support.check import mesh_of
 from tests.support.families import FAMILIES, family
@@ -95,7 +101,7 @@ def test_collectives_come_in_the_order_of_the_emitted_program(name, sizes, seed)
     emitted: list[tuple[str, str]] = []
     for part in (program.forward, program.backward):
         for node in part.graph.nodes:
-            target = str(node.target).removeprefix("_c10d_functional.").split(".")[0]
+            target = str(node.target).removeprefix("_c10d_functional.").split(".")[0].removesuffix("_")
             if "_c10d_functional" in str(node.target) and target != "wait_tensor":
                 kind = target.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
                 emitted.append((kind, str(node.args[-1])))
@@ -174,17 +180,105 @@ def test_faster_links_never_make_a_step_slower():
         assert steps == sorted(steps, reverse=True), (name, sizes, seed)
 
 
+def order_of(events: list[Event]) -> list[tuple[str, int | tuple[str, str]]]:
+    """Launches of collectives, each with its name and axis, and waits, each with the number of the launch."""
+    found: list[tuple[str, int | tuple[str, str]]] = []
+    number_of: dict[int, int] = {}
+    for place, event in enumerate(events):
+        if event.stream != COMPUTE:
+            number_of[place] = len(number_of)
+            found.append(("launch", called(event)))
+        elif event.name.startswith("wait for"):
+            (waited,) = event.after
+            found.append(("wait", number_of[waited]))
+    return found
+
+
+def emitted_order(plan: Plan) -> list[tuple[str, int | tuple[str, str]]]:
+    program = emit(plan, {axis: axis for axis in plan.mesh.names})
+    assert program.backward is not None
+    found: list[tuple[str, int | tuple[str, str]]] = []
+    number_of: dict[object, int] = {}
+    for part in (program.forward, program.backward):
+        for node in part.graph.nodes:
+            target = str(node.target).removeprefix("_c10d_functional.").split(".")[0].removesuffix("_")
+            if "_c10d_functional" not in str(node.target):
+                continue
+            if target == "wait_tensor":
+                found.append(("wait", number_of[node.args[0]]))
+                continue
+            kind = target.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")
+            number_of[node] = len(number_of)
+            found.append(("launch", (kind, str(node.args[-1]))))
+    return found
+
+
+ORDERED = [*CASES[::3], ("gpt2", (2, 2), 2), ("llama", (2, 2), 3)]
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 3000, 1 << 20])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 4])
+def test_what_is_played_is_launched_and_waited_for_as_in_the_emitted_program(prefetch, bucket_bytes):
+    for name, sizes, seed in ORDERED:
+        plan, pricer = drawn(name, sizes, seed)
+        plan = replace(plan, prefetch=prefetch, bucket_bytes=bucket_bytes)
+        pricer = replace(pricer, bucket_bytes=bucket_bytes)
+        order = order_of(events_of(plan, pricer, overlap=True, prefetch=prefetch))
+        assert order == emitted_order(plan), (name, sizes, seed)
+        assert len([what for what, _ in order if what == "launch"]) == len(
+            [what for what, _ in order if what == "wait"]
+        )
+
+
 @pytest.mark.parametrize("name", ["block", "gpt2", "llama"])
-def test_the_reduction_of_a_gradient_is_waited_for_by_the_optimizer_alone(name):
-    events = events_of(*fsdp(name), overlap=True)
-    reductions = {
-        n for n, event in enumerate(events) if str(dict(event.about).get("result", "")).startswith("gradient")
-    }
-    comms = {number for number in reductions if events[number].stream != COMPUTE}
-    assert comms
+def test_so_it_is_for_plans_that_gather_weights_and_for_those_that_sum_gradients_in_rows(name):
+    for policy, bucket_bytes in (("fsdp", 0), ("data-parallel", 20_000)):
+        mesh, hardware = mesh_of(2), machine(3e9, flops=1e12, memory=1e12)
+        plan = search(family(name).graph, mesh, hardware, memory=None, policy=policy, tied=False)
+        for prefetch in (0, 1, 2):
+            asked = replace(plan, prefetch=prefetch, bucket_bytes=bucket_bytes)
+            pricer = Pricer.on(mesh, hardware, plan.optimizer, bucket_bytes)
+            assert order_of(events_of(asked, pricer, overlap=True, prefetch=prefetch)) == emitted_order(asked)
+
+
+@pytest.mark.parametrize("bucket_bytes", [3000, 1 << 20])
+@some_plans
+def test_rows_of_gradients_keep_a_step_within_its_bounds(name, sizes, seed, bucket_bytes):
+    plan, pricer = drawn(name, sizes, seed)
+    pricer = replace(pricer, bucket_bytes=bucket_bytes)
+    plan = refereed(
+        plan.graph, plan.choices, plan.deliveries, pricer, objective=None, bound=0.0, memory=None, outputs="sharded"
+    )
+    for prefetch in (0, 2):
+        timeline = timeline_of(plan, pricer, overlap=True, prefetch=prefetch)
+        assert timeline.seconds <= plan.step_seconds * (1 + 1e-12)
+        for axis in plan.mesh.names:
+            busy = plan.seconds_by.get(f"comm:{axis}", 0.0)
+            assert isclose(timeline.busy_s.get(f"comm:{axis}", 0.0), busy, rel_tol=1e-9, abs_tol=1e-15)
+            assert busy <= timeline.seconds * (1 + 1e-12)
+        assert timeline.memory["hbm"].levels[0] == timeline.memory["hbm"].levels[-1]
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("name", ["block", "gpt2", "llama"])
+def test_the_sum_of_a_gradient_is_waited_for_as_many_products_later(name, prefetch):
+    plan, pricer = fsdp(name)
+    events = events_of(plan, pricer, overlap=True, prefetch=prefetch)
+    products = [
+        number for number, event in enumerate(events)
+        if event.stream == COMPUTE and "value" not in dict(event.about) and event.phase == "backward"
+        and (dict(event.about).get("op") == "autopar.einsum" or "attention" in str(dict(event.about).get("op")))
+    ]  # fmt: skip
+    sums = {
+        number for number, event in enumerate(events)
+        if event.stream != COMPUTE and str(dict(event.about).get("result", "")).startswith("gradient")
+    }  # fmt: skip
+    assert sums
     for number, event in enumerate(events):
-        if event.phase != "optimizer" and number not in reductions:
-            assert not comms & set(event.after), event
+        if event.name.startswith("wait for") and (waited := event.after[0]) in sums:
+            between = sum(waited < place < number for place in products)
+            left = sum(waited < place for place in products)
+            assert between == min(prefetch, left), event
 
 
 @pytest.mark.parametrize("name", ["block", "gpt2", "llama"])
@@ -226,6 +320,63 @@ def test_gathers_are_launched_that_many_products_ahead(prefetch):
         between = sum(number < place < reads[reader] for place, when in products if when == phase)
         ahead = sum(place < reads[reader] for place, when in products if when == phase)
         assert between == min(prefetch, ahead), (reader, between)
+
+
+@cache
+def mixed() -> tuple[Plan, Pricer]:
+    """FSDP with parameters in float32 that are cast to bfloat16 before they are gathered."""
+    case, precision = family("gpt2"), MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)
+    graph = graph_of(capture(case.model, (), case.inputs, precision=precision), precision)
+    mesh, hardware = mesh_of(2), machine(3e9, flops=1e12, memory=1e12)
+    plan = search(graph, mesh, hardware, policy="fsdp", tied=False)
+    return plan, Pricer.on(mesh, hardware, plan.optimizer, plan.bucket_bytes)
+
+
+def test_weights_are_fetched_ahead_through_their_casts():
+    plan, pricer = mixed()
+    weights = weights_in(plan.graph)
+    order = schedule(plan, "forward", 2)
+    runs = {action.node: place for place, action in enumerate(order) if isinstance(action, Run)}
+    products = [place for name, place in runs.items() if is_product(plan.choices[name])]
+    found = 0
+    for place, action in enumerate(order):
+        if not isinstance(action, Advance) or not isinstance(action.transfer, Read):
+            continue
+        reader = plan.graph.by_name[action.transfer.reader]
+        ref = reader.operands[action.transfer.position]
+        if (
+            order.index(action) == place
+            and ref.name in weights
+            and plan.graph.by_name[ref.name].op.endswith("_to_copy.default")
+        ):
+            found += 1
+            before = sum(product < runs[reader.name] for product in products)
+            assert sum(place < product < runs[reader.name] for product in products) == min(2, before), reader.name
+            assert runs[ref.name] < place
+    assert found > 10
+    for prefetch in (0, 1, 2, 4):
+        events = events_of(plan, pricer, overlap=True, prefetch=prefetch)
+        assert order_of(events) == emitted_order(replace(plan, prefetch=prefetch))
+    times = [timeline_of(plan, pricer, overlap=True, prefetch=prefetch).seconds for prefetch in (0, 1, 2)]
+    assert times == sorted(times, reverse=True) and times[0] > times[2]
+
+
+def test_the_small_sum_of_a_bias_does_not_stop_compute_behind_a_large_one():
+    """A view between a sum and its gradient waits as long as the gradient would."""
+    mesh, hardware = mesh_of(2), machine(3e9, flops=1e11, memory=1e12)
+    plan = search(family("gpt2").graph, mesh, hardware, policy="data-parallel", tied=False)
+    tails = 0
+    order = schedule(plan, "backward", 2)
+    runs = {action.node: place for place, action in enumerate(order) if isinstance(action, Run)}
+    products = [place for name, place in runs.items() if is_product(plan.choices[name])]
+    gradients = {result.ref.name for result in plan.graph.results if result.kind == "gradient" and result.ref}
+    for node in plan.graph.nodes:
+        if node.name in gradients and node.op in VIEWS and any(plan.choices[node.name].reads):
+            tails += 1
+            started = order.index(Advance(Read(node.name, 0)))
+            left = sum(started < product for product in products)
+            assert sum(started < product < runs[node.name] for product in products) == min(2, left), node.name
+    assert tails
 
 
 def test_a_prefetch_below_zero_is_refused():

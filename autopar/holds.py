@@ -1,0 +1,75 @@
+"""Who holds what, as holds of a step's events: the instants of `Referee.holdings`, told in events."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from autopar.decide import ROW, Holding
+from autopar.liveness import Liveness, Read
+from cost_models.simulator import Hold
+
+RESIDENT = ("parameter ", "buffer ", "constant ", "optimizer states of ")  # there before the step, and after it
+
+
+@dataclass(slots=True)
+class Marks:
+    """What the events of a step say of the instants of `liveness`.
+
+    `begins`, `closes`: the first event of an instant, and the one at whose end it is over. `ways`: the events of a
+    layout change: its first, its last, and the one since whose end it holds anything (None: since its first begins).
+    `readers[node]`: un-waited events that read its storage; `latest[node]`: the last event of its readers so far.
+    """
+
+    begins: dict[int, int] = field(default_factory=dict[int, int])
+    closes: dict[int, int] = field(default_factory=dict[int, int])
+    ways: dict[Read | int, tuple[int, int, int | None]] = field(
+        default_factory=dict[Read | int, tuple[int, int, int | None]]
+    )
+    readers: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    latest: dict[str, int] = field(default_factory=dict[str, int])
+
+    def mark(self, instant: int, first: int, last: int) -> None:
+        """The instant has the events from `first` to `last`; none if there are none."""
+        if first <= last:
+            self.begins[instant], self.closes[instant] = first, last
+
+
+def holds_of(holdings: Collection[Holding], live: Liveness, marks: Marks, *, overlap: bool) -> Mapping[int, list[Hold]]:
+    """Event -> its holds. An instant without events of its own is one with those that follow, and those before it.
+
+    With overlap a layout change holds memory from where it was issued, and what it reads until it has been waited for.
+    """
+    begins, closes = _filled(marks, live.instants)
+    found: dict[int, list[Hold]] = defaultdict(list)
+    for held in holdings:
+        start, end = int(held.start), int(held.end)
+        event, since, until = begins[start], None, [closes[end - 1]]
+        if overlap and held.tenant == ROW:
+            continue
+        if overlap and held.read in marks.ways:
+            first, last, issued = marks.ways[held.read]
+            if held.is_way:
+                event, since, until = first, issued, [last]
+            else:
+                event = since = last
+        elif not overlap and until[0] < event:
+            continue
+        if overlap and held.node:
+            until += [marks.latest.get(held.node, 0), *marks.readers.get(held.node, ())]
+        last_of = None if end == live.instants else tuple(dict.fromkeys(until))
+        resident = held.tenant.startswith(RESIDENT)
+        found[event].append(Hold(held.tenant, held.nbytes, "hbm", since, last_of, resident))
+    return found
+
+
+def _filled(marks: Marks, instants: int) -> tuple[list[int], list[int]]:
+    begins, closes = [0] * instants, [0] * instants
+    following = max(marks.begins.values(), default=0)
+    for instant in reversed(range(instants)):
+        begins[instant] = following = marks.begins.get(instant, following)
+    before = 0
+    for instant in range(instants):
+        closes[instant] = before = marks.closes.get(instant, before)
+    return begins, closes
