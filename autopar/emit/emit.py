@@ -185,7 +185,7 @@ class _Emitter:
         row = self.writer.make("gradients", ops.flatten, (values,), {})
         changes = sent[0][1].changes
         flat = [replace(change, local=TensorType((0,), change.local.dtype)) for change in changes]
-        return self.writer.begin(row, flat, owned=True)
+        return self.writer.begin(row, flat)
 
     def _told_result(self, result: Result, delivery: Delivery) -> str:
         told = "" if result.ref is None else self._told(result.ref, delivery.layout)
