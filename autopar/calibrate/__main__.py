@@ -17,6 +17,7 @@ import torch.distributed as dist
 from autopar.calibrate.measure import Sample, processors
 from autopar.calibrate.profile import check_table, drift_table, profile_from, save
 from autopar.calibrate.ranks import device_of, loud, measure_world, start
+from autopar.command import INTERRUPTED
 from autopar.here import calibrated_path, device_name, hardware_or_here
 from cost_models.hardware import Hardware
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _torchrun(given.seconds, kind, path) if "RANK" in os.environ else _alone(given, kind, path)
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

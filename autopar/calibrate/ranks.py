@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.calibrate.collectives import mesh_shapes, time_collectives
 from autopar.calibrate.compute import everything, probes, settle_memory
 from autopar.calibrate.measure import Clock, Sample
+from autopar.command import INTERRUPTED
+from autopar.local_ranks import local_ranks
 
 Say = Callable[[str], None]
 PARTS = ("all", "crowd")  # everything; or collectives and a few probes of compute, for one more number of ranks
@@ -83,13 +84,9 @@ def start(ranks: int, parts: str, budget_s: float, kind: str) -> list[Sample]:
     """Measure on `ranks` new processes. They end with this call, however it ends. Raises RuntimeError if one fails."""
     with tempfile.TemporaryDirectory(prefix="autopar-calibrate-") as folder:
         command = [sys.executable, "-m", __spec__.name, f"{folder}/samples", parts, str(budget_s), kind]
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(ranks):
-                of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-                told = {name: str(value) for name, value in of_rank.items()} | {"AUTOPAR_STORE": f"{folder}/store"}
-                threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-                processes.append(subprocess.Popen(command, env=threads | os.environ | told))
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        env = threads | os.environ | {"AUTOPAR_STORE": f"{folder}/store"}
+        with local_ranks(command, ranks, env) as processes:
             until = time.monotonic() + START_S + 20 * budget_s
             while None in [process.poll() for process in processes]:
                 failed = [i for i, process in enumerate(processes) if process.returncode]
@@ -99,12 +96,6 @@ def start(ranks: int, parts: str, budget_s: float, kind: str) -> list[Sample]:
                 time.sleep(0.1)
             if failed := [i for i, process in enumerate(processes) if process.returncode]:
                 raise RuntimeError(f"measuring on {ranks} processes did not work: rank {failed[0]} failed")
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-            for process in processes:
-                process.wait()
         return [Sample.from_json(one) for one in json.loads(Path(folder, "samples").read_text())]
 
 
@@ -139,4 +130,4 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)

@@ -6,30 +6,30 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from autopar.calibrate.measure import processors
+from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
+from autopar.local_ranks import local_ranks
 from autopar.measure.report import Measured
 from autopar.measure.twin import measure, traced
 from autopar.plan import Plan, PlanMismatch
 from autopar.plan.fit import check
-from autopar.search.factory import BadArgument, Example, build
+from autopar.search.factory import Example, build
 from autopar.timeline import pricer_of
 from autopar.trace import TraceError
 from cost_models.hardware import Hardware, known_hardware
 from cost_models.whole_file import write_whole
 
-DIFFERENT, BAD_ARGUMENTS, INTERRUPTED = 1, 2, 130
+DIFFERENT = 1
 OTHER_BYTES = 3  # DIFFERENT, from a process that was started here: 1 is also what Python ends with after an error
 RANKS_PER_PROCESSOR = 4  # more of them only wait for each other; up to 8 are started on any machine
 LOST_S = 600  # a collective that waits longer has lost its partners
@@ -49,16 +49,8 @@ exit status: 0 measured, 1 the collectives were not those of the plan (a defect)
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadArgument(f"{message}; see python -m autopar.measure --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m autopar.measure", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser("python -m autopar.measure", DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("plan", metavar="PLAN", help="the plan's file, as python -m autopar.search -o writes it")
     add("model", metavar="FACTORY", help="file.py:function or package.module:function, as for python -m autopar.search")
@@ -156,25 +148,14 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     """The same command on that many processes here; the first that fails ends all."""
     command = [sys.executable, "-m", "autopar.measure", *arguments]
     with tempfile.TemporaryDirectory(prefix="autopar-measure-") as folder:
-        processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(ranks):
-                of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-                told = {name: str(value) for name, value in of_rank.items()}
-                told |= {STORE: f"{folder}/store", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-                processes.append(subprocess.Popen(command, env=os.environ | told))
+        env = os.environ | {STORE: f"{folder}/store", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        with local_ranks(command, ranks, env) as processes:
             codes: list[int | None] = [None]
             while None in codes and not any(codes):
                 time.sleep(0.05)
                 codes = [process.poll() for process in processes]
             if None in codes:
                 time.sleep(0.5)  # others may say why
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-            for process in processes:
-                process.wait()
     failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, OTHER_BYTES)]
     if failed:
         return _say(f"process {failed[0]} failed; its error stands above", DIFFERENT)

@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.graph import Graph
 from autopar.plan import Plan, PlanMismatch
 from autopar.scale.grow import Sources, growth_where_possible, usual_sources
@@ -17,8 +17,6 @@ from autopar.scale.report import report, spelled
 from autopar.scale.study import Ground, study
 from autopar.timeline import pricer_of
 from cost_models.hardware import Hardware
-
-BAD_ARGUMENTS, INTERRUPTED = 2, 130
 
 DESCRIPTION = """\
 Say how a plan's time and memory grow with the batch, the sequence and the devices, where it leaves memory, and where
@@ -37,20 +35,8 @@ exit status: 0 answered, 2 bad arguments, 130 interrupted
 """
 
 
-class BadArgument(ValueError):
-    """The command line cannot be followed; the message is one sentence for the user."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadArgument(f"{message}; see python -m autopar.scale --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m autopar.scale", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser("python -m autopar.scale", DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("plan", metavar="PLAN", help="a file that python -m autopar.search wrote with -o")
     add("--grow", action="append", default=[], metavar="NAME=INPUT:DIM[,INPUT:DIM...]",

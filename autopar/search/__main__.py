@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from autopar.attach.inputs import by_name
+from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.graph import Graph
 from autopar.here import hardware_or_here, is_here, memory_bytes
 from autopar.layout import show
@@ -31,7 +32,7 @@ from autopar.mesh import parse_mesh
 from autopar.plan import Plan
 from autopar.price import OPTIMIZER_STATES
 from autopar.search.baselines import Row, compare, moved, table
-from autopar.search.factory import BadArgument, Example, build
+from autopar.search.factory import Example, build
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, answer, ask, size
 from autopar.trace import TraceError, capture, graph_of
 from cost_models.hardware import Hardware, known_hardware
@@ -39,7 +40,7 @@ from cost_models.whole_file import write_whole
 
 T = TypeVar("T")
 
-BAD_ARGUMENTS, INFEASIBLE, NO_ANSWER, INTERRUPTED = 2, 3, 4, 130
+INFEASIBLE, NO_ANSWER = 3, 4
 
 DESCRIPTION = """\
 Find the fastest way to train a model on a cluster that fits in memory, and say why. Needs no GPU, no process group and
@@ -72,16 +73,8 @@ exit status: 0 plan found, 2 bad arguments, 3 nothing fits in memory, 4 no answe
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadArgument(f"{message}; see python -m autopar.search --help")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="python -m autopar.search", description=DESCRIPTION, epilog=EPILOG, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser("python -m autopar.search", DESCRIPTION, EPILOG)
     add = parser.add_argument
     add("model", metavar="MODEL", help="file.py:function or package.module:function; the function returns "
         "(model, args) or (model, args, kwargs), with inputs of the whole (global) batch")  # fmt: skip

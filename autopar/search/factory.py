@@ -18,11 +18,9 @@ from typing import Any
 
 from torch import nn
 
+from autopar.command import BadArgument
+
 SPELLING = "write file.py:function or package.module:function"
-
-
-class BadArgument(ValueError):
-    """The command line cannot be followed; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,17 @@ from numpy.typing import NDArray
 from solver.problem import Array, EdgeUsage, Problem, Usage
 
 Index = NDArray[np.int64]
+
+
+class Spans(NamedTuple):
+    """Who holds memory at which positions; see the module."""
+
+    item_spans: Index
+    edge_spans: Index
+    start: Index
+    end: Index
+    held: Index
+    nbytes: Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,12 +52,7 @@ class Flat:
     limit: Array
     resource: tuple[str, ...]  # of every position
     instant: Index
-    item_spans: Index
-    edge_spans: Index
-    start: Index
-    end: Index
-    held: Index
-    nbytes: Array
+    spans: Spans
 
     @property
     def items(self) -> int:
@@ -61,7 +67,7 @@ class Flat:
     @property
     def holding(self) -> Index:
         """Numbers of the edges whose pairs hold memory."""
-        return np.flatnonzero(np.diff(self.edge_spans))
+        return np.flatnonzero(np.diff(self.spans.edge_spans))
 
     def key(self, position: int) -> tuple[str, int]:
         """(resource, instant) at the position."""
@@ -90,6 +96,7 @@ def flatten(core: Problem) -> Flat:
     own, other = ends.ravel(), ends[:, ::-1].ravel()
     pairs, at = _pool(core)
     order = np.lexsort((other, own))
+    room, limit, resource, instant, spans = _memory(core)
     return Flat(
         first=_bounds(sizes),
         cost=np.concatenate(core.costs) if core.costs else np.zeros(0),
@@ -100,7 +107,11 @@ def flatten(core: Problem) -> Flat:
         message=_bounds(sizes[own]),
         of_item=_bounds(np.bincount(own, minlength=len(sizes))),
         links=order.astype(np.int64),
-        **_memory(core),
+        room=room,
+        limit=limit,
+        resource=resource,
+        instant=instant,
+        spans=spans,
     )
 
 
@@ -127,22 +138,8 @@ def _pool(core: Problem) -> tuple[Array, Index]:
     return np.concatenate(parts) if parts else np.zeros(0), np.array(at, dtype=np.int64)
 
 
-class _Memory(TypedDict):
-    """The fields of Flat that speak of memory."""
-
-    room: Array
-    limit: Array
-    resource: tuple[str, ...]
-    instant: Index
-    item_spans: Index
-    edge_spans: Index
-    start: Index
-    end: Index
-    held: Index
-    nbytes: Array
-
-
-def _memory(core: Problem) -> _Memory:
+def _memory(core: Problem) -> tuple[Array, Array, tuple[str, ...], Index, Spans]:
+    """Room, limit, resource and instant of every position, and what is held there."""
     names = sorted(core.limits)
     on_items: list[list[tuple[int, int, Array]]] = [[] for _ in core.costs]
     on_edges: list[list[tuple[int, int, Array]]] = [[] for _ in core.edges]
@@ -172,15 +169,17 @@ def _memory(core: Problem) -> _Memory:
         before += len(points)
     spans = [span for held in (*on_items, *on_edges) for span in held]
     counts = [len(held) for held in on_items]
-    return {
-        "room": np.concatenate([np.zeros(0), *room]),
-        "limit": np.concatenate([np.zeros(0), *limit]),
-        "resource": tuple(name for name, points in zip(names, instants, strict=True) for _ in points),
-        "instant": np.concatenate([np.zeros(0, np.int64), *instants]),
-        "item_spans": _bounds(np.array(counts, dtype=np.int64)),
-        "edge_spans": _bounds(np.array([len(held) for held in on_edges], dtype=np.int64)) + sum(counts),
-        "start": np.array([span[0] for span in spans], dtype=np.int64),
-        "end": np.array([span[1] for span in spans], dtype=np.int64),
-        "held": _bounds(np.array([len(span[2]) for span in spans], dtype=np.int64)),
-        "nbytes": np.concatenate([np.zeros(0), *(span[2] for span in spans)]),
-    }
+    return (
+        np.concatenate([np.zeros(0), *room]),
+        np.concatenate([np.zeros(0), *limit]),
+        tuple(name for name, points in zip(names, instants, strict=True) for _ in points),
+        np.concatenate([np.zeros(0, np.int64), *instants]),
+        Spans(
+            item_spans=_bounds(np.array(counts, dtype=np.int64)),
+            edge_spans=_bounds(np.array([len(held) for held in on_edges], dtype=np.int64)) + sum(counts),
+            start=np.array([span[0] for span in spans], dtype=np.int64),
+            end=np.array([span[1] for span in spans], dtype=np.int64),
+            held=_bounds(np.array([len(span[2]) for span in spans], dtype=np.int64)),
+            nbytes=np.concatenate([np.zeros(0), *(span[2] for span in spans)]),
+        ),
+    )

@@ -31,6 +31,7 @@ import numpy as np
 
 from solver.backends import Budget, kernel
 from solver.backends.bundle import propose
+from solver.backends.compiled import cost_of
 from solver.backends.flat import Index
 from solver.backends.sweeps import Sweeps, dearest
 from solver.problem import Array, Edge, Problem
@@ -193,7 +194,8 @@ class _Dual:
 
     def eliminated(self, prices: Array, offset: float, low: float, high: float) -> float:
         """The exact q if the options that messages leave are few enough to eliminate; otherwise `low`."""
-        least = self.least_costs(offset)
+        least = self.sweeps.least_costs(offset)
+        self.forth = False  # its last sweep went back
         keep = kernel.chosen(least, high + EXACT * abs(high), None)
         sweeps, core = self.sweeps, self.core
         edges = list(core.edges)
@@ -213,7 +215,7 @@ class _Dual:
         if picks in self.seen:
             return
         flat_picks = np.array(picks, dtype=np.int64)
-        cost = self.sweeps.cost_of(flat_picks)
+        cost = cost_of(self.sweeps.flat, flat_picks)
         if not math.isfinite(cost):
             return
         over = self.sweeps.over(flat_picks)
@@ -230,15 +232,6 @@ class _Dual:
 
     # The kernels
 
-    def least_costs(self, offset: float) -> list[Array]:
-        """A lower bound for every option of every item at the present prices, from a sweep each way."""
-        least = np.full(len(self.sweeps.costs), -np.inf)
-        for forth in (True, False):
-            _, value = self.sweeps.sweep(forth)
-            least = np.maximum(least, value - offset + self.sweeps.reduced_costs(forth))
-        self.forth = False
-        return self.sweeps.split(least)
-
     def narrow(self) -> str | None:
         """Solve kernels, each larger than the one before, until nothing outside can matter; "infeasible" if proven."""
         offset = 0.0
@@ -247,7 +240,7 @@ class _Dual:
         else:
             self.set_prices(self.centre)
             offset = float(self.centre @ self._magnitude())
-            least = self.least_costs(float(self.centre @ self.sweeps.flat.room[self.rows]))
+            least = self.sweeps.least_costs(float(self.centre @ self.sweeps.flat.room[self.rows]))
         hair = EXACT * max(abs(self.cost) if math.isfinite(self.cost) else 0.0, offset)
         counts: list[int] = []
         for share in SHARES:

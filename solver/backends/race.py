@@ -23,6 +23,7 @@ import numpy as np
 
 from solver.backends import Budget, kernel
 from solver.backends.ascent import Climb, Found, as_prices, climb
+from solver.backends.compiled import cost_of, use_of
 from solver.backends.flat import Index
 from solver.backends.sweeps import Sweeps
 from solver.backends.trees import Forest
@@ -155,10 +156,10 @@ class _Race:
         limit = np.maximum(flat.limit, 1.0)
         picks, price = start.picks.copy(), start.price.copy()
         for turn in range(MOST_REPAIRS):
-            use = forest.use_of(picks)
+            use = use_of(flat, picks)
             over = (use - flat.room) / limit
             if not (over > 0).any():
-                cost = forest.cost_of(picks)
+                cost = cost_of(flat, picks)
                 return _Runner(number, start.price, picks, cost) if math.isfinite(cost) else None
             if not self.budget.left_s():
                 return None
@@ -171,18 +172,18 @@ class _Race:
 
     def anneal(self, runner: _Runner, rounds: int) -> _Runner:
         """Search from the runner's picks, hot to cold; the best picks on the way."""
-        forest = self.forest
-        base = max(runner.cost - self.least, 0.0) / max(self.sweeps.flat.items, 1)
+        flat, forest = self.sweeps.flat, self.forest
+        base = max(runner.cost - self.least, 0.0) / max(flat.items, 1)
         priced = [forest.priced(dear * runner.price) for dear in DEARNESS]
         picks, best, cost = runner.picks.copy(), runner.picks, runner.cost
         for turn in range(rounds):
             if not self.budget.left_s():
                 break
             temperature = base * HOT * (COLD / HOT) ** (turn / max(rounds - 1, 1))
-            use = forest.use_of(picks)  # afresh: sums of changes would drift
+            use = use_of(flat, picks)  # afresh: sums of changes would drift
             way = priced[turn % len(priced)]
             forest.round(picks, use, way, _seed(runner.number, turn, rounds), temperature, True)
-            now = forest.cost_of(picks)
+            now = cost_of(flat, picks)
             if now < cost:
                 cost, best = now, picks.copy()
         self.stats["tree_rounds"] += rounds
@@ -195,12 +196,9 @@ class _Race:
         sweeps = self.sweeps
         sweeps.price(way.price)
         offset = float(way.price @ sweeps.flat.room)
-        least = np.full(len(sweeps.costs), -np.inf)
-        for forth in (True, False):
-            _, value = sweeps.sweep(forth)
-            least = np.maximum(least, value - offset + sweeps.reduced_costs(forth))
+        least = sweeps.least_costs(offset)
         cap = self.cost * (1 + 1e-10)
-        keep = kernel.chosen(sweeps.split(least), cap, self.best)
+        keep = kernel.chosen(least, cap, self.best)
         self.stats["kernel_options"] = float(sum(len(kept) for kept in keep))
         part = replace(self.budget, start=self.best, deadline=time.monotonic() + NARROW_SHARE * self.budget.left_s())
         answer = kernel.solve(self.core, keep, part)

@@ -49,9 +49,7 @@ class Sweeps:
 
     def price(self, price: Array) -> None:
         """Let every option and pair cost price x bytes more than it does, with one price per position."""
-        f = self.flat
-        memory = (f.item_spans, f.edge_spans, f.start, f.end, f.held, f.nbytes)
-        compiled.price_in(price, f.first, f.cost, f.pairs, f.at, f.own, f.other, memory, self.costs, self.pairs)
+        compiled.price_in(self.flat, price, self.costs, self.pairs)
 
     def sweep(self, forth: bool) -> tuple[Index, float]:
         """Send messages through all items in (reverse) order; the picks decoded on the way, and the bound."""
@@ -67,16 +65,20 @@ class Sweeps:
         """
         return compiled.reduced(forth, self.flat.first, self.costs, self.pairs, *self._graph, self.messages)
 
-    def cost_of(self, picks: Index) -> float:
-        """What the picks cost, memory for nothing."""
-        f = self.flat
-        return float(compiled.cost_of(picks, f.first, f.cost, f.pairs, f.at, f.own, f.other))
+    def least_costs(self, offset: float) -> list[Array]:
+        """A lower bound for every option of every item at the present prices, from a sweep each way, the last one back.
+
+        `offset`: the present prices times the room.
+        """
+        least = np.full(len(self.costs), -np.inf)
+        for forth in (True, False):
+            _, value = self.sweep(forth)
+            least = np.maximum(least, value - offset + self.reduced_costs(forth))
+        return self.split(least)
 
     def over(self, picks: Index) -> Array:
         """Bytes above the limit (negative: below) at every position."""
-        f = self.flat
-        memory = (f.item_spans, f.edge_spans, f.start, f.end, f.held, f.nbytes)
-        return compiled.use_of(picks, f.first, f.own, f.other, memory, len(f.room)) - f.room
+        return compiled.use_of(self.flat, picks) - self.flat.room
 
     def matrix(self, edge: int) -> Array:
         """The costs of the edge's pairs at the present prices."""

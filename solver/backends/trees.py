@@ -15,7 +15,7 @@ import math
 import numba
 import numpy as np
 
-from solver.backends.compiled import _KERNEL, cost_of, price_in, use_of
+from solver.backends.compiled import _KERNEL, price_in
 from solver.backends.flat import Flat, Index
 from solver.problem import Array
 
@@ -216,29 +216,18 @@ class Forest:
         self.flat = flat
         f = flat
         self._graph = (f.first, f.cost, f.pairs, f.at, f.other, f.of_item, f.links)
-        self._spans = (f.item_spans, f.edge_spans, f.start, f.end, f.held, f.nbytes)
         self.moves = max(20, math.ceil(8 * f.items / MOST_ITEMS))  # a round changes every item about twice
-
-    def cost_of(self, picks: Index) -> float:
-        """What the picks cost; inf if one is forbidden."""
-        f = self.flat
-        return float(cost_of(picks, f.first, f.cost, f.pairs, f.at, f.own, f.other))
-
-    def use_of(self, picks: Index) -> Array:
-        """Bytes above the certain ones at every position."""
-        f = self.flat
-        return use_of(picks, f.first, f.own, f.other, self._spans, len(f.room))
 
     def priced(self, price: Array) -> tuple[Array, Array]:
         """Costs of all options and pairs with memory at these prices."""
         f = self.flat
         costs, pairs = np.empty_like(f.cost), f.pairs.copy() if len(f.holding) else f.pairs
-        price_in(price, f.first, f.cost, f.pairs, f.at, f.own, f.other, self._spans, costs, pairs)
+        price_in(f, price, costs, pairs)
         return costs, pairs
 
     def round(
         self, picks: Index, use: Array, priced: tuple[Array, Array], seed: int, temperature: float, hard: bool
     ) -> None:
         """Some moves from `picks`, which hold `use`; both are changed in place."""
-        room = self.flat.room
-        _moves(seed, self.moves, MOST_ITEMS, temperature, hard, self._graph, *priced, self._spans, room, use, picks)
+        f = self.flat
+        _moves(seed, self.moves, MOST_ITEMS, temperature, hard, self._graph, *priced, f.spans, f.room, use, picks)

@@ -17,24 +17,10 @@ from autopar.search.__main__ import main as search_command
 from cost_models.hardware import Hardware
 from tests.support.families import family
 from tests.support.plans import PlanSampler
+from tests.support.tiny import BUILD, TINY
 
 ROOT = Path(__file__).parents[2]
-MODEL = """
-import torch
-from torch import nn
-
-class Tiny(nn.Module):
-    def __init__(self, width=48):
-        super().__init__()
-        self.up, self.down = nn.Linear(24, width), nn.Linear(width, 24)
-
-    def forward(self, x, y):
-        return nn.functional.mse_loss(self.down(torch.relu(self.up(x))), y)
-
-def build():
-    with torch.device("meta"):
-        return Tiny(), (torch.empty(8, 24), torch.empty(8, 24))
-
+MODEL = f"""{TINY}{BUILD}
 def wider():
     return Tiny(96), (torch.zeros(8, 24), torch.zeros(8, 24))
 

@@ -14,23 +14,9 @@ from autopar.search.__main__ import main
 from cost_models.hardware import Hardware
 from cost_models.measured import MeasuredWarning, Store
 from tests.calibrate.test_format import measured as calibrated
+from tests.support.tiny import BUILD, TINY
 
-MODEL = """
-import torch
-from torch import nn
-
-class Tiny(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
-
-    def forward(self, x, y):
-        return nn.functional.mse_loss(self.down(torch.relu(self.up(x))), y)
-
-def build():
-    with torch.device("meta"):
-        return Tiny(), (torch.empty(8, 24), torch.empty(8, 24))
-"""
+MODEL = TINY + BUILD
 HERE = ("tiny.py:build", "--mesh", "a=2", "--hardware", "cpu-gloo")
 
 

@@ -13,21 +13,10 @@ from autopar import NoAnswerInTime, Plan
 from autopar.compile import compile
 from autopar.search import __main__ as command
 from autopar.search.__main__ import main
+from tests.support.tiny import TINY
 
 ROOT = Path(__file__).parent.parent.parent
-MODEL = """
-import os, signal
-import torch
-from torch import nn
-
-class Tiny(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
-
-    def forward(self, x, y):
-        return nn.functional.mse_loss(self.down(torch.relu(self.up(x))), y)
-
+FACTORIES = """
 class Branching(Tiny):
     def forward(self, x, y):
         if x.sum() > 0:  # depends on values
@@ -83,6 +72,7 @@ def interrupted():
 def _private():
     return build()
 """
+MODEL = f"\nimport os, signal{TINY}{FACTORIES}"
 BROKEN = "import torch\n\nwidth = heigth\n"
 GOOD = ("--mesh", "a=2,b=2", "--hardware", "h100-sxm")
 

@@ -14,6 +14,7 @@ from benchmarks.solver import training_step
 from solver import Edge, EdgeUsage, Problem, Usage, evaluate, solve
 from solver.backends import Budget, race
 from solver.backends.ascent import climb
+from solver.backends.compiled import cost_of, use_of
 from solver.backends.sweeps import Sweeps
 from solver.backends.trees import Forest
 from solver.presolve import Dead, presolve
@@ -53,7 +54,7 @@ def test_flat_cost_and_use_are_the_referees():
         for _ in range(4):
             picks = np.array([rng.integers(len(cost)) for cost in core.costs], dtype=np.int64)
             evaluation = evaluate(core, picks.tolist())
-            assert sweeps.cost_of(picks) == pytest.approx(evaluation.cost), f"seed {seed}"
+            assert cost_of(sweeps.flat, picks) == pytest.approx(evaluation.cost), f"seed {seed}"
             over, resource = sweeps.over(picks), np.array(sweeps.flat.resource, dtype=object)
             for name, limit in core.limits.items():
                 if (resource == name).any():
@@ -70,7 +71,7 @@ def test_prices_fold_memory_into_costs():
         priced = sum(sweeps.split(sweeps.costs)[u][pick] for u, pick in enumerate(picks))
         priced += sum(sweeps.matrix(n)[picks[e.src], picks[e.dst]] for n, e in enumerate(core.edges))
         use = sweeps.over(picks) + sweeps.flat.room
-        assert priced == pytest.approx(sweeps.cost_of(picks) + price @ use)
+        assert priced == pytest.approx(cost_of(sweeps.flat, picks) + price @ use)
     sweeps.price(np.zeros(len(price)))
     assert (sweeps.costs == sweeps.flat.cost).all() and (sweeps.pairs == sweeps.flat.pairs).all()
 
@@ -92,13 +93,13 @@ def test_tree_moves_keep_their_books_and_hard_ones_the_limits(hard):
         forest = Forest(Sweeps(core).flat)
         priced = forest.priced(np.zeros(len(forest.flat.room)))
         picks = np.array([int(cost.argmin()) for cost in core.costs], dtype=np.int64)
-        use, moved = forest.use_of(picks), 0
+        use, moved = use_of(forest.flat, picks), 0
         assert evaluate(core, picks.tolist()).fits
         for turn in range(20):
             before = picks.copy()
             forest.round(picks, use, priced, turn, 3.0, hard)
             moved += int((picks != before).sum())
-            assert use == pytest.approx(forest.use_of(picks), abs=1e-9)
+            assert use == pytest.approx(use_of(forest.flat, picks), abs=1e-9)
             assert not hard or evaluate(core, picks.tolist()).fits, f"seed {seed}, turn {turn}"
         assert moved > 20
 
@@ -112,8 +113,8 @@ def test_a_tree_move_on_a_tree_is_exact():
     forest = Forest(Sweeps(core).flat)
     picks = np.zeros(items, dtype=np.int64)
     for turn in range(8):  # of 20 moves each; some span the whole tree
-        forest.round(picks, forest.use_of(picks), forest.priced(np.zeros(0)), turn, 0.0, True)
-    assert forest.cost_of(picks) == pytest.approx(best)
+        forest.round(picks, use_of(forest.flat, picks), forest.priced(np.zeros(0)), turn, 0.0, True)
+    assert cost_of(forest.flat, picks) == pytest.approx(best)
 
 
 def test_tree_moves_leave_forbidden_pairs_and_never_enter_them():
@@ -129,7 +130,7 @@ def test_tree_moves_leave_forbidden_pairs_and_never_enter_them():
         costs = []
         for turn in range(30):
             forest.round(picks, np.zeros(0), priced, turn, 0.0, False)
-            costs.append(forest.cost_of(picks))
+            costs.append(cost_of(forest.flat, picks))
         assert math.isfinite(costs[-1]), f"seed {seed}"
         finite = [cost for cost in costs if math.isfinite(cost)]
         assert finite == costs[-len(finite) :]

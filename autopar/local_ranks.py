@@ -1,0 +1,25 @@
+"""Processes of this machine that stand for the ranks of a mesh."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+
+
+@contextmanager
+def local_ranks(command: Sequence[str], ranks: int, env: Mapping[str, str]) -> Generator[list[subprocess.Popen[bytes]]]:
+    """The command, run as ranks 0, 1, ... of one node, in `env` and torchrun's variables. None outlives the context."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(ranks):
+            of_rank = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            told = {name: str(value) for name, value in of_rank.items()}
+            processes.append(subprocess.Popen(command, env={**env, **told}))
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+        for process in processes:
+            process.wait()
