@@ -1,178 +1,64 @@
 """assemble: the strategies and prices of a graph become a `solver.Problem`, which knows nothing of graphs.
 
-items    one per class of nodes (options: its strategies) and one per output of the model (options: its layouts)
+items    one per class of nodes (options: its strategies), one per output of the model (options: its layouts), and one
+         per forward value that comes back in backward (options: how; `autopar.assemble_again`)
 edges    producer -> consumer: the price of the layout change between them, for each use of the value;
          gradient -> parameter: the price of bringing the gradient into the parameter's layout
 usages   bytes of each storage over the instants it lives, as `liveness` shares them out between its maker and
          its last readers; of each layout change's new tensor, and the copies on the way; gradients, optimizer states
          and what the optimizer makes while it steps with their parameter
+
+A parameter's options are its layouts on the device, then those on the host, and so on: see `autopar.residence`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.assemble_again import Modes, add_modes, add_rereads, add_saved, rereads
+from autopar.assembly import DEVICE, HOST, Array, Assembly
 from autopar.classes import classes_of
-from autopar.graph import Graph, Node, Ref, TensorType
-from autopar.layout import REPLICATE, Layout, Partial, local_type
-from autopar.liveness import Liveness, Read, liveness
+from autopar.graph import Graph, Node
+from autopar.layout import REPLICATE, Layout, local_type
 from autopar.price import Pricer
+from autopar.residence import (
+    add_gradient,
+    add_parameter,
+    resident_options,
+    settle_residences,
+    temporaries,
+    update_costs,
+)
+from autopar.saving import Again
 from autopar.strategy import NOTHING, Strategy, even_layouts, operand_types
 from autopar.work import temporary_bytes
-from solver import Edge, EdgeUsage, Problem, Usage
+from solver import Edge, Problem
 
-Array = NDArray[np.float64]
-DEVICE = "hbm"
+__all__ = ["DEVICE", "HOST", "Assembled", "assemble", "output_name", "temporaries"]
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """The problem, and what its items mean: `item_of[node or output name]`, `options[item]`."""
+    """The problem, and what its items mean: `item_of[node or output name]`, `options[item]`.
+
+    `modes`: forward value -> the item that says how it comes back, and its options (mode, strategy if it runs again).
+    `rereads`: of a value that may be dropped, those that read it when they are run again. `residences[item]`: where the
+    parameter of each option resides.
+    """
 
     problem: Problem
     item_of: Mapping[str, int]
     options: tuple[tuple[Strategy, ...], ...]
+    modes: Modes
+    rereads: Mapping[str, tuple[str, ...]]
+    residences: Mapping[int, tuple[str, ...]]
 
 
 def output_name(index: str) -> str:
     return f"output[{index}]"
-
-
-class _Assembly:
-    def __init__(
-        self, graph: Graph, strategies: Mapping[str, tuple[Strategy, ...]], pricer: Pricer, fixed: Mapping[str, Layout]
-    ):
-        self.graph, self.pricer, self.fixed = graph, pricer, fixed
-        self.strategies = strategies
-        self.node_of = graph.by_name
-        self.live: Liveness = liveness(graph)
-        self.item_of: dict[str, int] = {}
-        self.options: list[tuple[Strategy, ...]] = []
-        self.costs: list[Array] = []
-        self.names: list[str] = []
-        self.prices: dict[object, tuple[Array, Array, Array]] = {}
-        self.edge_at: dict[tuple[int, int, object], int] = {}
-        self.edges: list[tuple[int, int, Array, int]] = []
-        self.usages: list[Usage] = []
-        self.edge_usages: list[EdgeUsage] = []
-        self.size_of: dict[object, Array] = {}
-
-    def add_item(self, name: str, options: tuple[Strategy, ...], cost: Array) -> int:
-        self.options.append(options)
-        self.costs.append(cost)
-        self.names.append(name)
-        return len(self.options) - 1
-
-    def gives(self, item: int, index: int) -> list[Layout]:
-        return [strategy.gives[index] for strategy in self.options[item]]
-
-    def between(
-        self,
-        type: TensorType,
-        producer: int,
-        index: int,
-        takes_of: tuple[int, int],
-        takes: list[Layout],
-        by: Read | int,
-    ) -> tuple[Array, Array, Array]:
-        """Of the change from each option of the producer to each layout of the reader: seconds, bytes of the new
-        tensor, and bytes of all that it makes, at most at a time.
-        """
-        key = (
-            type,
-            id(self.options[producer]),
-            index,
-            id(self.options[takes_of[0]]),
-            takes_of[1],
-            self.live.gone.get(by),
-        )
-        if key not in self.prices:
-            gives = self.gives(producer, index)
-            self.prices[key] = self.pricer.reshard(type, gives, takes), *self.made(type, gives, takes, by)
-        return self.prices[key]
-
-    def made(self, type: TensorType, gives: list[Layout], takes: list[Layout], by: Read | int) -> tuple[Array, Array]:
-        beside, alone = self.pricer.reshard_rooms(type, gives, takes)
-        if (gone := self.live.gone.get(by)) is not None:
-            alone = alone - gone.of(self.pricer.nbytes(type, gives))[:, None]
-        return self.pricer.reshard_bytes(type, gives, takes), np.maximum(beside, alone)
-
-    def delivered(
-        self, type: TensorType, producer: int, index: int, parameter: int, stored: list[Layout], by: int
-    ) -> tuple[Array, Array, Array]:
-        """`between`, of a gradient and its parameter."""
-        key = (
-            "delivered",
-            type,
-            id(self.options[producer]),
-            index,
-            id(self.options[parameter]),
-            self.live.gone.get(by),
-        )
-        if key not in self.prices:
-            gives = self.gives(producer, index)
-            self.prices[key] = self.pricer.deliver(type, gives, stored), *self.made(type, gives, stored, by)
-        return self.prices[key]
-
-    def brought_once(
-        self, told: tuple[Array, Array, Array], item: int, position: int, earlier: list[int]
-    ) -> tuple[Array, Array, Array]:
-        """Nothing more, where an option takes the value in one layout at `position` and at an earlier one (x * x)."""
-        key = ("brought once", *map(id, told), id(self.options[item]), position, tuple(earlier))
-        if key not in self.prices:
-            again = [any(s.takes[position] == s.takes[place] for place in earlier) for s in self.options[item]]
-            cost, nbytes, room = (np.where(again, 0.0, array) for array in told)
-            self.prices[key] = cost, nbytes, room
-        return self.prices[key]
-
-    def without_reduction(
-        self, cost: Array, producer: int, index: int, reader: tuple[int, int], takes: list[Layout]
-    ) -> Array:
-        """The same prices, but a partial sum must stay one: it is summed behind the reader, in another precision."""
-        key = ("without reduction", id(cost), id(self.options[producer]), index, id(self.options[reader[0]]), reader[1])
-        if key not in self.prices:
-            lost = [
-                [
-                    any(isinstance(g, Partial) and not isinstance(t, Partial) for g, t in zip(give, take, strict=True))
-                    for take in takes
-                ]
-                for give in self.gives(producer, index)
-            ]
-            self.prices[key] = np.where(np.array(lost), np.inf, cost), cost, cost
-        return self.prices[key][0]
-
-    def add_edge(self, src: int, dst: int, cost: Array) -> int:
-        """One more use; uses of equal price between the same items are one edge, counted."""
-        key = (src, dst, id(cost))
-        if key not in self.edge_at:
-            self.edge_at[key] = len(self.edges)
-            self.edges.append((src, dst, cost, 0))
-        number = self.edge_at[key]
-        src, dst, cost, count = self.edges[number]
-        self.edges[number] = (src, dst, cost, count + 1)
-        return number
-
-    def changed(self, edge: int, start: int, end: int, nbytes: Array, room: Array) -> None:
-        """A layout change at instant `start`, whose new tensor is held until before `end`."""
-        if room.any():
-            self.edge_usages.append(EdgeUsage(edge, DEVICE, start, start + 1, room))
-        if end > start + 1 and nbytes.any():
-            self.edge_usages.append(EdgeUsage(edge, DEVICE, start + 1, end, nbytes))
-
-    def held(self, item: int, start: int, end: int, nbytes: Array) -> None:
-        if end > start and nbytes.any():
-            self.usages.append(Usage(item, DEVICE, start, end, nbytes))
-
-    def sizes(self, type: TensorType, item: int, what: object, layouts: Callable[[], list[Layout]]) -> Array:
-        """Bytes of a tensor in the layout that each option has of it."""
-        key = (type, id(self.options[item]), what)
-        if key not in self.size_of:
-            self.size_of[key] = self.pricer.nbytes(type, layouts())
-        return self.size_of[key]
 
 
 def assemble(
@@ -184,31 +70,51 @@ def assemble(
     tied: bool = False,
     whole_outputs: bool = False,
     fixed: Mapping[str, Layout] | None = None,
+    again: Mapping[str, Again] | None = None,
+    residences: Sequence[str] = ("device",),
+    host_memory: float | None = None,
+    residence_of: Mapping[str, str] | None = None,
 ) -> Assembled:
     """Build the problem. `memory`: bytes of one rank's device; `fixed`: layouts of parameters that are settled
-    already.
+    already. `again`: the nodes of a widened graph that are forward values (`autopar.saving`). `residences`: where
+    parameters may reside; `host_memory`: bytes of the host's that a rank may take; `residence_of`: where parameters
+    reside whose residence is settled already.
     """
-    work = _Assembly(graph, strategies, pricer, fixed or {})
-    _add_nodes(work, classes_of(graph, tied=tied))
+    work = Assembly(graph, strategies, pricer, fixed or {}, again or {}, residences)
+    _add_nodes(work, classes_of(graph, tied=tied, without=work.again))
+    settle_residences(work, residence_of or {})
+    modes = add_modes(work)
     _add_reads(work)
     _add_results(work, whole_outputs)
     _add_storages(work)
     edges = tuple(Edge(src, dst, cost * count) for src, dst, cost, count in work.edges)
     limits = {} if memory is None else {DEVICE: memory}
+    if host_memory is not None:
+        limits[HOST] = host_memory
     problem = Problem(tuple(work.costs), edges, tuple(work.usages), tuple(work.edge_usages), limits, tuple(work.names))
-    return Assembled(problem, work.item_of, tuple(work.options))
+    where = {
+        work.item_of[node.name]: tuple(r for r in work.residences for _ in work.strategies[node.name])
+        for node in graph.nodes
+        if node.op == "parameter"
+    }
+    return Assembled(problem, work.item_of, tuple(work.options), modes, rereads(work), where)
 
 
-def _add_nodes(work: _Assembly, class_of: Mapping[str, str]) -> None:
+def _add_nodes(work: Assembly, class_of: Mapping[str, str]) -> None:
     priced: dict[int, Array] = {}
     for node in work.graph.nodes:
+        if (again := work.again.get(node.name)) is not None:
+            work.item_of[node.name] = work.item_of[again.origin]
+            continue
         leader = class_of[node.name]
         options = work.strategies[node.name]
+        if node.op == "parameter":
+            options = resident_options(work, options)
         if id(options) not in priced:
             priced[id(options)] = work.pricer.costs(options)
         cost = priced[id(options)]
         if node.op == "parameter":
-            cost = cost + _update_costs(work, node)
+            cost = cost + update_costs(work, node)
         if leader == node.name:
             work.item_of[node.name] = work.add_item(node.name, options, cost.copy())
         else:
@@ -219,23 +125,11 @@ def _add_nodes(work: _Assembly, class_of: Mapping[str, str]) -> None:
             work.costs[item][[strategy.gives[0] != layout for strategy in options]] = np.inf
 
 
-def _update_costs(work: _Assembly, node: Node) -> Array:
-    """The optimizer's pass over the parameter, if it has a gradient."""
-    (type,) = node.outputs
-    assert type is not None
-    if node.target not in work.live.update_at:
-        return np.zeros(len(work.strategies[node.name]))
-    layouts = [strategy.gives[0] for strategy in work.strategies[node.name]]
-    return np.array(
-        [
-            work.pricer.seconds((work.pricer.update_step(work.pricer.local_bytes(type, layout), type.dtype),))
-            for layout in layouts
-        ]
-    )
-
-
-def _add_reads(work: _Assembly) -> None:
+def _add_reads(work: Assembly) -> None:
     for node in work.graph.nodes:
+        if node.name in work.mode_of:
+            add_rereads(work, node)
+            continue
         item = work.item_of[node.name]
         types = operand_types(node, work.node_of)
         for position, (ref, type) in enumerate(zip(node.operands, types, strict=True)):
@@ -255,7 +149,7 @@ def _add_reads(work: _Assembly) -> None:
         _add_temporaries(work, node)
 
 
-def _add_temporaries(work: _Assembly, node: Node) -> None:
+def _add_temporaries(work: Assembly, node: Node) -> None:
     """What the operator makes and drops while it runs."""
     item, at = work.item_of[node.name], work.live.at[node.name]
     types, mesh = operand_types(node, work.node_of), work.pricer.mesh
@@ -267,23 +161,18 @@ def _add_temporaries(work: _Assembly, node: Node) -> None:
         work.held(item, at, at + 1, np.array(sizes, dtype=np.float64))
 
 
-def _add_results(work: _Assembly, whole_outputs: bool) -> None:
+def _add_results(work: Assembly, whole_outputs: bool) -> None:
     mesh = work.pricer.mesh
     parameter_of = {node.target: node.name for node in work.graph.nodes if node.op == "parameter"}
     tangent_of = {node.target: node.name for node in work.graph.nodes if node.op == "tangent"}
     for place, result in enumerate(work.graph.results):
         if result.ref is None:
             continue
-        type = _type(work, result.ref)
+        type = work.type(result.ref)
         producer = work.item_of[result.ref.name]
         at, until, turn = work.live.sent_at[place], work.live.sent_until[place], work.live.sent_turn.get(place)
         if result.kind == "gradient":
-            parameter = work.item_of[parameter_of[result.target]]
-            stored = [strategy.gives[0] for strategy in work.options[parameter]]
-            cost, nbytes, room = work.delivered(type, producer, result.ref.index, parameter, stored, place)
-            work.changed(work.add_edge(producer, parameter, cost), at, until, nbytes, room)
-            if turn is not None:
-                work.held(parameter, turn.start, turn.end, turn.share.of(work.pricer.nbytes(type, stored)))
+            add_gradient(work, work.node_of[parameter_of[result.target]], place)
             continue
         whole = result.kind == "buffer" or not type.shape or whole_outputs
         everywhere: Layout = (REPLICATE,) * len(mesh.sizes)
@@ -303,35 +192,13 @@ def _add_results(work: _Assembly, whole_outputs: bool) -> None:
             work.add_edge(tangent, item, np.array(same))
 
 
-def _type(work: _Assembly, ref: Ref) -> TensorType:
-    type = work.node_of[ref.name].outputs[ref.index]
-    assert type is not None
-    return type
-
-
-def _add_storages(work: _Assembly) -> None:
-    live, pricer = work.live, work.pricer
-    for ref, (start, end) in live.made.items():
-        item, index = work.item_of[ref.name], ref.index
-        sizes = work.sizes(_type(work, ref), item, ref, lambda item=item, index=index: work.gives(item, index))
-        work.held(item, start, end, sizes)
-    for node in work.graph.nodes:
-        if node.op != "parameter" or (at := live.update_at.get(node.target)) is None:
-            continue
-        item, ref = work.item_of[node.name], Ref(node.name)
-        nbytes = work.sizes(_type(work, ref), item, ref, lambda item=item: work.gives(item, 0))
-        work.held(
-            item, 0, live.instants, np.array([pricer.state_bytes(int(size)) for size in nbytes], dtype=np.float64)
-        )
-        for start, end, times in temporaries(live, pricer, at):
-            work.held(item, start, end, nbytes * times)
-
-
-def temporaries(live: Liveness, pricer: Pricer, at: int) -> list[tuple[int, int, int]]:
-    """(from instant, until before, times the parameter's bytes) of what the optimizer makes for the parameter that it
-    updates at `at`.
-    """
-    made = pricer.temporaries
-    if pricer.updates_together:
-        return [(live.gathered_at + 1, live.instants, made.together)]
-    return [(at, at + 1, made.own - made.left), (at, min(at + 2, live.instants), made.left)]
+def _add_storages(work: Assembly) -> None:
+    for ref, (start, end) in work.live.made.items():
+        node, item, index = work.node_of[ref.name], work.item_of[ref.name], ref.index
+        if node.op == "parameter":
+            add_parameter(work, node)
+        elif ref.name in work.mode_of:
+            add_saved(work, node, index)
+        else:
+            sizes = work.sizes(work.type(ref), item, ref, lambda item=item, index=index: work.gives(item, index))
+            work.held(item, start, end, sizes)

@@ -8,21 +8,25 @@ one strategy is a restriction of the problem, never an error: every member has t
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 
 from autopar.graph import Graph, Node
 from autopar.strategy import Signature, operand_types, signature_of
 
 
-def classes_of(graph: Graph, *, tied: bool) -> dict[str, str]:
-    """Node name -> name of the first node of its class. Untied, every node is alone."""
+def classes_of(graph: Graph, *, tied: bool, without: Collection[str] = ()) -> dict[str, str]:
+    """Node name -> name of the first node of its class. Untied, every node is alone. Nodes `without` a class are left
+    out.
+    """
+    nodes = [node for node in graph.nodes if node.name not in without]
     if not tied:
-        return {node.name: node.name for node in graph.nodes}
+        return {node.name: node.name for node in nodes}
     node_of = graph.by_name
-    blocks = _blocks([_module_of(node) for node in graph.nodes])
+    blocks = blocks_of(graph)
     leader: dict[object, str] = {}
     counts: dict[object, int] = defaultdict(int)
     class_of: dict[str, str] = {}
-    for node in graph.nodes:
+    for node in nodes:
         pattern, instance = _pattern(_module_of(node), blocks)
         if not instance:
             class_of[node.name] = node.name
@@ -40,6 +44,18 @@ def _module_of(node: Node) -> str:
     if node.op in ("parameter", "buffer"):
         return node.target.rpartition(".")[0]
     return node.module
+
+
+def blocks_of(graph: Graph) -> frozenset[str]:
+    """Paths of the layers that may repeat."""
+    return _blocks([_module_of(node) for node in graph.nodes])
+
+
+def block_of(path: str, blocks: frozenset[str]) -> str:
+    """The outermost layer that a module's path lies in; "" outside all of them."""
+    parts = path.split(".")
+    layers = (".".join(parts[: i + 1]) for i in range(len(parts)))
+    return next((layer for layer in layers if layer in blocks), "")
 
 
 def _blocks(paths: list[str]) -> frozenset[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from autopar.plan.fit import check
 from autopar.plan.store import dumps, loads
 from autopar.price import OPTIMIZER_STATES
 from autopar.search import answer, ask, search
+from autopar.search.spare import SPARES
 from cost_models.hardware import Hardware
 
 OUTPUTS = ("sharded", "global")
@@ -44,6 +45,7 @@ def compile(
     plan: Plan | str | Path | None = None,
     hardware: str | Path | Hardware | None = None,
     memory: int | float | str | None = None,
+    spare: str | Collection[str] | None = None,
     optimizer: str = "adamw",
     precision: MixedPrecisionPolicy | None = None,
     outputs: str = "sharded",
@@ -65,6 +67,10 @@ def compile(
     machine, else the known profile of its device; the plan's notes say if it was measured.
     memory: bytes of each rank's device that may be used: a number, "70GiB", or a share such as 0.9. Default: what is
     free.
+    spare: what may be done where the fastest plan does not fit, some of "recompute" and "offload" (forward values that
+    backward needs), "host" (parameters, with all that belongs to them) and "stream" (optimizer states, which then lie
+    on the host; it needs an optimizer of `autopar.optim`); or "none". Default: what makes sense on the hardware,
+    without "stream".
     optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none.
     precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in.
     outputs: "sharded" returns outputs other than scalars as DTensors in the plan's layouts, "global" as whole tensors.
@@ -83,6 +89,7 @@ def compile(
     _known("optimizer", optimizer, tuple(OPTIMIZER_STATES))
     machine = hardware_or_here(hardware, device_mesh.device_type)
     limit = memory_bytes(memory, machine, device_mesh.device_type)
+    ways = ways_named(spare)
     if profile is not None:
         _can_profile(profile, machine, device_mesh.device_type)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
@@ -101,14 +108,15 @@ def compile(
                 timing = profiler(device_mesh.device_type, profile, machine)
                 question = ask(graph, mesh, machine, optimizer=optimizer, profile=timing)
             measured = "" if question is None else question.measured_digest
-            kept = _cached_path(cache, graph, mesh, machine, asked, optimizer, outputs, fixed, measured)
+            kept = _cached_path(cache, graph, mesh, machine, asked, ways, optimizer, outputs, fixed, measured)
             if kept is not None and kept.exists():
                 with contextlib.suppress(PlanMismatch):  # cut short or edited: found again, and written anew
                     known = Plan.load(kept)
                     if room is None or _still_good(known, room):
                         return known
             wanted: dict[str, Any] = {
-                "memory": room, "outputs": outputs, "fixed": fixed, "time_limit_s": time_limit_s, "simulation": True,
+                "memory": room, "spare": ways, "outputs": outputs, "fixed": fixed, "time_limit_s": time_limit_s,
+                "simulation": True,
             }  # fmt: skip
             if question is None:
                 found = search(graph, mesh, machine, optimizer=optimizer, **wanted)
@@ -131,6 +139,21 @@ def compile(
 def _known(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{what} {value!r} is not known; choose {', '.join(known)}")
+
+
+def ways_named(spare: str | Collection[str] | None) -> tuple[str, ...] | None:
+    """Ways to spare memory, from words: a collection, or a text with commas between; () for "none".
+
+    Raises ValueError for a word that is not known, or for "none" among others.
+    """
+    if spare is None:
+        return None
+    words = [word.strip() for word in spare.split(",")] if isinstance(spare, str) else [*spare]
+    if words == ["none"]:
+        return ()
+    if unknown := [word for word in words if word not in SPARES]:
+        raise ValueError(f"spare {unknown[0]!r} is not known; choose some of {', '.join(SPARES)}, or none alone")
+    return tuple(way for way in SPARES if way in words)
 
 
 def _can_profile(budget_s: float, machine: Hardware, device_type: str) -> None:
@@ -172,7 +195,7 @@ def _still_good(plan: Plan, room: float) -> bool:
 
 def _cached_path(
     cache: str | Path | None, graph: Graph, mesh: Mesh, hardware: Hardware, memory: float | None,
-    optimizer: str, outputs: str, fixed: Mapping[str, Layout], measured: str,
+    ways: tuple[str, ...] | None, optimizer: str, outputs: str, fixed: Mapping[str, Layout], measured: str,
 ) -> Path | None:  # fmt: skip
     """Where the plan of this question is kept: the name hashes everything the answer depends on."""
     if cache is None:
@@ -182,6 +205,7 @@ def _cached_path(
         str(mesh),
         hardware.digest,
         memory,
+        ways,
         optimizer,
         outputs,
         sorted(fixed.items(), key=str),

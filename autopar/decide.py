@@ -6,30 +6,28 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from math import isclose
 from typing import Any
 
-from autopar.assemble import DEVICE, Assembled, output_name, temporaries
+from autopar.assemble import DEVICE, HOST, Assembled, output_name
 from autopar.graph import Graph, Node, Ref, Result, TensorType
 from autopar.layout import REPLICATE, Layout, local_type
 from autopar.liveness import Liveness, Read, liveness
 from autopar.plan import Choice, Delivery, Plan, read_once
 from autopar.price import Pricer
 from autopar.reshard import Reshard, travels_together
+from autopar.settle import settled
 from autopar.strategy import Strategy, operand_types
-from autopar.work import temporary_bytes
-from cost_models.steps import Comm, Step
+from autopar.work import STORE, temporary_bytes
+from cost_models.price import stream_of
+from cost_models.steps import Comm, Move, Step
 
 ROW = "gradients in a row"
 
 
 class RefereeError(AssertionError):
     """The solver's objective and the price of its plan disagree: a defect of autopar, never of the user."""
-
-
-def picked(assembled: Assembled, picks: Sequence[int]) -> Callable[[str], Strategy]:
-    """node or output name -> the strategy that was picked for it."""
-    return lambda name: assembled.options[assembled.item_of[name]][picks[assembled.item_of[name]]]
 
 
 def choose(
@@ -76,7 +74,7 @@ def choose(
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """`tenant` holds `nbytes` of the device during the instants start <= t < end.
+    """`tenant` holds `nbytes` of a memory tier during the instants start <= t < end.
 
     `node`: whose result or operand it is, if it is one. `read`: the layout change that made it, of an operand or of a
     result of the graph; `is_way`: what that makes on its way, rather than its new tensor.
@@ -89,14 +87,16 @@ class Holding:
     node: str = ""
     read: Read | int | None = None
     is_way: bool = False
+    tier: str = DEVICE
 
 
-def peak_of(holdings: Sequence[Holding]) -> tuple[int, int]:
+def peak_of(holdings: Sequence[Holding], tier: str = DEVICE) -> tuple[int, int]:
     """(bytes, first instant) of the highest point."""
     change: dict[float, int] = defaultdict(int)
     for held in holdings:
-        change[held.start] += held.nbytes
-        change[held.end] -= held.nbytes
+        if held.tier == tier:
+            change[held.start] += held.nbytes
+            change[held.end] -= held.nbytes
     level, peak, at = 0, 0, 0.0
     for instant in sorted(change):
         level += change[instant]
@@ -105,17 +105,32 @@ def peak_of(holdings: Sequence[Holding]) -> tuple[int, int]:
     return peak, int(at)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of gradients: `made`, (instant, bytes) of each; `sent_at[place]`, when the row of that result is summed."""
+
+    made: list[tuple[int, int]]
+    sent_at: dict[int, int]
+
+
 class Referee:
-    """Prices a plan from its steps, by plain loops that share nothing with the solver's matrices."""
+    """Prices a plan from its steps, by plain loops that share nothing with the solver's matrices.
+
+    `residence`: as in `Plan`.
+    """
 
     def __init__(
-        self, graph: Graph, choices: Mapping[str, Choice], deliveries: Sequence[Delivery | None], pricer: Pricer
-    ):
+        self, graph: Graph, choices: Mapping[str, Choice], deliveries: Sequence[Delivery | None], pricer: Pricer,
+        residence: Mapping[str, str] | None = None,
+    ):  # fmt: skip
         self.graph, self.choices, self.deliveries, self.pricer = graph, choices, deliveries, pricer
+        self.residence = residence or {}
         self.node_of = graph.by_name
 
     def seconds_by(self) -> dict[str, float]:
-        """Seconds of one step: compute, optimizer, reorder (copies of layout changes), and communication per axis."""
+        """Seconds of one step: compute, optimizer, reorder (copies of layout changes), communication per axis, and
+        copies between device and host, each way.
+        """
         total: dict[str, float] = {"compute": 0.0, "optimizer": 0.0, "copies": 0.0}
 
         def count(steps: Sequence[Step], part: str) -> None:
@@ -123,7 +138,7 @@ class Referee:
                 add(step, self.pricer.seconds((step,)), part)
 
         def add(step: Step, seconds: float, part: str) -> None:
-            name = f"comm:{step.axis}" if isinstance(step, Comm) else part
+            name = stream_of(step) if isinstance(step, Comm | Move) else part
             total[name] = total.get(name, 0.0) + seconds
 
         for node in self.graph.nodes:
@@ -135,7 +150,7 @@ class Referee:
             if node.op == "parameter" and node.target in trained:
                 type = self._type(Ref(node.name))
                 nbytes = self.pricer.local_bytes(type, self.choices[node.name].gives[0])
-                count((self.pricer.update_step(nbytes, type.dtype),), "optimizer")
+                count(self.pricer.update_steps(nbytes, type.dtype, self.resides(node.target)), "optimizer")
         for result, delivery in zip(self.graph.results, self.deliveries, strict=True):
             if delivery is not None and result.kind == "gradient":
                 for step, seconds in self.pricer.delivered(delivery.changes):
@@ -145,18 +160,18 @@ class Referee:
         return total
 
     def holdings(self) -> list[Holding]:
-        """Everything that one rank's device holds in a step: who, from which instant until before which, how many
-        bytes.
+        """Everything that one rank holds in a step: who, from which instant until before which, how many bytes, and
+        in which tier.
         """
-        live = self.live
+        live, rows = self.live, self._rows(self.live)
         held: list[Holding] = []
 
         def hold(
             tenant: str, start: float, end: float, nbytes: int, node: str = "",
-            read: Read | int | None = None, is_way: bool = False,
+            read: Read | int | None = None, is_way: bool = False, tier: str = DEVICE,
         ) -> None:  # fmt: skip
             if nbytes and end > start:
-                held.append(Holding(tenant, start, end, nbytes, node, read, is_way))
+                held.append(Holding(tenant, start, end, nbytes, node, read, is_way, tier))
 
         def change(
             tenant: str, node: str, by: Read | int, span: tuple[int, int], new: int, changes: Sequence[Reshard]
@@ -176,12 +191,10 @@ class Referee:
             choice = self.choices[node.name]
             for index, (type, layout) in enumerate(zip(node.outputs, choice.gives, strict=True)):
                 if type is not None and (span := live.made.get(Ref(node.name, index))) is not None:
-                    hold(tenant_name(node), *span, self.pricer.local_bytes(type, layout), node.name)
-            if (at := live.update_at.get(node.target)) is not None and node.op == "parameter":
-                nbytes = self._new_bytes(Ref(node.name), choice.gives[0])
-                hold(f"optimizer states of {node.target}", 0, live.instants, self.pricer.state_bytes(nbytes))
-                for start, end, times in temporaries(live, self.pricer, at):
-                    hold(f"optimizer's temporaries for {node.target}", start, end, times * nbytes)
+                    nbytes = self.pricer.local_bytes(type, layout)
+                    hold(tenant_name(node), *span, nbytes, node.name, tier=self.tier_of(node))
+            if node.op == "parameter" and node.target in live.update_at:
+                held += self._optimizers(node, self._new_bytes(Ref(node.name), choice.gives[0]))
             types = operand_types(node, self.node_of)
             local = [local_type(t, layout, self.pricer.mesh) for t, layout in zip(types, choice.takes, strict=True)]
             hold(tenant_name(node), live.at[node.name], live.at[node.name] + 1, temporary_bytes(node, local))
@@ -193,22 +206,58 @@ class Referee:
                     change(tenant, node.name, by, (live.read_at[by], live.new_until[by]), new, changes)
                 seen.add((ref, layout))
                 if (turn := live.turn_of.get(by)) is not None:
-                    hold(tenant_name(self.node_of[ref.name]), turn.start, turn.end, turn.share.of(new), node.name)
+                    maker = self.node_of[ref.name]
+                    nbytes = turn.share.of(new)
+                    hold(tenant_name(maker), turn.start, turn.end, nbytes, node.name, tier=self.tier_of(maker))
         for place, (result, delivery) in enumerate(zip(self.graph.results, self.deliveries, strict=True)):
             if result.ref is None or delivery is None:
                 continue
             new, is_gradient = self._new_bytes(result.ref, delivery.layout), result.kind == "gradient"
             tenant = {"gradient": "gradient of ", "output": "output ", "buffer": "new "}[result.kind] + result.target
             span = live.sent_at[place], live.sent_until[place]
+            leaves = is_gradient and self.resides(result.target) == HOST
             if is_gradient and self._travels(delivery):
-                hold(tenant, span[0] + 1, span[1], new, "", place)
+                hold(tenant, span[0] + 1, rows.sent_at[place] + 1 if leaves else span[1], new, "", place)
             elif delivery.changes:
                 change(tenant, "", place, span, new, delivery.changes)
             if (turn := live.sent_turn.get(place)) is not None:
-                hold(tenant, turn.start, turn.end, turn.share.of(new), "", place)
-        for start, nbytes in self._rows(live):
+                of = (result.ref.name, None) if leaves else ("", place)
+                hold(tenant, turn.start, turn.end, turn.share.of(new), *of)
+            if leaves:
+                hold(tenant, rows.sent_at.get(place, span[0]), live.instants, new, "", place, tier=HOST)
+        for start, nbytes in rows.made:
             hold(ROW, start, start + 1, nbytes)
         return held
+
+    def resides(self, parameter: str) -> str:
+        return self.residence.get(parameter, "device")
+
+    def tier_of(self, node: Node) -> str:
+        """Where the results of a node lie."""
+        hosted = node.op == STORE or (node.op == "parameter" and self.resides(node.target) == HOST)
+        return HOST if hosted else DEVICE
+
+    def _optimizers(self, node: Node, nbytes: Any) -> list[Holding]:
+        """The optimizer's states for a parameter of so many bytes, and what it makes and drops while it updates it.
+
+        Those of one residence are stepped together, or one after the other; those that stream each by itself.
+        """
+        live, pricer, made, resides = self.live, self.pricer, self.pricer.temporaries, self.resides(node.target)
+        at, tier = live.update_at[node.target], HOST if resides == HOST else DEVICE
+        states, beside = f"optimizer states of {node.target}", f"optimizer's temporaries for {node.target}"
+        all_states = pricer.state_bytes(nbytes)
+        found = [Holding(states, 0, live.instants, all_states, tier=DEVICE if resides == "device" else HOST)]
+        if resides == "stream":
+            own = made.together if pricer.updates_together else made.own
+            spans = [(at, at + 1, own)]
+            found.append(Holding(f"streamed states of {node.target}", at, at + 1, all_states))
+        elif resides == "device" and pricer.updates_together:
+            spans = [(live.gathered_at + 1, live.instants, made.together)]
+        else:
+            later = (other for name, other in live.update_at.items() if other > at and self.resides(name) == resides)
+            spans = [(at, at + 1, made.own), *((other, other + 1, made.left) for other in islice(later, 1))]
+        found += [Holding(beside, start, end, times * nbytes, tier=tier) for start, end, times in spans]
+        return [held for held in found if held.nbytes]
 
     @cached_property
     def live(self) -> Liveness:
@@ -222,25 +271,37 @@ class Referee:
         changed |= {
             place for place, delivery in enumerate(self.deliveries) if delivery is not None and delivery.changes
         }
-        return liveness(self.graph, changed)
+        leaving = [
+            place
+            for place, result in enumerate(self.graph.results)
+            if result.kind == "gradient" and self.resides(result.target) == HOST
+        ]
+        return liveness(self.graph, changed, leaving)
 
     def _travels(self, delivery: Delivery) -> bool:
         return travels_together(delivery.changes, self.pricer.mesh, self.pricer.bucket_bytes)
 
-    def _rows(self, live: Liveness) -> list[tuple[int, int]]:
-        """(instant, bytes) of the copies that gradients are made of before they are summed together."""
-        rows: dict[object, int] = defaultdict(int)
-        found: list[tuple[int, int]] = []
+    def _rows(self, live: Liveness) -> _Rows:
+        """The copies that gradients are made of before they are summed together."""
+        rows: dict[object, list[int]] = defaultdict(list)
+        nbytes: dict[object, int] = defaultdict(int)
+        found = _Rows([], {})
         for place, at in sorted(live.sent_at.items(), key=lambda item: item[1]):
             result, delivery = self.graph.results[place], self.deliveries[place]
             if result.kind != "gradient" or delivery is None or not self._travels(delivery):
                 continue
             local = delivery.changes[0].local
-            key = tuple(change.axis for change in delivery.changes), local.dtype
-            rows[key] += local.nbytes
-            if rows[key] >= self.pricer.bucket_bytes:
-                found.append((at, rows.pop(key)))
-        return [*found, *([(live.gathered_at, max(rows.values()))] if rows else [])]
+            leaves = self.resides(result.target) == HOST
+            key = tuple(change.axis for change in delivery.changes), local.dtype, leaves
+            rows[key].append(place)
+            nbytes[key] += local.nbytes
+            if nbytes[key] >= self.pricer.bucket_bytes:
+                found.made.append((at, nbytes.pop(key)))
+                found.sent_at.update(dict.fromkeys(rows.pop(key), at))
+        if nbytes:
+            found.made.append((live.gathered_at, max(nbytes.values())))
+        found.sent_at.update({place: live.gathered_at for places in rows.values() for place in places})
+        return found
 
     def _steps(self, changes: Sequence[Reshard]) -> list[Step]:
         return [step for change in changes for step in change.steps(self.pricer.mesh.size(change.axis))]
@@ -280,10 +341,12 @@ def decide(
     """The plan of the solver's picks, refereed. Raises RefereeError where objective and price, or memory and limit,
     disagree.
     """
-    choices, deliveries = choose(graph, picked(assembled, picks), pricer)
+    found = settled(graph, assembled, picks, pricer.mesh)
+    choices, deliveries = choose(found.graph, found.pick, pricer)
     return refereed(
-        graph, choices, deliveries, pricer,
+        found.graph, choices, deliveries, pricer,
         objective=objective, bound=bound, memory=memory, outputs=outputs, notes=notes, search=search,
+        residence=found.residence,
     )  # fmt: skip
 
 
@@ -299,18 +362,21 @@ def refereed(
     outputs: str,
     notes: Sequence[str] = (),
     search: Mapping[str, float | int | str] | None = None,
+    residence: Mapping[str, str] | None = None,
 ) -> Plan:
     """A plan of given choices with the referee's own prices; `objective` is what somebody claims it costs."""
-    referee = Referee(graph, choices, deliveries, pricer)
+    referee = Referee(graph, choices, deliveries, pricer, residence)
     seconds_by = referee.seconds_by()
     total = sum(seconds_by.values())
     if objective is not None and not isclose(total, objective, rel_tol=1e-6, abs_tol=1e-12):
         raise RefereeError(f"the solver claims {objective:.9g} s a step, its plan costs {total:.9g} s")
-    peak, _ = peak_of(referee.holdings())
+    holdings = referee.holdings()
+    peaks = {tier: peak_of(holdings, tier)[0] for tier in sorted({DEVICE, *(held.tier for held in holdings)})}
+    peak = peaks[DEVICE]
     if memory is not None and objective is not None and peak > memory * (1 + 1e-9):
         raise RefereeError(f"the solver's plan needs {peak} bytes, the limit is {memory:.0f}")
     return Plan(
         graph, pricer.mesh, pricer.hardware.name, pricer.hardware.digest, pricer.optimizer, memory, outputs,
-        choices, deliveries, total, min(bound, total), {DEVICE: peak}, seconds_by, tuple(notes),
-        bucket_bytes=pricer.bucket_bytes, search=dict(search or {}),
+        choices, deliveries, total, min(bound, total), peaks, seconds_by, tuple(notes),
+        bucket_bytes=pricer.bucket_bytes, search=dict(search or {}), residence=dict(sorted(referee.residence.items())),
     )  # fmt: skip

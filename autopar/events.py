@@ -8,7 +8,11 @@ the optimizer's pass over each parameter. Collectives run on the stream of their
     overlap=True    collectives are launched and waited for in the order of `autopar.schedule`, which `emit` writes for
                     plan.prefetch = `prefetch`. A wait holds up the compute stream, and is an event of it. A collective
                     starts no earlier than the kernels and waits issued before it have ended, as NCCL's streams do. A
-                    body waits for its own collectives.
+                    body waits for its own collectives. Copies between device and host go the same way, on a stream for
+                    each direction.
+
+The host updates its parameters once all their gradients have arrived; states that stream to the device and back do so
+for one parameter at a time.
 
 Memory is what `decide.Referee` counts, its instants told in events (`autopar.holds`). With overlap, what a collective
 makes is held from the instant at which it is issued, and what it reads until it has been waited for.
@@ -19,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.assemble import DEVICE, HOST
 from autopar.decide import Referee
 from autopar.graph import Node, Phase, Ref, Result, TensorType
 from autopar.holds import Marks, holds_of
@@ -27,10 +32,11 @@ from autopar.liveness import holds_storage
 from autopar.plan.plan import Choice, Delivery, Plan
 from autopar.price import Pricer
 from autopar.reshard import Reshard, travels_together
-from autopar.schedule import Advance, Read, Run, Send, Transfer, schedule
+from autopar.schedule import Advance, Copy, Read, Run, Send, Transfer, schedule
+from autopar.work import STORE
 from cost_models.price import stream_of
 from cost_models.simulator import COMPUTE, Event, Hold
-from cost_models.steps import Comm, Compute, Loop, Step
+from cost_models.steps import Comm, Compute, Loop, Move, Step
 
 About = tuple[tuple[str, str | int], ...]
 
@@ -51,7 +57,7 @@ class _Chain:
 
     `reads`: the nodes whose values it starts from. `ready`: the events behind which the next step comes. `first`,
     `last`: its first and last event; `since`: the kernel after which it was issued. `in_flight`: its last event is a
-    collective that nobody has waited for yet.
+    collective or copy that nobody has waited for yet.
     """
 
     label: str
@@ -87,7 +93,7 @@ class _Program:
         self.plan, self.pricer, self.overlap, self.prefetch = plan, pricer, overlap, prefetch
         self.nodes, self.node_of = plan.graph.nodes, plan.graph.by_name
         self.operands = {node.name: node.operands for node in self.nodes}
-        self.referee = Referee(plan.graph, plan.choices, plan.deliveries, pricer)
+        self.referee = Referee(plan.graph, plan.choices, plan.deliveries, pricer, plan.residence)
         self.live = self.referee.live
         self.drafts: list[_Draft] = []
         self.marks = Marks()
@@ -117,6 +123,8 @@ class _Program:
                                 self._bring(transfer)
                             case Send():
                                 self._send(transfer, phase)
+                            case Copy():
+                                self._copy(self.node_of[transfer.node])
         if not self.overlap:  # where the last gradients gather
             number = self._issue("backward ends", COMPUTE, 0.0, (), "backward", ())
             self.marks.mark(self.live.gathered_at, number, number)
@@ -134,6 +142,28 @@ class _Program:
         if not self.overlap:
             at = self.live.read_at[by]
             self.marks.mark(at, self.marks.begins.get(at, begun), len(self.drafts) - 1)
+
+    def _copy(self, node: Node) -> None:
+        """Launch the copy of a store or fetch, or wait for it."""
+        copy, begun = Copy(node.name), len(self.drafts)
+        is_new = copy not in self.chains
+        if is_new:
+            choice, (ref,) = self.plan.choices[node.name], node.operands
+            read = self.chains.pop(Read(node.name, 0), None)
+            ready = self.ready[ref.name] if read is None else read.ready
+            steps = [(step, self._seconds(step)) for step in choice.steps]
+            self.chains[copy] = _Chain(node.name, node.phase, (ref.name,), steps, ready, _about(node))
+            self.marks.issued[node.name] = begun, self.kernel
+        chain = self.chains[copy]
+        self._advance(chain)
+        self.ready[node.name] = chain.ready
+        at, last = self.live.at[node.name], len(self.drafts) - 1
+        if not self.overlap:
+            self.marks.mark(at, self.marks.begins.get(at, begun), last)
+        elif not is_new:
+            self.marks.readers[node.name].append(last)
+        if self.overlap and is_new == (node.op == STORE):  # where it stands in the order of the program
+            self.marks.begins[at], self.marks.closes[at] = begun, self.kernel
 
     def _mark_way(self, by: tuple[str, int] | int, chain: _Chain) -> None:
         if chain.first is not None and chain.last is not None:
@@ -181,20 +211,37 @@ class _Program:
         trained = {
             result.target for result in self.plan.graph.results if result.kind == "gradient" and result.ref is not None
         }
+        chains = [chain for name, chain in self.delivered.items() if self.referee.resides(name) == HOST]
+        arrived = tuple(dict.fromkeys(event for chain in chains for event in chain.ready))
+        streamed: tuple[int, ...] = ()
         for node in self.nodes:
             if node.op == "parameter" and node.target in trained:
-                step = self.pricer.update_step(
-                    self._bytes(Ref(node.name), self._gives(node)), self._type(Ref(node.name)).dtype
-                )
-                after = self.delivered[node.target].ready
-                done = self._issue(
-                    f"update {node.target}", COMPUTE, self._seconds(step), after, OPTIMIZER, _about(node)
-                )
-                self.marks.mark(self.live.update_at[node.target], done, done)
+                after = arrived if self.referee.tier_of(node) == HOST else self.delivered[node.target].ready
+                first = len(self.drafts)
+                for step in self._updates(node):
+                    if isinstance(step, Move):
+                        after = (*after, *streamed, self.kernel)
+                    stream = stream_of(step) if isinstance(step, Compute | Move) else COMPUTE
+                    name = f"update {node.target}" if isinstance(step, Compute) else f"states of {node.target}"
+                    after = (self._issue(name, stream, self._seconds(step), after, OPTIMIZER, _about(node)),)
+                    streamed = after if isinstance(step, Move) else streamed
+                self.marks.mark(self.live.update_at[node.target], first, len(self.drafts) - 1)
         latest = {draft.stream: number for number, draft in enumerate(self.drafts)}
         ends = self._issue("step ends", COMPUTE, 0.0, tuple(latest.values()), OPTIMIZER, ())
         if not trained:
             self.marks.mark(self.live.instants - 1, ends, ends)
+
+    def _updates(self, node: Node) -> list[Step]:
+        """What updating a parameter takes once its gradient is where it is updated."""
+        ref = Ref(node.name)
+        resides = self.referee.resides(node.target)
+        steps = self.pricer.update_steps(self._bytes(ref, self._gives(node)), self._type(ref).dtype, resides)
+        return [step for step in steps if resides != HOST or not isinstance(step, Move)]
+
+    def _leaving(self, result: Result, ref: Ref, delivery: Delivery) -> tuple[Step, float]:
+        """A gradient's copy to the host."""
+        step = Move(DEVICE, HOST, self._bytes(ref, delivery.layout))
+        return step, self._seconds(step)
 
     # --- layout changes ------------------------------------------------------------------------------------------
 
@@ -236,14 +283,17 @@ class _Program:
         if others:
             label = f"gradients of {len(sent)} parameters from {result.target}"
             about = (("results", ", ".join(result.target for result, _, _ in sent)),)
-            chain = _Chain(label, phase, reads, self._row([delivery for _, _, delivery in sent]), ready, about)
+            steps = self._row([delivery for _, _, delivery in sent])
         else:
             together = result.kind == "gradient" and travels_together(
                 delivery.changes, self.plan.mesh, self.plan.bucket_bytes
             )
             steps = self.pricer.delivered(delivery.changes) if together else self._in_order(delivery.changes)
-            chain = _Chain(label, phase, reads, steps, ready, about)
-        return chain
+        if result.kind == "gradient" and self.referee.resides(result.target) == HOST:
+            copies = [self._leaving(*one) for one in sent]
+            nbytes = sum(step.nbytes for step, _ in copies if isinstance(step, Move))
+            steps = [*steps, (Move(DEVICE, HOST, nbytes), sum(seconds for _, seconds in copies))]
+        return _Chain(label, phase, reads, steps, ready, about)
 
     def _row(self, deliveries: Sequence[Delivery]) -> list[tuple[Step, float]]:
         steps: list[tuple[Step, float]] = []
@@ -281,14 +331,14 @@ class _Program:
         return [(step, share * self._seconds(step)) for step, share in steps]
 
     def _advance(self, chain: _Chain) -> None:
-        """Wait for the collective in flight, then issue what follows, with overlap up to the next collective."""
+        """Wait for what is in flight, then issue what follows, with overlap up to the next collective or copy."""
         if chain.in_flight:
             wait = self._issue(f"wait for {chain.label}", COMPUTE, 0.0, chain.ready, chain.phase, chain.about)
             chain.ready, chain.last, chain.in_flight = (wait,), wait, False
             self._let_go(chain, wait)
         while chain.place < len(chain.steps):
             step, seconds = chain.steps[chain.place]
-            is_comm = isinstance(step, Comm)
+            is_comm = isinstance(step, Comm | Move)
             name = f"{_told(step)} {chain.label}"
             stream = COMPUTE if isinstance(step, Loop) else stream_of(step)
             after = (*chain.ready, self.kernel) if is_comm else chain.ready
@@ -385,11 +435,13 @@ def _told(step: Step) -> str:
             return step.op
         case Loop():
             return "loop"
-        case _:
-            return "move"
+        case Move():
+            return "store" if step.dst == HOST else "fetch"
 
 
 def _payload(step: Step) -> About:
     if isinstance(step, Comm):
         return ("collective", step.collective), ("axis", step.axis), ("ranks", step.ranks), ("bytes", step.nbytes)
+    if isinstance(step, Move):
+        return ("copy", f"{step.src} -> {step.dst}"), ("bytes", step.nbytes)
     return ()

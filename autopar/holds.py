@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from autopar.assemble import DEVICE, HOST
 from autopar.decide import ROW, Holding
 from autopar.liveness import Liveness, Read
 from cost_models.simulator import Hold
@@ -20,6 +21,7 @@ class Marks:
     `begins`, `closes`: the first event of an instant, and the one at whose end it is over. `ways`: the events of a
     layout change: its first, its last, and the one since whose end it holds anything (None: since its first begins).
     `readers[node]`: un-waited events that read its storage; `latest[node]`: the last event of its readers so far.
+    `issued[node]`: the event of a store or fetch, and the one since whose end it holds what it makes.
     """
 
     begins: dict[int, int] = field(default_factory=dict[int, int])
@@ -29,6 +31,7 @@ class Marks:
     )
     readers: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     latest: dict[str, int] = field(default_factory=dict[str, int])
+    issued: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def mark(self, instant: int, first: int, last: int) -> None:
         """The instant has the events from `first` to `last`; none if there are none."""
@@ -52,15 +55,19 @@ def holds_of(holdings: Collection[Holding], live: Liveness, marks: Marks, *, ove
             first, last, issued = marks.ways[held.read]
             if held.is_way:
                 event, since, until = first, issued, [last]
+            elif held.tier == HOST:
+                event = first
             else:
                 event = since = last
+        elif overlap and held.node in marks.issued and held.start == live.at[held.node] and held.tier == DEVICE:
+            event, since = marks.issued[held.node]
         elif not overlap and until[0] < event:
             continue
         if overlap and held.node:
             until += [marks.latest.get(held.node, 0), *marks.readers.get(held.node, ())]
         last_of = None if end == live.instants else tuple(dict.fromkeys(until))
         resident = held.tenant.startswith(RESIDENT)
-        found[event].append(Hold(held.tenant, held.nbytes, "hbm", since, last_of, resident))
+        found[event].append(Hold(held.tenant, held.nbytes, held.tier, since, last_of, resident))
     return found
 
 

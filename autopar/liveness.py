@@ -93,14 +93,16 @@ class _Use:
     ref: Ref
 
 
-def liveness(graph: Graph, changed: Collection[Read | int] | None = None) -> Liveness:
-    """`changed`: the reads and results whose layout is changed, where a plan says so."""
-    return _Liveness(graph, changed).found()
+def liveness(graph: Graph, changed: Collection[Read | int] | None = None, leaving: Collection[int] = ()) -> Liveness:
+    """`changed`: the reads and results whose layout is changed, where a plan says so. `leaving`: the results that leave
+    the device once they have been brought where they belong; others stay for the rest of the step.
+    """
+    return _Liveness(graph, changed, leaving).found()
 
 
 class _Liveness:
-    def __init__(self, graph: Graph, changed: Collection[Read | int] | None) -> None:
-        self.graph, self.node_of, self.changed = graph, graph.by_name, changed
+    def __init__(self, graph: Graph, changed: Collection[Read | int] | None, leaving: Collection[int]) -> None:
+        self.graph, self.node_of, self.changed, self.leaving = graph, graph.by_name, changed, leaving
         self.at: dict[str, int] = {}
         self.read_at: dict[Read, int] = {}
         self.sent_at: dict[int, int] = {}
@@ -159,7 +161,8 @@ class _Liveness:
 
         for place, result in enumerate(self.graph.results):
             if result.ref is not None:
-                use(result.ref, self.sent_at[place], self.last, place)
+                at = self.sent_at[place]
+                use(result.ref, at, at + 1 if place in self.leaving else self.last, place)
         for node in reversed(self.graph.nodes):
             end = self.at[node.name] + 1
             if not holds_storage(node.op):

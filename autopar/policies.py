@@ -23,6 +23,7 @@ from typing import Literal
 from autopar.graph import Graph, Node
 from autopar.layout import Placement, Shard
 from autopar.mesh import Mesh
+from autopar.search.spare import Sparing, checkpointed
 from autopar.strategy import Strategy
 
 POLICIES: Mapping[str, str] = {
@@ -30,6 +31,14 @@ POLICIES: Mapping[str, str] = {
     "fsdp": "parameters are stored in pieces and gathered whole for each use; every rank has a part of the batch",
     "tensor-parallel": "weight matrices stay in pieces and are never gathered; every rank has the whole batch",
     "fsdp+tensor-parallel": "tensor-parallel on the last axis of the mesh, fsdp on the others (two axes or more)",
+    "checkpoint-every-block": "fsdp, and of what lies within a layer backward keeps nothing: it is computed again",
+    "zero3-offload": "fsdp, with all parameters, gradients and optimizer states on the host, which updates them",
+}
+
+# What a policy does by its own name, and to what else: the strategies are those of the second.
+SPARING: Mapping[str, str] = {
+    "zero3-offload": "fsdp",
+    "checkpoint-every-block": "fsdp",
 }
 
 Strategies = Mapping[str, tuple[Strategy, ...]]
@@ -38,9 +47,21 @@ Wish = Callable[[Strategy], bool]
 WEIGHT: tuple[Kind, ...] = ("matrix", "vector")
 
 
-def policies_for(mesh: Mesh) -> tuple[str, ...]:
-    """Names of the policies that a mesh of so many axes allows."""
-    return tuple(name for name in POLICIES if len(mesh.sizes) > 1 or name != "fsdp+tensor-parallel")
+def policies_for(mesh: Mesh, *, sparing: bool = False) -> tuple[str, ...]:
+    """Names of the policies that a mesh of so many axes allows; `sparing`: also those that keep less on the device."""
+    named = (name for name in POLICIES if sparing or name not in SPARING)
+    return tuple(name for name in named if len(mesh.sizes) > 1 or name != "fsdp+tensor-parallel")
+
+
+def sparing_of(policy: str, graph: Graph, ways: tuple[str, ...]) -> Sparing:
+    """What the policy does to need less memory of the device."""
+    match policy:
+        case "zero3-offload":
+            return Sparing(residence={node.target: "host" for node in graph.nodes if node.op == "parameter"})
+        case "checkpoint-every-block":
+            return Sparing(modes=checkpointed)
+        case _:
+            return Sparing()
 
 
 def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> dict[str, tuple[Strategy, ...]]:
@@ -50,10 +71,11 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
     """
     if policy not in POLICIES:
         raise ValueError(f"no policy {policy!r}; known policies: {', '.join(POLICIES)}")
-    if policy not in policies_for(mesh):
+    if policy not in policies_for(mesh, sparing=True):
         raise ValueError(
             f"policy {policy} needs two mesh axes or more, mesh {mesh} has one; give --mesh data=N,tensor=N"
         )
+    policy = SPARING.get(policy, policy)
     on_last = "tensor-parallel" if policy == "fsdp+tensor-parallel" else policy
     kept = dict(strategies)
     for axis, size in enumerate(mesh.sizes):

@@ -15,7 +15,7 @@ from autopar.reshard import Reshard, Resharder, travels_together
 from autopar.strategy import Strategy
 from cost_models.hardware import SLOWS, Hardware
 from cost_models.price import links_of, seconds
-from cost_models.steps import MATRIX_KINDS, Comm, Compute, Step
+from cost_models.steps import MATRIX_KINDS, Comm, Compute, Move, Step
 
 Array = NDArray[np.float64]
 
@@ -185,10 +185,26 @@ class Pricer:
         tiers = self.hardware.tiers
         return tiers["hbm"].bytes_per_s != tiers["host"].bytes_per_s
 
-    def update_step(self, nbytes: int, dtype: str) -> Compute:
+    def update_step(self, nbytes: int, dtype: str, kind: str = "elementwise") -> Compute:
         """The optimizer's pass over a parameter of `nbytes` local bytes: reads it, its gradient and its states,
-        writes all but the gradient.
+        writes all but the gradient. `kind` "host": by the host's processors, in its memory.
         """
         states = OPTIMIZER_STATES[self.optimizer]
         passes = 0 if self.optimizer == "none" else 3 + 2 * states
-        return Compute("optimizer", 0.0, 1.0 * passes * nbytes, dtype, 1 if passes else 0, "elementwise")
+        return Compute("optimizer", 0.0, 1.0 * passes * nbytes, dtype, 1 if passes else 0, kind)
+
+    def update_steps(self, nbytes: int, dtype: str, residence: str) -> tuple[Step, ...]:
+        """All that updating a parameter takes, where it resides (`autopar.plan.RESIDENCES`): on the "device"; on the
+        "host", to which its gradient goes; or with states that "stream" from the host and back.
+        """
+        match residence:
+            case "device":
+                return (self.update_step(nbytes, dtype),)
+            case "host":
+                return Move("hbm", "host", nbytes), self.update_step(nbytes, dtype, "host")
+            case "stream":
+                states = self.state_bytes(nbytes)
+                update = self.update_step(nbytes, dtype)
+                return Move("host", "hbm", states), update, Move("hbm", "host", states)
+            case _:
+                raise ValueError(f"no residence {residence!r}; known: device, host, stream")

@@ -11,6 +11,11 @@ is launched and waited for where it stands. Else
     front of them. What a collective reads is held until it is waited for, so this is what bounds the gradients in
     flight.
 
+Copies between device and host are transfers, too. A store is launched when its value is there and waited for `prefetch`
+operators later, at the end of its phase at the latest: until then it holds the value. A fetch is launched `prefetch`
+operators ahead of where it is first needed, and waited for there; a gradient that leaves for the host is one step more
+of its way.
+
 Ahead and later are counted in operators that use the matrix units (products, attention, convolutions), as those are
 what hides a transfer. Small gradients are summed together, as one row; whatever `prefetch`, the row is launched when it
 is full and waited for when the next one is, or at the end.
@@ -18,6 +23,7 @@ is full and waited for when the next one is, or at the end.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +31,10 @@ from itertools import takewhile
 
 from autopar.graph import Graph, Node, Phase, Ref
 from autopar.layout import Layout
-from autopar.plan.plan import Choice, Delivery, Plan
+from autopar.plan.plan import Choice, Plan
 from autopar.price import Pricer
 from autopar.reshard import Reshard, travels_together
-from autopar.work import VIEWS
+from autopar.work import FETCH, STORE, VIEWS
 from cost_models.steps import MATRIX_KINDS, Comm, Compute
 
 
@@ -47,7 +53,14 @@ class Send:
     results: tuple[int, ...]
 
 
-Transfer = Read | Send
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What a store or a fetch, by its name, copies between device and host."""
+
+    node: str
+
+
+Transfer = Read | Send | Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +72,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """Take a transfer further: wait for its collective in flight, if any, then go on to the next one's launch."""
+    """Take a transfer further: wait for what is in flight of it, a collective or a copy, if any, then go on to the next
+    one's launch. A store or fetch has run when its copy has been waited for.
+    """
 
     transfer: Transfer
 
 
 Action = Run | Advance
-BucketKey = tuple[tuple[str, ...], str]  # the axes that sum, and the dtype
-ROWS, SMALL = 8, 1 << 22
+BucketKey = tuple[tuple[str, ...], str, bool]  # the axes that sum, the dtype, and whether they leave for the host
+ROWS, SMALL, LARGE = 8, 1 << 22, 1 << 24
 MOVABLE = {*VIEWS, "aten._to_copy.default"}  # may run ahead of their place
 
 
@@ -92,8 +107,8 @@ class _Phase:
         self.done: list[Action] = []
         self.has_run: set[str] = set()
         self.left: dict[Transfer, int] = {}  # transfer -> how often it is still to be advanced
-        # (due after so many products, results under way or a node that waits), oldest first
-        self.pending: deque[tuple[int, Send | str]] = deque()
+        # (due after so many products, results or a copy under way, or a node that waits), oldest first
+        self.pending: deque[tuple[int, Send | Copy | str]] = deque()
         self.under_way: list[Send] = []  # rows
         self.products = 0
         self.buckets: dict[BucketKey, list[int]] = {}
@@ -156,6 +171,9 @@ class _Phase:
         """Run the node, or begin to wait for what it reads."""
         blocked = {ref.name for ref in self.operands[node.name]} & self.waiting
         reads = self.reads.get(node.name, {})
+        if node.op == STORE:
+            self._start(Copy(node.name))
+            return
         if node.name not in self.may_wait or not (blocked or any(map(self._collectives, reads.values()))):
             self._run(node)
             self._send_results(node)
@@ -166,7 +184,7 @@ class _Phase:
         self.waiting.add(node.name)
         self._wait(node.name)
 
-    def _wait(self, item: Send | str) -> None:
+    def _wait(self, item: Send | Copy | str) -> None:
         self.pending.append((self.products + max(1, self.prefetch or 0), item))
 
     def _take_node_further(self, name: str) -> None:
@@ -189,6 +207,17 @@ class _Phase:
         if node.name in self.has_run:
             return
         self.has_run.add(node.name)
+        if node.op in (STORE, FETCH):
+            self._finish(Copy(node.name))
+            return
+        self._bring(node)
+        self.done.append(Run(node.name))
+        if is_product(self.plan.choices[node.name]):
+            self.products += 1
+            self._take_further(sum(1 for _ in takewhile(lambda item: item[0] <= self.products, self.pending)))
+
+    def _bring(self, node: Node) -> None:
+        """All that the node reads, in the layouts in which it takes it."""
         transfers = [Read(node.name, position) for position in self.reads.get(node.name, ())]
         if self.prefetch is not None:
             for transfer in transfers:
@@ -196,10 +225,6 @@ class _Phase:
                     self._advance(transfer)
         for transfer in transfers:
             self._finish(transfer)
-        self.done.append(Run(node.name))
-        if is_product(self.plan.choices[node.name]):
-            self.products += 1
-            self._take_further(sum(1 for _ in takewhile(lambda item: item[0] <= self.products, self.pending)))
 
     def _launches(self) -> dict[int, list[Action]]:
         """place -> what comes ahead, just before the node there: fetching weights, and running what makes them."""
@@ -223,14 +248,20 @@ class _Phase:
                         launches[ahead] += [*map(Run, makers), Advance(Read(node.name, position))]
             if is_product(self.plan.choices[node.name]):
                 products.append(index)
-        return launches
+        fetches: dict[int, list[Action]] = defaultdict(list)
+        for index, node in enumerate(self.nodes):
+            if node.op == FETCH:
+                place = bisect_left(products, moved.get(node.name, index))
+                ahead = products[place - self.prefetch] if place >= self.prefetch else 0
+                fetches[ahead].append(Advance(Copy(node.name)))
+        return {place: [*fetches.get(place, ()), *launches.get(place, ())] for place in {*fetches, *launches}}
 
     def _makers(self, name: str, ahead: int, place_of: Mapping[str, int], moved: Mapping[str, int]) -> list[str] | None:
         """What must run early for the value `name` to be there before place `ahead`; None where it cannot."""
         node = self.node_of[name]
         if place_of.get(name, -1) < ahead or moved.get(name, ahead + 1) <= ahead:
             return []
-        if node.is_source:
+        if node.is_source or node.op == FETCH:
             return [name]
         if node.op not in MOVABLE or any(map(self._collectives, self.reads.get(name, {}).values())):
             return None
@@ -248,7 +279,7 @@ class _Phase:
         delivery = self.plan.deliveries[place]
         assert delivery is not None
         is_gradient = self.plan.graph.results[place].kind == "gradient"
-        key = bucket_key(self.plan, delivery) if is_gradient and self.rows else None
+        key = bucket_key(self.plan, place) if is_gradient and self.rows else None
         if key is None:
             self._start(Send((place,)))
             return
@@ -269,7 +300,7 @@ class _Phase:
             self._advance(row)
         self.under_way = [row for row in self.under_way if self.left[row]]
 
-    def _start(self, transfer: Send) -> None:
+    def _start(self, transfer: Send | Copy) -> None:
         self._advance(transfer)
         if self.prefetch is None:
             self._finish(transfer)
@@ -279,16 +310,23 @@ class _Phase:
     def _take_further(self, count: int) -> None:
         """The first of what is pending, each by one step."""
         for _, item in [self.pending.popleft() for _ in range(count)]:
-            if isinstance(item, Send):
-                self._start(item)
-            else:
+            if isinstance(item, str):
                 self._take_node_further(item)
+            else:
+                self._start(item)
 
     # --- transfers -----------------------------------------------------------------------------------------------
 
     def _advance(self, transfer: Transfer) -> None:
         if transfer not in self.left:
-            self.left[transfer] = self._collectives(changes_of(self.plan, transfer)) + 1
+            if isinstance(transfer, Copy):
+                node = self.node_of[transfer.node]
+                for maker in (self.node_of[ref.name] for ref in node.operands):
+                    if maker.is_source and maker.phase == self.phase:
+                        self._run(maker)
+                self._bring(node)
+            waits = self._collectives(changes_of(self.plan, transfer)) + copies_of(self.plan, transfer)
+            self.left[transfer] = waits + 1
         self.left[transfer] -= 1
         self.done.append(Advance(transfer))
 
@@ -308,8 +346,27 @@ def changes_of(plan: Plan, transfer: Transfer) -> tuple[Reshard, ...]:
         case Send((first, *_)):
             delivery = plan.deliveries[first]
             return () if delivery is None else delivery.changes
+        case Copy():
+            return ()
         case Send():
             raise ValueError("nothing is sent")
+
+
+def copies_of(plan: Plan, transfer: Transfer) -> int:
+    """How many copies between device and host a transfer makes, behind its layout changes."""
+    match transfer:
+        case Copy():
+            return 1
+        case Send((place, *_)):  # a row leaves as a whole
+            return int(leaves(plan, place))
+        case _:
+            return 0
+
+
+def leaves(plan: Plan, place: int) -> bool:
+    """Whether that result of the graph is a gradient that leaves for the host."""
+    result = plan.graph.results[place]
+    return result.kind == "gradient" and plan.residence.get(result.target) == "host"
 
 
 def _reads(operands: Sequence[Ref], choice: Choice) -> dict[int, tuple[Reshard, ...]]:
@@ -343,25 +400,28 @@ def _row_bytes(plan: Plan, place: int) -> int:
     return delivery.changes[0].local.nbytes
 
 
-def bucket_key(plan: Plan, delivery: Delivery) -> BucketKey | None:
-    """Which gradients this one may be summed together with; None: it is summed by itself."""
-    changes = delivery.changes
-    if not travels_together(changes, plan.mesh, plan.bucket_bytes):
+def bucket_key(plan: Plan, place: int) -> BucketKey | None:
+    """Which gradients that one may be summed together with; None: it is summed by itself."""
+    delivery = plan.deliveries[place]
+    if delivery is None or not travels_together(delivery.changes, plan.mesh, plan.bucket_bytes):
         return None
-    return tuple(change.axis for change in changes), changes[0].local.dtype
+    return tuple(change.axis for change in delivery.changes), delivery.changes[0].local.dtype, leaves(plan, place)
 
 
 def bucket_bytes(pricer: Pricer, gradients: int, memory: float | None) -> int:
-    """The size up to which gradients gather before they are summed: where waiting is a fiftieth of the time per axis.
+    """The size up to which gradients gather before they are summed.
 
-    Twice that size sums at less than 1.02 times the rate. No more than all `gradients` bytes, and no more than a
-    hundredth of the `memory`, since the row is a copy; 0 where that leaves next to nothing. Where collectives overlap
-    compute, several rows are better than one that is launched at the end: no more than the ROWS-th part, from SMALL on.
+    No more than all `gradients` bytes, and no more than a hundredth of the `memory`, since the row is a copy; 0 where
+    that leaves next to nothing. Where nothing overlaps, up to LARGE: each row takes processors from what computes
+    meanwhile. Where collectives overlap compute, several rows are better than one that is launched at the end: no more
+    than the ROWS-th part, from SMALL on; and so many that waiting is a fiftieth of the time per axis, where twice the
+    size sums at less than 1.02 times the rate.
     """
     size = 1 << 16
     largest = gradients if memory is None else min(gradients, int(memory / 100))
-    if pricer.hardware.overlaps:
-        largest = min(largest, max(gradients // ROWS, SMALL))
+    if not pricer.hardware.overlaps:
+        return min(largest, LARGE) if largest > size and pricer.mesh.ranks > 1 else 0
+    largest = min(largest, max(gradients // ROWS, SMALL))
     for axis, ranks in zip(pricer.mesh.names, pricer.mesh.sizes, strict=True):
 
         def rate(nbytes: int, axis: str = axis, ranks: int = ranks) -> float:

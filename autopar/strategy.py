@@ -17,8 +17,8 @@ from autopar.mesh import Mesh
 from autopar.rules.bodies import BODIES
 from autopar.rules.notation import Rule
 from autopar.rules.table import rule_of
-from autopar.work import VIEWS, bytes_moved, flops_of
-from cost_models.steps import Comm, Compute, Step
+from autopar.work import FETCH, STORE, VIEWS, bytes_moved, flops_of
+from cost_models.steps import Comm, Compute, Move, Step
 
 NOTHING = ""  # the role of an axis that splits nothing
 
@@ -199,6 +199,9 @@ def steps_of(
     for role, size in zip(roles, mesh.sizes, strict=True):
         if role and not role.startswith("+"):
             split *= size
+    if node.op in (STORE, FETCH):
+        src, dst = ("hbm", "host") if node.op == STORE else ("host", "hbm")
+        return (Move(src, dst, locals_in[0].nbytes),)
     steps: list[Step] = []
     if node.op not in VIEWS:
         dtype = next((type.dtype for type in locals_out if type is not None), "float32")

@@ -23,6 +23,32 @@ VIEWS = (
 )
 
 
+# Operators that draw numbers: running one again gives other values.
+RANDOM = (
+    "aten.native_dropout.default",
+    "aten.rand",
+    "aten.randn",
+    "aten.randint",
+    "aten.bernoulli",
+    "aten.normal",
+    "aten.multinomial",
+)
+
+# A value's way to the host and back: results of the first lie in the memory of the host.
+STORE, FETCH = "autopar.store", "autopar.fetch"
+
+# Attention that skips what a causal mask hides, which is half of the square: operator -> the place of `is_causal`.
+CAUSAL = {
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": 4,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": 7,
+    "aten._scaled_dot_product_flash_attention.default": 4,
+    "aten._scaled_dot_product_flash_attention_backward.default": 11,
+    "aten._scaled_dot_product_efficient_attention.default": 6,
+    "aten._scaled_dot_product_efficient_attention_backward.default": 11,
+    "aten._scaled_dot_product_cudnn_attention.default": 6,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": 14,
+}
+
 # Lookups read as many rows of their table as they return, not the table: operator -> the table's place among operands.
 LOOKUPS = {
     "aten.embedding.default": 0,
@@ -60,7 +86,8 @@ def bytes_moved(node: Node, operands: Sequence[TensorType], outputs: Sequence[Te
 def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
     """(flops, kind) of the whole, unsplit operator. Kinds: matmul, attention, conv, elementwise.
 
-    Attention forward is two products of 2*b*h*q*k*d, backward five of them (Dao 2023, section 3.1).
+    Attention forward is two products of 2*b*h*q*k*d, backward five of them (Dao 2023, section 3.1); with a causal mask,
+    of half as much.
     """
     op = node.op
     if op == "autopar.einsum" or op.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")):
@@ -68,7 +95,7 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
     if "scaled_dot_product" in op or "_attention_" in op:
         is_backward = op.endswith("_backward.default")
         q, k = operands[1:3] if is_backward else operands[0:2]
-        one = 2.0 * math.prod(q.shape) * k.shape[-2]
+        one = 2.0 * math.prod(q.shape) * k.shape[-2] / (2 if _is_causal(node) else 1)
         return (5.0 if is_backward else 2.0) * one, "attention"
     if op == "aten.convolution.default":
         out = node.outputs[0]
@@ -77,6 +104,12 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
     if op == "aten.convolution_backward.default":
         return 2.0 * operands[0].numel * math.prod(operands[2].shape[1:]), "conv"
     return sum(out.numel for out in node.outputs if out is not None), "elementwise"
+
+
+def _is_causal(node: Node) -> bool:
+    if (place := CAUSAL.get(node.op)) is None:
+        return False
+    return bool(node.args[place] if place < len(node.args) else dict(node.kwargs).get("is_causal", False))
 
 
 def _product_size(node: Node, operands: Sequence[TensorType]) -> float:

@@ -5,8 +5,9 @@
 
 The plans of a model: the best by prediction, the best of every baseline policy, the model whole on every rank, and the
 best for machines whose links are other than they are (these trade compute for communication differently), all priced
-with the one profile. Every plan trains for some steps on gloo processes of one thread each (autopar.measure); the plans
-of a model take turns, so that whatever else the machine does falls on all of them.
+with the one profile. Every plan trains on gloo processes of one thread each, as a user's loop does. The plans of a
+model take turns, round by round, so that whatever else the machine does falls on all of them: a step's time is the mean
+of a round, and the median of the rounds counts. Memory and bytes are those of `autopar.measure`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -30,8 +31,11 @@ import torch
 import torch.distributed as dist
 from scipy.stats import spearmanr
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import autopar
 from autopar import Plan
+from autopar.attach.tensors import mesh_of
 from autopar.decide import refereed
 from autopar.layout import REPLICATE
 from autopar.measure.twin import measure, traced
@@ -45,7 +49,10 @@ from cost_models.whole_file import write_whole
 
 # Links other than they are: (latency, bytes per second), as factors.
 OTHER_LINKS = ((0.05, 1.0), (20.0, 1.0), (1.0, 10.0), (1.0, 0.1))
-ROUNDS = 2  # of all plans; the median counts
+ROUNDS = 7  # of all plans; the median counts
+ROUND_S = 0.4  # about so long does a plan train in a round
+STEPS = (2, 40)  # in a round, at least and at most
+RATE = 1e-6  # of learning: values hardly change
 
 
 @dataclass(frozen=True)
@@ -90,44 +97,85 @@ def plans(model: nn.Module, kwargs: Mapping[str, Tensor], mesh: Mesh, hardware: 
             yield name, priced
 
 
-def worker(name: str, hardware: str, folder: str, steps: int) -> None:
+def training(plan: Plan, model: nn.Module, kwargs: Mapping[str, Tensor], mesh: DeviceMesh) -> Callable[[], None]:
+    """One training step of the plan, as a user writes it."""
+    known = Hardware.load("cpu-gloo")  # of no account: nothing is searched
+    parallel = autopar.compile(model, mesh, example_kwargs=kwargs, plan=plan, hardware=known)
+    batch = parallel.shard_batch(kwargs)
+    optimizer = torch.optim.AdamW(parallel.parameters(), RATE)
+
+    def step() -> None:
+        made = parallel(**batch)
+        loss = made if isinstance(made, Tensor) else made["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def step_times(steps: Sequence[Callable[[], None]]) -> list[float]:
+    """Seconds of each step, taken in turn."""
+    times: list[list[float]] = [[] for _ in steps]
+    counts: list[int] = []
+    for step in steps:
+        step()
+        step()
+        once = torch.tensor(_seconds(step, 1))
+        dist.broadcast(once, 0)
+        counts.append(max(STEPS[0], min(STEPS[1], int(ROUND_S / float(once)))))
+    for _ in range(ROUNDS):
+        for step, count, found in zip(steps, counts, times, strict=True):
+            step()
+            found.append(_seconds(step, count))
+    return [statistics.median(found) for found in times]
+
+
+def _seconds(step: Callable[[], None], count: int) -> float:
+    """Of one of so many steps, on the slowest rank."""
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(count):
+        step()
+    dist.barrier()
+    return (time.perf_counter() - begin) / count
+
+
+def worker(name: str, hardware: str, folder: str) -> None:
     """A rank: measures the plans that rank 0 has found."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    world = int(os.environ["WORLD_SIZE"])
+    mesh = autopar.init_mesh("cpu", data=world)
     torch.manual_seed(0)
     model, kwargs, _ = MODELS[name]()
     machine = Hardware.load(Path(hardware)) if hardware.endswith(".toml") else Hardware.load(hardware)
     if dist.get_rank() == 0:
-        mesh = Mesh(("data",), (dist.get_world_size(),))
-        for number, (told, plan) in enumerate(plans(model, kwargs, mesh, machine)):
+        for number, (told, plan) in enumerate(plans(model, kwargs, mesh_of(mesh), machine)):
             plan.save(Path(folder, f"{number:02d}.json"))
             Path(folder, f"{number:02d}.name").write_text(told)
     dist.barrier()
     files = sorted(Path(folder).glob("*.json"))
-    rounds = [
-        [measure(Plan.load(file), model, kwargs=kwargs, steps=steps, hardware=machine) for file in files]
-        for _ in range(ROUNDS)
-    ]
-    if dist.get_rank() == 0:
-        for file, of_plan in zip(files, zip(*rounds, strict=True), strict=True):
-            first, peak = of_plan[0], of_plan[0].peak_bytes["step"]
-            row = Row(
-                name, dist.get_world_size(), file.with_suffix(".name").read_text(), first.step.predicted or 0.0,
-                statistics.median(measured.step.measured for measured in of_plan),
-                peak.predicted or 0.0, peak.measured, all(measured.is_equal for measured in of_plan),
-            )  # fmt: skip
+    found = [Plan.load(file) for file in files]
+    seconds = step_times([training(plan, model, kwargs, mesh) for plan in found])
+    for file, plan, step_s in zip(files, found, seconds, strict=True):
+        measured = measure(plan, model, kwargs=kwargs, steps=1, hardware=machine)
+        peak = measured.peak_bytes["step"]
+        row = Row(
+            name, world, file.with_suffix(".name").read_text(), plan.predicted_seconds, step_s,
+            peak.predicted or 0.0, peak.measured, measured.is_equal,
+        )  # fmt: skip
+        if dist.get_rank() == 0:
             print("ROW " + json.dumps(row.__dict__), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run(name: str, processes: int, hardware: str, steps: int) -> list[Row]:
+def run(name: str, processes: int, hardware: str) -> list[Row]:
     """Measure the plans of a model on so many processes."""
     with tempfile.TemporaryDirectory(prefix="autopar-predictions-") as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m",
             "benchmarks.predictions", "--worker", name, "--hardware", hardware, "--folder", folder,
-            "--steps", str(steps),
         ]  # fmt: skip
         done = subprocess.run(
             command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -138,21 +186,29 @@ def run(name: str, processes: int, hardware: str, steps: int) -> list[Row]:
 
 def verdict(rows: list[Row]) -> list[str]:
     """The figures that say whether predictions hold."""
-    errors = [abs(row.error) for row in rows]
-    rank = float(spearmanr([row.predicted_s for row in rows], [row.measured_s for row in rows]).statistic)
+    numbers = list(dict.fromkeys(row.processes for row in rows))
+    groups = {"all": rows} | {f"on {n}": [row for row in rows if row.processes == n] for n in numbers}
+    lines: list[str] = []
+    for told, of in groups.items() if len(numbers) > 1 else [("all", rows)]:
+        errors = [abs(row.error) for row in of]
+        middle = statistics.median(errors)
+        rank = float(spearmanr([row.predicted_s for row in of], [row.measured_s for row in of]).statistic)
+        lines.append(
+            f"- {told}: {len(of)} plans of {len({row.model for row in of})} models, rank correlation (Spearman) "
+            f"{rank:.3f}, median absolute error of the step time {middle:.0%} (worst {max(errors):.0%})"
+        )
     memory = [row.predicted_bytes / row.measured_bytes for row in rows]
-    lines = [
-        f"- {len(rows)} plans of {len({row.model for row in rows})} models: rank correlation (Spearman) {rank:.3f}, "
-        f"median absolute error of the step time {statistics.median(errors):.0%} (worst {max(errors):.0%})",
+    lines += [
         f"- predicted / measured peak memory {min(memory):.2f} to {max(memory):.2f}",
         f"- collective bytes equal in {sum(row.bytes_equal for row in rows)} of {len(rows)}",
     ]
     for model, processes in dict.fromkeys((row.model, row.processes) for row in rows):
         of = [row for row in rows if (row.model, row.processes) == (model, processes)]
         chosen, best = min(of, key=lambda row: row.predicted_s), min(of, key=lambda row: row.measured_s)
+        error = statistics.median(abs(row.error) for row in of)
         lines.append(
             f"- {model} on {processes}: predicted best ({chosen.plan}) takes {chosen.measured_s / best.measured_s:.2f} "
-            f"times as long as the measured best ({best.plan})"
+            f"times as long as the measured best ({best.plan}); median error {error:.0%}"
         )
     return lines
 
@@ -183,18 +239,26 @@ def main() -> None:
     parser.add_argument("--hardware", required=True, help="calibrated profile (.toml), or the name of a known one")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=["gpt2", "conv", "embeddings", "tiny"], choices=list(MODELS))
-    parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("-o", type=Path)
+    parser.add_argument("--rows", type=Path, help="JSON lines: rows that stand there are not measured again")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        worker(given.worker, given.hardware, given.folder, given.steps)
+        worker(given.worker, given.hardware, given.folder)
         return
     began, rows = time.perf_counter(), []
+    kept = given.rows.read_text().splitlines() if given.rows and given.rows.exists() else []
+    known = [Row(**json.loads(line)) for line in kept]
     for processes in given.processes:
         for name in given.models:
-            rows += run(name, processes, given.hardware, given.steps)
+            found = [row for row in known if (row.model, row.processes) == (name, processes)]
+            if not found:
+                found = run(name, processes, given.hardware)
+                kept += [json.dumps(row.__dict__) for row in found]
+                if given.rows:
+                    write_whole(given.rows, "\n".join(kept) + "\n")
+            rows += found
             print(f"{name} on {processes}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     text = markdown(rows, "python -m benchmarks.predictions " + " ".join(sys.argv[1:]))
     print(text)

@@ -20,11 +20,14 @@ from autopar.attach.run import Runner
 from autopar.attach.tensors import (
     as_dtensor,
     from_rank_zero,
+    is_whole,
     layout_of,
+    local_of,
     mesh_of,
     parameter_on,
     placements_of,
     take_plain_tensors,
+    to_host,
     whole_parameter,
 )
 from autopar.emit import Program, emit, forward_only
@@ -32,6 +35,7 @@ from autopar.graph import Graph, Node
 from autopar.layout import Layout
 from autopar.modules import aliases, tensors_by_name, with_tensors
 from autopar.plan import Plan, PlanMismatch
+from autopar.saving.resident import resident
 from autopar.trace import Captured, capture, flatten_inputs, graph_of
 
 # How a graph becomes a plan: (graph, layouts of parameters that are settled, whether this is the training step) ->
@@ -97,7 +101,7 @@ class ParallelModule(nn.Module):
         positional, named = by_name(_original_forward(self), args, kwargs)
         leaves, _ = flatten_inputs(positional, named)
         if state.main is None:
-            plan_module(self, positional, named)
+            plan_module(self, positional, named, held=True)
         return _run(self, _mode_for(self, positional, named), leaves)
 
     @property
@@ -143,15 +147,32 @@ class ParallelModule(nn.Module):
         return pytree.tree_map(lambda leaf: sharded.get(id(leaf), leaf), batch)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What `to_empty`, `to` and the like do to each tensor; one that has several names is one afterwards too."""
+        """What `to_empty`, `to` and the like do to each tensor; one that has several names is one afterwards too, and
+        one that the plan has on the host lies there.
+        """
         tied = aliases(self)
-        super()._apply(fn, recurse)
+        super()._apply(self._keeping(fn), recurse)
         for name, first in tied.items():
             (owner, _, leaf), (first_owner, _, first_leaf) = name.rpartition("."), first.rpartition(".")
             tensors = self.get_submodule(owner)._parameters
             tensors = tensors if leaf in tensors else self.get_submodule(owner)._buffers
             tensors[leaf] = getattr(self.get_submodule(first_owner), first_leaf)
         return self
+
+    def _keeping(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """`fn`, behind which what lies on the host is brought back to it."""
+        residence = {} if self._autopar.main is None else self._autopar.main.plan.residence
+        parameters, _ = tensors_by_name(self)
+        held = [parameters[name] for name, where in residence.items() if where == "host"]
+        hosted = {id(tensor) for parameter in held for tensor in (parameter, parameter.grad)}
+
+        def kept(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            if id(tensor) not in hosted or not isinstance(made, DTensor):
+                return made
+            return as_dtensor(to_host(made.to_local()), made.shape, layout_of(made), made.device_mesh)
+
+        return kept
 
     def _main(self) -> _Mode:
         mode = self._autopar.main
@@ -178,9 +199,12 @@ def attach(
     return parallel
 
 
-def plan_module(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Plan the training step (with gradients, in train mode unless the model is in eval mode) and lay parameters
-    out.
+def plan_module(
+    parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, held: bool = False
+) -> None:
+    """Plan the training step (with gradients, in train mode unless the model is in eval mode) and lay parameters out.
+
+    `held`: somebody may hold parameters already, so that each has to stay the object that it is.
     """
     state = parallel._autopar
     training = parallel.training or any(parameter.requires_grad for parameter in parallel.parameters())
@@ -189,6 +213,8 @@ def plan_module(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping
         plan = state.planner(graph, {}, True)
         main = _mode(state, captured, plan)
         _lay_out(parallel, plan)
+        if not held and not plan.residence and all(map(is_whole, plan.parameters.values())):
+            _make_plain(parallel)
     state.main = state.modes[training, True] = main
 
 
@@ -239,10 +265,22 @@ def _lay_out(parallel: ParallelModule, plan: Plan) -> None:
     for name, layout in plan.parameters.items():
         parameter = parameters[name]
         done.add(id(parameter))
-        torch.utils.swap_tensors(parameter, parameter_on(state.mesh, state.device_mesh, parameter, layout))
+        on_host = plan.residence.get(name) == "host"
+        laid_out = parameter_on(state.mesh, state.device_mesh, parameter, layout, on_host=on_host)
+        torch.utils.swap_tensors(parameter, laid_out)
     for name, parameter in parameters.items():
         if id(parameter) not in done:
             raise AssertionError(f"parameter {name} is not in the plan")
+
+
+def _make_plain(parallel: ParallelModule) -> None:
+    """DTensors that are whole on every rank become plain tensors: each operator of an optimizer is quicker on those."""
+    plain: dict[int, nn.Parameter] = {}
+    for module in parallel.modules():
+        for name, held in module._parameters.items():
+            if isinstance(held, DTensor):
+                made = nn.Parameter(held.detach().to_local(), requires_grad=held.requires_grad)
+                module._parameters[name] = plain.setdefault(id(held), made)
 
 
 def _mode(state: _State, captured: Captured, plan: Plan) -> _Mode:
@@ -268,9 +306,9 @@ def _mode_for(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[s
         captured, graph = _capture(parallel, args, kwargs, training=parallel.training)
         if not torch.is_grad_enabled():
             graph = forward_only(graph)
-        state.modes[key] = _mode(
-            state, captured, state.planner(graph, state.main.plan.parameters if state.main else {}, False)
-        )
+        known = None if state.main is None else state.main.plan
+        plan = state.planner(graph, {} if known is None else known.parameters, False)
+        state.modes[key] = _mode(state, captured, plan if known is None else resident(plan, known.residence))
     return state.modes[key]
 
 
@@ -302,13 +340,25 @@ def _local(parameter: Tensor, node: Node, plan: Plan) -> Tensor:
         )
     layout, (type,) = plan.choices[node.name].gives[0], node.outputs
     assert type is not None
+    if not isinstance(parameter, DTensor) and is_whole(layout) and type_of(parameter) == type:
+        return parameter
     if not isinstance(parameter, DTensor) or layout_of(parameter) != layout or type_of(parameter) != type:
         now = f"{type_of(parameter)} in {parameter.placements}" if isinstance(parameter, DTensor) else "a plain tensor"
         raise PlanMismatch(
             f"parameter {node.target} is {now}, the plan has it as {type} in {placements_of(layout)}; "
             "change values in place or with load_state_dict, and compile again for another dtype"
         )
-    return parameter.to_local()
+    lies, belongs = parameter.device.type, _lies_on(plan, node.target, parameter.device_mesh)
+    if lies != belongs:
+        raise PlanMismatch(
+            f"parameter {node.target} lies on {lies}, the plan has it on {belongs}; "
+            "move the parallel module as a whole, or change values in place"
+        )
+    return local_of(parameter)
+
+
+def _lies_on(plan: Plan, parameter: str, device_mesh: DeviceMesh) -> str:
+    return "cpu" if plan.residence.get(parameter) == "host" else device_mesh.device_type
 
 
 def _assemble_outputs(state: _State, mode: _Mode, outputs: list[Tensor | None]) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.emit import Program
+from autopar.emit.moves import settle
 from autopar.graph import Node
 from autopar.layout import local_shape
 from autopar.mesh import Mesh
@@ -38,6 +39,8 @@ class Runner:
         plan has them.
         """
         found: tuple[Tensor | None, ...] = _Step.apply(self, tuple(others), *parameters)  # type: ignore[assignment]
+        if not torch.is_grad_enabled():
+            settle()  # what is fetched from the host may be changed there from now on
         outputs: list[Tensor | None] = []
         buffers: list[tuple[str, Tensor]] = []
         for (result, _), value in zip(self.program.results, found, strict=True):
@@ -95,6 +98,7 @@ class _Step(torch.autograd.Function):
             raise RuntimeError("backward ran a second time through the same forward; call the module again first")
         saved, ctx.saved = ctx.saved, None
         made = program.backward(saved, *runner.tangents(gradients), *runner.coordinates)
+        settle()  # gradients on the host have arrived, and parameters there have been read
         by_name = {result.target: value for (result, _), value in zip(program.gradients, made, strict=True)}
         return None, None, *(by_name.get(node.target) for node in runner.parameters)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import layout as plain
+from autopar.emit.moves import host_like
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 
@@ -49,15 +50,20 @@ def piece_of(value: Tensor, layout: Layout, mesh: Mesh, coordinate: Sequence[int
 
 
 def as_dtensor(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh: DeviceMesh) -> DTensor:
-    """A DTensor over local pieces, without any communication."""
+    """A DTensor over local pieces, without any communication. A piece on the host stays there, whatever the mesh is of:
+    as torch's FSDP has it with CPUOffloadPolicy.
+    """
     stride: list[int] = []
     step = 1
     for size in reversed(shape):
         stride.insert(0, step)
         step *= max(size, 1)
-    return DTensor.from_local(
-        local, device_mesh, placements_of(layout), run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
+    is_here = local.is_meta or local.device.type == device_mesh.device_type
+    made = DTensor.from_local(
+        local if is_here else local.to("meta"), device_mesh, placements_of(layout), run_check=False,
+        shape=torch.Size(shape), stride=tuple(stride),
+    )  # fmt: skip
+    return made if is_here else DTensor(local, made._spec, requires_grad=False)
 
 
 def whole_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Parameter:
@@ -74,7 +80,9 @@ def whole_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Para
     return whole
 
 
-def parameter_on(mesh: Mesh, device_mesh: DeviceMesh, whole: nn.Parameter, layout: Layout) -> nn.Parameter:
+def parameter_on(
+    mesh: Mesh, device_mesh: DeviceMesh, whole: nn.Parameter, layout: Layout, *, on_host: bool = False
+) -> nn.Parameter:
     """The parameter as a DTensor. Rank 0's values win, as they do under DDP; a meta parameter stays on meta."""
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
@@ -88,8 +96,36 @@ def parameter_on(mesh: Mesh, device_mesh: DeviceMesh, whole: nn.Parameter, layou
         local = piece_of(from_rank_zero(value, device_mesh), layout, mesh, coordinate)
         if local.data_ptr() == value.data_ptr():
             local = local.clone()  # the user's model keeps its own values
+    if on_host:
+        local = to_host(local)
     made = as_dtensor(local, whole.shape, layout, device_mesh)
     return nn.Parameter(made, requires_grad=whole.requires_grad)
+
+
+def to_host(local: Tensor) -> Tensor:
+    """The piece in memory of the host, from which a device can fetch it while it computes."""
+    return host_like(local).copy_(local) if local.is_cuda else local
+
+
+def local_of(parameter: DTensor) -> Tensor:
+    """The piece that this rank holds, with gradients that stay where it lies."""
+    if parameter.device.type == parameter.device_mesh.device_type:
+        return parameter.to_local()
+    return _Local.apply(parameter)  # type: ignore[return-value]
+
+
+class _Local(torch.autograd.Function):
+    """`to_local` of a parameter on the host of a mesh of devices."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.shape, ctx.layout, ctx.device_mesh = parameter.shape, layout_of(parameter), parameter.device_mesh
+        local = parameter.to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        return as_dtensor(gradient, ctx.shape, ctx.layout, ctx.device_mesh)
 
 
 def from_rank_zero(value: Tensor, device_mesh: DeviceMesh) -> Tensor:
@@ -108,9 +144,13 @@ def take_plain_tensors(module: nn.Module) -> None:
 
 
 def _cut_to_layouts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a load: parameters stop sharing storage with the user's model, whole tensors become DTensors like them."""
+    """Before a load: parameters stop sharing storage with the user's model, and values become what
+    parameters are: whole tensors DTensors like them, DTensors whole tensors where parameters are plain.
+    """
     for name, held in module._parameters.items():
         value = state_dict.get(prefix + name)
+        if isinstance(value, DTensor) and not isinstance(held, DTensor):
+            state_dict[prefix + name] = value.full_tensor()
         if not isinstance(held, DTensor) or not isinstance(value, Tensor):
             continue
         if getattr(held, "is_borrowed", False):
@@ -127,6 +167,11 @@ def piece_as(value: Tensor, held: DTensor) -> DTensor:
     layout = layout_of(held)
     local = piece_of(value.detach().to(held.to_local().device), layout, mesh, coordinate)
     return as_dtensor(local, value.shape, layout, device_mesh)
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether every rank holds all of a tensor in this layout."""
+    return all(placement == plain.REPLICATE for placement in layout)
 
 
 def layout_of(held: DTensor) -> Layout:

@@ -1,11 +1,17 @@
-"""Collectives as emitted programs run them: the functional operator on a contiguous tensor, and its wait."""
+"""Collectives as programs run them: the functional operator on a contiguous tensor and its wait, behind other work.
+
+Called one behind the other they are quicker than in a program: ranks stay in step, and no processor has anything else
+to do when a message arrives. So each call stands behind a stretch of compute; its time is what the stretch takes with
+it beyond what it takes without. That time has a long tail, which a step pays too: it is a mean, not a quantile.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,7 +20,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._compat import functional_collectives
-from autopar.calibrate.measure import Sample, quantile
+from autopar.calibrate.compute import GROWS_ON_CUDA
+from autopar.calibrate.measure import Sample
 from cost_models.price import shape_of_groups
 from cost_models.steps import Comm
 
@@ -23,8 +30,10 @@ assert functional_collectives  # imported for what it registers
 SIZES = (2**10, 2**12, 2**13, 2**14, 2**16, 2**18, 2**19, 2**20, 2**22, 2**23, 2**24, 2**26)  # bytes of payload
 HELD = (2**13, 2**19, 2**23)
 LONGEST_S = 0.4  # of one call: larger messages are left out
-PASSES = 4  # over all sizes
-LOW = 0.15  # quantile of the rounds: others on the machine only make them longer
+PASSES = (2, 6)  # over all sizes, at least and at most
+MOST_CALLS = 20  # of a size in a pass
+LEAST_S = 1e-6  # of what takes less than the noise
+STRETCH = 384  # of the largest stretch of compute: a product of squares of this size
 TIMED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -53,6 +62,18 @@ def _call(collective: str, payload: int, ranks: int, group: str, device: torch.d
     return partial(run, started[collective])
 
 
+def stretches(device: torch.device) -> list[Callable[[], object]]:
+    """What stands between the collectives of programs: a few small operators, a pass over memory, a product."""
+    grow = GROWS_ON_CUDA if device.type == "cuda" else 1
+    few, some = torch.ones(2**10, device=device), torch.ones(2**18 * grow, device=device)
+    square = torch.ones(STRETCH * grow, STRETCH * grow, device=device)
+
+    def little() -> Tensor:
+        return few.add(1.0).mul(2.0).add(few)
+
+    return [little, lambda: some.add(1.0), lambda: square.mm(square)]
+
+
 def time_collectives(
     mesh: DeviceMesh, ranks_per_node: int, budget_s: float, say: Callable[[str], None]
 ) -> Iterator[Sample]:
@@ -60,7 +81,8 @@ def time_collectives(
     sizes = tuple(mesh.mesh.shape)
     world = math.prod(sizes)
     device = torch.device(mesh.device_type)
-    each_s = budget_s / (len(TIMED) * len(SIZES) * mesh.ndim)
+    each_s = budget_s / (len(TIMED) * mesh.ndim)
+    between = stretches(device)
     for axis, ranks in enumerate(sizes):
         if ranks == 1:
             continue
@@ -77,13 +99,20 @@ def time_collectives(
             say(f"{collective} of {ranks} ranks, axis {axis} of {'x'.join(map(str, sizes))}")
             payloads = [payload // (4 * ranks) * 4 * ranks for payload in SIZES]
             calls = [_call(collective, nbytes, ranks, group, device) for nbytes in payloads]
-            for payload, nbytes, seconds in zip(SIZES, payloads, _seconds(calls, device, each_s), strict=False):
+            for payload, nbytes, seconds in zip(
+                SIZES, payloads, _seconds(calls, between, device, each_s), strict=False
+            ):
                 step = Comm(collective, f"a{axis}", ranks, nbytes)
                 yield Sample(f"{reach}.{collective}.{shape}", step, seconds, sizes, payload in HELD)
 
 
-def _seconds(calls: list[Callable[[], Tensor]], device: torch.device, each_s: float) -> list[float]:
-    """Of one call each, up to the first that takes too long: low quantile of rounds, mean over the ranks.
+def _seconds(
+    calls: Sequence[Callable[[], object]],
+    between: Sequence[Callable[[], object]],
+    device: torch.device,
+    budget_s: float,
+) -> list[float]:
+    """Of one call each, up to the first that takes too long: mean of its passes, and of the ranks.
 
     Wall clock: a collective is mostly waiting. The sizes take turns, pass by pass, so that a busy moment of the machine
     falls on all of them. Ranks agree how many calls they make, or one would wait for ever.
@@ -94,31 +123,43 @@ def _seconds(calls: list[Callable[[], Tensor]], device: torch.device, each_s: fl
             torch.cuda.synchronize(device)
         return time.perf_counter()
 
-    plan: list[tuple[int, int]] = []  # (calls in a round, rounds in a pass)
-    rounds: list[list[float]] = []
-    for call in calls:
-        result = call()
+    def round_s(stretches: Sequence[Callable[[], object]], call: Callable[[], object] | None = None) -> float:
+        """Of all these stretches of compute, with the call behind each."""
         dist.barrier()
         begin = now()
-        result = call()
-        one_s = _agreed(now() - begin, device, "max")
-        per_round = max(1, min(20, int(2e-3 / one_s)))
-        plan.append((per_round, max(1, min(10, int(each_s / PASSES / (one_s * per_round))))))
-        rounds.append([])
+        for stretch in stretches:
+            result = stretch()
+            if call is not None:
+                result = call()
+        del result
+        return now() - begin
+
+    plan: list[tuple[int, int]] = []  # (passes, calls in each)
+    for call in calls:
+        round_s(between[:1], call)
+        one_s = _agreed(round_s(between, call) / len(between), device, "max")
+        most = int(budget_s / len(calls) / one_s)
+        passes = max(PASSES[0], min(PASSES[1], most))
+        plan.append((passes, max(1, min(MOST_CALLS, most // passes))))
         if one_s > LONGEST_S:
             break
-    for _ in range(PASSES):
-        for call, (per_round, count), found in zip(calls, plan, rounds, strict=False):
-            for _ in range(count):
-                begin = now()
-                for _ in range(per_round):
-                    result = call()
-                found.append((now() - begin) / per_round)
-    del result
-    return [_agreed(quantile(found, LOW), device, "mean") for found in rounds]
+    found: list[list[float]] = [[] for _ in plan]
+    for number in range(PASSES[1]):
+        alone = [round_s([stretch] * MOST_CALLS) / MOST_CALLS for stretch in between]
+        for call, (passes, count), times in zip(calls, plan, found, strict=False):
+            if number < passes:
+                turns = [(number + i) % len(between) for i in range(count)]
+                together = round_s([between[turn] for turn in turns], call)
+                times.append((together - sum(alone[turn] for turn in turns)) / count)
+    return [max(_agreed(_middle(times), device, "mean"), LEAST_S) for times in found]
+
+
+def _middle(times: list[float]) -> float:
+    """The mean, where there are some without the smallest and the largest."""
+    return fmean(sorted(times)[1:-1] if len(times) > 4 else times)
 
 
 def _agreed(value: float, device: torch.device, how: str) -> float:
     told = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(told, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
-    return max(float(told) / (1 if how == "max" else dist.get_world_size()), 1e-9)
+    return float(told) / (1 if how == "max" else dist.get_world_size())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,11 @@ from autopar.emit import ops
 from autopar.price import OPTIMIZER_STATES
 from cost_models.steps import Compute, Move
 
-MATRIX = ("matmul", "attention", "conv")
+ROTATED_BYTES = 40 * 2**20  # of operands that take turns: more than a rank's part of the last cache
+AROUND_MALLOC = (30 * 2**20, 2**25)  # results from 32 MiB on glibc puts into new pages each time
+KEPT_BYTES = 16 * 2**20  # of results that stay for a while
+TRAINED_BYTES = 2**27  # of parameters with gradients and states: a step's optimizer finds little of them in caches
+MOST_SETS = 16
 WIDTH = 256  # of the rows of softmax, norms and losses
 
 
@@ -48,14 +53,39 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _work(
-    op: str, kind: str, flops: float, target: Callable[..., Any], *args: Any, own: bool = False, held: object = False
-) -> Bench:
+    op: str, kind: str, flops: float, target: Callable[..., Any], *args: Any, own: bool = False, held: object = False,
+    in_turn: bool = True,
+) -> Bench:  # fmt: skip
     """The bench of an operator: bytes are those of operands and results; it has its own curve or its kind's."""
     result = target(*args)
     first = result if isinstance(result, Tensor) else result[0]
     dtype = _name(first.dtype)
     step = Compute(op, flops, float(_nbytes(args) + _nbytes(result)), dtype, 1, kind)
-    return Bench(f"ops.{op}.{dtype}" if own else f"{kind}.{dtype}", step, partial(target, *args), bool(held))
+    call = _in_turn(target, args, _nbytes(result)) if in_turn else partial(target, *args)
+    return Bench(f"ops.{op}.{dtype}" if own else f"{kind}.{dtype}", step, call, bool(held))
+
+
+def _in_turn(target: Callable[..., Any], args: tuple[Any, ...], made: int) -> Callable[[], object]:
+    """The call, each time on other operands, and with its last results kept: as in a program, where what an operator
+    reads, and where its result will lie, is seldom in the caches. `made`: bytes of the result.
+    """
+    sets = [args, *(_copied(args) for _ in range(_count(_nbytes(args), ROTATED_BYTES) - 1))]
+    following, kept = itertools.cycle(sets), deque[object](maxlen=_count(made, KEPT_BYTES))
+
+    def call() -> None:
+        kept.append(target(*next(following)))
+
+    return call
+
+
+def _count(nbytes: int, room: int) -> int:
+    return max(1, min(MOST_SETS, room // nbytes)) if nbytes else 1
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return type(value)(map(_copied, value)) if isinstance(value, (tuple, list)) else value
 
 
 # (m, k, n, held out of the fit); on CUDA each dim is GROWS_ON_CUDA times as large
@@ -68,6 +98,8 @@ PRODUCTS = (
     (1, 1024, 1024, 0), (4, 1024, 1024, 0), (16, 1024, 1024, 0), (32, 512, 2048, 1), (64, 1024, 2048, 0),
     (2048, 8, 512, 0), (512, 768, 768, 1), (1, 64, 64, 0), (128, 256, 1024, 0), (256, 1024, 256, 1),
 )  # fmt: skip
+# Weights beyond the caches, and with some results beyond what malloc keeps; on CUDA only m grows.
+WIDE = ((16, 2048, 4096, 0), (32, 2048, 2048, 1), (64, 3072, 4096, 0), (32, 4096, 4096, 0), (128, 2048, 2048, 0))
 GROWS_ON_CUDA = 8
 # Linear forward, its gradient of the input, and of the weight: three ways in which operands lie in memory.
 EQUATIONS = ("m k, n k -> m n", "m n, n k -> m k", "m n, m k -> n k")
@@ -78,9 +110,18 @@ def products(device: torch.device, dtype: torch.dtype) -> Made:
     for i, (m, k, n, held) in enumerate(PRODUCTS):
         size = {"m": m * grow, "k": k * grow, "n": n * grow}
         yield _product(EQUATIONS[i % 3 if min(m, k, n) > 1 else 0], size, device, dtype, bool(held))
+    for m, k, n, held in WIDE:
+        size = {"m": m * grow, "k": k, "n": n}
+        ways = [_product(equation, size, device, dtype, bool(held)) for equation in EQUATIONS]
+        yield replace(ways[0], call=partial(_each, [way.call for way in ways]), counts=len(ways))
     for batch, rows, inner, held in ((16, 64, 64, 0), (32, 128, 64, 1), (8, 256, 64, 0), (64, 32, 32, 0)):
         size = {"b": batch, "s": rows * grow, "t": rows * grow, "k": inner}
         yield _product("b s k, b t k -> b s t", size, device, dtype, bool(held))
+
+
+def _each(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 def _product(equation: str, size: dict[str, int], device: torch.device, dtype: torch.dtype, held: bool) -> Bench:
@@ -100,16 +141,17 @@ def attentions(device: torch.device, dtype: torch.dtype) -> Made:
         if not on_cpu:
             b, h, s = 2 * b, 2 * h, 8 * s
         q, k, v, g = (torch.randn(b, h, s, d, device=device).to(dtype).requires_grad_(not on_cpu) for _ in range(4))
-        one = 2.0 * b * h * s * s * d
+        one = 2.0 * b * h * s * s * d / 2  # causal: half of the square
         if on_cpu:
             out, lse = forward(q, k, v, 0.0, True)
             yield _work(str(forward), "attention", 2 * one, forward, q, k, v, 0.0, True, own=True, held=held)
             given = (g, q, k, v, out, lse, 0.0, True)
             yield _work(str(backward), "attention", 5 * one, backward, *given, own=True, held=held)
         else:  # which kernel runs is torch's choice, so that all of them share the curve of the kind
-            yield _work("attention", "attention", 2 * one, _attention, q, k, v, held=held)
+            yield _work("attention", "attention", 2 * one, _attention, q, k, v, held=held, in_turn=False)
             out = _attention(q, k, v)
-            yield _work("attention_backward", "attention", 5 * one, _gradients, out, (q, k, v), g.detach(), held=held)
+            given = out, (q, k, v), g.detach()
+            yield _work("attention_backward", "attention", 5 * one, _gradients, *given, held=held, in_turn=False)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -149,8 +191,10 @@ def elementwise(device: torch.device, dtype: torch.dtype) -> Made:
     """What most operators cost: bytes in and out, the result in fresh memory."""
     aten = torch.ops.aten
     steps = ladder(device, 2**9, 2**27, 2)
+    if device.type == "cpu":
+        steps = sorted([*steps, *(3 * size for size in AROUND_MALLOC)])
     for i, size in enumerate(steps):
-        held = i % 4 == 2 and size < 2**26  # the last size makes results beyond what malloc keeps
+        held = i % 4 == 2 and size < 2**26
         n = max(1, size // 3 // dtype.itemsize)
         a, b = (torch.ones(n, device=device, dtype=dtype) for _ in range(2))
         yield _work("aten.add.Tensor", "elementwise", float(n), aten.add.Tensor, a, b, held=held)
@@ -218,16 +262,16 @@ def operators(device: torch.device, dtype: torch.dtype) -> Made:
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size in ladder(device, 2**13, 2**25, 8):  # the copies around collectives, as `Reshard.steps` counts them
         x = torch.ones(4, max(2, size // 4 // dtype.itemsize), device=device, dtype=dtype)
-        for op, call, moved in (
-            ("reorder", partial(ops.to_front, x, 1, 2), 2 * _nbytes(x)),
-            ("slice", partial(ops.piece, x, 1, 2, index), _nbytes(x)),
+        for op, call, args, moved in (
+            ("reorder", ops.to_front, (x, 1, 2), 2 * _nbytes(x)),
+            ("slice", ops.piece, (x, 1, 2, index), _nbytes(x)),
         ):
             step = Compute(op, 0.0, float(moved), _name(dtype), 1, "elementwise")
-            yield Bench(f"ops.{op}.{_name(dtype)}", step, call)
+            yield Bench(f"ops.{op}.{_name(dtype)}", step, _in_turn(call, args, moved // 2))
 
 
-def optimizers(device: torch.device, mesh: DeviceMesh | None, parameters: int = 4) -> Made:
-    """One AdamW step of one parameter, kept as training keeps it: a DTensor. And fused AdamW in the host's memory."""
+def optimizers(device: torch.device, mesh: DeviceMesh | None) -> Made:
+    """AdamW's step of parameters kept as training keeps them: DTensors. And fused AdamW in the host's memory."""
     passes = 3 + 2 * OPTIMIZER_STATES["adamw"]
     ways: list[tuple[str, str, dict[str, Any], torch.device, bool]] = [
         ("optimizer", "elementwise", {}, device, True),
@@ -235,8 +279,10 @@ def optimizers(device: torch.device, mesh: DeviceMesh | None, parameters: int = 
         ("optimizer_fused", "elementwise", {"fused": True}, device, True),
         ("optimizer", "host", {"fused": True}, torch.device("cpu"), False),
     ]
+    sizes = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)
     for op, kind, options, where, as_training in ways:
-        for size in (2**10, 2**14, 2**18, 2**22):
+        for size in (*sizes, *AROUND_MALLOC, 2**26) if not options else sizes:
+            parameters = max(2, min(64, TRAINED_BYTES // (4 * size)))  # four: it, its gradient, its states
             held: list[torch.nn.Parameter] = []
             for _ in range(parameters):
                 values: Tensor = torch.zeros(size // 4, device=where)

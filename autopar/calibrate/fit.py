@@ -4,13 +4,14 @@
     subject to                 low * dx_k <= y_k+1 - y_k <= dx_k       bigger jobs never take less time
 
 y_k is the logarithm of the rate at knot k, h_k the hat function of that knot, w_i the work, rho Cauchy's function. The
-factor in front turns an error of the rate into one of the time. base_s is tried on a grid. Noise only adds: where more
-bytes were quicker, fewer count as quick as they (so t_i is a minimum over the larger jobs before anything else).
+factor in front turns an error of the rate into one of the time. base_s is tried on a grid. Over bytes, where more of
+them were quicker than fewer, all those count as their median before anything else: t_i never falls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median_low
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ def fit(points: Sequence[tuple[float, float, float]], over: str) -> Curve:
     flops, nbytes, seconds = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
     if over != INTENSITY:
         order = np.argsort(nbytes)
-        nbytes, seconds = nbytes[order], np.minimum.accumulate(seconds[order][::-1])[::-1]
+        nbytes, seconds = nbytes[order], _never_falling(seconds[order])
         flops = np.zeros_like(nbytes)
     work, at = (flops, flops / nbytes) if over == INTENSITY else (nbytes, nbytes)
     knots = _knots(np.log(at), KNOTS[over])
@@ -49,6 +50,16 @@ def fit(points: Sequence[tuple[float, float, float]], over: str) -> Curve:
     )
     missed = [abs(curve.seconds(f, b) / s - 1) for f, b, s in zip(flops, nbytes, seconds, strict=True)]
     return Curve(curve.points, base, float(np.median(missed)), over)
+
+
+def _never_falling(seconds: Array) -> Array:
+    """The nearest times that never fall: pool adjacent violators, a pool counts as its (low) median."""
+    pools: list[list[float]] = []
+    for value in seconds.tolist():
+        pools.append([value])
+        while len(pools) > 1 and median_low(pools[-2]) > median_low(pools[-1]):
+            pools[-2:] = [[*pools[-2], *pools[-1]]]
+    return np.concatenate([np.full(len(pool), median_low(pool)) for pool in pools])
 
 
 def _knots(x: Array, most: int) -> Array:

@@ -131,7 +131,11 @@ def _slowdown(samples: Sequence[Sample], first: tuple[int, ...], shares_processo
     found = {f"{what}.{ranks}": 1.0 for what in ("matrix", "memory")}
     if (cores := processors()) > ranks:
         found |= {f"{what}.{cores}": 1.0 for what in ("matrix", "memory")}
-    alone = {(s.curve, s.step): s.seconds for s in samples if s.sizes == first}
+    times: dict[tuple[object, object], list[float]] = defaultdict(list)
+    for s in samples:
+        if s.sizes == first:
+            times[s.curve, s.step].append(s.seconds)
+    alone = {step: median(seconds) for step, seconds in times.items()}
     for sizes in sorted({s.sizes for s in samples if isinstance(s.step, Compute)} - {first}):
         for what in ("matrix", "memory"):
             ratios = [

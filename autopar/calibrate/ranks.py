@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.calibrate.collectives import mesh_shapes, time_collectives
-from autopar.calibrate.compute import everything, probes, settle_memory
+from autopar.calibrate.compute import Made, everything, probes, settle_memory
 from autopar.calibrate.measure import Clock, Sample
 from autopar.command import INTERRUPTED
 from autopar.local_ranks import local_ranks
@@ -37,25 +37,30 @@ def measure_world(parts: str, budget_s: float, device: torch.device, say: Say) -
     """Measure in the running world (or alone); the samples are whole on rank 0. All ranks must call it."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     ranks_per_node = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
-    samples: list[Sample] = []
     settle_memory(device)
     clock = Clock(device, ranks_per_node)
     shapes = mesh_shapes(world)
     share = (COMPUTE_SHARE if shapes else 1.0) if parts == "all" else 0.15
     mesh = init_device_mesh(device.type, (world,)) if dist.is_initialized() else None
-    for what, benches in everything(device, mesh) if parts == "all" else probes(device):
-        say(f"{what}, {world} rank{'s' if world > 1 else ''} at once")
-        each_s = budget_s * share / (BENCHES if parts == "all" else 20)
-        for bench in benches:
-            if world > 1:
-                dist.barrier()
-            seconds = clock.seconds(bench.call, each_s) / bench.counts
-            samples.append(Sample(bench.curve, bench.step, seconds, (world,), bench.held))
-    samples = _mean_over_ranks(samples, device)
+
+    def timed(made: Iterable[tuple[str, Made]], each_s: float) -> Iterator[Sample]:
+        for what, benches in made:
+            say(f"{what}, {world} rank{'s' if world > 1 else ''} at once")
+            for bench in benches:
+                if world > 1:
+                    dist.barrier()
+                seconds = clock.seconds(bench.call, each_s) / bench.counts
+                yield Sample(bench.curve, bench.step, seconds, (world,), bench.held)
+
+    few_s = budget_s * 0.15 / 20
+    made = timed(everything(device, mesh), budget_s * share / BENCHES) if parts == "all" else ()
+    samples = _mean_over_ranks([*made, *timed(probes(device), few_s)], device)
     for sizes in shapes:
         names = tuple(f"a{i}" for i in range(len(sizes)))
         grid = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         samples += time_collectives(grid, ranks_per_node, budget_s * (1 - share) / len(shapes), say)
+    if shapes:  # a machine has better moments and worse ones
+        samples += _mean_over_ranks([*timed(probes(device), few_s)], device)
     return samples
 
 

@@ -20,11 +20,14 @@ from autopar.emit import ops
 from autopar.emit.writer import BodyWriter, Pending, Writer, target_of
 from autopar.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
 from autopar.layout import Layout, local_type, show
+from autopar.liveness import holds_storage
 from autopar.plan import Choice, Delivery, Plan
+from autopar.reshard import Reshard
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
-from autopar.schedule import Advance, Read, Run, Send, Transfer, changes_of, schedule
+from autopar.schedule import Advance, Copy, Read, Run, Send, Transfer, changes_of, leaves, schedule
 from autopar.strategy import operand_types
+from autopar.work import STORE
 
 INPUT_KINDS = ("parameter", "buffer", "constant", "input")
 
@@ -109,6 +112,7 @@ class _Emitter:
         self.popped: list[Ref] = []
         self.delivered: list[tuple[Result, Layout, fx.Node | None]] = []
         self.under_way: dict[Transfer, Pending] = {}
+        self.copies: dict[Transfer, list[tuple[Result | Ref, Layout, fx.Node, fx.Node]]] = {}  # what is made, from what
         self.node_of = plan.graph.by_name
         self.used = {ref for node in plan.graph.nodes for ref in node.operands} | {
             r.ref for r in plan.graph.results if r.ref
@@ -138,8 +142,11 @@ class _Emitter:
                     self._bring(read)
                 case Advance(Send() as send):
                     self._send(send)
+                case Advance(Copy(name)):
+                    self._copy(self.node_of[name])
         order = {result: place for place, result in enumerate(self.plan.graph.results)}
         self.delivered.sort(key=lambda item: order[item[0]])
+        self._take_apart()
 
     def _bring(self, read: Read) -> None:
         """Take the layout change of an operand further; the reader finds it under way, at its end."""
@@ -161,6 +168,9 @@ class _Emitter:
             self.writer.comment = "gradients of " + ", ".join(result.target for result, _ in sent)
         else:
             self.writer.comment = self._told_result(*sent[0])
+        if send in self.copies:
+            self.delivered += self._arrived(send)
+            return
         if send in self.under_way:
             pending = self.writer.advance(self.under_way[send])
         elif others:
@@ -171,13 +181,40 @@ class _Emitter:
         self.under_way[send] = pending
         if pending.change is not None:
             return
-        if not others:
-            self.delivered.append((first, sent[0][1].layout, pending.value))
+        values = [pending.value]
+        if others:
+            shapes = [delivery.changes[0].local.shape for _, delivery in sent]
+            parts = self.writer.make("gradients_apart", ops.unflatten, (pending.value, shapes), {})
+            values = [self.writer.get(parts, index) for index in range(len(sent))]
+        brought = [(result, delivery.layout, value) for (result, delivery), value in zip(sent, values, strict=True)]
+        if not leaves(self.plan, send.results[0]):
+            self.delivered += brought
             return
-        shapes = [delivery.changes[0].local.shape for _, delivery in sent]
-        parts = self.writer.make("gradients_apart", ops.unflatten, (pending.value, shapes), {})
-        for index, (result, delivery) in enumerate(sent):
-            self.delivered.append((result, delivery.layout, self.writer.get(parts, index)))
+        self.copies[send] = [
+            (result, layout, self.writer.store(value, f"gradient of {result.target}"), value)
+            for result, layout, value in brought
+        ]
+
+    def _copy(self, node: Node) -> None:
+        """Launch the copy of a store or a fetch, or wait for it."""
+        choice, copy = self.plan.choices[node.name], Copy(node.name)
+        self.writer.comment = "; ".join(filter(None, [node.module, node.source, self._layouts(node, choice)]))
+        if copy in self.copies:
+            for _, _, made in self._arrived(copy):
+                self.values[Ref(node.name)] = made
+            return
+        brought = self.under_way.pop(Read(node.name, 0), None)
+        value = self.value(node.operands[0]) if brought is None else brought.value
+        launch = self.writer.store if node.op == STORE else self.writer.fetch
+        self.copies[copy] = [(Ref(node.name), choice.gives[0], launch(value, node.name), value)]
+
+    def _arrived(self, transfer: Transfer) -> list[tuple[Any, Layout, fx.Node]]:
+        """Wait for the copies of a transfer."""
+        found: list[tuple[Any, Layout, fx.Node]] = []
+        for what, layout, made, source in self.copies.pop(transfer):
+            self.writer.wait_copy(made, source)
+            found.append((what, layout, made))
+        return found
 
     def _begin_row(self, sent: list[tuple[Result, Delivery]]) -> Pending:
         """Put gradients in one row, and launch its sum."""
@@ -185,7 +222,36 @@ class _Emitter:
         row = self.writer.make("gradients", ops.flatten, (values,), {})
         changes = sent[0][1].changes
         flat = [replace(change, local=TensorType((0,), change.local.dtype)) for change in changes]
-        return self.writer.begin(row, flat)
+        return self.writer.begin(row, flat, owned=True)
+
+    def _take_apart(self) -> None:
+        """Whoever is given a gradient may write to it: copy those that look at what somebody else has."""
+        delivery_of = dict(zip(self.plan.graph.results, self.plan.deliveries, strict=True))
+        taken: set[Ref] = set()
+        for place, (result, layout, value) in enumerate(self.delivered):
+            delivery = delivery_of[result]
+            if result.kind != "gradient" or result.ref is None or value is None or delivery is None:
+                continue
+            if any(self._moves(change) for change in delivery.changes):
+                continue
+            below = self._below(result.ref)
+            if below in taken or self.node_of[below.name].phase != self.phase or self.node_of[below.name].is_source:
+                self.writer.comment = f"{self._told_result(result, delivery)}, a copy of its own"
+                copy = self.writer.named(value, "copy", torch.ops.aten.clone.default, value)
+                self.delivered[place] = (result, layout, copy)
+            taken.add(below)
+
+    def _below(self, ref: Ref) -> Ref:
+        """The value whose storage this one looks at."""
+        node = self.node_of[ref.name]
+        while not holds_storage(node.op) and not any(map(self._moves, self.plan.choices[node.name].reads[0])):
+            ref = node.operands[0]
+            node = self.node_of[ref.name]
+        return ref
+
+    def _moves(self, change: Reshard) -> bool:
+        """Whether a layout change makes a new tensor."""
+        return self.plan.mesh.size(change.axis) > 1
 
     def _told_result(self, result: Result, delivery: Delivery) -> str:
         told = "" if result.ref is None else self._told(result.ref, delivery.layout)

@@ -13,14 +13,15 @@ import torch
 from torch import fx
 
 from autopar._compat import functional_collectives
-from autopar.emit import ops
+from autopar.emit import moves, ops
 from autopar.graph import Const, TensorType
 from autopar.layout import Partial, Replicate, Shard
 from autopar.mesh import Mesh
 from autopar.reshard import Reshard
 
 C10D = torch.ops._c10d_functional
-assert functional_collectives  # imported for what it registers
+MOVES = torch.ops.autopar
+assert functional_collectives and moves  # imported for what they register
 
 # Views may meet tensors that are not contiguous after a layout change; reshape copies there, and is a view elsewhere.
 # The others hold more than their result below it.
@@ -78,6 +79,18 @@ class Writer:
 
     def wait(self, value: fx.Node) -> fx.Node:
         return self.call(C10D.wait_tensor.default, value)
+
+    def store(self, value: fx.Node, name: str) -> fx.Node:
+        """Begin to copy the value to the host."""
+        made = name if name.isidentifier() else f"{value.name}_store"
+        return self.make(made, MOVES.store.default, (value, name), {})
+
+    def fetch(self, value: fx.Node, name: str) -> fx.Node:
+        """Begin to copy the value to the device."""
+        return self.make(name, MOVES.fetch.default, (value, torch.device(self.device), name), {})
+
+    def wait_copy(self, made: fx.Node, source: fx.Node) -> None:
+        self.named(made, "wait", MOVES.wait_copy.default, made, source, made.args[-1])
 
     def all_reduce(self, value: Any, op: str, axis: str) -> fx.Node:
         return self.wait(self.call(C10D.all_reduce.default, self.contiguous(value), op, self.groups[axis]))

@@ -11,50 +11,72 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import TorchDispatchMode, pytree
+from autopar.emit import moves
+
+assert moves  # imported for the operators that it registers
+STORE, FETCH = torch.ops.autopar.store.default, torch.ops.autopar.fetch.default
 
 
 class LiveBytes(TorchDispatchMode):
     """Inside the context, every storage that an operator returns is counted until it is freed.
 
-    `current`, `peak`: bytes; `peak_after`: the operator after which the peak was first reached. `watch` counts
-    tensors that existed before. Storages are counted once, whatever the number of views of them.
+    `current`, `peak`: bytes of the device; `peak_after`: the operator after which the peak was first reached.
+    `host_current`, `host_peak`: of the host. `watch` counts tensors that existed before. Storages are counted once,
+    whatever the number of views of them.
+
+    Where the device is a CPU, what lies on the host is what `autopar.store` returns, what is watched as such, and what
+    operators make of those; `autopar.fetch` brings it back.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.current = 0
-        self.peak = 0
+        self.current = self.host_current = 0
+        self.peak = self.host_peak = 0
         self.peak_after = ""
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}  # storage -> whether it lies on the host
 
-    def watch(self, tree: Any) -> None:
+    def watch(self, tree: Any, *, on_host: bool = False) -> None:
         """Count the storages of all tensors in `tree`."""
         for leaf in pytree.tree_leaves(tree):
             if isinstance(leaf, Tensor):
-                self._count(leaf, "before")
+                self._count(_local(leaf), "before", on_host)
 
-    def _count(self, tensor: Tensor, after: str) -> None:
-        if isinstance(tensor, DTensor):
-            tensor = tensor.to_local()
+    def _count(self, tensor: Tensor, after: str, on_host: bool) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         held = self._known.get(key)
-        if held is not None and held() is storage:
+        if held is not None and held[0]() is storage:
             return
         nbytes = storage.nbytes()
 
         def gone(_: Any, key: int = key, nbytes: int = nbytes) -> None:
-            self.current -= nbytes
+            self._add(-nbytes, on_host, "")
             self._known.pop(key, None)
 
-        self._known[key] = weakref.ref(storage, gone)
+        self._known[key] = weakref.ref(storage, gone), on_host
+        self._add(nbytes, on_host, after)
+
+    def _add(self, nbytes: int, on_host: bool, after: str) -> None:
+        if on_host:
+            self.host_current += nbytes
+            self.host_peak = max(self.host_peak, self.host_current)
+            return
         self.current += nbytes
         if self.current > self.peak:
             self.peak, self.peak_after = self.current, after
 
+    def _is_on_host(self, tree: Any) -> bool:
+        tensors = [_local(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        return any(self._known.get(tensor.untyped_storage()._cdata, (None, False))[1] for tensor in tensors)
+
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        on_host = func is STORE or (func is not FETCH and self._is_on_host((args, kwargs)))
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf, str(func))
+            if isinstance(leaf, Tensor):
+                self._count(_local(leaf), str(func), on_host)
         return result
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

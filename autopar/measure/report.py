@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.decide import Referee
+from autopar.assemble import DEVICE, HOST
+from autopar.decide import Referee, peak_of
 from autopar.events import events_of
 from autopar.plan.plan import Plan
 from autopar.plan.tell import human
@@ -157,17 +158,22 @@ def predicted_seconds(plan: Plan, pricer: Pricer) -> tuple[dict[str, float], dic
 
 
 def predicted_peaks(plan: Plan, pricer: Pricer) -> dict[str, int]:
-    """phase -> the most that one rank's device holds in it, by the plan's own account; `step`: the most of all."""
-    referee = Referee(plan.graph, plan.choices, plan.deliveries, pricer)
+    """phase -> the most that one rank's device holds in it, by the plan's own account; `step`: the most of all;
+    `host`: the most that the host holds for it, if anything.
+    """
+    referee = Referee(plan.graph, plan.choices, plan.deliveries, pricer, plan.residence)
     live, phase_of = referee.live, {node.name: node.phase for node in plan.graph.nodes}
     change: dict[float, int] = defaultdict(int)
-    for held in referee.holdings():
-        change[held.start] += held.nbytes
-        change[held.end] -= held.nbytes
+    holdings = referee.holdings()
+    for held in holdings:
+        if held.tier == DEVICE:
+            change[held.start] += held.nbytes
+            change[held.end] -= held.nbytes
     peaks, level = dict.fromkeys(PHASES, 0), 0
     for instant in range(live.instants):
         level += change[instant]
         name = live.node_at[instant]
         phase = phase_of[name] if name else "optimizer" if instant > live.gathered_at else "backward"
         peaks[phase] = max(peaks[phase], level)
-    return {**peaks, "step": max(peaks.values())}
+    host = peak_of(holdings, HOST)[0]
+    return {**peaks, "step": max(peaks.values()), **({HOST: host} if host else {})}

@@ -34,6 +34,8 @@ from autopar.measure.memory import LiveBytes
 from autopar.measure.report import PHASES, Collective, Measured, Moved, Pair, predicted_peaks, predicted_seconds
 from autopar.measure.values import input_bounds, random_tensor
 from autopar.measure.watch import WAITING, Stopwatch, Traffic, emitted_calls, now
+from autopar.modules import tensors_by_name
+from autopar.optim import Streamed
 from autopar.plan import Plan, PlanMismatch
 from autopar.price import Pricer
 from autopar.timeline import pricer_of
@@ -142,6 +144,8 @@ class _Twin:
         make = OPTIMIZERS.get(self.plan.optimizer)
         self.trains = any(r.kind == "gradient" and r.ref is not None for r in self.plan.graph.results)
         self.optimizer = make(trained) if make is not None and self.trains else None
+        if self.optimizer is not None and self.plan.residence:
+            self.optimizer = Streamed(self.optimizer, self.parallel)
         self.axis_of = {
             str(self.device_mesh.get_group(place).group_name): axis
             for place, axis in enumerate(self.plan.mesh.names)
@@ -243,12 +247,27 @@ class _Twin:
                 peaks[phase] = live.peak
                 live.peak = live.current
 
+            live.watch(self.on_host(), on_host=True)
             live.watch([*self.parallel.parameters(), *self.parallel.buffers(), self.args, self.kwargs])
             live.watch([self.optimizer.state_dict()["state"] if self.optimizer is not None else ()])
             live.watch([dict(mode.constants) for mode in self.parallel._autopar.modes.values()])
             with live, traffic:
                 self.step(between)
+            if live.host_peak:
+                return traffic, {**peaks, "step": max(peaks.values()), "host": live.host_peak}
         return traffic, {**peaks, "step": max(peaks.values())}
+
+    def on_host(self) -> list[Any]:
+        """What the plan has on the host: parameters, and states of optimizers."""
+        parameters, _ = tensors_by_name(self.parallel)
+        found: list[Any] = []
+        for name, where in self.plan.residence.items():
+            if where == "host":
+                found.append(parameters[name])
+            if self.optimizer is not None:
+                states = self.optimizer.state.get(parameters[name], {}).values()
+                found += [state for state in states if state.shape == parameters[name].shape]
+        return found
 
     # --- all ranks together ------------------------------------------------------------------------------------------
 
@@ -269,6 +288,7 @@ class _Twin:
         most = [int(count) for count in self.largest(counts)]
         if most != [-int(count) for count in self.largest([-count for count in counts])]:
             notes = (*notes, "ranks received different numbers of bytes; the largest stand above")
+        rooms = [room for room in ("step", "host") if room in held]
         in_phase, in_collective = ({}, {}) if pricer is None else predicted_seconds(plan, pricer)
         if pricer is None:
             notes = (*notes, f"profile {plan.hardware} is not at hand: give it with --hardware to see all predictions")
@@ -288,7 +308,7 @@ class _Twin:
                 for i, kind in enumerate(kinds)
                 if kind != OTHER or most[i]
             ),
-            told[WAITING], self.memory(pricer, {phase: held[phase] for phase in (*phases, "step")}), notes,
+            told[WAITING], self.memory(pricer, {phase: held[phase] for phase in (*phases, *rooms)}), notes,
         )  # fmt: skip
 
     def memory(self, pricer: Pricer | None, held: Mapping[str, float]) -> dict[str, Pair]:
@@ -296,7 +316,7 @@ class _Twin:
         plan = self.plan
         here = Hardware.load("cpu-gloo" if self.device.type == "cpu" else "h100-sxm")
         room = predicted_peaks(plan, pricer or Pricer.on(plan.mesh, here, plan.optimizer, plan.bucket_bytes))
-        return {phase: Pair(room[phase], nbytes) for phase, nbytes in held.items()}
+        return {phase: Pair(room.get(phase), nbytes) for phase, nbytes in held.items()}
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Of each value the largest over the ranks."""

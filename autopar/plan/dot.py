@@ -27,6 +27,7 @@ from autopar.plan.tell import (
     human,
     is_product,
     layer_of,
+    modes_of,
     runs_of,
     shown_nodes,
     traffic,
@@ -41,6 +42,8 @@ FILLS = (  # after ColorBrewer's Set3 and Pastel1: light enough for black text
 )  # fmt: skip
 LEFT = '<BR ALIGN="LEFT"/>'
 TABLE = '<TABLE BORDER="0" CELLBORDER="1" CELLSPACING="0" COLOR="#999999" BGCOLOR="white">'
+FETCHED = "#c51b7d"  # what comes from the host
+RESIDES = {"host": "on the host", "stream": "states on the host"}
 AXIS_COLOURS = ("#b2182b", "#2166ac", "#1b7837", "#762a83", "#b35806", "#35978f")
 
 
@@ -71,6 +74,7 @@ class _Picture:
         self.plan = plan
         self.node_of = plan.graph.by_name
         self.shown = shown_nodes(plan)
+        self.modes = modes_of(plan)
         self.runs = runs_of(plan, self.shown)
         self.run_of = {layer: run for run in self.runs for layer in run.layers}
         self.gradients = deliveries_of(plan, "gradient")
@@ -145,8 +149,9 @@ class _Picture:
         if len(boxes) != 1 or any(home(n) != node.module for n in sources):
             return None
         (box,) = boxes.values()
-        same = self._gives(box.nodes[-1]) == self._gives(node) and not box.nodes[0].is_source
-        return box if same else None
+        last = box.nodes[-1]
+        same = self._gives(last) == self._gives(node) and not box.nodes[0].is_source
+        return box if same and self.modes.get(last.name) == self.modes.get(node.name) else None
 
     def _add_edges(self) -> None:
         for node in self.shown:
@@ -221,8 +226,9 @@ class _Picture:
 
     def _title(self) -> str:
         plan = self.plan
-        limit = "" if plan.memory_limit is None else f" of {human(plan.memory_limit)}"
-        peak = ", ".join(f"{human(nbytes)}{limit} of {tier}" for tier, nbytes in sorted(plan.peak_bytes.items()))
+        limit = {} if plan.memory_limit is None else {"hbm": f" of {human(plan.memory_limit)}"}
+        peaks = sorted(plan.peak_bytes.items())
+        peak = ", ".join(f"{human(nbytes)}{limit.get(tier, '')} of {tier}" for tier, nbytes in peaks)
         took = f"{plan.predicted_seconds * 1e3:.3f} ms a step, predicted (simulated)"
         return f"<B>{escape(f'mesh {plan.mesh} on {plan.hardware}: {took}; peak {peak} per rank')}</B>"
 
@@ -285,11 +291,18 @@ class _Picture:
         lines += [self._sent("", comm) for comm in box.sends]
         fill = self.colours.get(told, WHOLE)
         shape = "" if first.op not in ("input", "output") else "shape=ellipse, style=filled, "
+        match self.modes.get(last.name):
+            case "recomputed":
+                shape += 'style="filled,rounded,dashed", '
+            case "offloaded":
+                shape += f'color="{FETCHED}", penwidth=2, '
+            case _:
+                pass
         return f'{shape}fillcolor="{fill}", label=<{"<BR/>".join(lines)}>'
 
     def _table(self, box: _Box, path: str) -> str:
         """The parameters of a module: name, shape, layout, and what bringing the gradient into that layout sends."""
-        alike: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+        alike: dict[tuple[str, str, tuple[str, ...], str], list[str]] = {}
         for node in box.nodes:
             (type,) = node.outputs
             assert type is not None
@@ -297,12 +310,14 @@ class _Picture:
             comms: list[Comm] = []
             if node.target in self.gradients:
                 comms = comms_of_changes(self.plan, self.gradients[node.target][1].changes)
-            key = _shape(type.shape), told, tuple(self._sent("", comm) for comm in comms)
+            where = RESIDES.get(self.plan.residence.get(node.target, ""), "")
+            key = _shape(type.shape), told, tuple(self._sent("", comm) for comm in comms), where
             alike.setdefault(key, []).append(node.target.removeprefix(f"{path}.") if path else node.target)
         rows: list[str] = []
-        for (shape, told, sent), names in alike.items():
+        for (shape, told, sent, where), names in alike.items():
+            mark = f' <FONT COLOR="{FETCHED}">{where}</FONT>' if where else ""
             rows.append(
-                f'<TR><TD ALIGN="LEFT">{escape(", ".join(names))}</TD><TD>{shape}</TD>'
+                f'<TR><TD ALIGN="LEFT">{escape(", ".join(names))}{mark}</TD><TD>{shape}</TD>'
                 f'<TD BGCOLOR="{self.colours.get(told, WHOLE)}">{escape(told)}</TD></TR>'
             )
             if sent:
@@ -349,6 +364,9 @@ class _Picture:
         cell = '<TR><TD BGCOLOR="{}" ALIGN="LEFT">{}</TD></TR>'
         rows = [cell.format(WHOLE, "whole on every rank")]
         rows += [cell.format(colour, escape(told)) for told, colour in self.colours.items()]
+        if self.modes or self.plan.residence:
+            rows.append('<TR><TD ALIGN="LEFT">dashed: run again in backward</TD></TR>')
+            rows.append(f'<TR><TD ALIGN="LEFT"><FONT COLOR="{FETCHED}">fetched from the host</FONT></TD></TR>')
         head = "<TR><TD><B>layout: the axes that split each dim (_ none); +axis: still to be summed</B></TD></TR>"
         layouts = f"{TABLE}{head}{''.join(rows)}</TABLE>"
         yield "  subgraph cluster_legend {"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,8 +11,8 @@ from autopar.graph import Node, TensorType
 from autopar.layout import Layout, Partial, Placement, Replicate, Shard, local_type, show
 from autopar.plan.plan import Choice, Plan
 from autopar.plan.tell import home, human, is_product, shown_nodes
-from autopar.work import VIEWS
-from cost_models.steps import Compute
+from autopar.work import FETCH, STORE, VIEWS
+from cost_models.steps import Compute, Move
 
 WIDTH, HEIGHT = 110, 40
 MAX_NOTES = 4
@@ -23,7 +23,7 @@ SOME = 0.005  # below this, not worth a word
 
 def explain(plan: Plan) -> str:
     """At most 40 lines of at most 110 columns (a few more on a mesh of many axes)."""
-    facts = [*_head(plan), *_time(plan), *_candidates(plan), *_memory(plan), *_words(plan)]
+    facts = [*_head(plan), *_time(plan), *_candidates(plan), *_memory(plan), *_saving(plan), *_words(plan)]
     notes = [*_notes(plan)]
     left = HEIGHT - len(facts) - len(notes) - 4  # each table has a line above and one below
     products = [*_products(plan, max(3, left * 2 // 5))]
@@ -67,7 +67,12 @@ def _time(plan: Plan) -> Iterator[str]:
             told = f"{_ms(waited)} of it waited for; {told}"
         line = _time_line(plan, f"communication, {axis}", seconds, "")
         yield from textwrap.wrap(f"{line}   {told}", WIDTH, subsequent_indent=" " * 48, drop_whitespace=True)
-    known = {"compute", "optimizer", "copies", *(f"comm:{axis}" for axis in plan.mesh.names)}
+    for way, told in (("h2d", "host to device"), ("d2h", "device to host")):
+        if way in plan.seconds_by:
+            waited = plan.search.get(f"exposed:{way}")
+            tail = f"{_ms(waited)} of it waited for" if isinstance(waited, float) else ""
+            yield _time_line(plan, told, plan.seconds_by[way], tail)
+    known = {"compute", "optimizer", "copies", "h2d", "d2h", *(f"comm:{axis}" for axis in plan.mesh.names)}
     for name in sorted(plan.seconds_by.keys() - known):
         yield _time_line(plan, name, plan.seconds_by[name], "")
     if plan.bound > 0 and plan.prefetch is not None and plan.simulated_seconds is not None:
@@ -104,6 +109,9 @@ def _candidates(plan: Plan) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     for tier, nbytes in sorted(plan.peak_bytes.items()):
         limit = plan.memory_limit
+        if tier != "hbm":
+            yield f"memory peak {human(nbytes)} of {tier} per rank (predicted)"
+            continue
         if limit is None:
             yield f"memory peak {human(nbytes)} of {tier} per rank (predicted); no limit was given"
             continue
@@ -111,6 +119,34 @@ def _memory(plan: Plan) -> Iterator[str]:
         why = "it shapes the plan" if tight else "memory is not what limits it"
         share = f"{_percent(nbytes, limit)} of the limit {human(limit)}"
         yield f"memory peak {human(nbytes)} of {tier} per rank (predicted), {share}: {why}"
+
+
+def _saving(plan: Plan) -> Iterator[str]:
+    """What is not kept on the device."""
+    again: list[Node] = []
+    offloaded = here = streamed = 0
+    for node in plan.graph.nodes:
+        if node.op == STORE:
+            offloaded += sum(step.nbytes for step in plan.choices[node.name].steps if isinstance(step, Move))
+        elif node.target and not node.is_source and node.op not in VIEWS:
+            again.append(node)
+    told: list[str] = []
+    if again:
+        part = _percent(sum(_flops(plan, n) for n in again), sum(_flops(plan, n) for n in plan.graph.nodes))
+        told.append(f"recomputed in backward: {len(again)} operators, {part} of the arithmetic")
+    if offloaded:
+        count = sum(node.op == STORE for node in plan.graph.nodes)
+        told.append(f"offloaded to the host: {count} values, {human(offloaded)}")
+    for node, type in _parameters_of(plan):
+        nbytes = local_type(type, plan.choices[node.name].gives[0], plan.mesh).nbytes
+        here += nbytes if plan.residence.get(node.target) == "host" else 0
+        streamed += nbytes if plan.residence.get(node.target) == "stream" else 0
+    counts = Counter(plan.residence.values())
+    if here:
+        told.append(f"on the host: {counts['host']} parameters, {human(here)}, updated there")
+    if streamed:
+        told.append(f"on the host: states of {counts['stream']} parameters ({human(streamed)}), which stream")
+    yield from textwrap.wrap("; ".join(told), WIDTH, subsequent_indent="  ")
 
 
 # --- what each axis does ---------------------------------------------------------------------------------------------
@@ -160,7 +196,7 @@ def _weights(plan: Plan) -> dict[str, str]:
     for node in plan.graph.nodes:
         if node.op == "parameter":
             found[node.name] = node.name
-        elif node.op in VIEWS and node.operands[0].name in found:
+        elif node.op in (*VIEWS, FETCH) and node.operands[0].name in found:
             found[node.name] = found[node.operands[0].name]
     return found
 
@@ -170,7 +206,7 @@ def _uses(plan: Plan) -> list[_Use]:
     weight_of = _weights(plan)
     taken: dict[str, list[Layout]] = defaultdict(list)  # parameter -> how the forward operators take it
     for node in plan.graph.nodes:
-        if node.phase == "forward" and node.op not in VIEWS:
+        if node.phase == "forward" and node.op not in (*VIEWS, FETCH):
             for ref, layout in zip(node.operands, plan.choices[node.name].takes, strict=True):
                 if ref.name in weight_of:
                     taken[weight_of[ref.name]].append(layout)

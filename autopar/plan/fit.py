@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from autopar.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
 from autopar.layout import Layout, encode, local_shape
 from autopar.mesh import Mesh
-from autopar.plan.plan import Choice, Plan, PlanMismatch
+from autopar.plan.plan import RESIDENCES, Choice, Plan, PlanMismatch
 from autopar.reshard import Reshard
 from autopar.rules.bodies import BODIES
+from autopar.saving.narrow import plain
+from autopar.work import FETCH, STORE
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 
 AGAIN = "run `python -m autopar.search` again to make a new plan"
@@ -22,9 +24,10 @@ def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, o
     """Raise PlanMismatch, naming the first difference, unless `plan` was made for this graph and mesh.
 
     `graph`: what the model traces to now. Names of operators do not count, as the program is emitted from the plan's
-    own graph; operators, arguments, shapes and the names of inputs, parameters and buffers do. `outputs`: as in
-    `search`, if it matters.
+    own graph; operators, arguments, shapes and the names of inputs, parameters and buffers do. Nor does what the plan
+    runs again, offloads or fetches. `outputs`: as in `search`, if it matters.
     """
+    ours = plain(plan.graph)
 
     def fail(told: str) -> None:
         raise PlanMismatch(f"{origin} was made for {told}")
@@ -34,11 +37,11 @@ def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, o
     if outputs is not None and outputs != plan.outputs:
         fail(f"outputs={plan.outputs!r}, this call asks for outputs={outputs!r}; ask for the former, or {AGAIN}")
     for op, subject, wanted in _SOURCES:
-        if (told := _sources(plan.graph, graph, op)) is not None:
+        if (told := _sources(ours, graph, op)) is not None:
             fail(f"{told[0]}, this {subject} {told[1]}; {wanted}{AGAIN}")
-    if (ends := _results(plan.graph, graph)) is not None:
+    if (ends := _results(ours, graph)) is not None:
         fail(f"{ends[0]}, this model {ends[1]}; {AGAIN}")
-    if (nodes := _operators(plan.graph, graph)) is not None:
+    if (nodes := _operators(ours, graph)) is not None:
         fail(f"another model: {nodes}; {AGAIN}")
 
 
@@ -177,6 +180,7 @@ def flaw_of(plan: Plan) -> tuple[str, str] | None:
 
 def _check_parts(plan: Plan) -> None:
     given: dict[Ref, tuple[TensorType | None, Layout]] = {}
+    _check_host(plan)
     for number, node in enumerate(plan.graph.nodes):
         place = f"nodes[{number}] (%{node.name})"
         choice = plan.choices[node.name]
@@ -196,6 +200,26 @@ def _check_parts(plan: Plan) -> None:
             raise _Flaw(place, "has a value or a delivery, but not both")
         if result.ref is not None and delivery is not None:
             _check_way(plan.mesh, *given[result.ref], delivery.changes, delivery.layout, place)
+
+
+def _check_host(plan: Plan) -> None:
+    """What lies on the host is read by fetches alone, as it lies there."""
+    parameters = {node.target: node.name for node in plan.graph.nodes if node.op == "parameter"}
+    for name, where in plan.residence.items():
+        if name not in parameters:
+            raise _Flaw(f"residence.{name}", "is of a parameter that the graph does not have")
+        if where not in RESIDENCES[1:]:
+            raise _Flaw(f"residence.{name}", f"is {where!r}, not {' or '.join(RESIDENCES[1:])}")
+    on_host = {parameters[name] for name, where in plan.residence.items() if where == "host"}
+    on_host |= {node.name for node in plan.graph.nodes if node.op == STORE}
+    for number, node in enumerate(plan.graph.nodes):
+        place = f"nodes[{number}] (%{node.name})"
+        if node.op == FETCH and not (len(node.operands) == 1 and node.operands[0].name in on_host):
+            raise _Flaw(place, "fetches what does not lie on the host")
+        if node.op == FETCH and any(plan.choices[node.name].reads):
+            raise _Flaw(place, "changes the layout of what lies on the host")
+        if node.op != FETCH and (wrong := [ref.name for ref in node.operands if ref.name in on_host]):
+            raise _Flaw(place, f"reads %{wrong[0]}, which lies on the host, without a fetch")
 
 
 def _check_body(choice: Choice, mesh: Mesh, place: str) -> None:

@@ -16,6 +16,8 @@ from autopar.reshard import Reshard
 from cost_models.hardware import Hardware
 from cost_models.steps import Comm, Step, received_bytes
 
+RESIDENCES = ("device", "host", "stream")  # where a parameter, its gradient and its optimizer states live
+
 
 class PlanMismatch(ValueError):
     """A plan does not fit the model, the inputs, the mesh or this version; the message says which part differs."""
@@ -78,6 +80,10 @@ class Plan:
     summed whole are put together up to this size and summed at once; 0: each by itself. `simulated_seconds`: what the
     step takes as its timeline plays it, with collectives beside compute; None: nothing overlaps. `candidates`: the
     plans among which this one was the quickest by that measure.
+    `residence`: parameter -> "host" (it, its gradient and its optimizer states lie on the host and are updated there)
+    or "stream" (its states lie on the host, and stream through the device in the update); left out: on the device. The
+    graph is the one that runs, with a node for each fetch, each store and each value that is run again
+    (`autopar.saving.narrowed`).
     """
 
     graph: Graph
@@ -99,6 +105,7 @@ class Plan:
     search: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
     simulated_seconds: float | None = None
     candidates: tuple[Candidate, ...] = ()
+    residence: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def predicted_seconds(self) -> float:

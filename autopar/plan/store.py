@@ -66,6 +66,7 @@ def dumps(plan: Plan) -> str:
         "search": {name: _number(plan.search[name]) for name in sorted(plan.search)},
         "simulated_seconds": _number(plan.simulated_seconds),
         "candidates": [[*map(_number, astuple(candidate))] for candidate in plan.candidates],
+        **({"residence": dict(sorted(plan.residence.items()))} if plan.residence else {}),
         "choices": [_choice(choice) for choice in numbers],
         "nodes": nodes,
         "results": [_result(*pair) for pair in zip(plan.graph.results, plan.deliveries, strict=True)],
@@ -333,6 +334,7 @@ class _Reader:
             search=self.table(content["search"], "search", self.fact),
             simulated_seconds=self.perhaps(content.get("simulated_seconds"), "simulated_seconds", self.number),
             candidates=self.items(content.get("candidates", []), "candidates", self.candidate),
+            residence=self.table(content.get("residence", {}), "residence", self.text),
         )
         if (flaw := flaw_of(plan)) is not None:
             self.fail(*flaw)
@@ -486,7 +488,7 @@ _FIELDS = (
     "mesh", "hardware", "hardware_digest", "optimizer", "memory_limit", "outputs", "step_seconds", "bound",
     "peak_bytes", "seconds_by", "notes", "prefetch", "bucket_bytes", "search", "choices", "nodes", "results",
 )  # fmt: skip
-_MAY = ("simulated_seconds", "candidates")  # came later
+_MAY = ("simulated_seconds", "candidates", "residence")  # came later
 _NODE_MAY = ("args", "kwargs", "phase", "target", "module", "source")
 _CHOICE_FIELDS = ("roles", "takes", "gives", "body", "body_axes", "body_size", "steps", "reads")
 

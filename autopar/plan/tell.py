@@ -10,7 +10,7 @@ from typing import cast
 from autopar.graph import Arg, Node, Ref, TensorType
 from autopar.plan.plan import Choice, Delivery, Plan, read_once
 from autopar.reshard import Reshard
-from autopar.work import VIEWS
+from autopar.work import FETCH, STORE, VIEWS
 from cost_models.steps import Comm, Compute, Loop, Move, Step, received_bytes
 
 Traffic = dict[tuple[str, str], int]  # (collective, axis) -> bytes that one rank receives
@@ -75,6 +75,22 @@ def traffic_by_part(plan: Plan) -> dict[str, Traffic]:
     return {part: traffic(comms) for part, comms in parts.items()}
 
 
+# --- what is not kept on the device --------------------------------------------------------------------------------
+
+RECOMPUTED, OFFLOADED = "recomputed", "offloaded"
+
+
+def modes_of(plan: Plan) -> dict[str, str]:
+    """Forward node -> what becomes of it, where it is not kept until backward reads it."""
+    found: dict[str, str] = {}
+    for node in plan.graph.nodes:
+        if node.op == STORE:
+            found[node.operands[0].name] = OFFLOADED
+        elif node.target and not node.is_source and node.op not in VIEWS:
+            found[node.target] = RECOMPUTED
+    return found
+
+
 # --- what is worth showing -------------------------------------------------------------------------------------------
 
 
@@ -92,8 +108,8 @@ def carries(type: TensorType | None) -> bool:
 def shown_nodes(plan: Plan) -> list[Node]:
     """The nodes of the forward pass that a reader wants to see: on the way from parameters and inputs to the outputs.
 
-    Left out: other looks at a value (views), constants, numbers, masks and positions; but never a node for which
-    something is sent.
+    Left out: other looks at a value (views), copies between device and host, constants, numbers, masks and positions;
+    but never a node for which something is sent.
     """
     alive: set[str] = set()
     shown: list[Node] = []
@@ -110,7 +126,7 @@ def shown_nodes(plan: Plan) -> list[Node]:
         flows = any(ref.name in alive for ref in node.operands) and any(carries(type) for type in node.outputs)
         if flows:
             alive.add(node.name)
-        if (flows and node.op not in VIEWS) or node.name in outputs or comms_of_node(plan, node):
+        if (flows and node.op not in (*VIEWS, STORE, FETCH)) or node.name in outputs or comms_of_node(plan, node):
             shown.append(node)
     return shown
 
@@ -172,12 +188,14 @@ def runs_of(plan: Plan, shown: Sequence[Node]) -> list[Run]:
     """
     layers = dict.fromkeys(filter(None, (_outermost(home(node)) for node in shown)))
     told: dict[str, list[object]] = {layer: [] for layer in layers}
+    modes = modes_of(plan)
     backward: dict[str, list[str]] = {layer: [] for layer in layers}
     names: dict[str, dict[str, int]] = {layer: {} for layer in layers}
     for node in shown:
         if layer := layer_of(home(node), layers):
             names[layer][node.name] = len(names[layer])
-            told[layer].append(_told(plan, node, layer, names[layer]))
+            resides = plan.residence.get(node.target) if node.op == "parameter" else modes.get(node.name)
+            told[layer].append((_told(plan, node, layer, names[layer]), resides))
     homes = backward_homes(plan)
     for node in plan.graph.nodes:
         if node.phase == "backward" and (layer := layer_of(homes[node.name], layers)):

@@ -105,6 +105,8 @@ POINTWISE: Table = {
     "aten.clone.default": pointwise("0"),
     "autopar.share": pointwise("0"),
     "autopar.to_reduce_dtype": pointwise("0"),
+    "autopar.store": pointwise("0"),
+    "autopar.fetch": pointwise("0"),
     "aten.alias.default": pointwise("0"),
     "aten.detach.default": pointwise("0"),
     "aten.lift_fresh_copy.default": pointwise("0"),

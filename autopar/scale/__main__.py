@@ -12,6 +12,7 @@ from pathlib import Path
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.graph import Graph
 from autopar.plan import Plan, PlanMismatch
+from autopar.saving import plain
 from autopar.scale.grow import Sources, growth_where_possible, usual_sources
 from autopar.scale.report import report, spelled
 from autopar.scale.study import Ground, study
@@ -75,6 +76,11 @@ def _scale(given: argparse.Namespace) -> int:
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
     plan = _plan(given.plan)
+    if plan.residence or plain(plan.graph) is not plan.graph:
+        raise BadArgument(
+            f"{given.plan} recomputes values, or keeps some on the host, and how that grows is not known; "
+            "make a plan with python -m autopar.search ... --spare none"
+        )
     hardware = _hardware(given.hardware or plan.hardware, plan)
     progress(f"read {given.plan}: {len(plan.graph.nodes):,} operators on {plan.mesh}")
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -27,7 +27,7 @@ from autopar.scale.grow import Growth
 from autopar.strategy import make_strategy
 from autopar.work import flops_of
 from cost_models.formulas import Form, Powers, at, form_of, symbol, terms
-from cost_models.steps import COLLECTIVES, Comm, Compute, Step
+from cost_models.steps import COLLECTIVES, Comm, Compute, Move, Step
 
 Payload = Mapping[tuple[str, str], Any]  # (collective, axis) -> bytes that one rank passes to it
 
@@ -37,12 +37,16 @@ RESIDENT = ("parameter ", "buffer ", "gradient of ", "optimizer states of ")  # 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does: `flops`, `moved` (bytes in device memory), `payload`; `mesh` has the sizes of the axes."""
+    """What one rank does: `flops`, `moved` (bytes in device memory), `payload`; `mesh` has the sizes of the axes.
+
+    `carried`: bytes from one tier of memory to another, by (from, to).
+    """
 
     flops: Any
     moved: Any
     payload: Payload
     mesh: Mesh
+    carried: Payload = field(default_factory=dict[tuple[str, str], Any])
 
     @property
     def received(self) -> dict[tuple[str, str], Any]:
@@ -58,6 +62,7 @@ def work_of(steps: Iterable[Step], mesh: Mesh) -> Work:
     flops: Any = 0
     moved: Any = 0
     payload: dict[tuple[str, str], Any] = defaultdict(int)
+    carried: dict[tuple[str, str], Any] = defaultdict(int)
     for step in steps:
         match step:
             case Compute():
@@ -65,9 +70,11 @@ def work_of(steps: Iterable[Step], mesh: Mesh) -> Work:
             case Comm():
                 if step.ranks > 1:
                     payload[step.collective, step.axis] += step.nbytes
+            case Move():
+                carried[step.src, step.dst] += step.nbytes
             case _:
                 raise ValueError(f"no closed form of a {type(step).__name__}")
-    return Work(flops, moved, dict(sorted(payload.items())), mesh)
+    return Work(flops, moved, dict(sorted(payload.items())), mesh, dict(sorted(carried.items())))
 
 
 # --- one operator ----------------------------------------------------------------------------------------------------

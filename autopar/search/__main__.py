@@ -14,8 +14,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -23,6 +24,7 @@ import torch
 
 from autopar.attach.inputs import by_name
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
+from autopar.compile import ways_named
 from autopar.graph import Graph
 from autopar.here import hardware_or_here, is_here, memory_bytes
 from autopar.layout import show
@@ -31,9 +33,11 @@ from autopar.measure.operators import DEFAULT_S, profiler
 from autopar.mesh import parse_mesh
 from autopar.plan import Plan
 from autopar.price import OPTIMIZER_STATES
+from autopar.search import curve
 from autopar.search.baselines import Row, compare, moved, table
 from autopar.search.factory import Example, build
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, answer, ask, size
+from autopar.search.spare import NEEDS_OPTIM, SPARES
 from autopar.trace import TraceError, capture, graph_of
 from cost_models.hardware import Hardware, known_hardware
 from cost_models.whole_file import write_whole
@@ -84,12 +88,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", metavar="SIZE",
         help="what a plan may use of each rank's device: 70GiB, 40GB, or 0.9 of it (default: all of it, by the "
         "profile)")  # fmt: skip
+    add("--spare", metavar="WAYS",
+        help="what may be done where the fastest plan does not fit: some of " + ", ".join(SPARES) + " with commas "
+        "between, or none (default: what makes sense on the hardware; "
+        f"{NEEDS_OPTIM} is only used where it is named, and needs autopar.optim)")  # fmt: skip
+    add("--memory-curve", nargs="?", const="", metavar="FILE",
+        help="also find the plans for less memory and for more, and print step time over memory; FILE is an SVG "
+        "picture of it")  # fmt: skip
     add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
     add("--outputs", choices=("sharded", "global"), default="sharded",
         help="leave outputs in pieces, or bring them whole to every rank (default: sharded)")  # fmt: skip
-    add("--time-limit", type=float, default=60.0, metavar="S",
-        help="seconds for the solver, the same again for each baseline (default: 60)")  # fmt: skip
+    add(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds for the solver, the same again for each baseline and each point of the curve (default: 60)",
+    )
     add("--profile", nargs="?", type=float, const=DEFAULT_S, metavar="SECONDS",
         help="time the operators that strategies need on this machine's device, for so many seconds at most (default: "
         f"{DEFAULT_S:g}; 0 uses what is known), and price them so; the times are kept")  # fmt: skip
@@ -166,12 +182,11 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     mesh = _or_bad(lambda: parse_mesh(given.mesh))
     hardware = _hardware(given.hardware)
     memory = _memory(given.memory, hardware)
+    spare = _or_bad(lambda: ways_named(given.spare))
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
     profile = _profile(given, hardware, progress)
-    plan_path, dot_path = _writable(given.output, "-o"), _writable(given.dot, "--dot")
-    if plan_path is not None and plan_path == dot_path:
-        raise BadArgument(f"-o and --dot both name {given.output}; give each its own file")
+    paths = _paths({"-o": given.output, "--dot": given.dot, "--memory-curve": given.memory_curve or None})
 
     seconds: dict[str, float] = {}
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
@@ -183,31 +198,45 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
             "propose",
             lambda: ask(graph, mesh, hardware, optimizer=given.optimizer, profile=profile, progress=progress),
         )
-        limits: dict[str, Any] = {"memory": memory, "outputs": given.outputs, "time_limit_s": given.time_limit}
-        plan = _timed(
-            seconds, "search", lambda: answer(question, **limits, simulation=not given.no_simulation, progress=progress)
-        )
+        limits: dict[str, Any] = {"outputs": given.outputs, "time_limit_s": given.time_limit}
+        open_: dict[str, Any] = {"simulation": not given.no_simulation, "spare": spare}
+        plan = _timed(seconds, "search", lambda: answer(question, memory=memory, **limits, **open_, progress=progress))
         rows: tuple[Row, ...] = ()
         if given.baselines:
-            plan, rows = _timed(seconds, "baselines", lambda: compare(question, plan, **limits, progress=progress))
-        dot = plan.to_dot() if dot_path is not None else ""
+            plan, rows = _timed(
+                seconds, "baselines", lambda: compare(question, plan, memory=memory, **limits, progress=progress)
+            )
+        points: tuple[curve.Point, ...] = ()
+        if given.memory_curve is not None:
+            points = _timed(
+                seconds,
+                "memory_curve",
+                lambda: curve.memory_curve(question, (plan,), **limits, **open_, progress=progress),
+            )
+        writers: dict[str, Callable[[Path], None]] = {
+            "-o": plan.save,
+            "--dot": _writer(plan.to_dot() if "--dot" in paths else ""),
+            "--memory-curve": _writer(curve.picture(points) if "--memory-curve" in paths else ""),
+        }
     seconds["total"] = time.perf_counter() - started
     if given.json:
-        text = json.dumps(_document(given.model, plan, rows, seconds), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(_document(given.model, plan, rows, points, seconds), indent=1, allow_nan=False) + "\n"
     else:
-        text = "\n".join([plan.explain(), *([table(plan, rows)] if rows else [])])
+        tables = [*([table(plan, rows)] if rows else []), *([curve.table(points)] if points else [])]
+        text = "\n".join([plan.explain() + curve.price_of_memory(plan), *tables])
     check()
-    try:
-        if plan_path is not None:
-            plan.save(plan_path)
-            progress(f"wrote {plan_path}")
-        if dot_path is not None:
-            write_whole(dot_path, dot)
-            progress(f"wrote {dot_path}")
-    except OSError as error:
-        raise BadArgument(f"cannot write {error.filename or plan_path or dot_path}: {error.strerror}") from error
+    for flag, path in paths.items():
+        try:
+            writers[flag](path)
+        except OSError as error:
+            raise BadArgument(f"cannot write {error.filename or path}: {error.strerror}") from error
+        progress(f"wrote {path}")
     print(text, end="")
     return 0
+
+
+def _writer(text: str) -> Callable[[Path], None]:
+    return lambda path: write_whole(path, text)
 
 
 def _timed(seconds: dict[str, float], part: str, work: Callable[[], T]) -> T:
@@ -275,10 +304,19 @@ def _memory(text: str | None, hardware: Hardware) -> float:
     return memory_bytes(share, hardware)
 
 
-def _writable(path: str | None, flag: str) -> Path | None:
+def _paths(named: Mapping[str, str | None]) -> dict[str, Path]:
+    """flag -> the file to write; each is another."""
+    paths = {flag: _writable(path, flag) for flag, path in named.items() if path is not None}
+    for one, other in combinations(paths, 2):
+        if paths[one] == paths[other]:
+            raise BadArgument(f"{one} and {other} both name {named[one]}; give each its own file")
+    if (picture := paths.get("--memory-curve")) is not None and picture.suffix != ".svg":
+        raise BadArgument(f"--memory-curve {named['--memory-curve']} is no picture; name a file.svg")
+    return paths
+
+
+def _writable(path: str, flag: str) -> Path:
     """The file to write, of which it is known before the work begins that it can be written."""
-    if path is None:
-        return None
     target = Path(path).absolute()
     if not target.parent.is_dir():
         raise BadArgument(f"folder {target.parent} of {flag} {path} does not exist; make it first")
@@ -332,7 +370,9 @@ def _call(example: Example, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]
         raise BadArgument(f"{text} returned inputs that {name}.forward does not take: {error}") from error
 
 
-def _document(model: str, plan: Plan, rows: Sequence[Row], seconds: dict[str, float]) -> dict[str, Any]:
+def _document(
+    model: str, plan: Plan, rows: Sequence[Row], points: Sequence[curve.Point], seconds: dict[str, float]
+) -> dict[str, Any]:
     """What --json prints; every figure of a plan is predicted, for one rank and one step."""
     types = {node.target: node.outputs[0] for node in plan.graph.nodes if node.op == "parameter"}
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -366,6 +406,8 @@ def _document(model: str, plan: Plan, rows: Sequence[Row], seconds: dict[str, fl
             | ({} if row.plan is None else _figures(row.plan))
             for row in rows
         ],
+        "ms_per_gib": plan.search.get("ms_per_gib"),
+        **({"memory_curve": curve.rows_of(points)} if points else {}),
         "seconds": seconds,
         "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in usage),
         "peak_rss_bytes": usage[0].ru_maxrss * per_unit,
@@ -386,6 +428,8 @@ def _figures(plan: Plan) -> dict[str, Any]:
             for (collective, axis), nbytes in plan.comm_bytes.items()
         ],
         "moved_bytes": moved(plan),
+        "recomputed": curve.recomputed(plan),
+        "offloaded_bytes": curve.offloaded_bytes(plan),
     }
 
 

@@ -40,7 +40,7 @@ def compare(
     """
     rows: list[Row] = []
     best = chosen
-    for policy in policies_for(question.pricer.mesh):
+    for policy in policies_for(question.pricer.mesh, sparing=question.pricer.updates_together):
         try:
             plan = answer(question, memory=memory, outputs=outputs, time_limit_s=time_limit_s, policy=policy)
         except Infeasible as error:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
 
 from autopar.assemble import DEVICE, Assembled, assemble
 from autopar.classes import classes_of
@@ -17,11 +21,13 @@ from autopar.liveness import liveness
 from autopar.measure.calls import Profile, operations, wanted, with_measured
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.policies import agree, policies_for, restrict
+from autopar.policies import agree, policies_for, restrict, sparing_of
 from autopar.price import Pricer
 from autopar.schedule import bucket_bytes
 from autopar.search.discount import discounted
 from autopar.search.simulated import Shares, choose
+from autopar.search.spare import NOTHING_SPARED, Sparing, host_bytes, ways_on
+from autopar.settle import tidied
 from autopar.strategy import Strategy, propose
 from cost_models.hardware import Hardware
 from cost_models.measured import Key
@@ -38,6 +44,8 @@ TIE_ABOVE_PAIRS = 40_000_000
 EXACT_BELOW_PAIRS = 250_000
 GAP = 1e-3
 LOOSE = 3e-3  # of a problem whose prices are only a means to find candidates
+ROWS = 2  # of gradients need memory: one is sent when it holds `bucket_bytes`, or more; one more waits for the host
+LARGE_GAP = 5e-3  # of a large problem with all that may be spared
 
 
 class Infeasible(RuntimeError):
@@ -60,7 +68,7 @@ class Question:
     """What is searched, whatever the limits: a graph on a mesh and machine, with every strategy of every node.
 
     `measured`: seconds of the calls that were timed, which stand in the strategies' steps; `notes`: of how they came.
-    `known`: answers that were given already, of policies.
+    `known`: answers that were given already, of policies and without a limit of memory.
     """
 
     graph: Graph
@@ -69,7 +77,7 @@ class Question:
     without_rule: tuple[str, ...]
     measured: Mapping[Key, float] = field(default_factory=dict[Key, float])
     notes: tuple[str, ...] = ()
-    known: dict[object, Plan] = field(default_factory=dict[object, Plan], compare=False, repr=False)
+    known: dict[object, Any] = field(default_factory=dict[object, Any], compare=False, repr=False)
 
     @property
     def measured_digest(self) -> str:
@@ -92,6 +100,7 @@ def search(
     policy: str | None = None,
     profile: Profile | None = None,
     simulation: bool = False,
+    spare: Collection[str] | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """The fastest plan for one training step of `graph` that fits in `memory` bytes on each rank.
@@ -99,7 +108,9 @@ def search(
     `outputs`: "sharded" leaves outputs in the plan's layouts, "global" brings them whole to every rank. `fixed`:
     layouts of parameters that are settled already. `tied`: one choice for repeated layers (default: only where the
     problem is large). `policy`: only plans of this baseline (`autopar.policies`). `profile`: gives operators the times
-    that were measured (`autopar.measure.operators`). `simulation`: on hardware where collectives run beside compute,
+    that were measured (`autopar.measure.operators`). `spare`: what may be done where the fastest plan does not fit,
+    of "recompute", "offload", "host" and "stream" (`autopar.search.spare`; default: what makes sense on the hardware).
+    `simulation`: on hardware where collectives run beside compute,
     the plan whose simulated step is the quickest of several (`autopar.search.simulated`), not the one of the least sum.
     Same arguments, same plan, unless the time limit cuts the search.
     Raises Infeasible, NoAnswerInTime.
@@ -107,7 +118,7 @@ def search(
     question = ask(graph, mesh, hardware, optimizer=optimizer, profile=profile, progress=progress)
     return answer(
         question, memory=memory, outputs=outputs, fixed=fixed,
-        time_limit_s=time_limit_s, tied=tied, policy=policy, simulation=simulation, progress=progress,
+        time_limit_s=time_limit_s, tied=tied, policy=policy, simulation=simulation, spare=spare, progress=progress,
     )  # fmt: skip
 
 
@@ -144,10 +155,12 @@ def answer(
     tied: bool | None = None,
     policy: str | None = None,
     simulation: bool = False,
+    spare: Collection[str] | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """`search`, of a question already asked. What it found for a policy, it knows when it is asked again."""
-    wanted = _Wanted(memory, outputs, fixed or {}, time_limit_s, tied)
+    sparing = Sparing(ways_on(question.pricer, spare))
+    wanted = _Wanted(memory, outputs, fixed or {}, time_limit_s, tied, sparing)
     if policy is not None:
         return _of_policy(question, policy, wanted, progress)
     solved = _solved(question, None, wanted, progress)
@@ -163,6 +176,8 @@ class _Wanted:
     fixed: Mapping[str, Layout]
     time_limit_s: float
     tied: bool | None
+    sparing: Sparing = NOTHING_SPARED
+    gap: float | None = None  # of a large problem
 
 
 @dataclass(frozen=True)
@@ -177,13 +192,44 @@ class _Solved:
 
 
 def _solved(question: Question, policy: str | None, wanted: _Wanted, progress: Progress) -> _Solved:
+    """The best plan that keeps everything on the device if the best of all is one, which is soon found out."""
+    if policy is not None:
+        sparing = sparing_of(policy, question.graph, wanted.sparing.ways)
+        return _within(question, policy, replace(wanted, sparing=sparing), progress)
+    unlimited = replace(wanted, memory=None, sparing=NOTHING_SPARED)
+    if wanted.memory is None:
+        return _within(question, None, unlimited, progress)
+    if not wanted.sparing.ways:
+        return _within(question, None, wanted, progress)
+    if (key := repr(unlimited)) not in question.known:
+        question.known[key] = _within(question, None, unlimited, progress)
+    free: _Solved = question.known[key]
+    if free.plan.peak_bytes[DEVICE] <= wanted.memory:
+        limits = {DEVICE: wanted.memory - ROWS * free.pricer.bucket_bytes}
+        limited = replace(free.assembled, problem=replace(free.assembled.problem, limits=limits))
+        return replace(free, plan=replace(free.plan, memory_limit=wanted.memory), assembled=limited)
+    progress(f"the fastest plan needs {size(free.plan.peak_bytes[DEVICE])}: what to spare is part of the search")
+    known = [free]
+    for more in (1.0, 1.5):
+        keeping = replace(
+            unlimited, memory=wanted.memory * more, time_limit_s=min(10.0, wanted.time_limit_s), gap=2 * LARGE_GAP
+        )
+        with contextlib.suppress(Infeasible, NoAnswerInTime):
+            known.append(_within(question, None, keeping, progress))
+    return _within(question, None, wanted, progress, known)
+
+
+def _within(
+    question: Question, policy: str | None, wanted: _Wanted, progress: Progress, known: Sequence[_Solved] = ()
+) -> _Solved:
     gathered = _bucket_bytes(question, wanted.memory)
     try:
-        return _answer(question, gathered, policy, wanted, progress)
+        return _answer(question, gathered, policy, wanted, progress, known)
     except Infeasible:
         if not gathered:
             raise
-        return _answer(question, 0, policy, wanted, progress)  # the row in which gradients gather needs memory, too
+        # the row in which gradients gather needs memory, too
+        return _answer(question, 0, policy, wanted, progress, known)
 
 
 def _of_policy(question: Question, policy: str, wanted: _Wanted, progress: Progress) -> Plan:
@@ -200,6 +246,8 @@ def _simulated(question: Question, solved: _Solved, wanted: _Wanted, progress: P
 
     def again(shares: Shares) -> Plan | None:
         nonlocal start, prices
+        if solved.assembled.modes:  # too large to be solved again and again
+            return None
         cheaper = discounted(solved.assembled, graph, pricer, shares)
         solution = solve(
             cheaper.problem, time_limit_s=wanted.time_limit_s, gap=max(solved.gap, LOOSE), start=start,
@@ -255,6 +303,7 @@ def _answer(
     policy: str | None,
     wanted: _Wanted,
     progress: Progress,
+    known: Sequence[_Solved] = (),
 ) -> _Solved:
     memory, outputs, tied = wanted.memory, wanted.outputs, wanted.tied
     started = time.perf_counter()
@@ -267,14 +316,21 @@ def _answer(
         tied = pairs > TIE_ABOVE_PAIRS
     if tied and policy is not None:
         strategies = agree(strategies, classes_of(graph, tied=True))
+    sparing = wanted.sparing
+    wide, residences = sparing.widen(graph), sparing.residences
+    rows = gathered * (ROWS if len(residences) == 1 else ROWS + 1)
     assembled = assemble(
-        graph,
+        wide.graph,
         strategies,
         pricer,
-        memory=None if memory is None else memory - 2 * gathered,  # for a row: it is sent when it holds that, or more
+        memory=None if memory is None else memory - rows,
         tied=tied,
         whole_outputs=outputs == "global",
         fixed=wanted.fixed,
+        again=wide.again,
+        residences=residences,
+        host_memory=host_bytes(pricer) if len(residences) > 1 or "offload" in sparing.ways else None,
+        residence_of=sparing.residence,
     )
     problem = assembled.problem
     assembled_s = time.perf_counter() - started
@@ -282,10 +338,24 @@ def _answer(
         f"assembled {len(problem.costs):,} items and {len(problem.edges):,} edges in {assembled_s:.1f} s"
         + (", repeated layers tied" if tied else "")
     )
-    gap = 0.0 if pairs <= EXACT_BELOW_PAIRS else GAP
-    solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap)
+    is_small = sum(edge.cost.size for edge in problem.edges) <= EXACT_BELOW_PAIRS
+    gap = 0.0 if is_small and not wanted.sparing.ways else GAP
+    if not is_small and wanted.gap is not None:
+        gap = wanted.gap
+    start: Solution | None = None
+    if known and not is_small:
+        gap = LARGE_GAP
+        start = _among_layouts(known, assembled, wanted.time_limit_s / 3)
+        told = "does not fit" if start is None else f"takes {start.cost * 1e3:.3f} ms"
+        progress(f"the best among the layouts of {len(known)} plans {told}")
+    left = wanted.time_limit_s
+    if start is not None:  # it is seldom bettered: what follows proves how good it is
+        left = min(left - start.seconds, left / 3)
+    solution = solve(problem, time_limit_s=max(1.0, left), gap=gap, start=None if start is None else start.picks)
     progress(f"solved in {solution.seconds:.1f} s: {solution.status}, gap {solution.gap:.2%}")
-    picks = _picks_or_raise(solution, graph, assembled, memory, wanted.time_limit_s)
+    picks = tidied(assembled, _picks_or_raise(solution, wide.graph, assembled, memory, wanted.time_limit_s))
+    if picks != solution.picks:
+        solution = replace(solution, picks=picks, cost=evaluate(problem, picks).cost)
     notes = [*_rule_notes(graph, question.without_rule)]
     if tied:
         notes.append("repeated layers share one choice; the gap is to the best plan that ties them")
@@ -314,6 +384,23 @@ def _answer(
         plan = _with_measured_noted(plan, question)
     progress(f"refereed: {plan.step_seconds * 1e3:.3f} ms a step, {time.perf_counter() - started:.1f} s in all")
     return _Solved(plan, assembled, solution, pricer, gap)
+
+
+def _among_layouts(known: Sequence[_Solved], assembled: Assembled, time_limit_s: float) -> Solution | None:
+    """The best of what combines the layouts of known plans, whatever is spared: a small problem, and a place to start
+    from. None if nothing of the kind fits.
+    """
+    costs = list(assembled.problem.costs)
+    for name, item in known[0].assembled.item_of.items():
+        layouts, at = len(known[0].assembled.problem.costs[item]), assembled.item_of[name]
+        picked = np.zeros(layouts, dtype=bool)
+        for solved in known:
+            if solved.solution.picks is not None:
+                picked[solved.solution.picks[item]] = True
+        open_ = picked[np.arange(len(costs[at])) % layouts]  # where a parameter resides is open
+        costs[at] = np.where(open_, costs[at], np.inf)
+    solution = solve(replace(assembled.problem, costs=tuple(costs)), time_limit_s=time_limit_s, gap=LOOSE)
+    return None if solution.picks is None else solution
 
 
 def _with_measured_noted(plan: Plan, question: Question) -> Plan:

@@ -7,16 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.graph import Arg, Const, Graph, Node, Ref, Result, TensorType, map_refs
-
-RANDOM = (
-    "aten.native_dropout.default",
-    "aten.rand",
-    "aten.randn",
-    "aten.randint",
-    "aten.bernoulli",
-    "aten.normal",
-    "aten.multinomial",
-)
+from autopar.work import RANDOM
 
 
 class Builder:

@@ -175,13 +175,16 @@ def _convolution_backward(b: Builder, node: Node) -> tuple[Ref | None, ...]:
 
 
 def _nll_loss(b: Builder, node: Node) -> tuple[Ref, ...]:
-    """A mean over the labels that count is sum / count, each of which may be partial; never a mean of means."""
+    """A mean over the labels that count is sum / count, each of which may be partial; never a mean of means.
+
+    The count is shared by forward and backward, so that it is summed over the ranks once.
+    """
     log_p, target, weight, reduction, ignore = node.args
     if reduction != MEAN:
         return _keep(b, node)
     name = b.call(node, node.op, (log_p, target, weight, SUM, ignore), *node.outputs, name=node.name).name
-    total, count = Ref(name, 0), Ref(name, 1)
-    return (b.pointwise(node, "aten.div.Tensor", total, count, name="mean_loss"), count)
+    count = b.call(node, "autopar.share", (Ref(name, 1),), node.outputs[1], name="count")
+    return (b.pointwise(node, "aten.div.Tensor", Ref(name, 0), count, name="mean_loss"), count)
 
 
 def _nll_loss_backward(b: Builder, node: Node) -> tuple[Ref, ...]:

@@ -81,7 +81,8 @@ def test_loading_before_the_plan_leaves_the_users_model_alone(one: DeviceMesh) -
 
 
 def test_assigning_a_state_dict_keeps_dtensors(one: DeviceMesh) -> None:
-    parallel = autopar.compile(net(seed=1), one, example_kwargs=batch())
+    parallel = autopar.compile(net(seed=1), one)
+    parallel(**batch())
     parallel.load_state_dict(net(seed=2).state_dict(), assign=True)
     assert all(isinstance(parameter, DTensor) for parameter in parallel.parameters())
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 import autopar
+from autopar.search import search
 from tests.processes.compare import LOSS, adamw, near, same_gradients, same_state, same_steps, sgd, splits, whole
 from tests.processes.models import BATCH, WIDTH, Drop, Logits, Net, Several, batch, net
 from tests.processes.worker import Ranks
@@ -215,6 +216,30 @@ def check_positional_and_keyword_calls_are_one(ranks: Ranks) -> None:
     parallel.eval(), parallel.train()
     near(parallel(data["x"], y=data["y"]), first, LOSS, "loss of the other spelling")
     assert parallel.plan is plan
+
+
+def check_whole_parameters_are_plain_tensors(ranks: Ranks) -> None:
+    """Where nothing of the model is split and nobody holds its parameters yet; they load from DTensors, and into them."""
+    plain = net()
+    split = autopar.compile(plain, ranks.mesh(), hardware=FAST, example_kwargs=batch())
+    assert all(isinstance(parameter, DTensor) for parameter in split.parameters())
+    plan = search(split.plan.graph, split.plan.mesh, FAST, policy="data-parallel")
+    parallel = autopar.compile(plain, ranks.mesh(), plan=plan, example_kwargs=batch())
+    assert all(type(parameter) is torch.nn.Parameter for parameter in parallel.parameters())
+    assert parallel.third.weight is parallel.first.weight and not parallel.scale.requires_grad
+    same_steps(plain, parallel, batch(), steps=3)
+    splits(parallel)
+    late = autopar.compile(plain, ranks.mesh(), plan=plan)
+    early = adamw(late.parameters())
+    late(**batch())
+    assert all(isinstance(parameter, DTensor) for parameter in late.parameters())
+    split.load_state_dict(parallel.state_dict())
+    late.load_state_dict(split.state_dict())
+    parallel.load_state_dict(split.state_dict(), assign=True)
+    assert all(type(parameter) is torch.nn.Parameter for parameter in parallel.parameters())
+    for model in (split, late, parallel):
+        same_state(plain, model)
+    same_steps(plain, late, batch(), (adamw(plain.parameters()), early), steps=2)
 
 
 # --- state dicts -----------------------------------------------------------------------------------------------------

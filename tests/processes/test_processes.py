@@ -81,3 +81,7 @@ def test_what_users_do_works_on_four_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_code_can_be_compiled(tmp_path: Path) -> None:
     run_checks("inductor", 2, tmp_path)
+
+
+def test_what_lies_on_the_host_trains_on_two_processes(tmp_path: Path) -> None:
+    run_checks("residence", 2, tmp_path)

@@ -82,6 +82,8 @@ def _rms_norm_backward(grad: Any, x: Any, normalized: Any, rstd: Any, weight: An
 STAND_INS: dict[str, Callable[..., Any]] = {
     "autopar.einsum": _einsum,
     "autopar.share": lambda x: x,
+    "autopar.store": lambda x: x.clone(),
+    "autopar.fetch": lambda x: x.clone(),
     "autopar.to_reduce_dtype": torch.ops.aten._to_copy.default,
     "aten._fused_rms_norm_backward.default": _rms_norm_backward,
 }

@@ -95,6 +95,8 @@ def samples() -> Samples:
         **{f"aten.{name}_backward.default": _gradient(name) for name in GRADIENT.split()},
         **{f"aten.{name}.default": [s(f(6, 12))] for name in ["neg", "clone", "alias", "detach", "lift_fresh_copy"]},
         "autopar.share": [s(f(6, 12))],
+        "autopar.store": [s(f(6, 12)), s(f()), s(ints(9, 6, 1, 12))],
+        "autopar.fetch": [s(f(6, 12)), s(f()), s(ints(9, 6, 1, 12))],
         "autopar.to_reduce_dtype": [s(f(6, 12).bfloat16(), dtype=F32)],
         "aten._to_copy.default": [
             s(f(6, 12), dtype=F32),

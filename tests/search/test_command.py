@@ -11,6 +11,7 @@ import pytest
 
 from autopar import NoAnswerInTime, Plan
 from autopar.compile import compile
+from autopar.policies import POLICIES
 from autopar.search import __main__ as command
 from autopar.search.__main__ import main
 from tests.support.tiny import TINY
@@ -138,7 +139,7 @@ def test_the_command_writes_plan_and_picture_and_prints_one_object(folder: Path)
 
 
 def command_policies() -> tuple[str, ...]:
-    return ("data-parallel", "fsdp", "tensor-parallel", "fsdp+tensor-parallel")
+    return tuple(POLICIES)
 
 
 def test_the_explanation_and_the_table_go_to_stdout_and_progress_to_stderr(

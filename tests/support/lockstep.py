@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,10 +27,15 @@ RANDOM = ("rand", "dropout", "draw_seed", "bernoulli", "normal", "multinomial")
 
 @dataclass
 class Lockstep:
-    """One program of one mesh; `traffic` is what one rank has received so far, per (collective, axis)."""
+    """One program of one mesh; `traffic` is what one rank has received so far, per (collective, axis).
+
+    A collective in place leaves no number in what it works on until it is waited for: who reads it before, or holds
+    another view of it, gets nan.
+    """
 
     mesh: Mesh
     traffic: Counter[tuple[str, str]]
+    in_flight: dict[fx.Node, PerRank] = field(default_factory=dict)
 
     def execute(self, module: fx.GraphModule, inputs: Sequence[PerRank]) -> list[PerRank]:
         """The module's results, each as a list over the ranks."""
@@ -65,9 +70,12 @@ class Lockstep:
         return made
 
     def collective(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
-        name = str(node.target).removeprefix("_c10d_functional.").split(".")[0].removesuffix("_")  # in place or not
+        called = str(node.target).removeprefix("_c10d_functional.").split(".")[0]
+        name = called.removesuffix("_")
         sent: PerRank = values[node.args[0]]  # type: ignore[index]
         if name == "wait_tensor":
+            for piece, value in zip(sent, self.in_flight.pop(node.args[0], ()), strict=False):  # type: ignore[arg-type]
+                piece.copy_(value)
             return sent
         assert all(piece.is_contiguous() for piece in sent), f"{name} sends a tensor that is not contiguous"
         axis = str(node.args[-1])
@@ -78,7 +86,12 @@ class Lockstep:
                 received[rank] = value
         kind, nbytes = moved(name, self.mesh.sizes[place], sent[0].numel() * sent[0].element_size())
         self.traffic[kind, axis] += nbytes
-        return received
+        if called == name:
+            return received
+        self.in_flight[node] = received
+        for piece in sent:
+            piece.fill_(torch.nan)
+        return sent
 
     def groups(self, place: int) -> list[list[int]]:
         found: dict[tuple[int, ...], list[int]] = {}

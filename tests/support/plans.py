@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.assemble import Assembled, assemble
-from autopar.decide import choose, decide, picked, refereed
+from autopar.decide import choose, decide, refereed
 from autopar.graph import Graph
 from autopar.layout import Layout
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.price import Pricer
+from autopar.settle import picked
 from autopar.strategy import Strategy, propose
 from cost_models.hardware import Hardware
 from solver import Solution, solve

@@ -1,0 +1,187 @@
+"""What `assemble` puts together: items, edges and usages of the problem, with each array made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.graph import Graph, Ref, TensorType
+from autopar.layout import Layout, Partial
+from autopar.liveness import Liveness, Read, liveness
+from autopar.price import Pricer
+from autopar.saving import Again
+from autopar.strategy import Strategy
+from solver import EdgeUsage, Usage
+
+Array = NDArray[np.float64]
+DEVICE, HOST = "hbm", "host"
+
+
+class Assembly:
+    """The problem in the making.
+
+    `item_of[node]`: the item whose option says in which layouts the node's results are; of a value that comes back in
+    backward (`again`) that is the item of its origin. `mode_of[node]`: the item that says how it comes back.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        strategies: Mapping[str, tuple[Strategy, ...]],
+        pricer: Pricer,
+        fixed: Mapping[str, Layout],
+        again: Mapping[str, Again],
+        residences: Sequence[str],
+    ) -> None:
+        self.graph, self.pricer, self.fixed = graph, pricer, fixed
+        self.again, self.residences = again, tuple(residences)
+        self.strategies = strategies
+        self.node_of = graph.by_name
+        self.live: Liveness = liveness(graph)
+        self.item_of: dict[str, int] = {}
+        self.mode_of: dict[str, int] = {}
+        self.options: list[tuple[Strategy, ...]] = []
+        self.costs: list[Array] = []
+        self.names: list[str] = []
+        self.prices: dict[object, tuple[Array, Array, Array]] = {}
+        self.edge_at: dict[tuple[int, int, object], int] = {}
+        self.edges: list[tuple[int, int, Array, int]] = []
+        self.usages: list[Usage] = []
+        self.edge_usages: list[EdgeUsage] = []
+        self.size_of: dict[object, Array] = {}
+        self.kept: list[object] = []  # what ids in keys belong to
+        self.resident: dict[int, tuple[Strategy, ...]] = {}
+        self.last_read: dict[str, int] = {}  # forward node -> when the forward reads it last
+        self.needed: dict[Ref, int] = {}  # what views look at when they run again -> until when somebody needs it
+        self.readers: dict[str, Any] = {}  # of parameters (`autopar.residence`)
+
+    def add_item(self, name: str, options: tuple[Strategy, ...], cost: Array) -> int:
+        self.options.append(options)
+        self.costs.append(cost)
+        self.names.append(name)
+        return len(self.options) - 1
+
+    def gives(self, item: int, index: int) -> list[Layout]:
+        return [strategy.gives[index] for strategy in self.options[item]]
+
+    def between(
+        self,
+        type: TensorType,
+        producer: int,
+        index: int,
+        takes_of: tuple[int, int],
+        takes: list[Layout],
+        by: Read | int,
+    ) -> tuple[Array, Array, Array]:
+        """Of the change from each option of the producer to each layout of the reader: seconds, bytes of the new
+        tensor, and bytes of all that it makes, at most at a time.
+        """
+        key = (
+            type,
+            id(self.options[producer]),
+            index,
+            id(self.options[takes_of[0]]),
+            takes_of[1],
+            self.live.gone.get(by),
+        )
+        if key not in self.prices:
+            gives = self.gives(producer, index)
+            self.prices[key] = self.pricer.reshard(type, gives, takes), *self.made(type, gives, takes, by)
+        return self.prices[key]
+
+    def made(self, type: TensorType, gives: list[Layout], takes: list[Layout], by: Read | int) -> tuple[Array, Array]:
+        beside, alone = self.pricer.reshard_rooms(type, gives, takes)
+        if (gone := self.live.gone.get(by)) is not None:
+            alone = alone - gone.of(self.pricer.nbytes(type, gives))[:, None]
+        return self.pricer.reshard_bytes(type, gives, takes), np.maximum(beside, alone)
+
+    def delivered(
+        self, type: TensorType, producer: int, index: int, parameter: int, stored: list[Layout], by: int
+    ) -> tuple[Array, Array, Array]:
+        """`between`, of a gradient and its parameter."""
+        key = (
+            "delivered",
+            type,
+            id(self.options[producer]),
+            index,
+            id(self.options[parameter]),
+            self.live.gone.get(by),
+        )
+        if key not in self.prices:
+            gives = self.gives(producer, index)
+            self.prices[key] = self.pricer.deliver(type, gives, stored), *self.made(type, gives, stored, by)
+        return self.prices[key]
+
+    def brought_once(
+        self, told: tuple[Array, Array, Array], item: int, position: int, earlier: list[int]
+    ) -> tuple[Array, Array, Array]:
+        """Nothing more, where an option takes the value in one layout at `position` and at an earlier one (x * x)."""
+        key = ("brought once", *map(id, told), id(self.options[item]), position, tuple(earlier))
+        if key not in self.prices:
+            again = [any(s.takes[position] == s.takes[place] for place in earlier) for s in self.options[item]]
+            cost, nbytes, room = (np.where(again, 0.0, array) for array in told)
+            self.prices[key] = cost, nbytes, room
+        return self.prices[key]
+
+    def without_reduction(
+        self, cost: Array, producer: int, index: int, reader: tuple[int, int], takes: list[Layout]
+    ) -> Array:
+        """The same prices, but a partial sum must stay one: it is summed behind the reader, in another precision."""
+        key = ("without reduction", id(cost), id(self.options[producer]), index, id(self.options[reader[0]]), reader[1])
+        if key not in self.prices:
+            lost = [
+                [
+                    any(isinstance(g, Partial) and not isinstance(t, Partial) for g, t in zip(give, take, strict=True))
+                    for take in takes
+                ]
+                for give in self.gives(producer, index)
+            ]
+            self.prices[key] = np.where(np.array(lost), np.inf, cost), cost, cost
+        return self.prices[key][0]
+
+    def add_edge(self, src: int, dst: int, cost: Array) -> int:
+        """One more use; uses of equal price between the same items are one edge, counted."""
+        key = (src, dst, id(cost))
+        if key not in self.edge_at:
+            self.edge_at[key] = len(self.edges)
+            self.edges.append((src, dst, cost, 0))
+        number = self.edge_at[key]
+        src, dst, cost, count = self.edges[number]
+        self.edges[number] = (src, dst, cost, count + 1)
+        return number
+
+    def changed(self, edge: int, start: int, end: int, nbytes: Array, room: Array) -> None:
+        """A layout change at instant `start`, whose new tensor is held until before `end`."""
+        if room.any():
+            self.edge_usages.append(EdgeUsage(edge, DEVICE, start, start + 1, room))
+        self.held_between(edge, start + 1, end, nbytes)
+
+    def held(self, item: int, start: int, end: int, nbytes: Array, tier: str = DEVICE) -> None:
+        if end > start and nbytes.any():
+            self.usages.append(Usage(item, tier, start, end, nbytes))
+
+    def held_between(self, edge: int, start: int, end: int, nbytes: Array, tier: str = DEVICE) -> None:
+        """Bytes that depend on the options of both ends of an edge."""
+        if end > start and nbytes.any():
+            self.edge_usages.append(EdgeUsage(edge, tier, start, end, nbytes))
+
+    def once(self, key: object, make: Callable[[], Array]) -> Array:
+        """The array of that key: equal ones are one, which is what the solver's speed rests on."""
+        if key not in self.size_of:
+            self.size_of[key] = make()
+        return self.size_of[key]
+
+    def type(self, ref: Ref) -> TensorType:
+        type = self.node_of[ref.name].outputs[ref.index]
+        assert type is not None, ref
+        return type
+
+    def sizes(self, type: TensorType, item: int, what: object, layouts: Callable[[], list[Layout]]) -> Array:
+        """Bytes of a tensor in the layout that each option has of it."""
+        key = (type, id(self.options[item]), what)
+        if key not in self.size_of:
+            self.size_of[key] = self.pricer.nbytes(type, layouts())
+        return self.size_of[key]

@@ -1,0 +1,116 @@
+"""Copies between the memory of the device and that of the host: what `autopar.store` and `autopar.fetch` run as.
+
+A copy is launched by `store` or `fetch` and waited for by `wait_copy`; until then nobody may read what it makes, and
+what it reads is kept by the wait, which has it for an operand. On CUDA copies run on a stream of their own for each
+direction, between pinned memory and the device, and a wait holds up the current stream, not the host; whoever reads
+on the host what was stored calls `settle` before. On a CPU, where host and device are one, a copy is made at once, in
+memory of its own: so the same program does the same things in the same order.
+
+They are operators of torch, so that a compiler sees neither through them nor past them: the name tells two fetches of
+one value apart, and the wait writes to what it waits for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+_in_flight: dict[int, torch.cuda.Event] = {}  # address of what is being made -> when it is there
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+
+
+@torch.library.custom_op("autopar::store", mutates_args=())
+def store(x: Tensor, name: str) -> Tensor:
+    """Begin to copy a value of the device to the host."""
+    made = host_like(x)
+    if x.is_cuda:
+        _launch(made, x, x.device, "d2h")
+        return made
+    return made.copy_(x)
+
+
+@torch.library.custom_op("autopar::fetch", mutates_args=())
+def fetch(x: Tensor, device: torch.device, name: str) -> Tensor:
+    """Begin to copy a value of the host to the device."""
+    made = torch.empty_like(x, device=device, pin_memory=False)
+    if made.is_cuda:
+        _launch(made, x, made.device, "h2d")
+        return made
+    return made.copy_(x)
+
+
+@torch.library.custom_op("autopar::wait_copy", mutates_args=("made",))
+def wait_copy(made: Tensor, source: Tensor, name: str) -> None:
+    """From here on, for what is launched later, `made` is there and `source` is needed no more."""
+    event = _in_flight.pop(made.data_ptr(), None)
+    if event is not None:
+        device = made.device if made.is_cuda else source.device
+        torch.cuda.current_stream(device).wait_event(event)
+
+
+@store.register_fake
+def _(x: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x, device="cpu")
+
+
+@fetch.register_fake
+def _(x: Tensor, device: torch.device, name: str) -> Tensor:
+    return torch.empty_like(x, device=device)
+
+
+@wait_copy.register_fake
+def _(made: Tensor, source: Tensor, name: str) -> None:
+    return None
+
+
+def settle() -> None:
+    """Wait on the host until all copies that have been launched are made."""
+    for stream in _streams.values():
+        stream.synchronize()
+
+
+def host_like(x: Tensor) -> Tensor:
+    """Room on the host for a copy of `x`, laid out like it: pinned if `x` lies on a device, where that is possible.
+
+    torch keeps pinned memory that is given back, so that a step finds again what the one before it had.
+    """
+    if x.is_cuda and can_pin():
+        try:
+            return torch.empty_like(x, device="cpu", pin_memory=True)
+        except RuntimeError as error:  # the machine lets us have no more
+            _note(str(error))
+    return torch.empty_like(x, device="cpu", pin_memory=False)
+
+
+@functools.cache
+def can_pin() -> bool:
+    """Whether pinned memory is to be had here."""
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError as error:
+        _note(str(error))
+        return False
+    return True
+
+
+@functools.cache
+def _note(why: str) -> None:
+    told = "host memory cannot be pinned (%s); copies between device and host take longer and do not overlap"
+    logging.getLogger("autopar").warning(told, why.splitlines()[0] if why else "no reason given")
+
+
+def _launch(made: Tensor, source: Tensor, device: torch.device, way: str) -> None:
+    """Copy on the stream of that direction, behind all that the current stream has been given so far."""
+    key = device, way
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream(device)
+    stream = _streams[key]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    host = source if way == "h2d" else made
+    with torch.cuda.stream(stream):
+        made.copy_(source, non_blocking=host.is_pinned())
+    _in_flight[made.data_ptr()] = there = torch.cuda.Event()
+    there.record(stream)

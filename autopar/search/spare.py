@@ -1,0 +1,77 @@
+"""What a search may do to need less memory of the device, and which of it a policy prescribes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from autopar.assembly import HOST
+from autopar.graph import Graph, Node
+from autopar.price import Pricer
+from autopar.saving import RECOMPUTE, SAVE, Again, Widened, widened
+
+# Forward values that backward needs are made again, or wait on the host; parameters live on the host with all that
+# belongs to them, or their optimizer states do and stream through the device.
+SPARES = ("recompute", "offload", "host", "stream")
+NEEDS_OPTIM = "stream"  # needs `autopar.optim`, and so is used only where it is asked for
+
+Modes = Callable[[Again, Node], tuple[str, ...]]  # a forward value that comes back, the node that makes it -> its modes
+
+
+@dataclass(frozen=True)
+class Sparing:
+    """`ways`: those of SPARES that are open. `modes`: those that a value may have, if a policy says so; `residence`:
+    where a policy wants the parameters that it names.
+    """
+
+    ways: tuple[str, ...] = ()
+    modes: Modes | None = None
+    residence: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def residences(self) -> tuple[str, ...]:
+        """Where a parameter may reside."""
+        open_ = {*(way for way in ("host", "stream") if way in self.ways), *self.residence.values()}
+        return ("device", *(where for where in ("host", "stream") if where in open_))
+
+    def widen(self, graph: Graph) -> Widened:
+        """The graph with all that may be decided about its forward values; itself where that is nothing."""
+        if not {"recompute", "offload"} & set(self.ways) and self.modes is None:
+            return Widened(graph, {})
+        again = "recompute" in self.ways or self.modes is not None
+        found = widened(graph, recompute=again, offload="offload" in self.ways)
+        if self.modes is None:
+            return found
+        node_of = graph.by_name
+        settled = {
+            name: replace(one, modes=self.modes(one, node_of[one.origin])) if one.modes else one
+            for name, one in found.again.items()
+        }
+        return replace(found, again=settled)
+
+
+NOTHING_SPARED = Sparing()
+
+
+def checkpointed(again: Again, node: Node) -> tuple[str, ...]:
+    """Nothing is saved that can be made again: what `torch.utils.checkpoint` around every region does."""
+    if RECOMPUTE not in again.modes:
+        return tuple(mode for mode in again.modes if mode in (SAVE, "drop"))
+    return tuple(mode for mode in again.modes if mode not in (SAVE, "offload"))
+
+
+def ways_on(pricer: Pricer, asked: Collection[str] | None) -> tuple[str, ...]:
+    """The ways that are open: those asked for, or what makes sense on this machine. A CPU's memory is the host's.
+
+    Raises ValueError for one that is not known.
+    """
+    if asked is None:
+        return tuple(way for way in SPARES if way != NEEDS_OPTIM) if pricer.updates_together else ("recompute",)
+    if unknown := sorted(set(asked).difference(SPARES)):
+        raise ValueError(f"no way to spare memory is called {unknown[0]!r}; known: {', '.join(SPARES)}, or none")
+    return tuple(way for way in SPARES if way in asked)
+
+
+def host_bytes(pricer: Pricer) -> float:
+    """What a rank may take of its host's memory."""
+    return float(pricer.hardware.tiers[HOST].capacity_bytes)

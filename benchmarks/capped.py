@@ -1,0 +1,207 @@
+"""Training in little device memory, on one GPU: autopar's plan beside the same model without a cap and torch's offload.
+
+    python -m benchmarks.capped --models gpt-125m gpt-350m gpt-1.3b --share 0.4 -o docs/benchmarks/capped.md
+
+Every method runs alone in a process of its own, in bfloat16 on random tokens, forward + backward + AdamW, and all but
+the first under the same cap (`set_per_process_memory_fraction`), which is that share of what the first one took:
+
+    uncapped        the plain model
+    autopar         the plan that fits in the cap (autopar.compile(memory=...))
+    elixir          the same compiler with Elixir's published rule in the place of the search
+    fully_shard     torch's, each block, with parameters, gradients and states on the CPU and blocks checkpointed
+
+Efficiency is the uncapped time over the method's. Without CUDA it says so and ends with status 0. `--device cpu` runs
+small shapes on bookkept copies instead, without a cap: that the command works, and nothing about speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+import autopar
+from cost_models.whole_file import write_whole
+
+SHAPES = {  # layers, width, heads, vocabulary (OPT's and GPT's tables)
+    "tiny": (2, 64, 2, 512),
+    "gpt-125m": (12, 768, 12, 50257),
+    "gpt-350m": (24, 1024, 16, 50257),
+    "gpt-1.3b": (24, 2048, 32, 50257),
+    "opt-2.7b": (32, 2560, 32, 50272),
+    "opt-6.7b": (32, 4096, 32, 50272),
+}
+METHODS = ("uncapped", "autopar", "elixir", "fully_shard")
+
+
+def build(name: str, sequence: int, device: str) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, width, heads, vocabulary = SHAPES[name]
+    config = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=sequence, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device):
+        return GPT2LMHeadModel(config).to(torch.bfloat16)
+
+
+def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float | None, policy: str | None) -> Any:
+    mesh = autopar.init_mesh(device)
+    limit = None if cap is None else int(cap)
+    if policy is None:
+        return autopar.compile(model, mesh, memory=limit, example_kwargs=kwargs)
+    from autopar.here import hardware_or_here, memory_bytes
+    from autopar.measure.twin import traced
+    from autopar.mesh import Mesh
+    from autopar.search import search
+
+    machine = hardware_or_here(None, device)
+    graph = traced(model, (), kwargs)
+    room = memory_bytes(limit, machine, device)
+    plan = search(graph, Mesh(("data",), (1,)), machine, memory=room, policy=policy)
+    return autopar.compile(model, mesh, plan=plan, example_kwargs=kwargs)
+
+
+def sharded(model: nn.Module, device: str) -> nn.Module:
+    mesh = autopar.init_mesh(device)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    offload = {"offload_policy": CPUOffloadPolicy()} if device == "cuda" else {}
+    for block in [module for module in model.modules() if type(module).__name__ == "GPT2Block"]:
+        fully_shard(block, mesh=mesh, **offload)
+    fully_shard(model, mesh=mesh, **offload)
+    return model
+
+
+def worker(given: argparse.Namespace) -> dict[str, Any]:
+    """Train for some steps; what it took."""
+    device, method = given.device, given.worker
+    if device == "cuda" and given.cap is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, given.cap / total))
+    home = "cpu" if method in ("autopar", "elixir", "fully_shard") else device  # the whole of it may not fit
+    model = build(given.models[0], given.sequence, home)
+    ids = torch.randint(0, SHAPES[given.models[0]][3], (given.batch, given.sequence), device=device)
+    kwargs = {"input_ids": ids, "labels": ids.clone()}
+    plan = None
+    if method in ("autopar", "elixir"):
+        model = parallel(model, kwargs, device, given.cap, "elixir" if method == "elixir" else None)
+        plan = model.plan
+    elif method == "fully_shard":
+        model = sharded(model, device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+
+    def step() -> None:
+        model(**kwargs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    times = timed(step, given.steps, device)
+    found = {"seconds": statistics.median(times), "peak": torch.cuda.max_memory_allocated() if device == "cuda" else 0}
+    if plan is not None:
+        found |= {"predicted_s": plan.predicted_seconds, "predicted": plan.peak_bytes["hbm"]}
+    return found
+
+
+def timed(step: Callable[[], None], steps: int, device: str) -> list[float]:
+    times: list[float] = []
+    for number in range(steps + 2):
+        if device == "cuda":
+            torch.cuda.synchronize()
+            if number == 1:
+                torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return times[2:]
+
+
+def run(given: argparse.Namespace, model: str, method: str, cap: float | None) -> dict[str, Any]:
+    command = [
+        sys.executable, "-m", "benchmarks.capped", "--worker", method, "--models", model, "--device", given.device,
+        "--batch", str(given.batch), "--sequence", str(given.sequence), "--steps", str(given.steps),
+        *([] if cap is None else ["--cap", str(cap)]),
+    ]  # fmt: skip
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    done = subprocess.run(command, capture_output=True, text=True, env={**env, "MASTER_PORT": "29511"})
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    return {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1][:160]}
+
+
+def row(model: str, method: str, found: dict[str, Any], uncapped_s: float) -> str:
+    if "failed" in found:
+        return f"| {model} | {method} | {found['failed']} |" + " |" * 5
+    told = [f"{found['seconds'] * 1e3:.1f}", f"{uncapped_s / found['seconds']:.0%}", f"{found['peak'] / 2**30:.2f}"]
+    predicted = ["-", "-"]
+    if "predicted_s" in found:
+        predicted = [f"{found['predicted_s'] * 1e3:.1f}", f"{found['predicted'] / 2**30:.2f}"]
+    return f"| {model} | {method} | " + " | ".join([*told, *predicted]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["gpt-125m", "gpt-350m", "gpt-1.3b"], choices=list(SHAPES))
+    parser.add_argument("--share", type=float, default=0.4, help="the cap, as a share of what the plain model takes")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sequence", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("-o", type=Path)
+    parser.add_argument("--worker", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--cap", type=float, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("this machine has no CUDA device: nothing was measured")
+        return
+    if given.worker:
+        print("RESULT " + json.dumps(worker(given)), flush=True)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        return
+    device = torch.cuda.get_device_name() if given.device == "cuda" else platform.machine()
+    lines = [
+        "# Training in little device memory",
+        "",
+        f"`python -m benchmarks.capped {' '.join(sys.argv[1:])}`, {date.today()}, torch {torch.__version__}, {device}; "
+        f"batch {given.batch} x {given.sequence} tokens, bfloat16, AdamW, median of {given.steps} steps.",
+        "",
+        "| model | method | ms | efficiency | peak GiB | predicted ms | predicted peak GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for model in given.models:
+        whole = run(given, model, "uncapped", None)
+        lines.append(row(model, "uncapped", whole, whole.get("seconds", 0.0)))
+        cap = given.share * whole["peak"] if whole.get("peak") else None
+        for method in METHODS[1:]:
+            if method == "elixir" and cap is None:
+                continue
+            lines.append(row(model, method, run(given, model, method, cap), whole.get("seconds", 0.0)))
+        print("\n".join(lines), file=sys.stderr, flush=True)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if given.o:
+        write_whole(given.o, text)
+
+
+if __name__ == "__main__":
+    main()
