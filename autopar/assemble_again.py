@@ -246,7 +246,9 @@ def _find_looks(work: Assembly) -> None:
             value = _value(work, ref)
             until = max(live.at[node.name] + 1, work.needed.get(Ref(node.name), 0) if _is_view(node) else 0)
             work.needed[value] = max(work.needed.get(value, 0), until)
-    looks = {_value(work, ref) for node in work.graph.nodes if node.op == LOOK for ref in (Ref(node.name), *node.operands)}
+    looks = {
+        _value(work, ref) for node in work.graph.nodes if node.op == LOOK for ref in (Ref(node.name), *node.operands)
+    }
     work.needed = {value: until for value, until in work.needed.items() if value in looks}
     kept = {
         storage

@@ -140,7 +140,9 @@ def _add_temporaries(work: Assembly, node: Node, nbytes: Array, at: int) -> None
     live, pricer, made, item = work.live, work.pricer, work.pricer.temporaries, work.item_of[node.name]
     if len(work.residences) == 1:
         for start, end, times in temporaries(live, pricer, at):
-            work.held(item, start, end, work.once(("temporaries", id(nbytes), times), lambda times=times: nbytes * times))
+            work.held(
+                item, start, end, work.once(("temporaries", id(nbytes), times), lambda times=times: nbytes * times)
+            )
         return
     before = made.left * _largest_before(work, node)
 
@@ -163,7 +165,7 @@ def _largest_before(work: Assembly, node: Node) -> float:
     """Bytes of the largest parameter that is updated before this one, in any of its layouts."""
 
     def made() -> Array:
-        largest, found = 0.0, {}
+        largest, found = 0.0, dict[str, float]()
         for other in work.graph.nodes:
             if other.op == "parameter" and other.target in work.live.update_at:
                 found[other.name] = largest

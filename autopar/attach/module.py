@@ -168,8 +168,10 @@ class ParallelModule(nn.Module):
 
         def kept(tensor: Tensor) -> Tensor:
             made = fn(tensor)
-            if id(tensor) not in hosted or not isinstance(made, DTensor):
+            if id(tensor) not in hosted:
                 return made
+            if not isinstance(made, DTensor):
+                return to_host(made)
             return as_dtensor(to_host(made.to_local()), made.shape, layout_of(made), made.device_mesh)
 
         return kept
@@ -279,7 +281,7 @@ def _make_plain(parallel: ParallelModule) -> None:
     for module in parallel.modules():
         for name, held in module._parameters.items():
             if isinstance(held, DTensor):
-                made = nn.Parameter(held.detach().to_local(), requires_grad=held.requires_grad)
+                made = nn.Parameter(cast(DTensor, held.detach()).to_local(), requires_grad=held.requires_grad)
                 module._parameters[name] = plain.setdefault(id(held), made)
 
 

@@ -1,9 +1,9 @@
 """narrowed: the graph that runs once it is decided where values wait; and `plain`, the graph that was traced.
 
 A value that is offloaded has a node `autopar.store` behind it, whose result lies on the host, and a node
-`autopar.fetch` right before its first reader in backward, or where it is said to come back. One that is recomputed has a copy
-of its node there, whose `target` is the name of the node that it repeats. Views of what is there anyway (parameters,
-inputs) are repeated, too.
+`autopar.fetch` right before its first reader in backward, or where it is said to come back. One that is recomputed has
+a copy of its node there, whose `target` is the name of the node that it repeats. Views of what is there anyway
+(parameters, inputs) are repeated, too.
 
 A parameter that lies on the host has one `autopar.fetch` in the forward and one in backward, before its first reader.
 """

@@ -10,9 +10,9 @@ from the host, is its mode:
     drop        not there in backward; only for values that backward itself does not read
 
 A view is a value like others, as a layout change may stand in front of it: it may be saved where what it looks at is
-not. It can always run again, which takes no time. Views of what is there anyway (parameters, inputs) do, or are dropped.
-Random operators are never run again, nor is anything that reads a buffer which the forward changes: it would give other
-values.
+not. It can always run again, which takes no time. Views of what is there anyway (parameters, inputs) do, or are
+dropped. Random operators are never run again, nor is anything that reads a buffer which the forward changes: it would
+give other values.
 """
 
 from __future__ import annotations
@@ -110,7 +110,11 @@ class _Widening:
         graph = Graph((*forward, *self.backward), self.graph.results)
         again = {
             name: Again(
-                origin, self._modes(origin, name), tuple(sorted(self.read[name])), name in self.wanted, self.before[name]
+                origin,
+                self._modes(origin, name),
+                tuple(sorted(self.read[name])),
+                name in self.wanted,
+                self.before[name],
             )
             for origin, name in self.name_of.items()
         }

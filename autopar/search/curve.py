@@ -182,7 +182,9 @@ def _ratio(point: Point, points: Sequence[Point]) -> float:
 def table(points: Sequence[Point]) -> str:
     """The curve as text, one line per limit."""
     plan = points[-1].plan
-    lines = [("limit", "ms per step", "to the fastest", "gap", "recomputed", "offloaded", "on the host")]
+    lines: list[tuple[str, ...]] = [
+        ("limit", "ms per step", "to the fastest", "gap", "recomputed", "offloaded", "on the host")
+    ]
     for point in points:
         there = point.plan
         nbytes = (offloaded_bytes(there), there.peak_bytes.get(HOST, 0))

@@ -30,7 +30,9 @@ def test_only_rows_are_summed_in_place_and_nobody_else_has_them(
     name: str, bucket_bytes: int, prefetch: int | None, sizes: tuple[int, ...]
 ) -> None:
     plan = search(family(name).graph, mesh_of(*sizes), Hardware.load("h100-sxm"), policy="data-parallel")
-    program = emit(replace(plan, bucket_bytes=bucket_bytes, prefetch=prefetch), {axis: axis for axis in plan.mesh.names})
+    program = emit(
+        replace(plan, bucket_bytes=bucket_bytes, prefetch=prefetch), {axis: axis for axis in plan.mesh.names}
+    )
     assert program.backward is not None and not calls(program.forward.graph, IN_PLACE)
     summed = calls(program.backward.graph, IN_PLACE)
     assert {row for one in summed for row in one.all_input_nodes} == {*calls(program.backward.graph, ops.flatten)}

@@ -219,7 +219,9 @@ def check_positional_and_keyword_calls_are_one(ranks: Ranks) -> None:
 
 
 def check_whole_parameters_are_plain_tensors(ranks: Ranks) -> None:
-    """Where nothing of the model is split and nobody holds its parameters yet; they load from DTensors, and into them."""
+    """Where nothing of the model is split and nobody holds its parameters yet; they load from DTensors and into
+    them.
+    """
     plain = net()
     split = autopar.compile(plain, ranks.mesh(), hardware=FAST, example_kwargs=batch())
     assert all(isinstance(parameter, DTensor) for parameter in split.parameters())
