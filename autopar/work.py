@@ -32,6 +32,20 @@ RANDOM = (
     "aten.bernoulli",
     "aten.normal",
     "aten.multinomial",
+    "aten._fused_dropout.",
+    "aten._standard_gamma.",
+    "aten.alpha_dropout.",
+    "aten.binomial.",
+    "aten.cauchy.",
+    "aten.dropout.",
+    "aten.exponential.",
+    "aten.geometric.",
+    "aten.log_normal.",
+    "aten.poisson.",
+    "aten.rrelu.",
+    "aten.rrelu_with_noise.",
+    "aten.rrelu_with_noise_functional.",
+    "aten.uniform.",
 )
 
 # A value's way to the host and back: results of the first lie in the memory of the host.

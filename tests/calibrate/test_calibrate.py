@@ -5,14 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from autopar.calibrate.collectives import TIMED
+from autopar.calibrate.collectives import TIMED, _middle
+from autopar.calibrate.compute import EQUATIONS, WIDE, _in_turn, products
 from autopar.calibrate.measure import Clock, Sample
+from autopar.calibrate.profile import profile_from
 from autopar.here import calibrated_path, hardware_or_here
 from autopar.mesh import Mesh
 from autopar.search import search
@@ -126,6 +129,41 @@ def test_samples_travel_as_json():
     for step in (Compute("mm", 1.0, 2.0), Comm("all_gather", "a0", 2, 8)):
         sample = Sample("matmul.float32", step, 1e-3, (2, 2), True)
         assert Sample.from_json(sample.to_json()) == sample
+
+
+def test_operands_take_turns_and_results_stay_for_a_while():
+    seen, made = [], []
+
+    def target(x, ways):
+        seen.append(x.data_ptr())
+        made.append(weakref.ref(result := x + 1))
+        return result
+
+    x = torch.ones(2**20)  # of 4 MiB: ten of them take turns, four results stay
+    call = _in_turn(target, (x, [1, 2]), 2**22)
+    for _ in range(20):
+        call()
+    assert len(set(seen)) == 10 and seen[:10] == seen[10:] and seen[0] == x.data_ptr()
+    assert [one() is not None for one in made] == [False] * 16 + [True] * 4
+
+
+def test_a_large_product_stands_for_a_linear_layer_in_training():
+    wide = [bench for bench in products(torch.device("cpu"), torch.float32) if bench.counts > 1]
+    assert len(wide) == len(WIDE) and {bench.counts for bench in wide} == {len(EQUATIONS)}
+    assert max(bench.step.nbytes for bench in wide) > 2**26
+
+
+def test_the_mean_of_passes_leaves_out_the_quickest_and_the_slowest():
+    assert _middle([3.0, 9.0]) == 6.0
+    assert _middle([2.0, 50.0, 1.0, 3.0, 4.0]) == 3.0
+
+
+def test_more_ranks_are_compared_with_the_median_of_what_few_took():
+    base, add = Hardware.load("cpu-gloo"), Compute("aten.add.Tensor", 0.0, 1e6, "float32", 1, "elementwise")
+    samples = [Sample(name, add, 1e-3, (2,)) for name in ("elementwise.float32", "stream.float32")]
+    samples += [Sample("elementwise.float32", add, s, (ranks,)) for ranks, s in ((2, 1.2e-3), (2, 9e-3), (4, 3e-3))]
+    hardware = profile_from(samples, base, "mine", "here", shares_processors=True)
+    assert hardware.slowdown["memory.4"] == pytest.approx(3 / 1.2)
 
 
 def test_the_clock_does_not_count_time_asleep_and_lets_ranks_take_turns():

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from autopar.calibrate.fit import fit, lawful
+from autopar.calibrate.fit import _never_falling, fit, lawful
 from cost_models import Curve
 
 NOISE = 0.05
@@ -56,6 +56,11 @@ def test_one_disturbed_measurement_does_not_bend_the_curve():
     # What is disturbed counts at most as the next larger size does.
     for (_, nbytes, _), (_, _, next_s) in itertools.pairwise(points[:11]):
         assert curve.seconds(0.0, nbytes) <= next_s * 1.1
+
+
+def test_times_that_fall_count_as_their_median_and_the_others_as_they_are():
+    times = np.array([1.0, 2.0, 90.0, 3.0, 5.0, 4.5, 4.0, 6.0])
+    assert _never_falling(times).tolist() == [1.0, 2.0, 3.0, 3.0, 4.5, 4.5, 4.5, 6.0]
 
 
 @pytest.mark.parametrize("over", ["bytes", "flops_per_byte"])

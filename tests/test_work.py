@@ -1,0 +1,42 @@
+"""The arithmetic of operators, counted from the calls that tracing finds."""
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.strategy import operand_types
+from autopar.trace import capture, graph_of
+from autopar.work import CAUSAL, flops_of
+
+BATCH, HEADS, SEQUENCE, HEAD = 2, 4, 8, 16
+
+
+class Attention(nn.Module):
+    def __init__(self, is_causal: bool) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+        self.mix = nn.Linear(HEAD, HEAD)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mix(x)
+        return nn.functional.scaled_dot_product_attention(y, y, y, is_causal=self.is_causal).sum()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_causal_mask_halves_attention_forward_and_backward(is_causal):
+    graph = graph_of(capture(Attention(is_causal), (torch.randn(BATCH, HEADS, SEQUENCE, HEAD),), {}))
+    one = 2.0 * BATCH * HEADS * SEQUENCE * SEQUENCE * HEAD
+    found = {
+        "backward" in node.op: flops_of(node, operand_types(node, graph.by_name))
+        for node in graph.nodes
+        if node.op in CAUSAL
+    }
+    share = 0.5 if is_causal else 1.0
+    assert found == {False: (2 * one * share, "attention"), True: (5 * one * share, "attention")}
+
+
+def test_the_place_of_is_causal_is_that_of_the_operators_schema():
+    for name, place in CAUSAL.items():
+        overload = name.removeprefix("aten.").removesuffix(".default")
+        schema = getattr(torch.ops.aten, overload).default._schema
+        assert schema.arguments[place].name == "is_causal"
