@@ -145,7 +145,7 @@ def _add_reads(work: Assembly) -> None:
             work.changed(edge, work.live.read_at[read], work.live.new_until[read], nbytes, room)
             if (turn := work.live.turn_of.get(read)) is not None:
                 sizes = work.sizes(type, item, position, lambda takes=takes: takes)
-                work.held(item, turn.start, turn.end, turn.share.of(sizes))
+                work.taken_over(read, edge, item, turn, type, sizes, nbytes)
         _add_temporaries(work, node)
 
 
@@ -183,9 +183,10 @@ def _add_results(work: Assembly, whole_outputs: bool) -> None:
         name = output_name(result.target) if result.kind == "output" else f"buffer[{result.target}]"
         item = work.item_of[name] = work.add_item(name, options, np.zeros(len(options)))
         cost, nbytes, room = work.between(type, producer, result.ref.index, (item, 0), layouts, place)
-        work.changed(work.add_edge(producer, item, cost), at, until, nbytes, room)
+        edge = work.add_edge(producer, item, cost)
+        work.changed(edge, at, until, nbytes, room)
         if turn is not None:
-            work.held(item, turn.start, turn.end, turn.share.of(work.pricer.nbytes(type, layouts)))
+            work.taken_over(place, edge, item, turn, type, work.pricer.nbytes(type, layouts), nbytes)
         if result.kind == "output" and result.target in tangent_of:
             tangent = work.item_of[tangent_of[result.target]]
             same = [[0.0 if give == layout else np.inf for layout in layouts] for give in work.gives(tangent, 0)]

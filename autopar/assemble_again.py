@@ -122,7 +122,7 @@ def add_rereads(work: Assembly, node: Node) -> None:
         work.changed(edge, work.live.read_at[read], until, nbytes, room)
         if (turn := work.live.turn_of.get(read)) is not None:
             sizes = work.sizes(type, item, position, lambda takes=takes: takes)
-            work.held(item, turn.start, turn.end, _padded(work, turn.share.of(sizes), before))
+            work.taken_over(read, edge, item, turn, type, _padded(work, sizes, before), nbytes)
         if ref.name in work.mode_of and DROP in still_modes(work, ref.name):
             work.add_edge(work.mode_of[ref.name], item, _there(work, ref.name, node.name))
     types, mesh = operand_types(node, work.node_of), work.pricer.mesh
@@ -219,7 +219,7 @@ def add_saved(work: Assembly, node: Node, index: int) -> None:
         (storage,) = looked_at(Ref(again.origin, index), work.node_of)
         share = Share(work.type(storage).numel, work.type(ref).numel)
         if index == again.reads[0]:
-            whole = work.once(("looked at", id(sizes), share), lambda: share.of(sizes))
+            whole = work.once(("looked at", id(sizes), share), lambda: share.at_most(sizes, work.type(ref).nbytes))
             work.held_between(edge, gone, end, only(whole, SAVE))
         work.held_between(edge, start, end, only(sizes, OFFLOAD))
     else:

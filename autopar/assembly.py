@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from autopar.graph import Graph, Ref, TensorType
 from autopar.layout import Layout, Partial
-from autopar.liveness import Liveness, Read, liveness
+from autopar.liveness import Liveness, Read, Turn, liveness
 from autopar.price import Pricer
 from autopar.saving import Again
 from autopar.strategy import Strategy
@@ -52,6 +52,9 @@ class Assembly:
         self.usages: list[Usage] = []
         self.edge_usages: list[EdgeUsage] = []
         self.size_of: dict[object, Array] = {}
+        self.expanded: dict[
+            Read | int, tuple[int, Array]
+        ] = {}  # edge, and bytes that a copy has more than the original
         self.kept: list[object] = []  # what ids in keys belong to
         self.resident: dict[int, tuple[Strategy, ...]] = {}
         self.last_read: dict[str, int] = {}  # forward node -> when the forward reads it last
@@ -158,6 +161,22 @@ class Assembly:
         if room.any():
             self.edge_usages.append(EdgeUsage(edge, DEVICE, start, start + 1, room))
         self.held_between(edge, start + 1, end, nbytes)
+
+    def taken_over(
+        self, by: Read | int, edge: int, item: int, turn: Turn, type: TensorType, sizes: Array, nbytes: Array
+    ) -> None:
+        """A reader's turn to hold what it reads: `sizes` in its layouts, `nbytes` of the layout change's new tensor.
+
+        That is as large, but for a view that expands: what lies below one is smaller than what a copy of it makes.
+        """
+        own = turn.share.at_most(sizes, type.nbytes)
+        self.held(item, turn.start, turn.end, own)
+        if turn.share.below < turn.share.seen:
+            key = "expanded", id(nbytes), id(sizes), turn.share
+            self.expanded[by] = edge, self.once(key, lambda: np.where(nbytes > 0, np.maximum(nbytes - own, 0.0), 0.0))
+            self.kept += [nbytes, sizes]
+            for read in (*turn.through, by):
+                self.held_between(self.expanded[read][0], turn.start, turn.end, self.expanded[read][1])
 
     def held(self, item: int, start: int, end: int, nbytes: Array, tier: str = DEVICE) -> None:
         if end > start and nbytes.any():

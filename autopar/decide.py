@@ -207,7 +207,7 @@ class Referee:
                 seen.add((ref, layout))
                 if (turn := live.turn_of.get(by)) is not None:
                     maker = self.node_of[ref.name]
-                    nbytes = turn.share.of(new)
+                    nbytes = self._made_bytes(turn.storage)
                     hold(tenant_name(maker), turn.start, turn.end, nbytes, node.name, tier=self.tier_of(maker))
         for place, (result, delivery) in enumerate(zip(self.graph.results, self.deliveries, strict=True)):
             if result.ref is None or delivery is None:
@@ -222,7 +222,7 @@ class Referee:
                 change(tenant, "", place, span, new, delivery.changes)
             if (turn := live.sent_turn.get(place)) is not None:
                 of = (result.ref.name, None) if leaves else ("", place)
-                hold(tenant, turn.start, turn.end, turn.share.of(new), *of)
+                hold(tenant, turn.start, turn.end, self._made_bytes(turn.storage), *of)
             if leaves:
                 hold(tenant, rows.sent_at.get(place, span[0]), live.instants, new, "", place, tier=HOST)
         for start, nbytes in rows.made:
@@ -310,6 +310,10 @@ class Referee:
         type = self.node_of[ref.name].outputs[ref.index]
         assert type is not None
         return type
+
+    def _made_bytes(self, ref: Ref) -> int:
+        """Of a storage as its maker gives it."""
+        return self._new_bytes(ref, self.choices[ref.name].gives[ref.index])
 
     def _new_bytes(self, ref: Ref, layout: Layout) -> int:
         return self.pricer.local_bytes(self._type(ref), layout)

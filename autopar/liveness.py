@@ -22,6 +22,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from autopar.graph import Graph, Node, Ref, TensorType
 from autopar.work import VIEWS
 
@@ -42,14 +44,24 @@ class Share:
         """Bytes of the storage below `nbytes` that are seen."""
         return nbytes if self.below == self.seen else nbytes * self.below // self.seen
 
+    def at_most(self, nbytes: Any, whole: int) -> Any:
+        """The same, where the layout may split what was expanded, which leaves what lies below as it is. `whole`: bytes
+        that are seen of the whole tensor.
+        """
+        return self.of(nbytes) if self.below >= self.seen else np.minimum(nbytes, self.of(whole))
+
 
 @dataclass(frozen=True)
 class Turn:
-    """A reader's turn to hold what it reads, which is a `share` of something larger."""
+    """A reader's turn to hold what it reads, which is a `share` of `storage`. `through`: the reads of views that
+    expand what is held, on the way to this one: a layout change there makes it as large as it looks.
+    """
 
     start: int
     end: int
     share: Share
+    storage: Ref
+    through: tuple[Read, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,13 +195,16 @@ class _Liveness:
         value = Ref(node.name, index)
         first, heir = self._shared(value, keeps)
         begin = first
+        through: tuple[Read, ...] = ()
         while heir is not None:
             share = Share(type.numel, self.graph.type_of(heir.ref).numel)
             end, next_heir = heir.end, None
             if not isinstance(heir.by, int) and not holds_storage(self.node_of[heir.by[0]].op):
                 view = heir.by[0]
                 end, next_heir = self._shared(Ref(view), max(begin, self.at[view] + 1))
-            self.turns[heir.by] = Turn(begin, end, share)
+            self.turns[heir.by] = Turn(begin, end, share, value, through)
+            if not isinstance(heir.by, int) and share.below < share.seen:
+                through = (*through, heir.by)
             if self.changed is None and heir.least == begin:
                 self.gone[heir.by] = share
             begin, heir = end, next_heir

@@ -209,14 +209,14 @@ def add_gradient(work: Assembly, node: Node, place: int) -> None:
     if "host" not in work.residences:
         work.changed(edge, at, until, nbytes, room)
         if turn is not None:
-            work.held(item, turn.start, turn.end, turn.share.of(work.pricer.nbytes(type, stored)))
+            work.taken_over(place, edge, item, turn, type, work.pricer.nbytes(type, stored), nbytes)
         return
     here = _is(work, node, "device", "stream")
     work.changed(edge, at, until, work.once(("here", id(nbytes), id(here)), lambda: nbytes * here[None, :]), room)
     sizes = work.sizes(type, item, "gradient", lambda: stored)
     work.held(item, at, live.instants, work.once(("away", id(sizes), id(here)), lambda: sizes * (1 - here)), HOST)
     if turn is not None:
-        shared = turn.share.of(sizes)
+        shared = turn.share.at_most(sizes, type.nbytes)
         key = id(sizes), turn.share, id(here)
         work.held(item, turn.start, min(turn.end, at + 1), work.once(("turn", *key), lambda: shared))
         work.held(item, max(turn.start, at + 1), turn.end, work.once(("turn here", *key), lambda: shared * here))

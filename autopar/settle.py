@@ -63,10 +63,10 @@ def settled(graph: Graph, assembled: Assembled, picks: Sequence[int], mesh: Mesh
         for item in (assembled.item_of[node.name],)
     }
     residence = {name: where for name, where in resides.items() if where != "device"}
-    if not assembled.modes and not residence:
-        return Settled(graph, pick, {})
-    chosen = {origin: came(back, picks) for origin, back in assembled.modes.items()}
     hosted = [name for name, where in residence.items() if where == "host"]
+    if not assembled.modes and not hosted:
+        return Settled(graph, pick, residence)
+    chosen = {origin: came(back, picks) for origin, back in assembled.modes.items()}
     before: dict[str, list[Ref]] = defaultdict(list)
     for origin, back in assembled.modes.items():
         if chosen[origin][0] != DROP:

@@ -39,6 +39,7 @@ RANDOM = (
     "aten.cauchy.",
     "aten.dropout.",
     "aten.exponential.",
+    "aten.feature_dropout.",
     "aten.geometric.",
     "aten.log_normal.",
     "aten.poisson.",

@@ -35,8 +35,11 @@ class Sparing:
         return ("device", *(where for where in ("host", "stream") if where in open_))
 
     def widen(self, graph: Graph) -> Widened:
-        """The graph with all that may be decided about its forward values; itself where that is nothing."""
-        if not {"recompute", "offload"} & set(self.ways) and self.modes is None:
+        """The graph with all that may be decided about its forward values; itself where that is nothing.
+
+        With parameters on the host, views of them are made again in backward, of what is fetched there.
+        """
+        if not {"recompute", "offload"} & set(self.ways) and HOST not in self.residences and self.modes is None:
             return Widened(graph, {})
         again = "recompute" in self.ways or self.modes is not None
         found = widened(graph, recompute=again, offload="offload" in self.ways)

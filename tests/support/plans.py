@@ -25,20 +25,28 @@ Wish = Callable[[Strategy], bool]
 
 
 def random_picks(assembled: Assembled, rng: random.Random) -> list[int]:
-    """A random finite assignment: items in order, each consistent with those already settled."""
+    """A random finite assignment: items in turn, each consistent with those already settled. How forward values come
+    back is settled last, and readers before what they read, which then may not be dropped.
+    """
     problem = assembled.problem
+    modes = {back.item for back in assembled.modes.values()}
+    order = [item for item in range(len(problem.costs)) if item not in modes]
+    order += sorted((item for item in modes if item is not None), reverse=True)
+    turn = {item: place for place, item in enumerate(order)}
     into: dict[int, list[tuple[int, np.ndarray]]] = {}
     for edge in problem.edges:
-        into.setdefault(max(edge.src, edge.dst), []).append(
-            (min(edge.src, edge.dst), np.isfinite(edge.cost) if edge.src < edge.dst else np.isfinite(edge.cost).T)
-        )
-    picks: list[int] = []
-    for item, cost in enumerate(problem.costs):
-        allowed = np.isfinite(cost)
+        finite = np.isfinite(edge.cost)
+        if turn[edge.src] < turn[edge.dst]:
+            into.setdefault(edge.dst, []).append((edge.src, finite))
+        else:
+            into.setdefault(edge.src, []).append((edge.dst, finite.T))
+    picks = [0] * len(order)
+    for item in order:
+        allowed = np.isfinite(problem.costs[item])
         for other, finite in into.get(item, []):
             if other != item:
                 allowed = allowed & finite[picks[other]]
-        picks.append(rng.choice(np.flatnonzero(allowed).tolist()))
+        picks[item] = rng.choice(np.flatnonzero(allowed).tolist())
     return picks
 
 
