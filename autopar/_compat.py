@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.distributed._functional_collectives as functional_collectives
 from torch._C._distributed_c10d import HashStore
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,5 +28,6 @@ __all__ = [
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
     "functional_collectives",
+    "fx_graph_cse",
     "pytree",
 ]

@@ -22,6 +22,7 @@ from autopar.assemble_again import Modes, add_modes, add_rereads, add_saved, rer
 from autopar.assembly import DEVICE, HOST, Array, Assembly
 from autopar.classes import classes_of
 from autopar.graph import Graph, Node
+from autopar.hidden import Shares
 from autopar.layout import REPLICATE, Layout, local_type
 from autopar.price import Pricer
 from autopar.residence import (
@@ -73,14 +74,16 @@ def assemble(
     again: Mapping[str, Again] | None = None,
     residences: Sequence[str] = ("device",),
     host_memory: float | None = None,
-    residence_of: Mapping[str, str] | None = None,
+    residence_of: Mapping[str, Sequence[str]] | None = None,
+    shares: Shares | None = None,
 ) -> Assembled:
     """Build the problem. `memory`: bytes of one rank's device; `fixed`: layouts of parameters that are settled
     already. `again`: the nodes of a widened graph that are forward values (`autopar.saving`). `residences`: where
-    parameters may reside; `host_memory`: bytes of the host's that a rank may take; `residence_of`: where parameters
-    reside whose residence is settled already.
+    parameters may reside; `host_memory`: bytes of the host's that a rank may take; `residence_of`: where each
+    parameter may reside (default: anywhere). `shares`: of their prices, what transfers cost that run beside compute
+    (`autopar.hidden`); items, options and memory are the same without, so picks mean the same.
     """
-    work = Assembly(graph, strategies, pricer, fixed or {}, again or {}, residences)
+    work = Assembly(graph, strategies, pricer, fixed or {}, again or {}, residences, shares or {})
     _add_nodes(work, classes_of(graph, tied=tied, without=work.again))
     settle_residences(work, residence_of or {})
     modes = add_modes(work)
@@ -136,7 +139,7 @@ def _add_reads(work: Assembly) -> None:
             read = node.name, position
             takes = [strategy.takes[position] for strategy in work.options[item]]
             producer = work.item_of[ref.name]
-            cost, nbytes, room = work.between(type, producer, ref.index, (item, position), takes, read)
+            cost, nbytes, room = work.between(ref, (item, position), takes, read)
             if node.op == "autopar.to_reduce_dtype":
                 cost = work.without_reduction(cost, producer, ref.index, (item, position), takes)
             if earlier := [place for place in range(position) if node.operands[place] == ref]:
@@ -182,7 +185,7 @@ def _add_results(work: Assembly, whole_outputs: bool) -> None:
         )
         name = output_name(result.target) if result.kind == "output" else f"buffer[{result.target}]"
         item = work.item_of[name] = work.add_item(name, options, np.zeros(len(options)))
-        cost, nbytes, room = work.between(type, producer, result.ref.index, (item, 0), layouts, place)
+        cost, nbytes, room = work.between(result.ref, (item, 0), layouts, place)
         edge = work.add_edge(producer, item, cost)
         work.changed(edge, at, until, nbytes, room)
         if turn is not None:
@@ -203,3 +206,5 @@ def _add_storages(work: Assembly) -> None:
         else:
             sizes = work.sizes(work.type(ref), item, ref, lambda item=item, index=index: work.gives(item, index))
             work.held(item, start, end, sizes)
+    whatever = np.full(len(work.costs[0]), float(work.pricer.coordinate_bytes))  # is picked, of any item
+    work.held(0, 0, work.live.instants, whatever)

@@ -15,6 +15,7 @@ import numpy as np
 
 from autopar.assembly import HOST, Array, Assembly
 from autopar.graph import Node, Ref
+from autopar.hidden import seconds_of
 from autopar.layout import local_type
 from autopar.liveness import Read, Share
 from autopar.saving import DROP, OFFLOAD, RECOMPUTE, SAVE, Again
@@ -88,7 +89,10 @@ def _ways(work: Assembly, name: str) -> Array:
 def _moved(work: Assembly, sizes: Array) -> Array:
     """Seconds to the host and back."""
     return np.array(
-        [work.pricer.seconds((Move("hbm", "host", int(n)), Move("host", "hbm", int(n)))) for n in sizes],
+        [
+            seconds_of(work.pricer, work.shares, (Move("hbm", "host", int(n)), Move("host", "hbm", int(n))))
+            for n in sizes
+        ],
         dtype=np.float64,
     )
 
@@ -111,7 +115,7 @@ def add_rereads(work: Assembly, node: Node) -> None:
         read = node.name, position
         takes = [strategy.takes[position] for strategy in strategies]
         producer = work.item_of[ref.name]
-        told = work.between(type, producer, ref.index, (item, position), takes, read)
+        told = work.between(ref, (item, position), takes, read)
         if node.op == "autopar.to_reduce_dtype":
             told = work.without_reduction(told[0], producer, ref.index, (item, position), takes), *told[1:]
         if earlier := [place for place in range(position) if node.operands[place] == ref]:

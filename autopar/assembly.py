@@ -9,10 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.graph import Graph, Ref, TensorType
+from autopar.hidden import GRADIENTS, WEIGHTS, Shares, cheaper
 from autopar.layout import Layout, Partial
 from autopar.liveness import Liveness, Read, Turn, liveness
 from autopar.price import Pricer
 from autopar.saving import Again
+from autopar.schedule import weights_in
 from autopar.strategy import Strategy
 from solver import EdgeUsage, Usage
 
@@ -35,8 +37,11 @@ class Assembly:
         fixed: Mapping[str, Layout],
         again: Mapping[str, Again],
         residences: Sequence[str],
+        shares: Shares,
     ) -> None:
-        self.graph, self.pricer, self.fixed = graph, pricer, fixed
+        self.graph, self.pricer, self.fixed, self.shares = graph, pricer, fixed, shares
+        self.of_weights, self.of_gradients = cheaper(pricer, shares, WEIGHTS), cheaper(pricer, shares, GRADIENTS)
+        self.weights = weights_in(graph) if shares else set[str]()
         self.again, self.residences = again, tuple(residences)
         self.strategies = strategies
         self.node_of = graph.by_name
@@ -71,28 +76,25 @@ class Assembly:
         return [strategy.gives[index] for strategy in self.options[item]]
 
     def between(
-        self,
-        type: TensorType,
-        producer: int,
-        index: int,
-        takes_of: tuple[int, int],
-        takes: list[Layout],
-        by: Read | int,
+        self, ref: Ref, takes_of: tuple[int, int], takes: list[Layout], by: Read | int
     ) -> tuple[Array, Array, Array]:
-        """Of the change from each option of the producer to each layout of the reader: seconds, bytes of the new
-        tensor, and bytes of all that it makes, at most at a time.
+        """Of the change from each option of the value's producer to each layout of the reader: seconds, bytes of the
+        new tensor, and bytes of all that it makes, at most at a time.
         """
+        type, producer = self.type(ref), self.item_of[ref.name]
+        pricer = self.of_weights if ref.name in self.weights else self.pricer
         key = (
             type,
             id(self.options[producer]),
-            index,
+            ref.index,
             id(self.options[takes_of[0]]),
             takes_of[1],
             self.live.gone.get(by),
+            pricer is self.pricer,
         )
         if key not in self.prices:
-            gives = self.gives(producer, index)
-            self.prices[key] = self.pricer.reshard(type, gives, takes), *self.made(type, gives, takes, by)
+            gives = self.gives(producer, ref.index)
+            self.prices[key] = pricer.reshard(type, gives, takes), *self.made(type, gives, takes, by)
         return self.prices[key]
 
     def made(self, type: TensorType, gives: list[Layout], takes: list[Layout], by: Read | int) -> tuple[Array, Array]:
@@ -115,7 +117,7 @@ class Assembly:
         )
         if key not in self.prices:
             gives = self.gives(producer, index)
-            self.prices[key] = self.pricer.deliver(type, gives, stored), *self.made(type, gives, stored, by)
+            self.prices[key] = self.of_gradients.deliver(type, gives, stored), *self.made(type, gives, stored, by)
         return self.prices[key]
 
     def brought_once(
@@ -176,7 +178,8 @@ class Assembly:
             self.expanded[by] = edge, self.once(key, lambda: np.where(nbytes > 0, np.maximum(nbytes - own, 0.0), 0.0))
             self.kept += [nbytes, sizes]
             for read in (*turn.through, by):
-                self.held_between(self.expanded[read][0], turn.start, turn.end, self.expanded[read][1])
+                if (copied := self.expanded.get(read)) is not None:
+                    self.held_between(copied[0], turn.start, turn.end, copied[1])
 
     def held(self, item: int, start: int, end: int, nbytes: Array, tier: str = DEVICE) -> None:
         if end > start and nbytes.any():

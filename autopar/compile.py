@@ -46,6 +46,7 @@ def compile(
     hardware: str | Path | Hardware | None = None,
     memory: int | float | str | None = None,
     spare: str | Collection[str] | None = None,
+    keep: Mapping[str, str] | None = None,
     optimizer: str = "adamw",
     precision: MixedPrecisionPolicy | None = None,
     outputs: str = "sharded",
@@ -71,6 +72,9 @@ def compile(
     backward needs), "host" (parameters, with all that belongs to them) and "stream" (optimizer states, which then lie
     on the host; it needs an optimizer of `autopar.optim`); or "none". Default: what makes sense on the hardware,
     without "stream".
+    keep: what you settle yourself: name of a module -> "save", "recompute" or "offload", for its forward values that
+    backward needs; name of a parameter, or of a module with parameters -> "device", "host" or "stream". Names may be
+    patterns, as "transformer.h.*.mlp"; of two that say different things the later one counts.
     optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none.
     precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in.
     outputs: "sharded" returns outputs other than scalars as DTensors in the plan's layouts, "global" as whole tensors.
@@ -101,6 +105,8 @@ def compile(
             return ready
         room = least_of(limit, device_mesh) if is_training else None  # inference needs no more than training does
 
+        settled = dict(keep or {}) if is_training else {}  # parameters then live where training has them
+
         def find() -> Plan:
             asked = None if memory is None else room
             question = None
@@ -108,15 +114,15 @@ def compile(
                 timing = profiler(device_mesh.device_type, profile, machine)
                 question = ask(graph, mesh, machine, optimizer=optimizer, profile=timing)
             measured = "" if question is None else question.measured_digest
-            kept = _cached_path(cache, graph, mesh, machine, asked, ways, optimizer, outputs, fixed, measured)
+            kept = _cached_path(cache, graph, mesh, machine, asked, ways, settled, optimizer, outputs, fixed, measured)
             if kept is not None and kept.exists():
                 with contextlib.suppress(PlanMismatch):  # cut short or edited: found again, and written anew
                     known = Plan.load(kept)
                     if room is None or _still_good(known, room):
                         return known
             wanted: dict[str, Any] = {
-                "memory": room, "spare": ways, "outputs": outputs, "fixed": fixed, "time_limit_s": time_limit_s,
-                "simulation": True,
+                "memory": room, "spare": ways, "keep": settled, "outputs": outputs, "fixed": fixed,
+                "time_limit_s": time_limit_s, "simulation": True,
             }  # fmt: skip
             if question is None:
                 found = search(graph, mesh, machine, optimizer=optimizer, **wanted)
@@ -195,7 +201,8 @@ def _still_good(plan: Plan, room: float) -> bool:
 
 def _cached_path(
     cache: str | Path | None, graph: Graph, mesh: Mesh, hardware: Hardware, memory: float | None,
-    ways: tuple[str, ...] | None, optimizer: str, outputs: str, fixed: Mapping[str, Layout], measured: str,
+    ways: tuple[str, ...] | None, keep: Mapping[str, str], optimizer: str, outputs: str,
+    fixed: Mapping[str, Layout], measured: str,
 ) -> Path | None:  # fmt: skip
     """Where the plan of this question is kept: the name hashes everything the answer depends on."""
     if cache is None:
@@ -210,6 +217,7 @@ def _cached_path(
         outputs,
         sorted(fixed.items(), key=str),
         __version__,
+        *([("keep", *keep.items())] if keep else []),
         *([measured] if measured else []),
     )
     return Path(cache) / f"{hashlib.sha256(repr(question).encode()).hexdigest()[:24]}.plan.json"

@@ -227,6 +227,7 @@ class Referee:
                 hold(tenant, rows.sent_at.get(place, span[0]), live.instants, new, "", place, tier=HOST)
         for start, nbytes in rows.made:
             hold(ROW, start, start + 1, nbytes)
+        hold("coordinates", 0, live.instants, self.pricer.coordinate_bytes)
         return held
 
     def resides(self, parameter: str) -> str:
@@ -246,7 +247,10 @@ class Referee:
         at, tier = live.update_at[node.target], HOST if resides == HOST else DEVICE
         states, beside = f"optimizer states of {node.target}", f"optimizer's temporaries for {node.target}"
         all_states = pricer.state_bytes(nbytes)
-        found = [Holding(states, 0, live.instants, all_states, tier=DEVICE if resides == "device" else HOST)]
+        found = [
+            Holding(states, 0, live.instants, all_states, tier=DEVICE if resides == "device" else HOST),
+            Holding(f"count of updates of {node.target}", 0, live.instants, pricer.counter_bytes),
+        ]
         if resides == "stream":
             own = made.together if pricer.updates_together else made.own
             spans = [(at, at + 1, own)]

@@ -41,16 +41,16 @@ PROFILE_OF_DEVICE = (
 def init_mesh(device_type: str = "cpu", **axes: int) -> DeviceMesh:
     """A device mesh with named axes, `init_mesh("cuda", data=4, tensor=2)`; starts the process group if there is none.
 
-    Under torchrun all its processes take part; without it, one process makes a mesh of size one. Raises ValueError
-    where the axes do not multiply to the number of processes.
+    Under torchrun all its processes take part; without it, one process makes a mesh of size one. Beside NCCL there is
+    gloo: for parameters on the host, whose gradient norms are summed and whose pieces are put together there. Raises
+    ValueError where the axes do not multiply to the number of processes.
     """
     if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+            dist.init_process_group(backend)
         else:
-            dist.init_process_group(
-                "nccl" if device_type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1
-            )
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     if not axes:
         axes = {"data": dist.get_world_size()}
     check_size(tuple(axes.values()), dist.get_world_size())

@@ -11,7 +11,8 @@ from autopar.decide import ROW, Holding
 from autopar.liveness import Liveness, Read
 from cost_models.simulator import Hold
 
-RESIDENT = ("parameter ", "buffer ", "constant ", "optimizer states of ")  # there before the step, and after it
+# There before the step, and after it.
+RESIDENT = ("parameter ", "buffer ", "constant ", "optimizer states of ", "count of updates of ", "coordinates")
 
 
 @dataclass(slots=True)

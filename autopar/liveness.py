@@ -53,8 +53,8 @@ class Share:
 
 @dataclass(frozen=True)
 class Turn:
-    """A reader's turn to hold what it reads, which is a `share` of `storage`. `through`: the reads of views that
-    expand what is held, on the way to this one: a layout change there makes it as large as it looks.
+    """A reader's turn to hold what it reads, which is a `share` of `storage`. `through`: the reads of views on the
+    way to this one: where one expands what is held, a layout change there makes it as large as it looks.
     """
 
     start: int
@@ -203,7 +203,7 @@ class _Liveness:
                 view = heir.by[0]
                 end, next_heir = self._shared(Ref(view), max(begin, self.at[view] + 1))
             self.turns[heir.by] = Turn(begin, end, share, value, through)
-            if not isinstance(heir.by, int) and share.below < share.seen:
+            if not isinstance(heir.by, int):
                 through = (*through, heir.by)
             if self.changed is None and heir.least == begin:
                 self.gone[heir.by] = share

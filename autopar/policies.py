@@ -20,9 +20,11 @@ from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Literal
 
+from autopar.elixir.placing import placed
 from autopar.graph import Graph, Node
 from autopar.layout import Placement, Shard
 from autopar.mesh import Mesh
+from autopar.price import Pricer
 from autopar.search.spare import Sparing, checkpointed
 from autopar.strategy import Strategy
 
@@ -33,12 +35,16 @@ POLICIES: Mapping[str, str] = {
     "fsdp+tensor-parallel": "tensor-parallel on the last axis of the mesh, fsdp on the others (two axes or more)",
     "checkpoint-every-block": "fsdp, and of what lies within a layer backward keeps nothing: it is computed again",
     "zero3-offload": "fsdp, with all parameters, gradients and optimizer states on the host, which updates them",
+    "elixir": "checkpoint-every-block, with those parameters on the host that Elixir's search finds no room for",
 }
+
+ALIASES: Mapping[str, str] = {"ddp": "data-parallel", "zero3": "fsdp"}
 
 # What a policy does by its own name, and to what else: the strategies are those of the second.
 SPARING: Mapping[str, str] = {
     "zero3-offload": "fsdp",
     "checkpoint-every-block": "fsdp",
+    "elixir": "fsdp",
 }
 
 Strategies = Mapping[str, tuple[Strategy, ...]]
@@ -53,9 +59,36 @@ def policies_for(mesh: Mesh, *, sparing: bool = False) -> tuple[str, ...]:
     return tuple(name for name in named if len(mesh.sizes) > 1 or name != "fsdp+tensor-parallel")
 
 
-def sparing_of(policy: str, graph: Graph, ways: tuple[str, ...]) -> Sparing:
-    """What the policy does to need less memory of the device."""
+def policy_named(name: str) -> str:
+    """The policy of that name, or that is also called so.
+
+    Raises ValueError for one that is not known, or that the problem has no way to say.
+    """
+    name = ALIASES.get(name, name)
+    if name in ("zero1", "zero2"):
+        raise ValueError(
+            f"policy {name} stores gradients or optimizer states in other pieces than their parameter; here they have "
+            "its layout. Use fsdp (zero3), which stores all three in pieces, or data-parallel (ddp), which stores none"
+        )
+    if name not in POLICIES:
+        raise ValueError(f"no policy {name!r}; known policies: {', '.join(POLICIES)}")
+    return name
+
+
+def sparing_of(policy: str, graph: Graph, pricer: Pricer, memory: float | None) -> Sparing:
+    """What the policy does to need less memory of the device, of which it may have `memory` bytes (None: any).
+
+    Raises DoesNotFit where the policy says so itself.
+    """
     match policy:
+        case "elixir" if memory is not None:
+            found = placed(
+                graph, memory, ranks=pricer.mesh.ranks, batch=batch_size(graph), optimizer=pricer.optimizer
+            ).is_on_device
+            residence = {name: "device" if here else "host" for name, here in found.items()}
+            return Sparing(modes=checkpointed, residence=residence)
+        case "elixir":
+            return Sparing(modes=checkpointed)
         case "zero3-offload":
             return Sparing(residence={node.target: "host" for node in graph.nodes if node.op == "parameter"})
         case "checkpoint-every-block":
@@ -69,8 +102,7 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
 
     Raises ValueError for a policy that is not known, or not for this mesh.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"no policy {policy!r}; known policies: {', '.join(POLICIES)}")
+    policy = policy_named(policy)
     if policy not in policies_for(mesh, sparing=True):
         raise ValueError(
             f"policy {policy} needs two mesh axes or more, mesh {mesh} has one; give --mesh data=N,tensor=N"

@@ -23,6 +23,10 @@ Array = NDArray[np.float64]
 # (read parameter, gradient and state; write parameter and state).
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
 
+# Those that count the updates of each parameter do so in a float32 in the host's memory.
+COUNTING = ("adamw", "adam", "adagrad", "rmsprop")
+COUNTER_BYTES = 4
+
 
 @dataclass(frozen=True)
 class Temporaries:
@@ -174,6 +178,16 @@ class Pricer:
         does.
         """
         return OPTIMIZER_STATES[self.optimizer] * nbytes
+
+    @property
+    def counter_bytes(self) -> int:
+        """Bytes of the device that the count of a parameter's updates takes: none, unless the device is the host."""
+        return 0 if self.updates_together or self.optimizer not in COUNTING else COUNTER_BYTES
+
+    @property
+    def coordinate_bytes(self) -> int:
+        """Bytes of the coordinates by which a program knows its rank: a 64-bit number for each axis."""
+        return 8 * len(self.mesh.sizes)
 
     @property
     def temporaries(self) -> Temporaries:

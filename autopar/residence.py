@@ -9,13 +9,14 @@ A parameter's options are its layouts, once for each residence that is offered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from autopar.assemble_again import below, has_modes, still_modes
 from autopar.assembly import DEVICE, HOST, Array, Assembly
 from autopar.graph import Node, Ref
+from autopar.hidden import seconds_of
 from autopar.liveness import Liveness
 from autopar.price import Pricer
 from autopar.strategy import Strategy
@@ -30,11 +31,11 @@ def resident_options(work: Assembly, options: tuple[Strategy, ...]) -> tuple[Str
     return work.resident[id(options)]
 
 
-def settle_residences(work: Assembly, settled: Mapping[str, str]) -> None:
+def settle_residences(work: Assembly, settled: Mapping[str, Sequence[str]]) -> None:
     for node in work.graph.nodes:
         if node.op == "parameter" and (where := settled.get(node.target)) is not None:
             item = work.item_of[node.name]
-            work.costs[item] = np.where(_is(work, node, where) > 0, work.costs[item], np.inf)
+            work.costs[item] = np.where(_is(work, node, *where) > 0, work.costs[item], np.inf)
 
 
 def _is(work: Assembly, node: Node, *residences: str) -> Array:
@@ -61,7 +62,11 @@ def update_costs(work: Assembly, node: Node) -> Array:
         if not trained:
             return np.zeros(count * len(work.residences))
         return np.array(
-            [work.pricer.seconds(work.pricer.update_steps(n, type.dtype, r)) for r in work.residences for n in local]
+            [
+                seconds_of(work.pricer, work.shares, work.pricer.update_steps(n, type.dtype, r))
+                for r in work.residences
+                for n in local
+            ]
         )
 
     cost = work.once(key, made)
@@ -76,7 +81,7 @@ def update_costs(work: Assembly, node: Node) -> Array:
 
 
 def _fetch_s(work: Assembly, nbytes: int) -> float:
-    return work.pricer.seconds((Move("host", "hbm", nbytes),))
+    return seconds_of(work.pricer, work.shares, (Move("host", "hbm", nbytes),))
 
 
 class _Readers:
@@ -126,7 +131,8 @@ def add_parameter(work: Assembly, node: Node) -> None:
     def states() -> Array:
         return np.array([pricer.state_bytes(int(size)) for size in nbytes], dtype=np.float64)
 
-    work.held(item, 0, live.instants, only("states", states, "device"))
+    counted = work.once(("counted", key), lambda: states() * _is(work, node, "device") + pricer.counter_bytes)
+    work.held(item, 0, live.instants, counted)
     if len(work.residences) > 1:
         work.held(item, 0, live.instants, only("states", states, "host", "stream"), HOST)
         work.held(item, at, at + 1, only("states", states, "stream"))

@@ -78,6 +78,12 @@ def check_functional_collectives() -> None:
     assert callable(torch.ops._c10d_functional.all_gather_into_tensor.default)
 
 
+def check_fx_graph_cse() -> None:
+    traced = torch.fx.symbolic_trace(lambda x: torch.sin(x) + torch.sin(x))
+    merged = torch.fx.GraphModule(torch.nn.Module(), _compat.fx_graph_cse(traced.graph))
+    assert sum(node.target is torch.sin for node in merged.graph.nodes) == 1
+
+
 def check_pytree() -> None:
     leaves, spec = _compat.pytree.tree_flatten_with_path({"a": [1, 2]})
     assert [_compat.pytree.keystr(path) for path, _ in leaves] == ["['a'][0]", "['a'][1]"]

@@ -288,7 +288,7 @@ def _make_plain(parallel: ParallelModule) -> None:
 def _mode(state: _State, captured: Captured, plan: Plan) -> _Mode:
     groups = {axis: state.device_mesh.get_group(place).group_name for place, axis in enumerate(state.mesh.names)}
     device = state.device_mesh.device_type
-    program = emit(plan, groups, device)
+    program = emit(plan, groups, device, one_at_a_time=device == "cpu")
     if state.backend == "inductor":
         program = program.compiled()
     coordinate = state.device_mesh.get_coordinate()

@@ -1,6 +1,7 @@
 """Elixir's search as a baseline: one chunk size, blocks that cache chunks on the GPU, and who lives on the host.
 
-Elixir, arXiv 2212.05339. Numbers in, numbers out: neither operators nor time, which is what autopar adds.
+Elixir, arXiv 2212.05339. Numbers in, numbers out: neither operators nor time, which is what autopar adds. Only
+`placing` knows graphs: it asks the search about a traced model, for the policy `elixir`.
 """
 
 from autopar.elixir.belady import move_count

@@ -65,9 +65,13 @@ class Program:
         return "\n".join(parts)
 
 
-def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu") -> Program:
-    """Write the program of `plan`. `groups`: mesh axis -> name of this rank's process group on it."""
-    forward = _Emitter(plan, groups, device, "forward", None)
+def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a_time: bool = False) -> Program:
+    """Write the program of `plan`. `groups`: mesh axis -> name of this rank's process group on it.
+
+    `one_at_a_time`: every collective is waited for as soon as it is launched, in the order in which the plan launches
+    them. gloo needs that: several of its collectives in flight corrupt memory (docs/design/0018).
+    """
+    forward = _Emitter(plan, groups, device, "forward", None, one_at_a_time)
     sources = tuple(n for kind in INPUT_KINDS for n in plan.graph.nodes if n.op == kind)
     for node in sources:
         forward.values[Ref(node.name)] = forward.placeholder(node.name)
@@ -76,7 +80,7 @@ def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu") -> Program:
     backward, saved = None, []
     tangents = tuple(n for n in plan.graph.nodes if n.op == "tangent")
     if any(result.kind == "gradient" for result in plan.graph.results):
-        backward = _Emitter(plan, groups, device, "backward", forward.values)
+        backward = _Emitter(plan, groups, device, "backward", forward.values, one_at_a_time)
         for node in tangents:
             backward.values[Ref(node.name)] = backward.placeholder(node.name)
         backward.add_coordinates()
@@ -100,12 +104,18 @@ class _Emitter:
     """One phase. In backward, values of the forward are popped from the list `saved` when first needed."""
 
     def __init__(
-        self, plan: Plan, groups: Mapping[str, str], device: str, phase: Phase, saved_from: Mapping[Ref, fx.Node] | None
+        self,
+        plan: Plan,
+        groups: Mapping[str, str],
+        device: str,
+        phase: Phase,
+        saved_from: Mapping[Ref, fx.Node] | None,
+        one_at_a_time: bool,
     ) -> None:
         self.plan = plan
         self.phase: Phase = phase
         self.graph = fx.Graph()
-        self.writer = Writer(self.graph, plan.mesh, groups, device)
+        self.writer = Writer(self.graph, plan.mesh, groups, device, one_at_a_time)
         self.values: dict[Ref, fx.Node] = {}
         self.saved_from = saved_from
         self.saved = None if saved_from is None else self.placeholder("saved")

@@ -43,11 +43,14 @@ def target_of(op: str) -> Any:
 
 class Writer:
     """Appends to one fx graph. `groups`: axis -> name of its process group; `coordinates`: axis -> this rank's
-    index.
+    index; `one_at_a_time`: as `emit` has it.
     """
 
-    def __init__(self, graph: fx.Graph, mesh: Mesh, groups: Mapping[str, str], device: str) -> None:
+    def __init__(
+        self, graph: fx.Graph, mesh: Mesh, groups: Mapping[str, str], device: str, one_at_a_time: bool = False
+    ) -> None:
         self.graph, self.mesh, self.groups, self.device = graph, mesh, groups, device
+        self.one_at_a_time = one_at_a_time
         self.coordinates: dict[str, fx.Node] = {}
         self.comment = ""
 
@@ -122,7 +125,7 @@ class Writer:
         """Wait for the collective under way, put its pieces in order, and begin the changes behind it."""
         if pending.change is None:
             return pending
-        waited = self.named(pending.value, "wait", C10D.wait_tensor.default, pending.value)
+        waited = pending.value if self.one_at_a_time else self._waited(pending.value)
         ranks = self.mesh.size(pending.change.axis)
         match pending.change.before, pending.change.after:
             case (Shard(dim), Replicate()) if dim:
@@ -161,7 +164,11 @@ class Writer:
                 target, args = C10D.all_to_all_single.default, (cut(dim), splits, splits, group)
             case _:
                 raise ValueError(f"no collective leads from {change.before} to {change.after}")
-        return self.named(value, change.kind, target, *args)
+        launched = self.named(value, change.kind, target, *args)
+        return self._waited(launched) if self.one_at_a_time else launched
+
+    def _waited(self, launched: fx.Node) -> fx.Node:
+        return self.named(launched, "wait", C10D.wait_tensor.default, launched)
 
     def named(self, after: fx.Node, suffix: str, target: Any, *args: Any) -> fx.Node:
         """A call whose name tells what it was made from: `wte_weight_all_gather`."""

@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import TorchDispatchMode, pytree
 from autopar.emit import moves
+from autopar.measure.watch import collective_of
 
 assert moves  # imported for the operators that it registers
 STORE, FETCH = torch.ops.autopar.store.default, torch.ops.autopar.fetch.default
+ALL_REDUCE_IN_PLACE = torch.ops._c10d_functional.all_reduce_.default
 
 
 class LiveBytes(TorchDispatchMode):
@@ -26,6 +28,10 @@ class LiveBytes(TorchDispatchMode):
 
     Where the device is a CPU, what lies on the host is what `autopar.store` returns, what is watched as such, and what
     operators make of those; `autopar.fetch` brings it back.
+
+    Functional collectives run at once, on a copy that is not counted: gloo's threads let go of what they sent and
+    received a little after they have said that it is there, in one run and not in another. What is sent is counted
+    until the program waits for the result.
     """
 
     def __init__(self) -> None:
@@ -33,6 +39,7 @@ class LiveBytes(TorchDispatchMode):
         self.current = self.host_current = 0
         self.peak = self.host_peak = 0
         self.peak_after = ""
+        self._sent: dict[int, Tensor] = {}  # storage of a result that is not waited for -> what was sent
         self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}  # storage -> whether it lies on the host
 
     def watch(self, tree: Any, *, on_host: bool = False) -> None:
@@ -71,10 +78,27 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         on_host = func is STORE or (func is not FETCH and self._is_on_host((args, kwargs)))
-        result = func(*args, **(kwargs or {}))
+        match collective_of(func, args, {}):
+            case None:
+                result = func(*args, **(kwargs or {}))
+            case "wait", _:
+                result = args[0]
+                self._sent.pop(args[0].untyped_storage()._cdata, None)
+            case _:
+                result = self._exchanged(func, args, kwargs or {})
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._count(_local(leaf), str(func), on_host)
+        return result
+
+    def _exchanged(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The result of a collective, which nobody else holds any more."""
+        sent: Tensor = args[0]
+        made = torch.ops._c10d_functional.wait_tensor(func(sent.clone(), *args[1:], **kwargs))
+        if func is ALL_REDUCE_IN_PLACE:
+            return sent.copy_(made)
+        result = made.clone()
+        self._sent[result.untyped_storage()._cdata] = sent
         return result
 
 

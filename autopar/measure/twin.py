@@ -250,7 +250,8 @@ class _Twin:
             live.watch(self.on_host(), on_host=True)
             live.watch([*self.parallel.parameters(), *self.parallel.buffers(), self.args, self.kwargs])
             live.watch([self.optimizer.state_dict()["state"] if self.optimizer is not None else ()])
-            live.watch([dict(mode.constants) for mode in self.parallel._autopar.modes.values()])
+            modes = self.parallel._autopar.modes.values()
+            live.watch([[dict(mode.constants), mode.runner.coordinates] for mode in modes])
             with live, traffic:
                 self.step(between)
             if live.host_peak:

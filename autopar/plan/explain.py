@@ -6,15 +6,17 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from autopar.graph import Node, TensorType
 from autopar.layout import Layout, Partial, Placement, Replicate, Shard, local_type, show
 from autopar.plan.plan import Choice, Plan
-from autopar.plan.tell import home, human, is_product, shown_nodes
+from autopar.plan.tell import home, human, is_product, modes_of, shown_nodes
 from autopar.work import FETCH, STORE, VIEWS
 from cost_models.steps import Compute, Move
 
 WIDTH, HEIGHT = 110, 40
+DEVICE, GIB = "hbm", 2**30
 MAX_NOTES = 4
 TIGHT = 0.95  # of the memory limit: from here on memory shaped the plan
 MOST = 0.9  # of bytes or flops: from here on a word stands without a percentage
@@ -108,17 +110,45 @@ def _candidates(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     for tier, nbytes in sorted(plan.peak_bytes.items()):
-        limit = plan.memory_limit
-        if tier != "hbm":
-            yield f"memory peak {human(nbytes)} of {tier} per rank (predicted)"
-            continue
-        if limit is None:
-            yield f"memory peak {human(nbytes)} of {tier} per rank (predicted); no limit was given"
-            continue
-        tight = nbytes >= TIGHT * limit
-        why = "it shapes the plan" if tight else "memory is not what limits it"
-        share = f"{_percent(nbytes, limit)} of the limit {human(limit)}"
-        yield f"memory peak {human(nbytes)} of {tier} per rank (predicted), {share}: {why}"
+        told, limit = f"memory peak {human(nbytes)} of {tier} per rank (predicted)", plan.memory_limit
+        if tier == DEVICE and limit is None:
+            told += "; no limit was given"
+        elif tier == DEVICE and limit is not None:
+            told += f", {_percent(nbytes, limit)} of the limit {human(limit)}: {_role_of(limit, plan, nbytes)}"
+        yield from textwrap.wrap(told, WIDTH, subsequent_indent="  ")
+    for tier in sorted(plan.peak_bytes):
+        yield from _price(plan, tier)
+
+
+def _role_of(limit: float, plan: Plan, nbytes: int) -> str:
+    """What the limit of the device's memory did to the plan."""
+    fastest = plan.search.get("fastest_bytes")
+    if isinstance(fastest, int) and fastest > limit:
+        return f"it shapes the plan; the fastest takes {human(fastest)}"
+    if nbytes >= TIGHT * limit:
+        return "it shapes the plan"
+    if plan.residence or modes_of(plan):
+        return "with what is spared"
+    return "memory is not what limits it"
+
+
+def _price(plan: Plan, tier: str) -> Iterator[str]:
+    """What a little more memory would save at most, by the solver's price of it, where that is known."""
+    price = plan.search.get(f"ms_per_gib:{tier}")
+    if not isinstance(price, float) or price <= 0 or (tier == DEVICE and plan.memory_limit is None):
+        return
+    most, amount = plan.peak_bytes[tier] / 4, GIB  # a step from here, not to another place
+    saved = inf
+    if tier == DEVICE and isinstance(fastest := plan.search.get("fastest_bytes"), int):
+        most = min(most, fastest - (plan.memory_limit or 0.0))
+        saved = (plan.step_seconds - float(plan.search.get("fastest_s", 0.0))) * 1e3
+    while amount > max(most, 1):
+        amount //= 4
+    saved = min(saved, price * amount / GIB)
+    if saved > 0:
+        of = "" if plan.simulated_seconds is None else " of the times one after the other"
+        whole = human(amount).replace(".00", "").replace(".0", "")
+        yield f"price of memory: +{whole} of {tier} would save up to {saved:.3g} ms a step{of}"
 
 
 def _saving(plan: Plan) -> Iterator[str]:

@@ -32,7 +32,8 @@ from cost_models.steps import COLLECTIVES, Comm, Compute, Move, Step
 Payload = Mapping[tuple[str, str], Any]  # (collective, axis) -> bytes that one rank passes to it
 
 STATES, ACTIVATIONS = "parameters, gradients, optimizer states", "activations and temporaries"
-RESIDENT = ("parameter ", "buffer ", "gradient of ", "optimizer states of ")  # how tenants of the former are called
+# How tenants of the former are called.
+RESIDENT = ("parameter ", "buffer ", "gradient of ", "optimizer states of ", "count of updates of ")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ from autopar.price import OPTIMIZER_STATES
 from autopar.search import curve
 from autopar.search.baselines import Row, compare, moved, table
 from autopar.search.factory import Example, build
-from autopar.search.search import Infeasible, NoAnswerInTime, Progress, answer, ask, size
+from autopar.search.keep import kept
+from autopar.search.limits import size
+from autopar.search.search import Infeasible, NoAnswerInTime, Progress, answer, ask
 from autopar.search.spare import NEEDS_OPTIM, SPARES
 from autopar.trace import TraceError, capture, graph_of
 from cost_models.hardware import Hardware, known_hardware
@@ -92,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
         help="what may be done where the fastest plan does not fit: some of " + ", ".join(SPARES) + " with commas "
         "between, or none (default: what makes sense on the hardware; "
         f"{NEEDS_OPTIM} is only used where it is named, and needs autopar.optim)")  # fmt: skip
+    add("--keep", metavar="NAME=WHAT[,NAME=WHAT...]",
+        help="what you settle yourself: save, recompute or offload, of what backward needs of a module; device, host "
+        "or stream, of a parameter or all of a module's; names may be patterns: 'h.*.mlp=recompute'")  # fmt: skip
     add("--memory-curve", nargs="?", const="", metavar="FILE",
         help="also find the plans for less memory and for more, and print step time over memory; FILE is an SVG "
         "picture of it")  # fmt: skip
@@ -115,7 +120,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-simulation", action="store_true",
         help="choose by the sum of times also where collectives run beside compute; else such plans are simulated, "
         "and the quickest is chosen")  # fmt: skip
-    add("--baselines", action="store_true", help="compare with data parallel, FSDP and tensor parallel")
+    add("--baselines", action="store_true", help="compare with data parallel, FSDP, tensor parallel, "
+        "and on GPUs with checkpointed layers, parameters on the host, and Elixir's rule")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
     add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
     add("--json", action="store_true", help="print one JSON object in the place of the explanation")
@@ -183,6 +189,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     hardware = _hardware(given.hardware)
     memory = _memory(given.memory, hardware)
     spare = _or_bad(lambda: ways_named(given.spare))
+    keep = _keep(given.keep)
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
     profile = _profile(given, hardware, progress)
@@ -193,12 +200,13 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         measured = ", a profile that was measured" if hardware.curves else ""
         progress(f"mesh {mesh}, {mesh.ranks} ranks of {hardware.name}{measured}, {size(memory)} each")
         graph = _timed(seconds, "trace", lambda: _trace(given.model, progress))
+        _or_bad(lambda: kept(keep, graph))
         question = _timed(
             seconds,
             "propose",
             lambda: ask(graph, mesh, hardware, optimizer=given.optimizer, profile=profile, progress=progress),
         )
-        limits: dict[str, Any] = {"outputs": given.outputs, "time_limit_s": given.time_limit}
+        limits: dict[str, Any] = {"outputs": given.outputs, "time_limit_s": given.time_limit, "keep": keep}
         open_: dict[str, Any] = {"simulation": not given.no_simulation, "spare": spare}
         plan = _timed(seconds, "search", lambda: answer(question, memory=memory, **limits, **open_, progress=progress))
         rows: tuple[Row, ...] = ()
@@ -223,7 +231,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         text = json.dumps(_document(given.model, plan, rows, points, seconds), indent=1, allow_nan=False) + "\n"
     else:
         tables = [*([table(plan, rows)] if rows else []), *([curve.table(points)] if points else [])]
-        text = "\n".join([plan.explain() + curve.price_of_memory(plan), *tables])
+        text = "\n".join([plan.explain(), *tables])
     check()
     for flag, path in paths.items():
         try:
@@ -302,6 +310,14 @@ def _memory(text: str | None, hardware: Hardware) -> float:
             f"memory {text!r} is not a size; write for example 70GiB, 512MB or 0.9 (a share of the device)"
         )
     return memory_bytes(share, hardware)
+
+
+def _keep(text: str | None) -> dict[str, str]:
+    """Name -> what is settled of it."""
+    parts = [part.strip().rpartition("=") for part in text.split(",")] if text is not None else []
+    if wrong := [word for name, _, word in parts if not name]:
+        raise BadArgument(f"--keep {wrong[0]!r} is not NAME=WHAT; write for example lm_head.weight=device")
+    return {name: word for name, _, word in parts}
 
 
 def _paths(named: Mapping[str, str | None]) -> dict[str, Path]:
@@ -406,7 +422,9 @@ def _document(
             | ({} if row.plan is None else _figures(row.plan))
             for row in rows
         ],
-        "ms_per_gib": plan.search.get("ms_per_gib"),
+        "ms_per_gib": {
+            tier: plan.search[key] for tier in plan.peak_bytes if (key := f"ms_per_gib:{tier}") in plan.search
+        },
         **({"memory_curve": curve.rows_of(points)} if points else {}),
         "seconds": seconds,
         "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in usage),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.plan import Plan
@@ -32,17 +32,18 @@ def compare(
     memory: float | None,
     outputs: str,
     time_limit_s: float,
+    keep: Mapping[str, str] | None = None,
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, tuple[Row, ...]]:
     """(best plan of all, baselines). The best is `chosen`, unless its search was cut short, or tied, and missed it.
 
-    Where `chosen` was chosen by simulated time, so are the baselines measured.
+    Where `chosen` was chosen by simulated time, so are the baselines measured; what it had to keep, so do they.
     """
     rows: list[Row] = []
     best = chosen
     for policy in policies_for(question.pricer.mesh, sparing=question.pricer.updates_together):
         try:
-            plan = answer(question, memory=memory, outputs=outputs, time_limit_s=time_limit_s, policy=policy)
+            plan = answer(question, memory=memory, outputs=outputs, time_limit_s=time_limit_s, policy=policy, keep=keep)
         except Infeasible as error:
             needs = error.at_least if error.enough is None else error.enough
             rows.append(Row(policy, None, f"does not fit ({_needs(error)})", needs))

@@ -8,7 +8,7 @@ a limit is proven below it, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from xml.sax.saxutils import escape
@@ -25,7 +25,6 @@ from autopar.work import STORE, VIEWS
 POINTS = 8
 TRIES = 5  # searches for the least limit
 NEAR = 1.05  # it is found when it is known up to this ratio
-GIB = 2**30
 
 Find = Callable[[float | None], Plan]
 
@@ -47,6 +46,7 @@ def memory_curve(
     *,
     points: int = POINTS,
     spare: Collection[str] | None = None,
+    keep: Mapping[str, str] | None = None,
     outputs: str = "sharded",
     time_limit_s: float = 60.0,
     simulation: bool = False,
@@ -59,8 +59,9 @@ def memory_curve(
 
     def find(limit: float | None) -> Plan:
         plan = answer(
-            question, memory=limit, spare=spare, outputs=outputs, time_limit_s=time_limit_s, simulation=simulation
-        )
+            question, memory=limit, spare=spare, keep=keep, outputs=outputs, time_limit_s=time_limit_s,
+            simulation=simulation,
+        )  # fmt: skip
         if simulation and plan.simulated_seconds is None and question.pricer.hardware.overlaps:
             played = best_prefetch(plan, question.pricer, limit)  # or it would be compared by another measure
             plan = replace(played.plan, simulated_seconds=played.seconds)
@@ -195,16 +196,6 @@ def table(points: Sequence[Point]) -> str:
     body = ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     head = f"step time over memory per rank, predicted (simulated): {plan.mesh}, {plan.hardware}"
     return "\n".join([head, *body]) + "\n"
-
-
-def price_of_memory(plan: Plan) -> str:
-    """What a little more memory would save at first, by the solver's price of it; "" where none is known."""
-    if not isinstance(price := plan.search.get("ms_per_gib"), float) or price <= 0 or plan.memory_limit is None:
-        return ""
-    amount = GIB
-    while amount > plan.memory_limit / 4:  # a step from here, not to another place
-        amount //= 4
-    return f"price of memory: +{human(amount)} would save {price * amount / GIB:.3g} ms a step, at first\n"
 
 
 # --- in a picture ----------------------------------------------------------------------------------------------------

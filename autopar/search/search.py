@@ -10,22 +10,24 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from autopar.assemble import DEVICE, Assembled, assemble
 from autopar.classes import classes_of
 from autopar.decide import decide
+from autopar.elixir import DoesNotFit
 from autopar.graph import Graph
+from autopar.hidden import Shares
 from autopar.layout import Layout
-from autopar.liveness import liveness
 from autopar.measure.calls import Profile, operations, wanted, with_measured
 from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.policies import agree, policies_for, restrict, sparing_of
+from autopar.policies import agree, policies_for, policy_named, restrict, sparing_of
 from autopar.price import Pricer
+from autopar.saving import Widened
 from autopar.schedule import bucket_bytes
-from autopar.search.discount import discounted
-from autopar.search.simulated import Shares, choose
+from autopar.search.keep import kept
+from autopar.search.layouts import LOOSE, Known, best_among
+from autopar.search.limits import Infeasible, NoAnswerInTime, picks_or_raise, prices_of, size
+from autopar.search.simulated import choose
 from autopar.search.spare import NOTHING_SPARED, Sparing, host_bytes, ways_on
 from autopar.settle import tidied
 from autopar.strategy import Strategy, propose
@@ -43,24 +45,11 @@ TIE_ABOVE_PAIRS = 40_000_000
 # Below this many pairs the best plan is wanted to the last digit; above, one that is proven to be within GAP of it.
 EXACT_BELOW_PAIRS = 250_000
 GAP = 1e-3
-LOOSE = 3e-3  # of a problem whose prices are only a means to find candidates
 ROWS = 2  # of gradients need memory: one is sent when it holds `bucket_bytes`, or more; one more waits for the host
 LARGE_GAP = 5e-3  # of a large problem with all that may be spared
 
-
-class Infeasible(RuntimeError):
-    """No plan fits: the message names the least memory that would do, the instant of the peak and the largest tenants.
-
-    No plan peaks below `at_least` bytes; with `enough` bytes there is one. None: not known.
-    """
-
-    def __init__(self, message: str, at_least: float | None = None, enough: float | None = None) -> None:
-        super().__init__(message)
-        self.at_least, self.enough = at_least, enough
-
-
-class NoAnswerInTime(RuntimeError):
-    """The time limit passed before any plan was found."""
+# What people do who use that way alone.
+BY_WAY = {"recompute": "checkpoint-every-block", "host": "zero3-offload"}
 
 
 @dataclass(frozen=True)
@@ -101,6 +90,7 @@ def search(
     profile: Profile | None = None,
     simulation: bool = False,
     spare: Collection[str] | None = None,
+    keep: Mapping[str, str] | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """The fastest plan for one training step of `graph` that fits in `memory` bytes on each rank.
@@ -110,6 +100,7 @@ def search(
     problem is large). `policy`: only plans of this baseline (`autopar.policies`). `profile`: gives operators the times
     that were measured (`autopar.measure.operators`). `spare`: what may be done where the fastest plan does not fit,
     of "recompute", "offload", "host" and "stream" (`autopar.search.spare`; default: what makes sense on the hardware).
+    `keep`: module or parameter -> what is settled of it (`autopar.search.keep`), for policies, too.
     `simulation`: on hardware where collectives run beside compute,
     the plan whose simulated step is the quickest of several (`autopar.search.simulated`), not the one of the least sum.
     Same arguments, same plan, unless the time limit cuts the search.
@@ -118,7 +109,8 @@ def search(
     question = ask(graph, mesh, hardware, optimizer=optimizer, profile=profile, progress=progress)
     return answer(
         question, memory=memory, outputs=outputs, fixed=fixed,
-        time_limit_s=time_limit_s, tied=tied, policy=policy, simulation=simulation, spare=spare, progress=progress,
+        time_limit_s=time_limit_s, tied=tied, policy=policy, simulation=simulation, spare=spare, keep=keep,
+        progress=progress,
     )  # fmt: skip
 
 
@@ -156,13 +148,15 @@ def answer(
     policy: str | None = None,
     simulation: bool = False,
     spare: Collection[str] | None = None,
+    keep: Mapping[str, str] | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """`search`, of a question already asked. What it found for a policy, it knows when it is asked again."""
-    sparing = Sparing(ways_on(question.pricer, spare))
+    settled = kept(keep or {}, question.graph)
+    sparing = Sparing(ways_on(question.pricer, spare)).keeping(settled.modes, settled.residence)
     wanted = _Wanted(memory, outputs, fixed or {}, time_limit_s, tied, sparing)
     if policy is not None:
-        return _of_policy(question, policy, wanted, progress)
+        return _of_policy(question, policy_named(policy), wanted, progress).plan
     solved = _solved(question, None, wanted, progress)
     if not (simulation and question.pricer.hardware.overlaps and question.pricer.mesh.ranks > 1):
         return solved.plan
@@ -182,21 +176,35 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Solved:
-    """A plan, and the problem that it solves."""
+    """A plan, and the problem that it solves: with what may be spared, and repeated layers `tied` or not. `known`: the
+    plans whose layouts it began with.
+    """
 
     plan: Plan
     assembled: Assembled
     solution: Solution
     pricer: Pricer
     gap: float
+    sparing: Sparing
+    tied: bool
+    known: tuple[_Solved, ...] = ()
+
+    @property
+    def as_known(self) -> Known:
+        assert self.solution.picks is not None
+        return Known(self.assembled, self.solution.picks)
 
 
 def _solved(question: Question, policy: str | None, wanted: _Wanted, progress: Progress) -> _Solved:
     """The best plan that keeps everything on the device if the best of all is one, which is soon found out."""
     if policy is not None:
-        sparing = sparing_of(policy, question.graph, wanted.sparing.ways)
+        try:
+            sparing = sparing_of(policy, question.graph, question.pricer, wanted.memory)
+            sparing = sparing.keeping(wanted.sparing.kept, wanted.sparing.residence)
+        except DoesNotFit as error:
+            raise Infeasible(f"no {policy} plan fits in {size(wanted.memory or 0.0)} per rank: {error}") from error
         return _within(question, policy, replace(wanted, sparing=sparing), progress)
-    unlimited = replace(wanted, memory=None, sparing=NOTHING_SPARED)
+    unlimited = replace(wanted, memory=None, sparing=replace(wanted.sparing, ways=()))
     if wanted.memory is None:
         return _within(question, None, unlimited, progress)
     if not wanted.sparing.ways:
@@ -209,14 +217,25 @@ def _solved(question: Question, policy: str | None, wanted: _Wanted, progress: P
         limited = replace(free.assembled, problem=replace(free.assembled.problem, limits=limits))
         return replace(free, plan=replace(free.plan, memory_limit=wanted.memory), assembled=limited)
     progress(f"the fastest plan needs {size(free.plan.peak_bytes[DEVICE])}: what to spare is part of the search")
-    known = [free]
-    for more in (1.0, 1.5):
-        keeping = replace(
-            unlimited, memory=wanted.memory * more, time_limit_s=min(10.0, wanted.time_limit_s), gap=2 * LARGE_GAP
-        )
+    known = [free, *_by_hand(question, unlimited, wanted, progress)]
+    solved = _within(question, None, wanted, progress, known)
+    fastest = {"fastest_bytes": free.plan.peak_bytes[DEVICE], "fastest_s": free.plan.step_seconds}
+    return replace(solved, plan=replace(solved.plan, search={**solved.plan.search, **fastest}))
+
+
+def _is_small(assembled: Assembled) -> bool:
+    return sum(edge.cost.size for edge in assembled.problem.edges) <= EXACT_BELOW_PAIRS
+
+
+def _by_hand(question: Question, unlimited: _Wanted, wanted: _Wanted, progress: Progress) -> list[_Solved]:
+    """What people do by hand, alike in all layers: if there were memory for it, and where there is little of it."""
+    found: list[_Solved] = []
+    able = [policy for way, policy in BY_WAY.items() if way in wanted.sparing.ways]
+    for policy in (*policies_for(question.pricer.mesh), *able):
+        asked = wanted if policy in able else unlimited
         with contextlib.suppress(Infeasible, NoAnswerInTime):
-            known.append(_within(question, None, keeping, progress))
-    return _within(question, None, wanted, progress, known)
+            found.append(_of_policy(question, policy, replace(asked, tied=True), progress))
+    return found
 
 
 def _within(
@@ -232,10 +251,10 @@ def _within(
         return _answer(question, 0, policy, wanted, progress, known)
 
 
-def _of_policy(question: Question, policy: str, wanted: _Wanted, progress: Progress) -> Plan:
+def _of_policy(question: Question, policy: str, wanted: _Wanted, progress: Progress) -> _Solved:
     key = policy, repr(wanted)
     if key not in question.known:
-        question.known[key] = _solved(question, policy, wanted, progress).plan
+        question.known[key] = _solved(question, policy, wanted, progress)
     return question.known[key]
 
 
@@ -243,24 +262,32 @@ def _simulated(question: Question, solved: _Solved, wanted: _Wanted, progress: P
     """The best plan by simulated time: see `autopar.search.simulated`."""
     graph, pricer = question.graph, solved.pricer
     start, prices = solved.solution.picks, solved.solution.prices
+    spares = bool(solved.sparing.ways)
+    known = [one.as_known for one in (*solved.known, solved)]
 
-    def again(shares: Shares) -> Plan | None:
+    def again(shares: Shares, free: float) -> Plan | None:
         nonlocal start, prices
-        if solved.assembled.modes:  # too large to be solved again and again
+        memory = None if wanted.memory is None else wanted.memory - free
+        less = replace(wanted, memory=memory, sparing=solved.sparing)
+        cheaper, wide = _assembled(question, question.strategies, pricer, less, solved.tied, shares)
+        if spares:  # too large to be solved again and again
+            solution = best_among(known, cheaper, wide.again, wanted.time_limit_s / 3)
+        else:
+            solution = solve(
+                cheaper.problem, time_limit_s=wanted.time_limit_s, gap=max(solved.gap, LOOSE), start=start,
+                start_prices=prices,
+            )  # fmt: skip
+        if solution is None or solution.picks is None:
+            progress("solved again: nothing fits")
             return None
-        cheaper = discounted(solved.assembled, graph, pricer, shares)
-        solution = solve(
-            cheaper.problem, time_limit_s=wanted.time_limit_s, gap=max(solved.gap, LOOSE), start=start,
-            start_prices=prices,
-        )  # fmt: skip
         told = ", ".join(f"{kind} over {axis} {share:.0%}" for (kind, axis), share in shares.items())
-        progress(f"solved again in {solution.seconds:.1f} s, prices of communication: {told}")
-        if solution.picks is None:
-            return None
-        start, prices = solution.picks, solution.prices
-        cost = evaluate(solved.assembled.problem, solution.picks).cost
+        left = f", {size(free)} left free" if free else ""
+        progress(f"solved again in {solution.seconds:.1f} s, prices of transfers: {told}{left}")
+        start, prices = tidied(cheaper, solution.picks), solution.prices
+        known.append(Known(cheaper, start))
+        cost = evaluate(solved.assembled.problem, start).cost
         return decide(
-            graph, solved.assembled, solution.picks, pricer,
+            graph, solved.assembled, start, pricer,
             objective=cost, bound=solved.plan.bound, memory=wanted.memory, outputs=wanted.outputs,
             notes=solved.plan.notes, search=solved.plan.search,
         )  # fmt: skip
@@ -274,7 +301,9 @@ def _simulated(question: Question, solved: _Solved, wanted: _Wanted, progress: P
             if floor >= beat:
                 return f"computes for {floor * 1e3:.3f} ms or more"
             try:
-                return _of_policy(question, policy, by_hand, progress)
+                solved = _of_policy(question, policy, by_hand, progress)
+                known.append(solved.as_known)
+                return solved.plan
             except Infeasible:
                 return "does not fit"
             except NoAnswerInTime:
@@ -282,8 +311,8 @@ def _simulated(question: Question, solved: _Solved, wanted: _Wanted, progress: P
 
         return found
 
-    baselines = {policy: baseline(policy) for policy in policies_for(pricer.mesh)}
-    return choose(solved.plan, pricer, wanted.memory, baselines, again, progress)
+    baselines = {policy: baseline(policy) for policy in policies_for(pricer.mesh, sparing=spares)}
+    return choose(solved.plan, pricer, wanted.memory, baselines, again, spares, progress)
 
 
 def _floor_s(question: Question, policy: str) -> float:
@@ -314,38 +343,25 @@ def _answer(
     pairs = _pairs(graph, strategies)
     if tied is None:
         tied = pairs > TIE_ABOVE_PAIRS
+    tied = tied and not wanted.sparing.is_uneven(classes_of(graph, tied=True), graph)
     if tied and policy is not None:
         strategies = agree(strategies, classes_of(graph, tied=True))
     sparing = wanted.sparing
-    wide, residences = sparing.widen(graph), sparing.residences
-    rows = gathered * (ROWS if len(residences) == 1 else ROWS + 1)
-    assembled = assemble(
-        wide.graph,
-        strategies,
-        pricer,
-        memory=None if memory is None else memory - rows,
-        tied=tied,
-        whole_outputs=outputs == "global",
-        fixed=wanted.fixed,
-        again=wide.again,
-        residences=residences,
-        host_memory=host_bytes(pricer) if len(residences) > 1 or "offload" in sparing.ways else None,
-        residence_of=sparing.residence,
-    )
+    assembled, wide = _assembled(question, strategies, pricer, wanted, tied)
     problem = assembled.problem
     assembled_s = time.perf_counter() - started
     progress(
         f"assembled {len(problem.costs):,} items and {len(problem.edges):,} edges in {assembled_s:.1f} s"
         + (", repeated layers tied" if tied else "")
     )
-    is_small = sum(edge.cost.size for edge in problem.edges) <= EXACT_BELOW_PAIRS
+    is_small = _is_small(assembled)
     gap = 0.0 if is_small and not wanted.sparing.ways else GAP
     if not is_small and wanted.gap is not None:
         gap = wanted.gap
     start: Solution | None = None
     if known and not is_small:
         gap = LARGE_GAP
-        start = _among_layouts(known, assembled, wanted.time_limit_s / 3)
+        start = best_among([one.as_known for one in known], assembled, wide.again, wanted.time_limit_s / 3)
         told = "does not fit" if start is None else f"takes {start.cost * 1e3:.3f} ms"
         progress(f"the best among the layouts of {len(known)} plans {told}")
     left = wanted.time_limit_s
@@ -353,7 +369,9 @@ def _answer(
         left = min(left - start.seconds, left / 3)
     solution = solve(problem, time_limit_s=max(1.0, left), gap=gap, start=None if start is None else start.picks)
     progress(f"solved in {solution.seconds:.1f} s: {solution.status}, gap {solution.gap:.2%}")
-    picks = tidied(assembled, _picks_or_raise(solution, wide.graph, assembled, memory, wanted.time_limit_s))
+    closed = [way for way in ways_on(pricer, None) if way not in sparing.ways]
+    picks = picks_or_raise(solution, wide.graph, memory, wanted.time_limit_s, closed, policy)
+    picks = tidied(assembled, picks)
     if picks != solution.picks:
         solution = replace(solution, picks=picks, cost=evaluate(problem, picks).cost)
     notes = [*_rule_notes(graph, question.without_rule)]
@@ -374,6 +392,7 @@ def _answer(
         "variables": sum(len(cost) for cost in problem.costs) + sum(edge.cost.size for edge in problem.edges),
         "constraints": len(problem.costs) + sum(sum(edge.cost.shape) for edge in problem.edges),
     }
+    facts |= prices_of(solution)
     if policy is not None:
         facts["policy"] = policy
     plan = decide(
@@ -383,24 +402,32 @@ def _answer(
     if question.measured:
         plan = _with_measured_noted(plan, question)
     progress(f"refereed: {plan.step_seconds * 1e3:.3f} ms a step, {time.perf_counter() - started:.1f} s in all")
-    return _Solved(plan, assembled, solution, pricer, gap)
+    return _Solved(plan, assembled, solution, pricer, gap, sparing, tied, tuple(known))
 
 
-def _among_layouts(known: Sequence[_Solved], assembled: Assembled, time_limit_s: float) -> Solution | None:
-    """The best of what combines the layouts of known plans, whatever is spared: a small problem, and a place to start
-    from. None if nothing of the kind fits.
-    """
-    costs = list(assembled.problem.costs)
-    for name, item in known[0].assembled.item_of.items():
-        layouts, at = len(known[0].assembled.problem.costs[item]), assembled.item_of[name]
-        picked = np.zeros(layouts, dtype=bool)
-        for solved in known:
-            if solved.solution.picks is not None:
-                picked[solved.solution.picks[item]] = True
-        open_ = picked[np.arange(len(costs[at])) % layouts]  # where a parameter resides is open
-        costs[at] = np.where(open_, costs[at], np.inf)
-    solution = solve(replace(assembled.problem, costs=tuple(costs)), time_limit_s=time_limit_s, gap=LOOSE)
-    return None if solution.picks is None else solution
+def _assembled(
+    question: Question, strategies: Mapping[str, tuple[Strategy, ...]], pricer: Pricer, wanted: _Wanted, tied: bool,
+    shares: Shares | None = None,
+) -> tuple[Assembled, Widened]:  # fmt: skip
+    """The problem, and the graph of all that it decides."""
+    sparing = wanted.sparing
+    wide, residences = sparing.widen(question.graph), sparing.residences
+    rows = pricer.bucket_bytes * (ROWS if len(residences) == 1 else ROWS + 1)
+    assembled = assemble(
+        wide.graph,
+        strategies,
+        pricer,
+        memory=None if wanted.memory is None else wanted.memory - rows,
+        tied=tied,
+        whole_outputs=wanted.outputs == "global",
+        fixed=wanted.fixed,
+        again=wide.again,
+        residences=residences,
+        host_memory=host_bytes(pricer) if sparing.uses_host else None,
+        residence_of=sparing.residences_of(question.graph),
+        shares=shares,
+    )
+    return assembled, wide
 
 
 def _with_measured_noted(plan: Plan, question: Question) -> Plan:
@@ -428,50 +455,3 @@ def _rule_notes(graph: Graph, without_rule: tuple[str, ...]) -> list[str]:
     node_of = graph.by_name
     counts = Counter(node_of[name].op for name in without_rule)
     return [f"{op} has no sharding rule and runs replicated ({count} nodes)" for op, count in sorted(counts.items())]
-
-
-def _picks_or_raise(
-    solution: Solution, graph: Graph, assembled: Assembled, memory: float | None, time_limit_s: float
-) -> tuple[int, ...]:
-    if solution.picks is not None:
-        return solution.picks
-    if solution.status == "infeasible":
-        raise _infeasible(solution, graph, memory)
-    raise NoAnswerInTime(
-        f"no plan was found within {time_limit_s:g} s; give the search more time (--time-limit), or more memory"
-    )
-
-
-def _infeasible(solution: Solution, graph: Graph, memory: float | None) -> Infeasible:
-    explanation = solution.explanation
-    shortages = explanation.shortages if explanation is not None else ()
-    shortage = next((s for s in shortages if s.resource == DEVICE), None)
-    if shortage is None or memory is None:
-        return Infeasible(
-            "no combination of strategies is consistent; this is a defect of autopar, please report the model"
-        )
-    node = graph.by_name.get(liveness(graph).node_at[shortage.instant])
-    where = "the optimizer step" if node is None else f"%{node.name} ({node.module or node.op})"
-    tenants = "; ".join(f"{name} {size(nbytes)}" for name, nbytes in shortage.tenants)
-    if shortage.enough is None:
-        least = f"at least {size(shortage.at_least)} is needed"
-    elif shortage.enough <= shortage.at_least * (1 + 1e-6):
-        least = f"the least that would do is {size(shortage.enough)}"
-    else:
-        least = f"the least that would do lies between {size(shortage.at_least)} and {size(shortage.enough)}"
-    return Infeasible(
-        f"no plan fits in {size(memory)} per rank: {least}, "
-        f"at the peak while {where} runs. The five largest tenants there: {tenants}. "
-        "Give more memory or more ranks, or make the batch smaller.",
-        shortage.at_least,
-        shortage.enough,
-    )
-
-
-def size(nbytes: float) -> str:
-    """`12.3 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    raise AssertionError

@@ -4,9 +4,9 @@ The solver minimises a sum, in which every collective is waited for. What a plan
 products only its timeline tells. So several plans are made and played: that of the least sum, the baselines, and those
 that the solver finds once hidden communication costs less (solve, play, price again, solve again).
 
-Prices of communication are scaled by the share of its time for which the timeline of the best plan so far stands still,
-for each mesh axis and kind: fetching weights, and bringing gradients to their parameters. All other communication is
-between two operators, which wait for it, and keeps its price.
+Prices of transfers are scaled by the share of their time for which the timeline of the best plan so far stands still:
+see `autopar.hidden`. What is fetched ahead needs memory. Where a plan has none left for that, it is played as if it
+had, and the next one is asked to leave as much.
 """
 
 from __future__ import annotations
@@ -17,33 +17,41 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from autopar.assemble import DEVICE
+from autopar.hidden import GRADIENTS, MOVES, WEIGHTS, Shares
 from autopar.plan.plan import Candidate, Plan
 from autopar.price import Pricer
 from autopar.schedule import weights_in
 from autopar.timeline import timeline_of
 from cost_models.simulator import Timeline
 
-Shares = Mapping[tuple[str, str], float]  # ("weights" | "gradients", axis) -> the share of communication waited for
+Again = Callable[[Shares, float], Plan | None]
 
-KINDS = ("weights", "gradients")
+BESIDE = ("h2d", "d2h", "host")  # streams of moves, and of what the host does
 FIRST, OTHERS = (
     2,
     (1, 4),
 )  # how many products ahead: what is played first, and then of plans that are no worse than NEAR
 NEAR = 1.1
 LEAST = 0.02  # of its price: nothing that is sent is free
+UNSEEN = 0.1  # of its price, of moves that no plan has made yet: about where they begin to beat products that run again
 MOVED = 0.01  # of the step: prices that moved by less altogether are the same prices
 GAIN = 1e-3  # relative: below this, pricing again is over
 ROUNDS = 3
+ROUNDS_SPARING = 2  # each is a larger problem
 LEAST_SUM = "least sum"
 
 
 @dataclass(frozen=True)
 class Played:
-    """A plan with the prefetch that suits it best, and its timeline (None: nothing overlaps)."""
+    """A plan with the prefetch that suits it best, and its timeline (None: nothing overlaps).
+
+    `wished`: the timeline that it would have with `lacks` bytes more, where those are missing.
+    """
 
     plan: Plan
     timeline: Timeline | None
+    wished: Timeline | None = None
+    lacks: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -58,12 +66,15 @@ def best_prefetch(plan: Plan, pricer: Pricer, memory: float | None, beat: float 
     """The plan with the prefetch that makes it quickest and fits. `beat`: seconds that a good plan would take."""
     pricer = replace(pricer, bucket_bytes=plan.bucket_bytes)
     best = Played(replace(plan, prefetch=None), None)
+    wished, lacks = None, 0.0
     for prefetch in (FIRST, *OTHERS, 0):
         if prefetch == 0 and best.timeline is not None:
             break  # gathering at the use is for plans that have no memory to gather earlier
         timeline = timeline_of(plan, pricer, overlap=True, prefetch=prefetch)
         peak = max(plan.peak_bytes[DEVICE], timeline.memory[DEVICE].peak_bytes)
         if memory is not None and peak > memory:
+            if prefetch == FIRST:
+                wished, lacks = timeline, peak - memory
             continue
         now, quickest = timeline.seconds, best.seconds
         if now < quickest * (1 - 1e-9):
@@ -71,6 +82,8 @@ def best_prefetch(plan: Plan, pricer: Pricer, memory: float | None, beat: float 
             best = Played(replace(plan, prefetch=prefetch, peak_bytes=peaks), timeline)
         if prefetch == FIRST and now > NEAR * beat > 0:
             break
+    if wished is not None and wished.seconds < best.seconds * (1 - GAIN):
+        return replace(best, wished=wished, lacks=lacks)
     return best
 
 
@@ -85,15 +98,17 @@ def choose(
     pricer: Pricer,
     memory: float | None,
     baselines: Mapping[str, Callable[[float], Plan | str]],
-    again: Callable[[Shares], Plan | None],
+    again: Again,
+    spares: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The quickest plan that was played. `least_sum`: the solver's plan, whose bound is that of all plans.
 
     `baselines`: name -> the baseline's plan, or why there is none; asked with the seconds to beat. `again`: the
-    solver's plan where communication has those shares of its price.
+    solver's plan where transfers have those shares of their price, and so many bytes of the device stay free. `spares`:
+    it decides what is spared, too.
     """
-    best = best_prefetch(least_sum, pricer, memory)
+    best = first = best_prefetch(least_sum, pricer, memory)
     winner = LEAST_SUM
     rows = [_row(winner, best)]
     progress(f"played {winner}: {_ms(best)}")
@@ -119,38 +134,43 @@ def choose(
 
     seen = [least_sum]
     latest, shares = best, dict[tuple[str, str], float]()
-    for number in range(1, ROUNDS + 1):
-        if latest.timeline is None:
+    free = 0.0 if best is first else first.lacks
+    for number in range(1, (ROUNDS_SPARING if spares else ROUNDS) + 1):
+        timeline = latest.wished or latest.timeline
+        if timeline is None:
             break
-        measured, busy = exposed_shares(latest)
+        measured, busy = exposed_shares(latest.plan, timeline)
         moved = sum(abs(share - shares.get(key, 1.0)) * busy[key] for key, share in measured.items())
-        if moved < MOVED * best.seconds:
+        # where memory is short, copies to the host are tried once it is known what hides
+        tries_moves = number > 1 and spares and not latest.lacks and not any(kind == MOVES for kind, _ in measured)
+        if moved < MOVED * best.seconds and not latest.lacks and not tries_moves:
             break
-        if latest is not best:  # it went too far: half way back
+        if latest is not best and not latest.lacks:  # it went too far: half way back
             measured |= {key: (share + shares.get(key, 1.0)) / 2 for key, share in measured.items()}
-        shares = _completed(measured, least_sum.mesh.names)
-        plan = again(shares)
+        shares = _completed(measured, least_sum.mesh.names, UNSEEN if tries_moves else 1.0)
+        free += latest.lacks
+        plan = again(shares, free)
         if plan is None or any(_same(plan, other) for other in seen):
             break
         seen.append(plan)
         before = best.seconds
         played = try_(f"priced again ({number})", plan)
-        if played is None or (played is best and before - best.seconds < GAIN * before):
+        if played is None:
+            break
+        if played is best and before - best.seconds < GAIN * before and not played.lacks:
             break
         latest = played
     return _chosen(best, winner, least_sum, rows)
 
 
-def exposed_shares(played: Played) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
-    """(kind, axis) -> for what share of its communication compute waits, and how many seconds that takes in all."""
-    timeline, plan = played.timeline, played.plan
-    assert timeline is not None
+def exposed_shares(plan: Plan, timeline: Timeline) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
+    """(kind, axis or stream) -> for what share of such transfers compute waits, and how many seconds they take."""
     weights = weights_in(plan.graph)
     busy: dict[tuple[str, str], float] = defaultdict(float)
     exposed: dict[tuple[str, str], float] = defaultdict(float)
     for event, waited in zip(timeline.events, timeline.exposed_of, strict=True):
-        kind = _kind(dict(event.about), weights)
-        if event.stream.startswith("comm:") and kind:
+        kind = MOVES if event.stream in BESIDE else _kind(dict(event.about), weights)
+        if kind and (kind == MOVES or event.stream.startswith("comm:")):
             key = kind, event.stream.removeprefix("comm:")
             busy[key] += event.seconds
             exposed[key] += waited
@@ -158,20 +178,23 @@ def exposed_shares(played: Played) -> tuple[dict[tuple[str, str], float], dict[t
     return shares, dict(busy)
 
 
-def _completed(known: Shares, axes: Sequence[str]) -> dict[tuple[str, str], float]:
-    """Where nothing of a kind was sent, the share of the other kind on that axis stands in; without either, 1."""
-    found: dict[tuple[str, str], float] = {}
+def _completed(known: Shares, axes: Sequence[str], unseen: float) -> dict[tuple[str, str], float]:
+    """Where nothing of a kind was sent, the share of the other kind on that axis stands in; without either, 1.
+
+    `unseen`: the share of moves where there were none.
+    """
+    found = {(MOVES, stream): known.get((MOVES, stream), unseen) for stream in BESIDE}
     for axis in axes:
-        of_axis = [known[kind, axis] for kind in KINDS if (kind, axis) in known]
-        for kind in KINDS:
+        of_axis = [known[kind, axis] for kind in (WEIGHTS, GRADIENTS) if (kind, axis) in known]
+        for kind in (WEIGHTS, GRADIENTS):
             found[kind, axis] = known.get((kind, axis), of_axis[0] if of_axis else 1.0)
     return found
 
 
 def _kind(about: Mapping[str, str | int], weights: set[str]) -> str:
     if "results" in about or str(about.get("result", "")).startswith("gradient"):
-        return "gradients"
-    return "weights" if "reader" in about and str(about.get("value")) in weights else ""
+        return GRADIENTS
+    return WEIGHTS if "reader" in about and str(about.get("value")) in weights else ""
 
 
 def _same(one: Plan, other: Plan) -> bool:

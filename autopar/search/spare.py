@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 from autopar.assembly import HOST
 from autopar.graph import Graph, Node
 from autopar.price import Pricer
-from autopar.saving import RECOMPUTE, SAVE, Again, Widened, widened
+from autopar.saving import OFFLOAD, RECOMPUTE, SAVE, Again, Widened, widened
+from autopar.search.keep import modes_kept
+from autopar.work import VIEWS
 
 # Forward values that backward needs are made again, or wait on the host; parameters live on the host with all that
 # belongs to them, or their optimizer states do and stream through the device.
@@ -21,36 +23,68 @@ Modes = Callable[[Again, Node], tuple[str, ...]]  # a forward value that comes b
 @dataclass(frozen=True)
 class Sparing:
     """`ways`: those of SPARES that are open. `modes`: those that a value may have, if a policy says so; `residence`:
-    where a policy wants the parameters that it names.
+    where a policy, or the user, wants the parameters that it names; `kept`: forward node -> what the user wants of it.
     """
 
     ways: tuple[str, ...] = ()
     modes: Modes | None = None
     residence: Mapping[str, str] = field(default_factory=dict[str, str])
+    kept: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def keeping(self, kept: Mapping[str, str], residence: Mapping[str, str]) -> Sparing:
+        """The same, but for what the user settles."""
+        return replace(self, residence={**self.residence, **residence}, kept=kept)
 
     @property
     def residences(self) -> tuple[str, ...]:
-        """Where a parameter may reside."""
-        open_ = {*(way for way in ("host", "stream") if way in self.ways), *self.residence.values()}
+        """Where any parameter may reside."""
+        open_ = {*self.ways, *self.residence.values()}
         return ("device", *(where for where in ("host", "stream") if where in open_))
+
+    def residences_of(self, graph: Graph) -> dict[str, tuple[str, ...]]:
+        """Where each parameter may reside."""
+        free = ("device", *(where for where in ("host", "stream") if where in self.ways))
+        names = [node.target for node in graph.nodes if node.op == "parameter"]
+        return {name: (self.residence[name],) if name in self.residence else free for name in names}
+
+    def is_uneven(self, class_of: Mapping[str, str], graph: Graph) -> bool:
+        """Whether parameters of one class are to reside in different places."""
+        where = self.residences_of(graph)
+        told = {(class_of[node.name], where[node.target]) for node in graph.nodes if node.op == "parameter"}
+        return len(told) > len({leader for leader, _ in told})
+
+    @property
+    def uses_host(self) -> bool:
+        return len(self.residences) > 1 or "offload" in self.ways or OFFLOAD in self.kept.values()
 
     def widen(self, graph: Graph) -> Widened:
         """The graph with all that may be decided about its forward values; itself where that is nothing.
 
         With parameters on the host, views of them are made again in backward, of what is fetched there.
         """
-        if not {"recompute", "offload"} & set(self.ways) and HOST not in self.residences and self.modes is None:
+        is_settled = self.modes is not None or bool(self.kept)
+        if not {"recompute", "offload"} & set(self.ways) and HOST not in self.residences and not is_settled:
             return Widened(graph, {})
-        again = "recompute" in self.ways or self.modes is not None
-        found = widened(graph, recompute=again, offload="offload" in self.ways)
-        if self.modes is None:
+        again = "recompute" in self.ways or self.modes is not None or RECOMPUTE in self.kept.values()
+        found = widened(graph, recompute=again, offload="offload" in self.ways or OFFLOAD in self.kept.values())
+        if not is_settled:
             return found
         node_of = graph.by_name
         settled = {
-            name: replace(one, modes=self.modes(one, node_of[one.origin])) if one.modes else one
+            name: replace(one, modes=self._modes(one, node_of[one.origin])) if one.modes else one
             for name, one in found.again.items()
         }
         return replace(found, again=settled)
+
+    def _modes(self, again: Again, node: Node) -> tuple[str, ...]:
+        """Those of a value's modes that are open."""
+        word = self.kept.get(again.origin)
+        if word is not None and (meant := modes_kept(word, again, node)):
+            return meant
+        if self.modes is not None:
+            return self.modes(again, node)
+        closed = {way for way in (RECOMPUTE, OFFLOAD) if way not in self.ways}
+        return tuple(mode for mode in again.modes if mode not in closed or (mode == RECOMPUTE and node.op in VIEWS))
 
 
 NOTHING_SPARED = Sparing()

@@ -48,6 +48,17 @@ def test_without_axes_a_mesh_has_one_for_the_data() -> None:
         dist.destroy_process_group()
 
 
+def test_the_group_of_a_mesh_of_devices_serves_their_hosts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL alone refuses parameters on the host: they could be neither clipped nor put together."""
+    begun: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: begun.append(backend))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(autopar.here, "init_device_mesh", lambda *_, **__: None)
+    autopar.init_mesh("cuda", data=1)
+    autopar.init_mesh("cpu", data=1)
+    assert begun == ["cpu:gloo,cuda:nccl", "gloo"]
+
+
 @pytest.mark.parametrize("made_first", [True, False], ids=["optimizer first", "call first"])
 @pytest.mark.parametrize(("make", "options"), [(sgd, {}), (adamw, {"fused": True}), (adamw, {"foreach": True})])
 def test_optimizers_made_before_the_plan_train_too(one: DeviceMesh, make, options, made_first: bool) -> None:

@@ -52,6 +52,36 @@ def test_memory_tells_whether_it_binds(plan):
     assert "memory is not what limits it" in loose
 
 
+def test_memory_is_what_limits_a_plan_that_spares_it(plan):
+    roomy = replace(plan, memory_limit=plan.peak_bytes["hbm"] * 2.0)
+    assert "memory is not what limits it" not in (told := explain(replace(roomy, residence={"up.weight": "host"})))
+    assert "50 % of the limit" in told and ": with what is spared\n" in told
+    short = " ".join(explain(replace(roomy, search={"fastest_bytes": int(roomy.memory_limit * 3)})).split())
+    assert "it shapes the plan; the fastest takes " in short and "memory is not what limits it" not in short
+    fits = explain(replace(roomy, search={"fastest_bytes": int(roomy.memory_limit)}))
+    assert "memory is not what limits it" in fits
+
+
+def test_the_price_of_memory_is_told_for_a_step_that_is_small_beside_the_peak(plan):
+    gib = 2**30
+
+    def told(limit, **facts):
+        there = replace(plan, peak_bytes={"hbm": 6 * gib, "host": 40 * 2**20}, memory_limit=limit, step_seconds=0.1)
+        text = explain(replace(there, search={key.replace("_of_", ":"): fact for key, fact in facts.items()}))
+        return [line.removeprefix("price of memory: ") for line in text.splitlines() if line.startswith("price of")]
+
+    limit = 6.0 * gib
+    assert told(limit) == told(None, ms_per_gib_of_hbm=2.5) == told(limit, ms_per_gib_of_hbm=0.0) == []
+    assert told(limit, ms_per_gib_of_hbm=2.5) == ["+1 GiB of hbm would save up to 2.5 ms a step"]
+    assert told(limit, ms_per_gib_of_host=1024.0) == ["+4 MiB of host would save up to 4 ms a step"]
+    # there is nothing to gain beyond the fastest plan
+    near = told(limit, ms_per_gib_of_hbm=2.5, fastest_bytes=int(6.5 * gib), fastest_s=0.09)
+    assert near == ["+256 MiB of hbm would save up to 0.625 ms a step"]
+    assert told(limit, ms_per_gib_of_hbm=2.5, fastest_bytes=9 * gib, fastest_s=0.0995) == [
+        "+1 GiB of hbm would save up to 0.5 ms a step"
+    ]
+
+
 def test_without_a_bound_none_is_claimed(plan):
     assert "no lower bound is known" in explain(replace(plan, bound=0.0))
 

@@ -42,7 +42,7 @@ def test_a_refusal_names_the_least_memory_and_it_is_the_least(name: str, sizes: 
     said = str(refused.value)
     told = re.search(r"the least that would do is ([\d.]+) (\w+), at the peak while (.+) runs", said)
     assert told is not None, said
-    tenants = said.split("largest tenants there: ")[1].split(". Give")[0].split("; ")
+    tenants = said.split("largest tenants there: ")[1].split(". What would help")[0].split("; ")
     assert len(tenants) == 5 and all(re.search(r" [\d.]+ [KMG]?i?B$", tenant) for tenant in tenants), tenants
     least = float(told[1]) * UNITS[told[2]]
     found = plan(name, sizes, least * 1.0001)  # the message has two decimals

@@ -10,10 +10,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import autopar
+from autopar.optim import Streamed
+from autopar.plan import Plan
 from tests.processes.compare import LOSS, adamw, near
 from tests.processes.models import Net, batch, net
+from tests.processes.spared import ALL, fastest, spared
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
+from tests.support.nets import batch_of, made
 
 
 def _begin(ranks: Ranks, seed: int, *sizes: int) -> tuple[autopar.ParallelModule, torch.optim.Optimizer]:
@@ -51,3 +55,55 @@ def check_load(ranks: Ranks) -> None:
     set_state_dict(parallel, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
     wanted = json.loads((ranks.folder / "losses.json").read_text())
     near(torch.tensor(_steps(parallel, optimizer, range(3, 6))), torch.tensor(wanted), 10 * LOSS, "losses after")
+
+
+# --- from one residence to another -----------------------------------------------------------------------------------
+
+FROZEN = "half-frozen"  # and tied
+AFTER = 5  # steps
+
+
+def check_save_in_either_residence(ranks: Ranks) -> None:
+    """Saved where forward values are spared and parameters and states lie on both tiers, and where nothing is."""
+    kept = fastest(FROZEN, ranks.count)
+    for name, plan in (("spared", spared(kept, ALL)), ("kept", kept)):
+        parallel, optimizer = _begin_anywhere(ranks, 0, plan)
+        _losses(parallel, optimizer, range(3))
+        model_state, optimizer_state = get_state_dict(parallel, optimizer)
+        where = ranks.folder / f"{name}-{ranks.count}"
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=where)
+        losses = _losses(parallel, optimizer, range(3, 3 + AFTER))
+        if ranks.rank == 0:
+            where.with_suffix(".json").write_text(json.dumps(losses))
+
+
+def check_load_in_the_other_residence(ranks: Ranks) -> None:
+    """What the other of one and two ranks has saved, in the other residence."""
+    kept = fastest(FROZEN, ranks.count)
+    for name, plan in (("kept", spared(kept, ALL + 1)), ("spared", kept)):
+        parallel, optimizer = _begin_anywhere(ranks, 9, plan)
+        model_state, optimizer_state = get_state_dict(parallel, optimizer)
+        where = ranks.folder / f"{name}-{3 - ranks.count}"
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=where)
+        set_state_dict(parallel, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        assert parallel.head.weight is parallel.tokens.weight
+        wanted = torch.tensor(json.loads(where.with_suffix(".json").read_text()))
+        found = torch.tensor(_losses(parallel, optimizer, range(3, 3 + AFTER)))
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0)
+
+
+def _begin_anywhere(ranks: Ranks, seed: int, plan: Plan) -> tuple[autopar.ParallelModule, torch.optim.Optimizer]:
+    given = batch_of(FROZEN, 0)
+    parallel = autopar.compile(made(FROZEN, seed), ranks.mesh(), example_kwargs=given, plan=plan)
+    return parallel, Streamed(adamw(parallel.parameters()), parallel)
+
+
+def _losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> list[float]:
+    losses: list[float] = []
+    for seed in seeds:
+        loss = model(**batch_of(FROZEN, seed))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

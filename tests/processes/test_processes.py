@@ -21,6 +21,18 @@ LARGE = [
     "check_random_plans",
 ]
 
+SPARED = [
+    "check_every_model_trains",
+    "check_training_in_double_precision",
+    "check_searched_in_little_memory",
+    "check_twenty_plans_give_the_same_bits",
+    "check_the_step_of_the_host",
+    "check_micro_batches",
+    "check_clipping",
+    "check_a_mesh_of_devices",
+    "check_bfloat16_over_float32",
+]
+
 
 def test_models_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
     run_checks("families", 4, tmp_path, LARGE)
@@ -85,3 +97,19 @@ def test_the_code_can_be_compiled(tmp_path: Path) -> None:
 
 def test_what_lies_on_the_host_trains_on_two_processes(tmp_path: Path) -> None:
     run_checks("residence", 2, tmp_path)
+
+
+def test_what_is_spared_changes_no_number(tmp_path: Path) -> None:
+    run_checks("spared", 2, tmp_path, SPARED)
+
+
+@pytest.mark.slow
+def test_what_is_spared_of_more_models_changes_no_number(tmp_path: Path) -> None:
+    searched = ["check_every_model_searched_in_little_memory"]
+    run_checks("spared", 2, tmp_path, [*searched, "check_more_loops", "check_more_bits"], limit_s=400)
+
+
+def test_a_run_goes_on_in_another_residence_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    run_checks("checkpoints", 1, tmp_path, ["check_save_in_either_residence"])
+    run_checks("checkpoints", 2, tmp_path, ["check_load_in_the_other_residence", "check_save_in_either_residence"])
+    run_checks("checkpoints", 1, tmp_path, ["check_load_in_the_other_residence"])

@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
+import autopar
+from autopar._compat import fx_graph_cse
 from autopar.emit import Program, emit
+from autopar.mesh import Mesh
+from autopar.optim import Streamed
 from autopar.plan import Plan
+from autopar.price import OPTIMIZER_STATES, Pricer
 from autopar.schedule import Advance, Copy, Run, is_product, schedule
+from autopar.timeline import events_of
 from autopar.work import FETCH, STORE
+from cost_models.simulator import Event
+from cost_models.steps import Move
 from tests.support.check import mesh_of, worst_difference
 from tests.support.families import family
 from tests.support.lockstep import run_all
+from tests.support.machines import FAST
 from tests.support.moves import WAIT, Late
 from tests.support.residence import ResidenceSampler, hosted
 
 CASES = [("mlp", (2,), 0), ("mlp", (2, 2), 1), ("block", (2,), 2), ("block", (2, 2), 0), ("cnn", (2,), 1)]
 some_plans = pytest.mark.parametrize(("name", "sizes", "seed"), CASES, ids=str)
 PREFETCHES = (None, 0, 1, 3)
+COPIES = tuple(f"autopar.{op}." for op in ("store", "fetch", "wait_copy"))
 
 
 @cache
@@ -65,15 +77,74 @@ def test_copies_may_come_as_late_as_they_are_waited_for(name: str, sizes: tuple[
     assert sum(what == "wait" for what, _ in late.log) == launched.total()
 
 
+def copies_of(plan: Plan, pricer: Pricer) -> list[Event]:
+    """What is copied in forward and backward, as the simulator plays it."""
+    events = events_of(plan, pricer, overlap=True, prefetch=plan.prefetch or 0)
+    return [event for event in events if "copy" in dict(event.about)]
+
+
+def nbytes_of(copies: Sequence[Event]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for event in copies:
+        found["fetch" if event.stream == "h2d" else "store"] += int(dict(event.about)["bytes"])
+    return found
+
+
+@pytest.mark.parametrize(("prefetch", "bucket_bytes"), [(None, 0), (0, 3000), (1, 3000), (3, 0)])
 @some_plans
-def test_every_copy_survives_the_removal_of_dead_code(name: str, sizes: tuple[int, ...], seed: int) -> None:
+def test_collectives_and_copies_move_the_bytes_of_the_plan(
+    name: str, sizes: tuple[int, ...], seed: int, prefetch, bucket_bytes: int
+) -> None:
+    """And there are as many copies as the simulator plays."""
+    plan, case = replace(drawn(name, sizes, seed), prefetch=prefetch, bucket_bytes=bucket_bytes), family(name)
+    with Late() as late:
+        _, traffic = run_all(plan, case.values(plan.graph), case.seed)
+    assert traffic == {key: nbytes for key, nbytes in plan.comm_bytes.items() if nbytes} and traffic
+    played = copies_of(plan, Pricer.on(plan.mesh, FAST, "adamw", bucket_bytes))
+    ranks = plan.mesh.ranks
+    assert late.nbytes == {what: ranks * nbytes for what, nbytes in nbytes_of(played).items()} and late.nbytes
+    assert sum(what != "wait" for what, _ in late.log) == ranks * len(played)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_optimizer_moves_the_states_that_the_plan_streams(one: DeviceMesh, seed: int) -> None:
+    """From the second step on: the first makes them."""
+    case = family("block")
+    sampler = ResidenceSampler(case.graph, Mesh(("data",), (1,)))
+    plan, pricer = sampler.draw(seed), sampler.pricer
+    parallel = autopar.compile(case.model, one, example_kwargs=case.inputs, plan=plan)
+    optimizer = Streamed(torch.optim.AdamW(parallel.parameters(), fused=True), parallel)
+    for _ in range(2):
+        parallel(**case.inputs).backward()
+        with Late() as late:
+            optimizer.step()
+    streamed = [parallel.get_parameter(name) for name, where in plan.residence.items() if where == "stream"]
+    steps = [step for one_of_them in streamed for step in pricer.update_steps(one_of_them.nbytes, "float32", "stream")]
+    fetched = sum(step.nbytes for step in steps if isinstance(step, Move) and step.dst == "hbm")
+    assert late.nbytes == {"fetch": fetched, "store": fetched} and fetched > 0
+    events = [event for event in events_of(plan, pricer, overlap=True) if event.phase == "optimizer"]
+    for what, way in (("fetch", "h2d"), ("store", "d2h")):
+        played = sum(event.stream == way for event in events)
+        assert sum(entry[0] == what for entry in late.log) == OPTIMIZER_STATES["adamw"] * played == 2 * len(streamed)
+    assert not late.early and not late.under_way
+
+
+@some_plans
+def test_every_copy_survives_what_tidies_a_graph(name: str, sizes: tuple[int, ...], seed: int) -> None:
+    """No two fetches become one, and none is dead."""
     for part in parts(program_of(replace(drawn(name, sizes, seed), prefetch=1))):
         before = Counter(str(node.target) for node in part.graph.nodes if "autopar" in str(node.target))
-        swept = copy.deepcopy(part)
-        swept.graph.eliminate_dead_code()
-        swept.recompile()
-        after = Counter(str(node.target) for node in swept.graph.nodes if "autopar" in str(node.target))
-        assert after == before
+        swept, merged = copy.deepcopy(part), fx.GraphModule(part, fx_graph_cse(part.graph))
+        for tidied in (swept, merged):
+            tidied.graph.eliminate_dead_code()
+            tidied.recompile()
+            after = Counter(str(node.target) for node in tidied.graph.nodes if "autopar" in str(node.target))
+            assert copies(after) == copies(before)
+            assert tidied is merged or after == before
+
+
+def copies(counted: Counter[str]) -> Counter[str]:
+    return Counter({op: count for op, count in counted.items() if op.startswith(COPIES)})
 
 
 @some_plans

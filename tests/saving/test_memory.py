@@ -13,7 +13,7 @@ from tests.support.families import family
 from tests.support.residence import ResidenceSampler
 
 MACHINE = Hardware.load("cpu-gloo")
-UNDER, OVER = 0.95, 1.02
+OVER = 1.02  # never more than predicted, and not much less
 CASES = [("mlp", (2,), 6), ("mlp", (2, 2), 4), ("block", (2, 2), 3), ("cnn", (2,), 3), ("gpt2", (2,), 2)]
 CASES = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in CASES]
 CASES += [
@@ -36,4 +36,6 @@ def test_both_tiers_hold_what_the_plan_says(
         told = {where: round((pair.predicted or 0) / pair.measured, 4) for where, pair in found.items()}
         print(f"{name:8} {mesh!s:16} {optimizer:12} {seed} {told}")
         assert found["step"].predicted == plan.peak_bytes["hbm"] and found["host"].predicted == plan.peak_bytes["host"]
-        assert UNDER <= told["step"] <= OVER and UNDER <= told["host"] <= OVER, (seed, told)
+        for tier in ("step", "host"):
+            pair = found[tier]
+            assert pair.measured <= pair.predicted <= OVER * pair.measured, (seed, told)

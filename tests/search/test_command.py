@@ -304,7 +304,7 @@ def test_what_does_not_fit_exits_with_3(refused: Callable[..., tuple[int, str]])
     status, told = refused("tiny.py:build", *GOOD, *small, "-o", "plan.json", "--dot", "plan.dot", "--baselines")
     assert status == 3
     assert told.startswith("no plan fits in 1.00 KiB per rank: the least that would do is ")
-    assert "The five largest tenants there: " in told
+    assert "The five largest tenants there: " in told and "What would help most: " in told
 
 
 def test_no_answer_in_time_exits_with_4(

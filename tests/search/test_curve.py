@@ -184,16 +184,24 @@ def test_the_table_has_a_line_for_each_limit() -> None:
     assert len(lines) == len(points) and len({len(line) for line in (names, *lines)}) == 1
 
 
-def test_the_price_of_memory_is_told_for_a_step_that_is_small_beside_the_limit() -> None:
-    plan = replace(fastest(), memory_limit=6.0 * 2**30)
+def test_where_the_limit_binds_the_price_of_memory_is_told_and_no_more_is_saved() -> None:
+    """By the prices of a bound, more memory saves at most so much of the bound."""
+    top = fastest().peak_bytes["hbm"]
+    limit = float(int(0.6 * top))
+    plan = answer(question(), memory=limit, spare=("recompute",))
+    price = plan.search["ms_per_gib:hbm"]
+    assert isinstance(price, float) and price > 0 and "price of memory: +" in plan.explain()
+    assert "it shapes the plan; the fastest takes " in " ".join(plan.explain().split())
+    for more in (1.05, 1.2, 1.5):
+        roomier = answer(question(), memory=limit * more, spare=("recompute",))
+        most = price / 1e3 / 2**30 * limit * (more - 1)
+        assert plan.bound - roomier.step_seconds <= most + 1e-3 * plan.step_seconds
 
-    def told(price: float, limit: float | None) -> str:
-        return curve.price_of_memory(replace(plan, search={"ms_per_gib": price}, memory_limit=limit))
 
-    assert curve.price_of_memory(plan) == ""
-    assert told(2.5, 6.0 * 2**30) == "price of memory: +1.00 GiB would save 2.5 ms a step, at first\n"
-    assert told(1024.0, 40.0 * 2**20) == "price of memory: +4.00 MiB would save 4 ms a step, at first\n"
-    assert told(0.0, 6.0 * 2**30) == told(2.5, None) == ""
+def test_where_the_limit_does_not_bind_there_is_no_price_of_memory() -> None:
+    for limit in (None, 2.0 * fastest().peak_bytes["hbm"]):
+        plan = answer(question(), memory=limit)
+        assert "price of memory" not in plan.explain() and not any("ms_per_gib" in fact for fact in plan.search)
 
 
 # --- on the command line ---------------------------------------------------------------------------------------------

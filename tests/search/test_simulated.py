@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar.assemble import assemble
 from autopar.decide import refereed
 from autopar.mesh import Mesh
 from autopar.plan import Plan
@@ -16,7 +17,6 @@ from autopar.price import Pricer
 from autopar.search import Question, answer, ask
 from autopar.search.__main__ import main
 from autopar.search.baselines import compare, table
-from autopar.search.discount import discounted
 from autopar.search.simulated import best_prefetch, choose, floor_s
 from autopar.timeline import timeline_of
 from cost_models.hardware import Hardware
@@ -195,8 +195,13 @@ def test_at_full_price_nothing_changes_and_at_a_discount_only_communication_of_p
     keys = [(kind, axis) for kind in ("weights", "gradients") for axis in sampler.pricer.mesh.names]
     problem = sampler.assembled.problem
     for share in (1.0, 0.1):
-        found = discounted(sampler.assembled, sampler.graph, sampler.pricer, dict.fromkeys(keys, share)).problem
-        assert found.costs == problem.costs and found.limits == problem.limits
+        found = assemble(
+            sampler.graph, sampler.strategies, sampler.pricer, memory=None, shares=dict.fromkeys(keys, share)
+        ).problem
+        assert (
+            all((a == b).all() for a, b in zip(found.costs, problem.costs, strict=True))
+            and found.limits == problem.limits
+        )
         changed = 0
         for before, after in zip(problem.edges, found.edges, strict=True):
             assert (before.src, before.dst) == (after.src, after.dst)
@@ -208,14 +213,31 @@ def test_at_full_price_nothing_changes_and_at_a_discount_only_communication_of_p
         assert (changed > 0) == (share < 1)
 
 
+def test_what_is_fetched_ahead_is_left_free_in_the_next_plan():
+    asked = question("gpt2", (2,), HIDES)
+    plan = answer(asked, policy="fsdp")
+    limit = plan.peak_bytes["hbm"]
+    played = best_prefetch(plan, asked.pricer, limit)
+    assert played.wished is not None and played.wished.seconds < played.seconds
+    assert played.lacks == played.wished.memory["hbm"].peak_bytes - limit > 0
+    frees = []
+
+    def again(shares, free):
+        frees.append(free)
+        return None
+
+    assert choose(plan, asked.pricer, limit, {}, again).predicted_seconds == played.seconds
+    assert frees == [played.lacks]
+
+
 def test_pricing_again_ends_where_a_plan_comes_back():
     asked = question("gpt2", (2,), HIDES)
     least_sum, _ = plans("gpt2", (2,), HIDES)
     calls = []
 
-    def again(shares):
+    def again(shares, free):
         calls.append(shares)
-        assert all(0 < share <= 1 for share in shares.values())
+        assert free == 0.0 and all(0 < share <= 1 for share in shares.values())
         return least_sum
 
     plan = choose(least_sum, asked.pricer, None, {}, again)

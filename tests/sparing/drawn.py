@@ -134,6 +134,6 @@ def drawn(
     assembled = assemble(
         wide.graph, strategies, pricer,
         memory=memory, host_memory=host_memory, tied=tied, again=wide.again, residences=sparing.residences,
-        residence_of=sparing.residence,
+        residence_of=sparing.residences_of(graph),
     )  # fmt: skip
     return Drawn(graph, wide, assembled, pricer)

@@ -61,7 +61,7 @@ def test_without_layers_there_are_about_as_many_regions_as_the_root_of_the_produ
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_chain_leaves_its_region(name: str) -> None:
-    """Of all that a value reads when it runs again, nothing that may run again lies in another region, but for views."""
+    """Of all that a value reads when it runs again, nothing that may run again lies elsewhere, but for views."""
     graph = family(name).graph
     region, modes, node_of = regions(graph), again_at(graph), graph.by_name
     for origin, may in modes.items():

@@ -1,0 +1,101 @@
+"""Among known layouts: the best plan whose every node does what it does in one of a few plans.
+
+That is a small problem even where much may be spared, and how memory is spared hangs less on layouts than on what they
+cost. So it is where a large search begins, and what is solved again once prices have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from autopar.assemble import Assembled
+from autopar.assemble_again import Comeback
+from autopar.saving import RECOMPUTE, SAVE
+from autopar.settle import Pick, came, picked
+from autopar.strategy import Strategy
+from solver import Problem, Solution, evaluate, solve
+
+LOOSE = 3e-3  # of a problem whose prices are only a means to find candidates
+
+
+@dataclass(frozen=True)
+class Known:
+    """A plan that was found: the picks of a problem, which may be another one of the same graph."""
+
+    assembled: Assembled
+    picks: tuple[int, ...]
+
+    @property
+    def pick(self) -> Pick:
+        return picked(self.assembled, self.picks)
+
+
+def best_among(
+    known: Sequence[Known], assembled: Assembled, again: Collection[str], time_limit_s: float
+) -> Solution | None:
+    """`again`: the nodes that are forward values, of which it is open how they come back; so is where parameters
+    reside. None if nothing of the kind was found to fit.
+    """
+    problem = _restricted(known, assembled, again)
+    starts = [picks for one in known if (picks := carried(one, assembled)) is not None]
+    told = {picks: evaluate(problem, picks) for picks in starts}
+    start = min((picks for picks in starts if told[picks].fits), key=lambda picks: told[picks].cost, default=None)
+    solution = solve(problem, time_limit_s=time_limit_s, gap=LOOSE, start=start)
+    return None if solution.picks is None else solution
+
+
+def carried(known: Known, assembled: Assembled) -> tuple[int, ...] | None:
+    """The picks that mean the same in this problem; None where it lacks an option."""
+    before, found = known.assembled, [-1] * len(assembled.problem.costs)
+    for name, item in assembled.item_of.items():
+        if name not in before.item_of:
+            continue
+        at = before.item_of[name]
+        strategy, options = before.options[at][known.picks[at]], assembled.options[item]
+        where = before.residences[at][known.picks[at]] if at in before.residences else "device"
+        resides = assembled.residences.get(item, ("device",) * len(options))
+        found[item] = next((i for i, o in enumerate(options) if resides[i] == where and _same(o, strategy)), -1)
+    for origin, back in assembled.modes.items():
+        if back.item is not None:
+            found[back.item] = _mode(known, origin, back)
+    return None if -1 in found else tuple(found)
+
+
+def _mode(known: Known, origin: str, back: Comeback) -> int:
+    """How a value comes back there: what is not open comes back saved, or is a view of what is there anyway."""
+    earlier = known.assembled.modes.get(origin)
+    if earlier is not None:
+        mode, strategy = came(earlier, known.picks)
+    else:
+        mode, strategy = next((m, None) for m in (SAVE, RECOMPUTE) if m in back.again.modes)
+    if mode == RECOMPUTE and strategy is None:
+        strategy = known.pick(origin)
+    told = enumerate(back.options)
+    return next((i for i, (m, s) in told if m == mode and _same(s, strategy if mode == RECOMPUTE else None)), -1)
+
+
+def _same(one: Strategy | None, other: Strategy | None) -> bool:
+    return one is other or one == other
+
+
+def _restricted(known: Sequence[Known], assembled: Assembled, again: Collection[str]) -> Problem:
+    places: dict[tuple[int, int], list[int]] = {}  # ids of options and strategy -> where it stands among them
+
+    def where(options: tuple[Strategy, ...], strategy: Strategy) -> list[int]:
+        key = id(options), id(strategy)
+        if key not in places:
+            places[key] = [place for place, option in enumerate(options) if _same(option, strategy)]
+        return places[key]
+
+    is_open = {item: np.zeros(len(assembled.options[item]), dtype=bool) for item in assembled.item_of.values()}
+    for name, item in assembled.item_of.items():
+        if name not in again:
+            for one in known:
+                is_open[item][where(assembled.options[item], one.pick(name))] = True
+    costs = list(assembled.problem.costs)
+    for item, mask in is_open.items():
+        costs[item] = np.where(mask, costs[item], np.inf)
+    return replace(assembled.problem, costs=tuple(costs))
