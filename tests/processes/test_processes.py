@@ -70,8 +70,8 @@ def test_a_script_runs_under_torchrun(tmp_path: Path) -> None:
     made = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
     told = made.stdout + made.stderr
     assert made.stdout.count("trained and agreed") == 2, told
-    # gloo may abort a process that leaves, even behind a barrier (seen on busy machines): torch's, not ours. torchrun then
-    # tells of itself; an error of the script's own would name its line.
+    # gloo may abort a process that leaves, even behind a barrier (seen on busy machines): torch's, not ours. torchrun
+    # then tells of itself; an error of the script's own would name its line.
     leaves = "terminate called without an active exception" in told and 'standalone.py", line' not in told
     assert made.returncode == 0 or leaves, told
 
