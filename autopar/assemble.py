@@ -21,9 +21,9 @@ import numpy as np
 from autopar.assemble_again import Modes, add_modes, add_rereads, add_saved, rereads
 from autopar.assembly import DEVICE, HOST, Array, Assembly
 from autopar.classes import classes_of
-from autopar.graph import Graph, Node
+from autopar.graph import Graph
 from autopar.hidden import Shares
-from autopar.layout import REPLICATE, Layout, local_type
+from autopar.layout import REPLICATE, Layout
 from autopar.price import Pricer
 from autopar.residence import (
     add_gradient,
@@ -34,8 +34,7 @@ from autopar.residence import (
     update_costs,
 )
 from autopar.saving import Again
-from autopar.strategy import NOTHING, Strategy, even_layouts, operand_types
-from autopar.work import temporary_bytes
+from autopar.strategy import NOTHING, Strategy, even_layouts
 from solver import Edge, Problem
 
 __all__ = ["DEVICE", "HOST", "Assembled", "assemble", "output_name", "temporaries"]
@@ -133,35 +132,15 @@ def _add_reads(work: Assembly) -> None:
         if node.name in work.mode_of:
             add_rereads(work, node)
             continue
-        item = work.item_of[node.name]
-        types = operand_types(node, work.node_of)
-        for position, (ref, type) in enumerate(zip(node.operands, types, strict=True)):
+        item, at = work.item_of[node.name], work.live.at[node.name]
+        for position, ref in enumerate(node.operands):
             read = node.name, position
-            takes = [strategy.takes[position] for strategy in work.options[item]]
-            producer = work.item_of[ref.name]
-            cost, nbytes, room = work.between(ref, (item, position), takes, read)
-            if node.op == "autopar.to_reduce_dtype":
-                cost = work.without_reduction(cost, producer, ref.index, (item, position), takes)
-            if earlier := [place for place in range(position) if node.operands[place] == ref]:
-                cost, nbytes, room = work.brought_once((cost, nbytes, room), item, position, earlier)
-            edge = work.add_edge(producer, item, cost)
+            cost, nbytes, room = work.read(node, position, item)
+            edge = work.add_edge(work.item_of[ref.name], item, cost)
             work.changed(edge, work.live.read_at[read], work.live.new_until[read], nbytes, room)
             if (turn := work.live.turn_of.get(read)) is not None:
-                sizes = work.sizes(type, item, position, lambda takes=takes: takes)
-                work.taken_over(read, edge, item, turn, type, sizes, nbytes)
-        _add_temporaries(work, node)
-
-
-def _add_temporaries(work: Assembly, node: Node) -> None:
-    """What the operator makes and drops while it runs."""
-    item, at = work.item_of[node.name], work.live.at[node.name]
-    types, mesh = operand_types(node, work.node_of), work.pricer.mesh
-    if temporary_bytes(node, types):
-        sizes = [
-            temporary_bytes(node, [local_type(t, layout, mesh) for t, layout in zip(types, s.takes, strict=True)])
-            for s in work.options[item]
-        ]
-        work.held(item, at, at + 1, np.array(sizes, dtype=np.float64))
+                work.taken_over(read, edge, item, turn, work.type(ref), work.taken_sizes(node, position, item), nbytes)
+        work.held(item, at, at + 1, work.temporaries(node, item))
 
 
 def _add_results(work: Assembly, whole_outputs: bool) -> None:

@@ -16,12 +16,11 @@ import numpy as np
 from autopar.assembly import HOST, Array, Assembly
 from autopar.graph import Node, Ref
 from autopar.hidden import seconds_of
-from autopar.layout import local_type
 from autopar.liveness import Read, Share
 from autopar.saving import DROP, OFFLOAD, RECOMPUTE, SAVE, Again
 from autopar.saving.widen import LOOK, looked_at
-from autopar.strategy import Strategy, operand_types
-from autopar.work import VIEWS, temporary_bytes
+from autopar.strategy import Strategy
+from autopar.work import VIEWS
 from cost_models.steps import Move
 
 
@@ -107,36 +106,22 @@ def _bytes(work: Assembly, name: str, index: int) -> Array:
 
 def add_rereads(work: Assembly, node: Node) -> None:
     """What running a value again reads, and holds while it runs."""
-    item, strategies = work.mode_of[node.name], work.options[work.mode_of[node.name]]
-    if not strategies:
+    item, at = work.mode_of[node.name], work.live.at[node.name]
+    if not work.options[item]:
         return
     before = len(still_modes(work, node.name))
-    for position, (ref, type) in enumerate(zip(node.operands, operand_types(node, work.node_of), strict=True)):
+    for position, ref in enumerate(node.operands):
         read = node.name, position
-        takes = [strategy.takes[position] for strategy in strategies]
-        producer = work.item_of[ref.name]
-        told = work.between(ref, (item, position), takes, read)
-        if node.op == "autopar.to_reduce_dtype":
-            told = work.without_reduction(told[0], producer, ref.index, (item, position), takes), *told[1:]
-        if earlier := [place for place in range(position) if node.operands[place] == ref]:
-            told = work.brought_once(told, item, position, earlier)
-        cost, nbytes, room = (_padded(work, array, before) for array in told)
-        edge = work.add_edge(producer, item, cost)
+        cost, nbytes, room = (_padded(work, array, before) for array in work.read(node, position, item))
+        edge = work.add_edge(work.item_of[ref.name], item, cost)
         until = work.needed[Ref(node.name)] if node.op == LOOK else work.live.new_until[read]
         work.changed(edge, work.live.read_at[read], until, nbytes, room)
         if (turn := work.live.turn_of.get(read)) is not None:
-            sizes = work.sizes(type, item, position, lambda takes=takes: takes)
-            work.taken_over(read, edge, item, turn, type, _padded(work, sizes, before), nbytes)
+            sizes = _padded(work, work.taken_sizes(node, position, item), before)
+            work.taken_over(read, edge, item, turn, work.type(ref), sizes, nbytes)
         if ref.name in work.mode_of and DROP in still_modes(work, ref.name):
             work.add_edge(work.mode_of[ref.name], item, _there(work, ref.name, node.name))
-    types, mesh = operand_types(node, work.node_of), work.pricer.mesh
-    if temporary_bytes(node, types):
-        sizes = [
-            temporary_bytes(node, [local_type(t, layout, mesh) for t, layout in zip(types, s.takes, strict=True)])
-            for s in strategies
-        ]
-        at = work.live.at[node.name]
-        work.held(item, at, at + 1, _padded(work, np.array(sizes, dtype=np.float64), before))
+    work.held(item, at, at + 1, _padded(work, work.temporaries(node, item), before))
 
 
 def rereads(work: Assembly) -> dict[str, tuple[str, ...]]:

@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.graph import Graph, Ref, TensorType
+from autopar.graph import Graph, Node, Ref, TensorType
 from autopar.hidden import GRADIENTS, WEIGHTS, Shares, cheaper
-from autopar.layout import Layout, Partial
+from autopar.layout import Layout, Partial, local_type
 from autopar.liveness import Liveness, Read, Turn, liveness
 from autopar.price import Pricer
 from autopar.saving import Again
 from autopar.schedule import weights_in
-from autopar.strategy import Strategy
+from autopar.strategy import Strategy, operand_types
+from autopar.work import temporary_bytes
 from solver import EdgeUsage, Usage
 
 Array = NDArray[np.float64]
@@ -96,6 +97,34 @@ class Assembly:
             gives = self.gives(producer, ref.index)
             self.prices[key] = pricer.reshard(type, gives, takes), *self.made(type, gives, takes, by)
         return self.prices[key]
+
+    def read(self, node: Node, position: int, item: int) -> tuple[Array, Array, Array]:
+        """`between`, for an operand of a node as the options of an item take it."""
+        ref = node.operands[position]
+        takes = [strategy.takes[position] for strategy in self.options[item]]
+        told = self.between(ref, (item, position), takes, (node.name, position))
+        if node.op == "autopar.to_reduce_dtype":
+            producer = self.item_of[ref.name]
+            told = self.without_reduction(told[0], producer, ref.index, (item, position), takes), *told[1:]
+        if earlier := [place for place in range(position) if node.operands[place] == ref]:
+            told = self.brought_once(told, item, position, earlier)
+        return told
+
+    def taken_sizes(self, node: Node, position: int, item: int) -> Array:
+        """Bytes of an operand in the layout in which each option takes it."""
+        type = self.type(node.operands[position])
+        return self.sizes(type, item, position, lambda: [strategy.takes[position] for strategy in self.options[item]])
+
+    def temporaries(self, node: Node, item: int) -> Array:
+        """Bytes of what the operator makes and drops while it runs, in each option."""
+        types, mesh = operand_types(node, self.node_of), self.pricer.mesh
+        if not temporary_bytes(node, types):
+            return np.zeros(len(self.options[item]))
+        local = (
+            [local_type(t, layout, mesh) for t, layout in zip(types, strategy.takes, strict=True)]
+            for strategy in self.options[item]
+        )
+        return np.array([temporary_bytes(node, given) for given in local], dtype=np.float64)
 
     def made(self, type: TensorType, gives: list[Layout], takes: list[Layout], by: Read | int) -> tuple[Array, Array]:
         beside, alone = self.pricer.reshard_rooms(type, gives, takes)

@@ -16,7 +16,7 @@ from cost_models.hardware import Link
 from cost_models.price import stream_of
 from cost_models.steps import Compute, Move, Step
 
-WEIGHTS, GRADIENTS, MOVES = KINDS = ("weights", "gradients", "moves")
+WEIGHTS, GRADIENTS, MOVES = ("weights", "gradients", "moves")
 
 # (kind, mesh axis) -> share; of moves, (kind, "d2h" | "h2d" | "host"). What is left out has its full price.
 Shares = Mapping[tuple[str, str], float]

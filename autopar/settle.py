@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from autopar.assemble import Assembled
 from autopar.assemble_again import Comeback
-from autopar.graph import Graph, Node, Ref
-from autopar.layout import Layout
+from autopar.graph import Graph, Ref
 from autopar.mesh import Mesh
 from autopar.saving import DROP, RECOMPUTE, narrowed
-from autopar.strategy import NOTHING, Strategy, steps_of
+from autopar.strategy import Strategy, moved
 from autopar.work import FETCH, STORE
 
 Pick = Callable[[str], Strategy]  # of a node, or an output
@@ -76,19 +75,10 @@ def settled(graph: Graph, assembled: Assembled, picks: Sequence[int], mesh: Mesh
     for node in runs.nodes:
         if node.op in (STORE, FETCH):
             (ref,) = node.operands
-            found[node.name] = _as_it_is(node, found[ref.name].gives[ref.index], mesh)
+            found[node.name] = moved(node, found[ref.name].gives[ref.index], mesh)
         elif node.target and not node.is_source:
             again = chosen[node.target][1] if node.target in chosen else None
             found[node.name] = pick(node.target) if again is None else again
         else:
             found[node.name] = pick(node.name)
     return Settled(runs, lambda name: found[name] if name in found else pick(name), residence)
-
-
-def _as_it_is(node: Node, layout: Layout, mesh: Mesh) -> Strategy:
-    """To the host or from it, in any layout."""
-    (type,) = node.outputs
-    assert type is not None
-    roles = (NOTHING,) * len(mesh.sizes)
-    steps = steps_of(node, (type,), roles, (layout,), (layout,), "", (), mesh, 0.0, "elementwise")
-    return Strategy(roles, (layout,), (layout,), "", (), 1, steps)

@@ -238,3 +238,12 @@ def _undominated(strategies: list[Strategy]) -> tuple[Strategy, ...]:
     for strategy in strategies:
         kept.setdefault((strategy.takes, strategy.gives), strategy)
     return tuple(kept.values())
+
+
+def moved(node: Node, layout: Layout, mesh: Mesh) -> Strategy:
+    """Of a store or a fetch: to the host or from it, in any layout."""
+    (type,) = node.outputs
+    assert type is not None
+    roles = (NOTHING,) * len(mesh.sizes)
+    steps = steps_of(node, (type,), roles, (layout,), (layout,), "", (), mesh, 0.0, "elementwise")
+    return Strategy(roles, (layout,), (layout,), "", (), 1, steps)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autopar.plan import Choice, Plan
 from autopar.saving.narrow import narrowed
-from autopar.strategy import NOTHING, operand_types, steps_of
+from autopar.strategy import moved
 from autopar.work import FETCH
 
 
@@ -18,16 +18,13 @@ def resident(plan: Plan, residence: Mapping[str, str]) -> Plan:
     """
     here = {node.target for node in plan.graph.nodes if node.op == "parameter"}
     residence = {name: where for name, where in residence.items() if name in here}
-    graph = narrowed(plan.graph, {}, [name for name, where in residence.items() if where == "host"])
     if not residence:
         return plan
-    node_of, choices = graph.by_name, dict(plan.choices)
+    graph = narrowed(plan.graph, {}, [name for name, where in residence.items() if where == "host"])
+    choices = dict(plan.choices)
     for node in graph.nodes:
         if node.op == FETCH and node.name not in choices:
             (ref,) = node.operands
-            layout = choices[ref.name].gives[ref.index]
-            roles = (NOTHING,) * len(plan.mesh.names)
-            types = operand_types(node, node_of)
-            steps = steps_of(node, types, roles, (layout,), (layout,), "", (), plan.mesh, 0.0, "elementwise")
-            choices[node.name] = Choice(roles, (layout,), (layout,), "", (), 1, steps, ((),))
+            way = moved(node, choices[ref.name].gives[ref.index], plan.mesh)
+            choices[node.name] = Choice(way.roles, way.takes, way.gives, "", (), 1, way.steps, ((),))
     return replace(plan, graph=graph, choices=choices, residence=residence)

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from cost_models.steps import Comm, Compute
 from solver import Solution, evaluate, solve
 
 Progress = Callable[[str], None]
+Begin = Callable[[], list[Known]]  # the plans among whose layouts a large search begins
 
 # Above this many pairs of options the problem is solved with repeated layers tied to one choice. Llama-8B on 8x8 has 6
 # million and needs no ties; a 3-D mesh may.
@@ -171,14 +172,16 @@ class _Wanted:
     time_limit_s: float
     tied: bool | None
     sparing: Sparing = NOTHING_SPARED
-    gap: float | None = None  # of a large problem
+
+    @property
+    def unlimited(self) -> _Wanted:
+        """The same, where memory is no matter."""
+        return replace(self, memory=None, sparing=replace(self.sparing, ways=()))
 
 
 @dataclass(frozen=True)
 class _Solved:
-    """A plan, and the problem that it solves: with what may be spared, and repeated layers `tied` or not. `known`: the
-    plans whose layouts it began with.
-    """
+    """A plan, and the problem that it solves: with what may be spared, and repeated layers `tied` or not."""
 
     plan: Plan
     assembled: Assembled
@@ -187,7 +190,6 @@ class _Solved:
     gap: float
     sparing: Sparing
     tied: bool
-    known: tuple[_Solved, ...] = ()
 
     @property
     def as_known(self) -> Known:
@@ -204,21 +206,17 @@ def _solved(question: Question, policy: str | None, wanted: _Wanted, progress: P
         except DoesNotFit as error:
             raise Infeasible(f"no {policy} plan fits in {size(wanted.memory or 0.0)} per rank: {error}") from error
         return _within(question, policy, replace(wanted, sparing=sparing), progress)
-    unlimited = replace(wanted, memory=None, sparing=replace(wanted.sparing, ways=()))
     if wanted.memory is None:
-        return _within(question, None, unlimited, progress)
+        return _within(question, None, wanted.unlimited, progress)
     if not wanted.sparing.ways:
         return _within(question, None, wanted, progress)
-    if (key := repr(unlimited)) not in question.known:
-        question.known[key] = _within(question, None, unlimited, progress)
-    free: _Solved = question.known[key]
+    free = _free(question, wanted, progress)
     if free.plan.peak_bytes[DEVICE] <= wanted.memory:
         limits = {DEVICE: wanted.memory - ROWS * free.pricer.bucket_bytes}
         limited = replace(free.assembled, problem=replace(free.assembled.problem, limits=limits))
         return replace(free, plan=replace(free.plan, memory_limit=wanted.memory), assembled=limited)
     progress(f"the fastest plan needs {size(free.plan.peak_bytes[DEVICE])}: what to spare is part of the search")
-    known = [free, *_by_hand(question, unlimited, wanted, progress)]
-    solved = _within(question, None, wanted, progress, known)
+    solved = _within(question, None, wanted, progress, lambda: _known(question, wanted, progress))
     fastest = {"fastest_bytes": free.plan.peak_bytes[DEVICE], "fastest_s": free.plan.step_seconds}
     return replace(solved, plan=replace(solved.plan, search={**solved.plan.search, **fastest}))
 
@@ -227,19 +225,28 @@ def _is_small(assembled: Assembled) -> bool:
     return sum(edge.cost.size for edge in assembled.problem.edges) <= EXACT_BELOW_PAIRS
 
 
-def _by_hand(question: Question, unlimited: _Wanted, wanted: _Wanted, progress: Progress) -> list[_Solved]:
-    """What people do by hand, alike in all layers: if there were memory for it, and where there is little of it."""
-    found: list[_Solved] = []
+def _free(question: Question, wanted: _Wanted, progress: Progress) -> _Solved:
+    """The best plan without a limit."""
+    if (key := repr(wanted.unlimited)) not in question.known:
+        question.known[key] = _within(question, None, wanted.unlimited, progress)
+    return question.known[key]
+
+
+def _known(question: Question, wanted: _Wanted, progress: Progress) -> list[Known]:
+    """Plans whose layouts are worth combining: the best without a limit, and what people do by hand, alike in all
+    layers, if there were memory for it, and where there is little of it.
+    """
+    found = [_free(question, wanted, progress)]
     able = [policy for way, policy in BY_WAY.items() if way in wanted.sparing.ways]
     for policy in (*policies_for(question.pricer.mesh), *able):
-        asked = wanted if policy in able else unlimited
+        asked = wanted if policy in able else wanted.unlimited
         with contextlib.suppress(Infeasible, NoAnswerInTime):
             found.append(_of_policy(question, policy, replace(asked, tied=True), progress))
-    return found
+    return [one.as_known for one in found]
 
 
 def _within(
-    question: Question, policy: str | None, wanted: _Wanted, progress: Progress, known: Sequence[_Solved] = ()
+    question: Question, policy: str | None, wanted: _Wanted, progress: Progress, known: Begin | None = None
 ) -> _Solved:
     gathered = _bucket_bytes(question, wanted.memory)
     try:
@@ -263,7 +270,7 @@ def _simulated(question: Question, solved: _Solved, wanted: _Wanted, progress: P
     graph, pricer = question.graph, solved.pricer
     start, prices = solved.solution.picks, solved.solution.prices
     spares = bool(solved.sparing.ways)
-    known = [one.as_known for one in (*solved.known, solved)]
+    known = [*(_known(question, wanted, progress) if spares else ()), solved.as_known]
 
     def again(shares: Shares, free: float) -> Plan | None:
         nonlocal start, prices
@@ -332,7 +339,7 @@ def _answer(
     policy: str | None,
     wanted: _Wanted,
     progress: Progress,
-    known: Sequence[_Solved] = (),
+    known: Begin | None = None,
 ) -> _Solved:
     memory, outputs, tied = wanted.memory, wanted.outputs, wanted.tied
     started = time.perf_counter()
@@ -356,14 +363,12 @@ def _answer(
     )
     is_small = _is_small(assembled)
     gap = 0.0 if is_small and not wanted.sparing.ways else GAP
-    if not is_small and wanted.gap is not None:
-        gap = wanted.gap
     start: Solution | None = None
-    if known and not is_small:
-        gap = LARGE_GAP
-        start = best_among([one.as_known for one in known], assembled, wide.again, wanted.time_limit_s / 3)
+    if known is not None and not is_small:
+        gap, plans = LARGE_GAP, known()
+        start = best_among(plans, assembled, wide.again, wanted.time_limit_s / 3)
         told = "does not fit" if start is None else f"takes {start.cost * 1e3:.3f} ms"
-        progress(f"the best among the layouts of {len(known)} plans {told}")
+        progress(f"the best among the layouts of {len(plans)} plans {told}")
     left = wanted.time_limit_s
     if start is not None:  # it is seldom bettered: what follows proves how good it is
         left = min(left - start.seconds, left / 3)
@@ -402,7 +407,7 @@ def _answer(
     if question.measured:
         plan = _with_measured_noted(plan, question)
     progress(f"refereed: {plan.step_seconds * 1e3:.3f} ms a step, {time.perf_counter() - started:.1f} s in all")
-    return _Solved(plan, assembled, solution, pricer, gap, sparing, tied, tuple(known))
+    return _Solved(plan, assembled, solution, pricer, gap, sparing, tied)
 
 
 def _assembled(
