@@ -107,10 +107,13 @@ def peak_of(holdings: Sequence[Holding], tier: str = DEVICE) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of gradients: `made`, (instant, bytes) of each; `sent_at[place]`, when the row of that result is summed."""
+    """Rows of gradients: `made`, (instant, bytes) of each; `sent_at[place]`, when the row of that result is summed;
+    `places`, the results in each.
+    """
 
     made: list[tuple[int, int]]
     sent_at: dict[int, int]
+    places: list[tuple[int, ...]]
 
 
 class Referee:
@@ -158,6 +161,17 @@ class Referee:
             elif delivery is not None:
                 count(self._steps(delivery.changes), "copies")
         return total
+
+    def unfilled_s(self) -> float:
+        """Seconds that rows of gradients take beyond the shares of full rows at which each gradient is priced: a row
+        that is not full waits as long as one that is.
+        """
+        beyond = 0.0
+        for places in self._rows(self.live).places:
+            row = [delivery.changes for place in places if (delivery := self.deliveries[place]) is not None]
+            shares = [seconds for changes in row for _, seconds in self.pricer.delivered(changes)]
+            beyond += sum(seconds for _, seconds in self.pricer.row(row)) - sum(shares)
+        return beyond
 
     def holdings(self) -> list[Holding]:
         """Everything that one rank holds in a step: who, from which instant until before which, how many bytes, and
@@ -289,7 +303,7 @@ class Referee:
         """The copies that gradients are made of before they are summed together."""
         rows: dict[object, list[int]] = defaultdict(list)
         nbytes: dict[object, int] = defaultdict(int)
-        found = _Rows([], {})
+        found = _Rows([], {}, [])
         for place, at in sorted(live.sent_at.items(), key=lambda item: item[1]):
             result, delivery = self.graph.results[place], self.deliveries[place]
             if result.kind != "gradient" or delivery is None or not self._travels(delivery):
@@ -301,10 +315,12 @@ class Referee:
             nbytes[key] += local.nbytes
             if nbytes[key] >= self.pricer.bucket_bytes:
                 found.made.append((at, nbytes.pop(key)))
-                found.sent_at.update(dict.fromkeys(rows.pop(key), at))
+                found.places.append(tuple(rows.pop(key)))
+                found.sent_at.update(dict.fromkeys(found.places[-1], at))
         if nbytes:
             found.made.append((live.gathered_at, max(nbytes.values())))
         found.sent_at.update({place: live.gathered_at for places in rows.values() for place in places})
+        found.places.extend(map(tuple, rows.values()))
         return found
 
     def _steps(self, changes: Sequence[Reshard]) -> list[Step]:
@@ -383,8 +399,11 @@ def refereed(
     peak = peaks[DEVICE]
     if memory is not None and objective is not None and peak > memory * (1 + 1e-9):
         raise RefereeError(f"the solver's plan needs {peak} bytes, the limit is {memory:.0f}")
+    # Where transfers overlap compute, only the timeline tells what they delay.
+    played = total + referee.unfilled_s() if pricer.bucket_bytes and not pricer.hardware.overlaps else None
     return Plan(
         graph, pricer.mesh, pricer.hardware.name, pricer.hardware.digest, pricer.optimizer, memory, outputs,
         choices, deliveries, total, min(bound, total), peaks, seconds_by, tuple(notes),
-        bucket_bytes=pricer.bucket_bytes, search=dict(search or {}), residence=dict(sorted(referee.residence.items())),
+        bucket_bytes=pricer.bucket_bytes, search=dict(search or {}), simulated_seconds=played,
+        residence=dict(sorted(referee.residence.items())),
     )  # fmt: skip

@@ -274,8 +274,8 @@ class _Program:
             self.rows.append((chain, nbytes))
 
     def _sending(self, sent: Sequence[tuple[Result, Ref, Delivery]], phase: Phase) -> _Chain:
-        """Of several gradients, the steps of each together: the row costs what its gradients' prices add up to."""
-        (result, ref, delivery), *others = sent
+        """Of several gradients, the steps of each together, as one row."""
+        (result, ref, _), *others = sent
         label = f"{result.kind} {result.target}"
         about = (("value", ref.name), ("result", label), *_about(self.node_of[ref.name]))
         ready = tuple(dict.fromkeys(event for _, ref, _ in sent for event in self.ready.get(ref.name, ())))
@@ -283,29 +283,18 @@ class _Program:
         if others:
             label = f"gradients of {len(sent)} parameters from {result.target}"
             about = (("results", ", ".join(result.target for result, _, _ in sent)),)
-            steps = self._row([delivery for _, _, delivery in sent])
-        else:
-            together = result.kind == "gradient" and travels_together(
-                delivery.changes, self.plan.mesh, self.plan.bucket_bytes
-            )
-            steps = self.pricer.delivered(delivery.changes) if together else self._in_order(delivery.changes)
+        changes = [delivery.changes for _, _, delivery in sent]
+        together = result.kind == "gradient" and travels_together(changes[0], self.plan.mesh, self.plan.bucket_bytes)
+        if not together:
+            steps = self._in_order(changes[0])
+        else:  # where nothing overlaps, in the time of the plan's sum: see `Referee.unfilled_s`
+            row = self.pricer.row(changes) if self.overlap else self.pricer.delivered(changes[0])
+            steps = [(step, seconds) for step, seconds in row if not isinstance(step, Comm) or step.ranks > 1]
         if result.kind == "gradient" and self.referee.resides(result.target) == HOST:
             copies = [self._leaving(*one) for one in sent]
             nbytes = sum(step.nbytes for step, _ in copies if isinstance(step, Move))
             steps = [*steps, (Move(DEVICE, HOST, nbytes), sum(seconds for _, seconds in copies))]
         return _Chain(label, phase, reads, steps, ready, about)
-
-    def _row(self, deliveries: Sequence[Delivery]) -> list[tuple[Step, float]]:
-        steps: list[tuple[Step, float]] = []
-        for column in zip(*(self.pricer.delivered(delivery.changes) for delivery in deliveries), strict=True):
-            step, seconds = column[0][0], sum(seconds for _, seconds in column)
-            if isinstance(step, Comm):
-                if step.ranks == 1:
-                    continue
-                nbytes = sum(one.nbytes for one, _ in column if isinstance(one, Comm))
-                step = Comm(step.collective, step.axis, step.ranks, nbytes)
-            steps.append((step, seconds))
-        return steps
 
     def _in_order(self, changes: Sequence[Reshard]) -> list[tuple[Step, float]]:
         """Each step with its seconds, copies where the emitted code makes them.

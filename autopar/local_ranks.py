@@ -6,6 +6,12 @@ import subprocess
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # ranks share the processors
+
+# glibc keeps what is freed. It would else give large pieces back to the kernel in every step, and take them again page
+# by page: on a CPU up to half of the step of a model with large weights (docs/design/0014).
+KEEPS_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
 
 @contextmanager
 def local_ranks(command: Sequence[str], ranks: int, env: Mapping[str, str]) -> Generator[list[subprocess.Popen[bytes]]]:

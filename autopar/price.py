@@ -132,6 +132,17 @@ class Pricer:
             found.append((one, full * local.nbytes / self.bucket_bytes))
         return found
 
+    def row(self, gradients: Sequence[Sequence[Reshard]]) -> list[tuple[Step, float]]:
+        """The steps of gradients that are summed as one row, with their seconds. `gradients`: the changes of each."""
+        found: list[tuple[Step, float]] = []
+        for column in zip(*map(self.delivered, gradients), strict=True):
+            step, seconds = column[0][0], sum(seconds for _, seconds in column)
+            if isinstance(step, Comm):
+                step = replace(step, nbytes=sum(one.nbytes for one, _ in column if isinstance(one, Comm)))
+                seconds = self.seconds((step,))
+            found.append((step, seconds))
+        return found
+
     def _sums(self, type: TensorType, give: Layout, take: Layout) -> tuple[Reshard, ...]:
         """The all-reduces from `give` to `take`; none unless partial sums that become whole are all that differs."""
         axes = [axis for axis, (before, after) in enumerate(zip(give, take, strict=True)) if before != after]

@@ -40,6 +40,27 @@ class ConvTrunk(nn.Module):
         return F.cross_entropy(self.fc2(F.relu(self.fc1(self.trunk(x).flatten(1)))), y)
 
 
+class AlexNet(nn.Module):
+    """Nine tenths of the work in convolutions, nine tenths of the weights in the classifier (Krizhevsky 2014, "One
+    weird trick for parallelizing convolutional neural networks": data-parallel trunk, tensor-parallel classifier).
+    """
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(
+            nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2),
+            nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2),
+            nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(), nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(),
+            nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2),
+        )  # fmt: skip
+        self.fc1 = nn.Linear(256 * 6 * 6, 4096)
+        self.fc2 = nn.Linear(4096, 4096)
+        self.head = nn.Linear(4096, classes)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(F.relu(self.fc2(F.relu(self.fc1(self.trunk(x).flatten(1)))))), y)
+
+
 class Embeddings(nn.Module):
     """Large embedding tables with an MLP on top, as recommenders have them."""
 
@@ -85,6 +106,11 @@ def conv(batch: int = 32) -> tuple[nn.Module, dict[str, Tensor], str]:
     return ConvTrunk(), data, f"conv trunk + large classifier, batch {batch}"
 
 
+def alexnet(batch: int = 16) -> tuple[nn.Module, dict[str, Tensor], str]:
+    data = {"x": torch.randn(batch, 3, 224, 224), "y": torch.randint(0, 1000, (batch,))}
+    return AlexNet(), data, f"AlexNet, 224x224, batch {batch}"
+
+
 def embeddings(batch: int = 512) -> tuple[nn.Module, dict[str, Tensor], str]:
     data = {"ids": torch.randint(0, 50_000, (batch, 4)), "y": torch.rand(batch)}
     return Embeddings(), data, f"4 tables of 50,000x64 + MLP, batch {batch}"
@@ -94,4 +120,6 @@ def tiny() -> tuple[nn.Module, dict[str, Tensor], str]:
     return Mlp(32, 10), {"x": torch.randn(16, 32), "y": torch.randint(0, 10, (16,))}, "MLP 32, batch 16"
 
 
-MODELS: dict[str, Any] = {"gpt2": gpt2, "mlp": mlp, "conv": conv, "embeddings": embeddings, "tiny": tiny}
+MODELS: dict[str, Any] = {
+    "gpt2": gpt2, "mlp": mlp, "conv": conv, "alexnet": alexnet, "embeddings": embeddings, "tiny": tiny,
+}  # fmt: skip

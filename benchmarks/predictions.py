@@ -38,7 +38,9 @@ from autopar import Plan
 from autopar.attach.tensors import mesh_of
 from autopar.decide import refereed
 from autopar.layout import REPLICATE
+from autopar.local_ranks import KEEPS_FREED, ONE_THREAD
 from autopar.measure.twin import measure, traced
+from autopar.measure.values import as_trained
 from autopar.mesh import Mesh
 from autopar.policies import policies_for
 from autopar.price import Pricer
@@ -98,7 +100,7 @@ def plans(model: nn.Module, kwargs: Mapping[str, Tensor], mesh: Mesh, hardware: 
 
 
 def training(plan: Plan, model: nn.Module, kwargs: Mapping[str, Tensor], mesh: DeviceMesh) -> Callable[[], None]:
-    """One training step of the plan, as a user writes it."""
+    """One training step of the plan, as a user writes it, some way into the training."""
     known = Hardware.load("cpu-gloo")  # of no account: nothing is searched
     parallel = autopar.compile(model, mesh, example_kwargs=kwargs, plan=plan, hardware=known)
     batch = parallel.shard_batch(kwargs)
@@ -111,6 +113,8 @@ def training(plan: Plan, model: nn.Module, kwargs: Mapping[str, Tensor], mesh: D
         optimizer.step()
         optimizer.zero_grad()
 
+    step()
+    as_trained(optimizer)
     return step
 
 
@@ -178,7 +182,7 @@ def run(name: str, processes: int, hardware: str) -> list[Row]:
             "benchmarks.predictions", "--worker", name, "--hardware", hardware, "--folder", folder,
         ]  # fmt: skip
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command, stdout=subprocess.PIPE, text=True, check=True, env=KEEPS_FREED | os.environ | ONE_THREAD
         )
     lines = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line.startswith("ROW ")]
     return [Row(**json.loads(line)) for line in lines]

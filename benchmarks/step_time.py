@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.local_ranks import KEEPS_FREED, ONE_THREAD
 from benchmarks.models import MODELS
 
 Step = Callable[[], float]
@@ -152,7 +153,7 @@ def main() -> None:
                 "benchmarks.step_time", "--models", name, "--rounds", str(args.rounds), "--hardware", args.hardware,
             ]  # fmt: skip
             done = subprocess.run(
-                command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                command, stdout=subprocess.PIPE, text=True, check=True, env=KEEPS_FREED | os.environ | ONE_THREAD
             )
             rows += [
                 json.loads(line.removeprefix("RESULT "))

@@ -19,6 +19,7 @@ from autopar.calibrate.profile import check_table, drift_table, profile_from, sa
 from autopar.calibrate.ranks import device_of, loud, measure_world, start
 from autopar.command import INTERRUPTED
 from autopar.here import calibrated_path, device_name, hardware_or_here
+from autopar.local_ranks import KEEPS_FREED
 from cost_models.hardware import Hardware
 
 FASTEST_S = 2.0
@@ -91,9 +92,12 @@ def _torchrun(seconds: float, kind: str, path: Path) -> int:
 def _finish(samples: list[Sample], kind: str, path: Path) -> None:
     base = _base(kind)
     transport, threads = "nccl" if kind == "cuda" else "gloo", os.environ.get("OMP_NUM_THREADS", "1")
+    env = os.environ if dist.is_initialized() else KEEPS_FREED | os.environ  # torchrun's, or of those started here
+    keeps = all(env.get(name) == value for name, value in KEEPS_FREED.items())
+    kept = "" if kind == "cuda" else f", freed memory {'kept' if keeps else 'given back'}"
     how = (
         f"on {platform.node()}, {device_name(kind)}, {processors()} processors, {date.today()}, "
-        f"torch {torch.__version__}, {transport}, OMP_NUM_THREADS={threads}"
+        f"torch {torch.__version__}, {transport}, OMP_NUM_THREADS={threads}{kept}"
     )
     hardware = profile_from(samples, base, path.stem, how, shares_processors=kind == "cpu")
     print(check_table(hardware, samples))

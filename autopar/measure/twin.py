@@ -32,7 +32,7 @@ from autopar.graph import Graph
 from autopar.here import device_name, hardware_or_here
 from autopar.measure.memory import LiveBytes
 from autopar.measure.report import PHASES, Collective, Measured, Moved, Pair, predicted_peaks, predicted_seconds
-from autopar.measure.values import input_bounds, random_tensor
+from autopar.measure.values import as_trained, input_bounds, random_tensor
 from autopar.measure.watch import WAITING, Stopwatch, Traffic, emitted_calls, now
 from autopar.modules import tensors_by_name
 from autopar.optim import Streamed
@@ -155,6 +155,8 @@ class _Twin:
     def measured(self, steps: int, pricer: Pricer | None, notes: tuple[str, ...]) -> Measured:
         for _ in range(WARM_UP):
             self.step()
+        if self.optimizer is not None:
+            as_trained(self.optimizer)
         undisturbed = self.undisturbed(steps)
         spent = self.node_by_node()
         traffic, peaks = self.counted()

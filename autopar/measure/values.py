@@ -36,6 +36,23 @@ PASSING = {
     "aten.squeeze.dim", "aten.reshape.default", "aten.contiguous.default", "aten.alias.default",
 }  # fmt: skip
 
+# Sums of squares, as torch's optimizers name them.
+SECOND_MOMENTS = ("exp_avg_sq", "square_avg", "sum")
+MET = 1e-8  # little beside a square that matters, much beside zero
+
+
+def as_trained(optimizer: torch.optim.Optimizer) -> None:
+    """Give its states the values of an optimizer that has met every row of every table.
+
+    As long as it has not, most second moments of an embedding are zeros, of which MKL's square root takes five times
+    as long as of other numbers; a few steps on one batch would time that.
+    """
+    with torch.no_grad():
+        for state in optimizer.state.values():
+            for name in SECOND_MOMENTS:
+                if isinstance(found := state.get(name), Tensor):
+                    found.add_(MET)
+
 
 def bounds_of(op: str, args: Sequence[Arg], types: Sequence[TensorType]) -> dict[int, int]:
     """Operand -> its values are places below this. `args` hold `Ref("", i)` for operand i, of `types[i]`."""

@@ -97,7 +97,8 @@ def _candidates(plan: Plan) -> Iterator[str]:
     """Why this plan: the ones that were played."""
     if not plan.candidates:
         return
-    yield "why this plan: the quickest of those played with collectives beside compute"
+    beside = " with collectives beside compute" if any(one.prefetch is not None for one in plan.candidates) else ""
+    yield f"why this plan: the quickest of those played{beside}"
     rows = [("candidate", "simulated", "one after the other", "peak", "")]
     for one in plan.candidates:
         peak = "" if one.peak_bytes is None else human(one.peak_bytes)

@@ -72,14 +72,14 @@ class Plan:
     """Every decision, with what was predicted of it.
 
     Seconds and bytes are those of one rank and one training step, predicted on `hardware`. `bound` is a proven lower
-    bound
-    on the seconds of any plan of the searched space; `gap` = (step_seconds - bound) / step_seconds. `peak_bytes` per
-    memory tier. `notes`: what a user should know, such as operators without a rule, which run replicated.
-    `prefetch`: how many matrix operators ahead of their use weights are gathered, and behind them gradients are waited
-    for (`autopar.schedule`); None: every transfer is waited for where it stands. `bucket_bytes`: gradients that are
-    summed whole are put together up to this size and summed at once; 0: each by itself. `simulated_seconds`: what the
-    step takes as its timeline plays it, with collectives beside compute; None: nothing overlaps. `candidates`: the
-    plans among which this one was the quickest by that measure.
+    bound on the sum of times of any plan of the searched space; `gap` = (step_seconds - bound) / step_seconds.
+    `peak_bytes` per memory tier. `notes`: what a user should know, such as operators without a rule, which run
+    replicated. `prefetch`: how many matrix operators ahead of their use weights are gathered, and behind them
+    gradients are waited for (`autopar.schedule`); None: every transfer is waited for where it stands. `bucket_bytes`:
+    gradients that are summed whole are put together up to this size and summed at once; 0: each by itself.
+    `simulated_seconds`: what the step takes as its timeline plays it: with collectives beside compute, or, on hardware
+    where nothing overlaps, one behind the other, but with whole rows of gradients; None: nothing was played.
+    `candidates`: the plans among which this one was the quickest by that measure.
     `residence`: parameter -> "host" (it, its gradient and its optimizer states lie on the host and are updated there)
     or "stream" (its states lie on the host, and stream through the device in the update); left out: on the device. The
     graph is the one that runs, with a node for each fetch, each store and each value that is run again
@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def predicted_seconds(self) -> float:
-        """What a step is predicted to take: simulated where collectives overlap compute, else the sum of its parts."""
+        """What a step is predicted to take: as it was played, else the sum of its parts."""
         return self.step_seconds if self.simulated_seconds is None else self.simulated_seconds
 
     @property

@@ -159,7 +159,7 @@ def answer(
     if policy is not None:
         return _of_policy(question, policy_named(policy), wanted, progress).plan
     solved = _solved(question, None, wanted, progress)
-    if not (simulation and question.pricer.hardware.overlaps and question.pricer.mesh.ranks > 1):
+    if not simulation or question.pricer.mesh.ranks == 1:
         return solved.plan
     return _simulated(question, solved, wanted, progress)
 

@@ -55,7 +55,7 @@ class Played:
 
     @property
     def seconds(self) -> float:
-        return self.plan.step_seconds if self.timeline is None else self.timeline.seconds
+        return self.plan.predicted_seconds if self.timeline is None else self.timeline.seconds
 
     @property
     def peak_bytes(self) -> int:
@@ -64,8 +64,10 @@ class Played:
 
 def best_prefetch(plan: Plan, pricer: Pricer, memory: float | None, beat: float = 0.0) -> Played:
     """The plan with the prefetch that makes it quickest and fits. `beat`: seconds that a good plan would take."""
+    if not pricer.hardware.overlaps:
+        return Played(plan, None)
     pricer = replace(pricer, bucket_bytes=plan.bucket_bytes)
-    best = Played(replace(plan, prefetch=None), None)
+    best = Played(replace(plan, prefetch=None, simulated_seconds=None), None)
     wished, lacks = None, 0.0
     for prefetch in (FIRST, *OTHERS, 0):
         if prefetch == 0 and best.timeline is not None:

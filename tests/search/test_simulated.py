@@ -20,6 +20,7 @@ from autopar.search.baselines import compare, table
 from autopar.search.simulated import best_prefetch, choose, floor_s
 from autopar.timeline import timeline_of
 from cost_models.hardware import Hardware
+from cost_models.steps import Comm
 from tests.support.check import difference, mesh_of
 from tests.support.families import family
 from tests.support.machines import machine
@@ -138,12 +139,35 @@ def test_the_same_question_gives_the_same_plan():
     assert dumps(first) == dumps(second)
 
 
-def test_where_communication_takes_the_processors_the_sum_decides():
+def test_where_communication_takes_the_processors_nothing_is_fetched_ahead():
     asked = ask(family("block").graph, mesh_of(2), replace(HIDES, overlaps=False))
-    plan = answer(asked, simulation=True)
-    assert plan == answer(asked)
-    assert plan.simulated_seconds is None and not plan.candidates and plan.prefetch is None
+    plan, least_sum = answer(asked, simulation=True), answer(asked)
+    assert plan.prefetch is None and all(one.prefetch is None for one in plan.candidates)
+    assert plan.choices == least_sum.choices and plan.search["candidate"] == "least sum"
+    assert {one.name for one in plan.candidates} == {"least sum", *policies_for(mesh_of(2))}
+    assert plan.simulated_seconds == least_sum.simulated_seconds
     assert not Hardware.load("cpu-gloo").overlaps and H100.overlaps
+
+
+def test_a_row_of_gradients_that_is_not_full_waits_as_long_as_a_full_one():
+    """All gradients of a data-parallel plan travel in one row, of which they fill a third."""
+    asked = ask(family("block").graph, mesh_of(2), replace(HIDES, overlaps=False))
+    found = answer(asked, policy="data-parallel")
+    sizes = [
+        delivery.changes[0].local.nbytes
+        for result, delivery in zip(found.graph.results, found.deliveries, strict=True)
+        if result.kind == "gradient" and delivery is not None and delivery.changes
+    ]
+    pricer = replace(asked.pricer, bucket_bytes=3 * sum(sizes))
+    plan = refereed(
+        found.graph, found.choices, found.deliveries, pricer, objective=None, bound=0.0, memory=None, outputs="sharded"
+    )
+    row_s, full_s = (
+        pricer.seconds((Comm("all_reduce", *found.mesh.names, 2, nbytes),)) for nbytes in (sum(sizes), 3 * sum(sizes))
+    )
+    assert row_s > full_s / 3 and plan.simulated_seconds is not None
+    assert plan.simulated_seconds - plan.step_seconds == pytest.approx(row_s - full_s / 3, rel=1e-6)
+    assert plan.predicted_seconds == plan.simulated_seconds
 
 
 def test_one_rank_sends_nothing_and_is_not_simulated():

@@ -1,0 +1,39 @@
+"""Values to measure with: optimizer states of tables of which every row has been met."""
+
+import pytest
+import torch
+
+from autopar.measure.values import SECOND_MOMENTS, as_trained
+
+OPTIMIZERS = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_second_moment_is_zero_and_nothing_else_changes(name):
+    table = torch.nn.Embedding(50, 4)
+    optimizer = OPTIMIZERS[name](table.parameters(), 1e-3)
+    table(torch.tensor([3, 7])).square().sum().backward()
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    before = {key: value.clone() for key, value in state.items()}
+    moments = [key for key in state if key in SECOND_MOMENTS]
+    assert len(moments) == 1 and (state[moments[0]] == 0).any()
+    as_trained(optimizer)
+    assert (state[moments[0]] > 0).all()
+    torch.testing.assert_close(state[moments[0]], before[moments[0]], rtol=0, atol=2e-8)
+    assert all(torch.equal(state[key], before[key]) for key in state if key not in moments)
+
+
+def test_an_optimizer_without_second_moments_is_left_as_it_is():
+    table = torch.nn.Embedding(50, 4)
+    optimizer = torch.optim.SGD(table.parameters(), 1e-3, momentum=0.9)
+    table(torch.tensor([3, 7])).square().sum().backward()
+    optimizer.step()
+    before = optimizer.state[table.weight]["momentum_buffer"].clone()
+    as_trained(optimizer)
+    assert torch.equal(optimizer.state[table.weight]["momentum_buffer"], before)
