@@ -162,16 +162,18 @@ class Referee:
                 count(self._steps(delivery.changes), "copies")
         return total
 
-    def unfilled_s(self) -> float:
-        """Seconds that rows of gradients take beyond the shares of full rows at which each gradient is priced: a row
-        that is not full waits as long as one that is.
+    def unfilled(self) -> dict[str, float]:
+        """Axis -> seconds that rows of gradients take beyond the shares of full rows at which each gradient is priced.
+        A row that is not full waits as long as one that is.
         """
-        beyond = 0.0
+        beyond: dict[str, float] = defaultdict(float)
         for places in self._rows(self.live).places:
             row = [delivery.changes for place in places if (delivery := self.deliveries[place]) is not None]
-            shares = [seconds for changes in row for _, seconds in self.pricer.delivered(changes)]
-            beyond += sum(seconds for _, seconds in self.pricer.row(row)) - sum(shares)
-        return beyond
+            shares = [(step, -seconds) for changes in row for step, seconds in self.pricer.delivered(changes)]
+            for step, seconds in (*self.pricer.row(row), *shares):
+                if isinstance(step, Comm):
+                    beyond[step.axis] += seconds
+        return dict(beyond)
 
     def holdings(self) -> list[Holding]:
         """Everything that one rank holds in a step: who, from which instant until before which, how many bytes, and
@@ -400,7 +402,7 @@ def refereed(
     if memory is not None and objective is not None and peak > memory * (1 + 1e-9):
         raise RefereeError(f"the solver's plan needs {peak} bytes, the limit is {memory:.0f}")
     # Where transfers overlap compute, only the timeline tells what they delay.
-    played = total + referee.unfilled_s() if pricer.bucket_bytes and not pricer.hardware.overlaps else None
+    played = total + sum(referee.unfilled().values()) if pricer.bucket_bytes and not pricer.hardware.overlaps else None
     return Plan(
         graph, pricer.mesh, pricer.hardware.name, pricer.hardware.digest, pricer.optimizer, memory, outputs,
         choices, deliveries, total, min(bound, total), peaks, seconds_by, tuple(notes),

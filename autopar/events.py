@@ -287,7 +287,7 @@ class _Program:
         together = result.kind == "gradient" and travels_together(changes[0], self.plan.mesh, self.plan.bucket_bytes)
         if not together:
             steps = self._in_order(changes[0])
-        else:  # where nothing overlaps, in the time of the plan's sum: see `Referee.unfilled_s`
+        else:  # where nothing overlaps, in the time of the plan's sum: see `Referee.unfilled`
             row = self.pricer.row(changes) if self.overlap else self.pricer.delivered(changes[0])
             steps = [(step, seconds) for step, seconds in row if not isinstance(step, Comm) or step.ranks > 1]
         if result.kind == "gradient" and self.referee.resides(result.target) == HOST:

@@ -357,7 +357,8 @@ def compare(ours: History, alone: History, held_out: tuple[float, float, float],
     agrees = agrees and at_end <= END_TOLERANCE and reloaded <= TOLERANCES[10]
     say("\n--- how they compare\n")
     if predicted:
-        say(f"    step time         predicted {plan.step_seconds * 1e3:.0f} ms, measured {ours.step_s * 1e3:.0f} ms")
+        took, told = ours.step_s * 1e3, plan.predicted_seconds * 1e3
+        say(f"    step time         predicted {told:.0f} ms, measured {took:.0f} ms")
     say(f"    on one process    {alone.step_s * 1e3:.0f} ms, {alone.step_s / ours.step_s:.2f} times as long")
     for steps, allowed in TOLERANCES.items():
         say(f"    first {steps:2} steps    losses differ by {found[steps]:.1e} at most, allowed {allowed:.0e}")

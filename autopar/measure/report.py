@@ -145,7 +145,7 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def predicted_seconds(plan: Plan, pricer: Pricer) -> tuple[dict[str, float], dict[Moved, float]]:
-    """(phase -> seconds without collectives, collective -> seconds); together they are the plan's step time."""
+    """(phase -> seconds without collectives, collective -> seconds); together the step with nothing overlapped."""
     phases = dict.fromkeys(PHASES, 0.0)
     collectives: dict[Moved, float] = defaultdict(float)
     for event in events_of(plan, pricer):
@@ -154,6 +154,8 @@ def predicted_seconds(plan: Plan, pricer: Pricer) -> tuple[dict[str, float], dic
             collectives[str(kind), str(about["axis"])] += event.seconds
         else:
             phases[event.phase] += event.seconds
+    for axis, seconds in Referee(plan.graph, plan.choices, plan.deliveries, pricer, plan.residence).unfilled().items():
+        collectives["all_reduce", axis] += seconds
     return phases, dict(collectives)
 
 

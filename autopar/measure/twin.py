@@ -301,7 +301,7 @@ class _Twin:
         return Measured(
             str(plan.mesh), plan.hardware, plan.optimizer,
             f"{where}, {dist.get_backend()}, torch {torch.__version__}, {date.today()}", steps,
-            Pair(plan.step_seconds, told["step"]),
+            Pair(plan.predicted_seconds, told["step"]),
             {phase: Pair(in_phase.get(phase), told[phase]) for phase in phases},
             tuple(
                 Collective(
