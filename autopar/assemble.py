@@ -89,7 +89,7 @@ def assemble(
     _add_reads(work)
     _add_results(work, whole_outputs)
     _add_storages(work)
-    edges = tuple(Edge(src, dst, cost * count) for src, dst, cost, count in work.edges)
+    edges = tuple(Edge(src, dst, work.times(cost, count)) for src, dst, cost, count in work.edges)
     limits = {} if memory is None else {DEVICE: memory}
     if host_memory is not None:
         limits[HOST] = host_memory

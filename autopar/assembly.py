@@ -225,6 +225,10 @@ class Assembly:
             self.size_of[key] = make()
         return self.size_of[key]
 
+    def times(self, cost: Array, count: int) -> Array:
+        """What so many equal uses cost together."""
+        return cost if count == 1 else self.once(("times", id(cost), count), lambda: cost * count)
+
     def type(self, ref: Ref) -> TensorType:
         type = self.node_of[ref.name].outputs[ref.index]
         assert type is not None, ref

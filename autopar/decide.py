@@ -13,13 +13,13 @@ from typing import Any
 from autopar.assemble import DEVICE, HOST, Assembled, output_name
 from autopar.graph import Graph, Node, Ref, Result, TensorType
 from autopar.layout import REPLICATE, Layout, local_type
-from autopar.liveness import Liveness, Read, liveness
+from autopar.liveness import Liveness, Read, holds_storage, liveness
 from autopar.plan import Choice, Delivery, Plan, read_once
 from autopar.price import Pricer
 from autopar.reshard import Reshard, travels_together
 from autopar.settle import settled
 from autopar.strategy import Strategy, operand_types
-from autopar.work import STORE, temporary_bytes
+from autopar.work import FETCH, STORE, temporary_bytes
 from cost_models.price import stream_of
 from cost_models.steps import Comm, Move, Step
 
@@ -76,7 +76,8 @@ def choose(
 class Holding:
     """`tenant` holds `nbytes` of a memory tier during the instants start <= t < end.
 
-    `node`: whose result or operand it is, if it is one. `read`: the layout change that made it, of an operand or of a
+    `node`, `index`: the result that it is; or the view through which it is read, or the copy to or from the host that
+    reads it, whose every result is meant (None). `read`: the layout change that made it, of an operand or of a
     result of the graph; `is_way`: what that makes on its way, rather than its new tensor.
     """
 
@@ -85,6 +86,7 @@ class Holding:
     end: float
     nbytes: int
     node: str = ""
+    index: int | None = None
     read: Read | int | None = None
     is_way: bool = False
     tier: str = DEVICE
@@ -184,10 +186,10 @@ class Referee:
 
         def hold(
             tenant: str, start: float, end: float, nbytes: int, node: str = "",
-            read: Read | int | None = None, is_way: bool = False, tier: str = DEVICE,
+            read: Read | int | None = None, is_way: bool = False, tier: str = DEVICE, index: int | None = None,
         ) -> None:  # fmt: skip
             if nbytes and end > start:
-                held.append(Holding(tenant, start, end, nbytes, node, read, is_way, tier))
+                held.append(Holding(tenant, start, end, nbytes, node, index, read, is_way, tier))
 
         def change(
             tenant: str, node: str, by: Read | int, span: tuple[int, int], new: int, changes: Sequence[Reshard]
@@ -208,9 +210,10 @@ class Referee:
             for index, (type, layout) in enumerate(zip(node.outputs, choice.gives, strict=True)):
                 if type is not None and (span := live.made.get(Ref(node.name, index))) is not None:
                     nbytes = self.pricer.local_bytes(type, layout)
-                    hold(tenant_name(node), *span, nbytes, node.name, tier=self.tier_of(node))
+                    hold(tenant_name(node), *span, nbytes, node.name, tier=self.tier_of(node), index=index)
             if node.op == "parameter" and node.target in live.update_at:
                 held += self._optimizers(node, self._new_bytes(Ref(node.name), choice.gives[0]))
+            through = node.name if not holds_storage(node.op) or node.op in (STORE, FETCH) else ""
             types = operand_types(node, self.node_of)
             local = [local_type(t, layout, self.pricer.mesh) for t, layout in zip(types, choice.takes, strict=True)]
             hold(tenant_name(node), live.at[node.name], live.at[node.name] + 1, temporary_bytes(node, local))
@@ -219,12 +222,12 @@ class Referee:
                 by, new, changes = (node.name, position), self._new_bytes(ref, layout), choice.reads[position]
                 if changes and (ref, layout) not in seen:
                     tenant = f"{_told(self.node_of[ref.name])} resharded for {node.name}"
-                    change(tenant, node.name, by, (live.read_at[by], live.new_until[by]), new, changes)
+                    change(tenant, through, by, (live.read_at[by], live.new_until[by]), new, changes)
                 seen.add((ref, layout))
                 if (turn := live.turn_of.get(by)) is not None:
                     maker = self.node_of[ref.name]
                     nbytes = self._made_bytes(turn.storage)
-                    hold(tenant_name(maker), turn.start, turn.end, nbytes, node.name, tier=self.tier_of(maker))
+                    hold(tenant_name(maker), turn.start, turn.end, nbytes, through, tier=self.tier_of(maker))
         for place, (result, delivery) in enumerate(zip(self.graph.results, self.deliveries, strict=True)):
             if result.ref is None or delivery is None:
                 continue

@@ -55,14 +55,14 @@ def events_of(plan: Plan, pricer: Pricer, *, overlap: bool = False, prefetch: in
 class _Chain:
     """The steps of one sequence of layout changes, issued up to `place`.
 
-    `reads`: the nodes whose values it starts from. `ready`: the events behind which the next step comes. `first`,
+    `reads`: the values it starts from. `ready`: the events behind which the next step comes. `first`,
     `last`: its first and last event; `since`: the kernel after which it was issued. `in_flight`: its last event is a
     collective or copy that nobody has waited for yet.
     """
 
     label: str
     phase: Phase
-    reads: tuple[str, ...]
+    reads: tuple[Ref, ...]
     steps: Sequence[tuple[Step, float]]
     ready: tuple[int, ...]
     about: About
@@ -103,10 +103,15 @@ class _Program:
         self.chains: dict[Transfer, _Chain] = {}
         self.rows: list[tuple[_Chain, int]] = []  # gradients that are summed as one, and the bytes of their row
         self.seconds_of: dict[Step, float] = {}
-        self.below: dict[str, tuple[str, ...]] = {}  # node -> itself, and for a view the storages under it
+        self.below: dict[str, tuple[Ref, ...]] = {}  # view -> what it looks at, down to what it holds by itself
         for node in self.nodes:
-            under = () if holds_storage(node.op) else tuple(ref.name for ref in self.operands[node.name])
-            self.below[node.name] = (node.name, *dict.fromkeys(name for one in under for name in self.below[one]))
+            under = () if holds_storage(node.op) else self._held_for(node)
+            self.below[node.name] = tuple(dict.fromkeys(ref for one in under for ref in (one, *self.below[one.name])))
+
+    def _held_for(self, view: Node) -> list[Ref]:
+        """What must stay as long as the view is read: its operands, but for those that it holds by itself."""
+        turns = self.live.turn_of
+        return [ref for place, ref in enumerate(self.operands[view.name]) if (view.name, place) not in turns]
 
     # --- the order of the program --------------------------------------------------------------------------------
 
@@ -152,7 +157,7 @@ class _Program:
             read = self.chains.pop(Read(node.name, 0), None)
             ready = self.ready[ref.name] if read is None else read.ready
             steps = [(step, self._seconds(step)) for step in choice.steps]
-            self.chains[copy] = _Chain(node.name, node.phase, (ref.name,), steps, ready, _about(node))
+            self.chains[copy] = _Chain(node.name, node.phase, (ref,), steps, ready, _about(node))
             self.marks.issued[node.name] = begun, self.kernel
         chain = self.chains[copy]
         self._advance(chain)
@@ -161,7 +166,7 @@ class _Program:
         if not self.overlap:
             self.marks.mark(at, self.marks.begins.get(at, begun), last)
         elif not is_new:
-            self.marks.readers[node.name].append(last)
+            self.marks.readers[Ref(node.name)].append(last)
         if self.overlap and is_new == (node.op == STORE):  # where it stands in the order of the program
             self.marks.begins[at], self.marks.closes[at] = begun, self.kernel
 
@@ -182,9 +187,10 @@ class _Program:
         last = max(self.kernel, begun) if self.overlap else len(self.drafts) - 1
         if not node.is_source:
             self.marks.mark(self.live.at[node.name], begun, min(last, len(self.drafts) - 1))
-        for ref in node.operands:  # it may have run ahead of readers that stand before it
-            if self.overlap and self.node_of[ref.name].phase == node.phase:
-                self.marks.latest[ref.name] = max(self.marks.latest.get(ref.name, 0), last)
+        for position, ref in enumerate(node.operands):  # it may have run behind readers that stand behind it
+            takes_over = (node.name, position) in self.live.turn_of  # and holds what it reads by itself
+            if self.overlap and self.node_of[ref.name].phase == node.phase and not takes_over:
+                self.marks.latest[ref] = max(self.marks.latest.get(ref, 0), last)
 
     def _steps(self, node: Node, choice: Choice, chains: Mapping[int, _Chain], about: About) -> None:
         """The operator's own steps, one behind the other."""
@@ -248,7 +254,7 @@ class _Program:
     def _read(self, node: Node, position: int) -> _Chain:
         ref, changes = self.operands[node.name][position], self.plan.choices[node.name].reads[position]
         about = (("value", ref.name), ("reader", node.name), *_about(node))
-        return _Chain(ref.name, node.phase, (ref.name,), self._in_order(changes), self.ready[ref.name], about)
+        return _Chain(ref.name, node.phase, (ref,), self._in_order(changes), self.ready[ref.name], about)
 
     def _send(self, send: Send, phase: Phase) -> None:
         begun = len(self.drafts)
@@ -279,7 +285,7 @@ class _Program:
         label = f"{result.kind} {result.target}"
         about = (("value", ref.name), ("result", label), *_about(self.node_of[ref.name]))
         ready = tuple(dict.fromkeys(event for _, ref, _ in sent for event in self.ready.get(ref.name, ())))
-        reads = tuple(dict.fromkeys(ref.name for _, ref, _ in sent))
+        reads = tuple(dict.fromkeys(ref for _, ref, _ in sent))
         if others:
             label = f"gradients of {len(sent)} parameters from {result.target}"
             about = (("results", ", ".join(result.target for result, _, _ in sent)),)
@@ -347,9 +353,9 @@ class _Program:
         """From the end of this event on, nothing of the chain needs the values that it starts from."""
         if self.overlap and not chain.has_let_go:
             chain.has_let_go = True
-            for name in chain.reads:
-                for storage in self.below[name]:
-                    self.marks.readers[storage].append(event)
+            for ref in chain.reads:
+                for read in (ref, *self.below[ref.name]):
+                    self.marks.readers[read].append(event)
 
     # --- memory --------------------------------------------------------------------------------------------------
 

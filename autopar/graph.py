@@ -64,7 +64,7 @@ Arg = Any
 SOURCES = ("parameter", "buffer", "input", "tangent", "constant")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Node:
     """One operator application, or a source of values (op is one of SOURCES, and target names what it is).
 
@@ -83,7 +83,7 @@ class Node:
     module: str = ""
     source: str = ""
 
-    @property
+    @cached_property  # everybody asks, again and again
     def operands(self) -> tuple[Ref, ...]:
         """The tensors it reads, in the order in which they stand in args, then kwargs (with repetitions)."""
         return tuple(_refs((self.args, tuple(value for _, value in self.kwargs))))

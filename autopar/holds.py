@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.assemble import DEVICE, HOST
 from autopar.decide import ROW, Holding
+from autopar.graph import Ref
 from autopar.liveness import Liveness, Read
 from cost_models.simulator import Hold
 
@@ -21,7 +22,8 @@ class Marks:
 
     `begins`, `closes`: the first event of an instant, and the one at whose end it is over. `ways`: the events of a
     layout change: its first, its last, and the one since whose end it holds anything (None: since its first begins).
-    `readers[node]`: un-waited events that read its storage; `latest[node]`: the last event of its readers so far.
+    `readers[value]`: un-waited events that read its storage; `latest[value]`: the last event of its readers so far,
+    without the one that holds it by itself.
     `issued[node]`: the event of a store or fetch, and the one since whose end it holds what it makes.
     """
 
@@ -30,8 +32,8 @@ class Marks:
     ways: dict[Read | int, tuple[int, int, int | None]] = field(
         default_factory=dict[Read | int, tuple[int, int, int | None]]
     )
-    readers: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    latest: dict[str, int] = field(default_factory=dict[str, int])
+    readers: dict[Ref, list[int]] = field(default_factory=lambda: defaultdict(list))
+    latest: dict[Ref, int] = field(default_factory=dict[Ref, int])
     issued: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
     def mark(self, instant: int, first: int, last: int) -> None:
@@ -46,6 +48,11 @@ def holds_of(holdings: Collection[Holding], live: Liveness, marks: Marks, *, ove
     With overlap a layout change holds memory from where it was issued, and what it reads until it has been waited for.
     """
     begins, closes = _filled(marks, live.instants)
+    events: dict[str, list[tuple[int, int]]] = defaultdict(list)  # node -> (result, event of a reader)
+    for ref, numbers in marks.readers.items():
+        events[ref.name] += [(ref.index, number) for number in numbers]
+    for ref, number in marks.latest.items():
+        events[ref.name].append((ref.index, number))
     found: dict[int, list[Hold]] = defaultdict(list)
     for held in holdings:
         start, end = int(held.start), int(held.end)
@@ -65,7 +72,7 @@ def holds_of(holdings: Collection[Holding], live: Liveness, marks: Marks, *, ove
         elif not overlap and until[0] < event:
             continue
         if overlap and held.node:
-            until += [marks.latest.get(held.node, 0), *marks.readers.get(held.node, ())]
+            until += [number for index, number in events[held.node] if held.index in (None, index)]
         last_of = None if end == live.instants else tuple(dict.fromkeys(until))
         resident = held.tenant.startswith(RESIDENT)
         found[event].append(Hold(held.tenant, held.nbytes, held.tier, since, last_of, resident))

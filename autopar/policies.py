@@ -25,14 +25,16 @@ from autopar.graph import Graph, Node
 from autopar.layout import Placement, Shard
 from autopar.mesh import Mesh
 from autopar.price import Pricer
+from autopar.saving import gathered_once, is_gathered_once
 from autopar.search.spare import Sparing, checkpointed
-from autopar.strategy import Strategy
+from autopar.strategy import Strategy, propose
 
 POLICIES: Mapping[str, str] = {
     "data-parallel": "every rank has all parameters and a part of the batch; gradients are all-reduced",
     "fsdp": "parameters are stored in pieces and gathered whole for each use; every rank has a part of the batch",
     "tensor-parallel": "weight matrices stay in pieces and are never gathered; every rank has the whole batch",
     "fsdp+tensor-parallel": "tensor-parallel on the last axis of the mesh, fsdp on the others (two axes or more)",
+    "zero2": "fsdp, but weights that backward reads, too, are gathered once and kept whole until it has read them",
     "checkpoint-every-block": "fsdp, and of what lies within a layer backward keeps nothing: it is computed again",
     "zero3-offload": "fsdp, with all parameters, gradients and optimizer states on the host, which updates them",
     "elixir": "checkpoint-every-block, with those parameters on the host that Elixir's search finds no room for",
@@ -42,6 +44,7 @@ ALIASES: Mapping[str, str] = {"ddp": "data-parallel", "zero3": "fsdp"}
 
 # What a policy does by its own name, and to what else: the strategies are those of the second.
 SPARING: Mapping[str, str] = {
+    "zero2": "fsdp",
     "zero3-offload": "fsdp",
     "checkpoint-every-block": "fsdp",
     "elixir": "fsdp",
@@ -65,10 +68,11 @@ def policy_named(name: str) -> str:
     Raises ValueError for one that is not known, or that the problem has no way to say.
     """
     name = ALIASES.get(name, name)
-    if name in ("zero1", "zero2"):
+    if name == "zero1":
         raise ValueError(
-            f"policy {name} stores gradients or optimizer states in other pieces than their parameter; here they have "
-            "its layout. Use fsdp (zero3), which stores all three in pieces, or data-parallel (ddp), which stores none"
+            "policy zero1 has parameters whole and states in pieces; here states lie as their parameter does. "
+            "Use zero2, which sends as many bytes, and has a parameter whole from its first use to its last; or "
+            "data-parallel (ddp), which has states whole, too"
         )
     if name not in POLICIES:
         raise ValueError(f"no policy {name!r}; known policies: {', '.join(POLICIES)}")
@@ -93,12 +97,14 @@ def sparing_of(policy: str, graph: Graph, pricer: Pricer, memory: float | None) 
             return Sparing(residence={node.target: "host" for node in graph.nodes if node.op == "parameter"})
         case "checkpoint-every-block":
             return Sparing(modes=checkpointed)
+        case "zero2":
+            return Sparing(gathers_once=True)
         case _:
             return Sparing()
 
 
 def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> dict[str, tuple[Strategy, ...]]:
-    """The strategies that the policy would use, at least one for each node.
+    """The strategies that the policy would use, at least one for each node of the graph that it runs.
 
     Raises ValueError for a policy that is not known, or not for this mesh.
     """
@@ -107,6 +113,9 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
         raise ValueError(
             f"policy {policy} needs two mesh axes or more, mesh {mesh} has one; give --mesh data=N,tensor=N"
         )
+    if policy == "zero2":  # with the nodes that keep what is gathered
+        graph = gathered_once(graph)
+        strategies = {**propose(graph, mesh)[0], **strategies}
     policy = SPARING.get(policy, policy)
     on_last = "tensor-parallel" if policy == "fsdp+tensor-parallel" else policy
     kept = dict(strategies)
@@ -221,6 +230,8 @@ class _Axis:
             return self._on_tensor_axis(options, kinds, results), results
         if along:
             return along, results
+        if is_gathered_once(node):
+            return _prefer(options, self._is_whole), results
         if all(kind == "free" for kind in results) or (self.policy == "fsdp" and all(kind in WEIGHT for kind in kinds)):
             return options, results
         return _prefer(options, self._is_whole), results

@@ -183,23 +183,37 @@ def _largest_before(work: Assembly, node: Node) -> float:
 
 
 def _add_fetches(work: Assembly, node: Node, nbytes: Array) -> None:
-    """Bytes of what the forward and backward fetch, from the first reader to the last."""
-    reads, live = _readers(work, node), work.live
+    """Bytes of what the forward and backward fetch, from the first reader to the last. Where the first of backward
+    reads only if it is run again, it is that one that has it fetched so early.
+    """
+    reads, live, item = _readers(work, node), work.live, work.item_of[node.name]
     for names in (reads.forward, reads.backward):
-        if names:
-            start, end = min(live.at[name] for name in names), max(live.at[name] for name in names) + 1
-            work.held(work.item_of[node.name], start, end, nbytes)
-    if reads.perhaps and not reads.surely:
-        (reader,) = reads.perhaps[:1]
-        mode = work.mode_of[reader]
-        key = "perhaps", id(nbytes), len(work.costs[mode]), len(still_modes(work, reader))
+        if not names:
+            continue
+        start, end = live.at[names[0]], live.at[names[-1]] + 1
+        if names[0] in reads.perhaps:
+            then = live.at[names[1]] if len(names) > 1 else end
+            edge, runs = _fetched_for(work, node, names[0], nbytes)
+            early = work.once(("early", id(nbytes), runs), lambda runs=runs: np.outer(nbytes, runs))
+            work.held_between(edge, start, then, early)
+            start = then
+        work.held(item, start, end, nbytes)
 
-        def made() -> Array:
-            seconds = [0.0 if not n else _fetch_s(work, int(n)) for n in nbytes]
-            runs = np.arange(len(work.costs[mode])) >= len(still_modes(work, reader))
-            return np.outer(seconds, runs)
 
-        work.add_edge(work.item_of[node.name], mode, work.once(key, made))
+def _fetched_for(work: Assembly, node: Node, reader: str, nbytes: Array) -> tuple[int, tuple[bool, ...]]:
+    """The edge between a parameter and a value of backward that reads it if it is run again, and of which of the
+    value's modes that is true. It costs a fetch where nobody else in backward is sure to read the parameter.
+    """
+    mode, still = work.mode_of[reader], len(still_modes(work, reader))
+    runs = tuple(option >= still for option in range(len(work.costs[mode])))
+    alone = not _readers(work, node).surely
+
+    def made() -> Array:
+        seconds = [_fetch_s(work, int(n)) if n and alone else 0.0 for n in nbytes]
+        return np.outer(seconds, runs)
+
+    cost = work.once(("perhaps", id(nbytes), runs, alone), made)
+    return work.add_edge(work.item_of[node.name], mode, cost), runs
 
 
 def add_gradient(work: Assembly, node: Node, place: int) -> None:

@@ -10,6 +10,7 @@ solution = cut_pipeline(problem)
 """
 
 from solver.backends import BACKENDS
+from solver.cut import cut, inside
 from solver.cutting import PipelineSolution, cut_pipeline
 from solver.driver import solve
 from solver.pipeline import (
@@ -27,7 +28,7 @@ from solver.pipeline import (
 from solver.presolve import REDUCTIONS
 from solver.problem import Edge, EdgeUsage, Problem, Usage
 from solver.referee import Evaluation, evaluate, tenants
-from solver.solution import BackendError, Explanation, Shortage, Solution
+from solver.solution import BackendError, Explanation, Prices, Shortage, Solution
 
 __all__ = [
     "BACKENDS",
@@ -40,6 +41,7 @@ __all__ = [
     "PipelineCost",
     "PipelineProblem",
     "PipelineSolution",
+    "Prices",
     "Problem",
     "Shortage",
     "Solution",
@@ -50,8 +52,10 @@ __all__ = [
     "Value",
     "additive_stages",
     "chain_cuts",
+    "cut",
     "cut_pipeline",
     "evaluate",
+    "inside",
     "pipeline_cost",
     "solve",
     "stage_table",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from solver.backends import Budget, run
+from solver.backends import QUICK_PAIRS, Budget, run
 from solver.explain import explain
 from solver.presolve import Dead, Presolved, presolve
 from solver.problem import Problem
@@ -25,6 +25,7 @@ def solve(
     start: Sequence[int] | None = None,
     start_prices: Prices | None = None,
     reductions: bool | Collection[str] = True,
+    quick: bool = False,
     stop: Callable[[], bool] | None = None,
 ) -> Solution:
     """Find the cheapest picks that fit, or say why there are none.
@@ -36,6 +37,9 @@ def solve(
     start         picks to begin from; the answer is never worse than they are
     start_prices  prices of memory to begin from, such as the `prices` of a similar problem's solution
     reductions    True: all, False: none, or names out of solver.presolve.REDUCTIONS
+    quick         only what takes some seconds on a large problem: prices of memory and small integer programs, no large
+                  linear program, and no search for better picks once these are through; for who has picks to begin
+                  from, or wants a bound. Where that ends hangs on the problem alone
     stop          asked now and then, also inside HiGHS; once true, the best picks and bound so far are returned
 
     The answer is the same on every run unless the time limit cuts it. Raises ValueError for arguments that make no
@@ -58,7 +62,7 @@ def solve(
     projected = presolved.project(start) if start is not None else None
     # the way back and the referee take part of what presolve took
     reserve_s = min(0.25 * stats["presolve_s"], 0.1 * time_limit_s)
-    budget = Budget(deadline - reserve_s, gap, threads or 1, projected, start_prices or {}, stop=stop)
+    budget = Budget(deadline - reserve_s, gap, threads or 1, projected, start_prices or {}, quick=quick, stop=stop)
     if stats["core_items"]:
         outcome = run(backend, presolved.core, budget) if backend != "auto" else _best_effort(presolved.core, budget)
     else:
@@ -87,7 +91,7 @@ HIGHS_SHARE = 0.6  # of the time, before a race for better picks
 
 def _best_effort(core: Problem, budget: Budget) -> Outcome:
     """The linear and integer program; the Lagrangian dual if the core is larger; where they end loose, a race."""
-    if sum(edge.cost.size for edge in core.edges) <= LARGE:
+    if sum(edge.cost.size for edge in core.edges) <= (QUICK_PAIRS if budget.quick else LARGE):
         part = replace(budget, deadline=time.monotonic() + HIGHS_SHARE * budget.left_s())
         best = run("highs", core, part)
         if best.status in ("infeasible", "optimal") or _is_done(best, budget):
@@ -102,6 +106,8 @@ def _best_effort(core: Problem, budget: Budget) -> Outcome:
     best = lagrange.run(core, budget, sweeps)
     if best.status == "infeasible" or _is_done(best, budget):
         return best
+    if budget.quick:
+        return best if best.picks is None or best.stats.get("loose") else race.polish(core, budget, sweeps, best)
     if best.picks is not None and not best.stats.get("loose"):
         return best  # what is left is for a search tree, and that of the whole core is larger than those of its kernels
     return _better(best, race.run(core, budget, sweeps))

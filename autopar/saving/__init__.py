@@ -2,12 +2,14 @@
 
 regions    which values are recomputed together: layers, or stretches of what lies between them
 widen      a graph in which every such value comes back as a node of backward: what a search decides on
+once       a graph in which a weight that is gathered is kept for backward
 narrow     the graph that runs, once it is decided; and back to the graph that was traced
 """
 
 from __future__ import annotations
 
 from autopar.saving.narrow import narrowed, plain
+from autopar.saving.once import gathered_once, is_gathered_once
 from autopar.saving.widen import DROP, MODES, OFFLOAD, RECOMPUTE, SAVE, Again, Widened, widened
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "SAVE",
     "Again",
     "Widened",
+    "gathered_once",
+    "is_gathered_once",
     "narrowed",
     "plain",
     "widened",

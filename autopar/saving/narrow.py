@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.graph import Graph, Node, Phase, Ref, map_refs
+from autopar.saving.once import is_gathered_once
 from autopar.saving.widen import OFFLOAD, RECOMPUTE, SAVE, again_name, looks_at_source
 from autopar.work import FETCH, STORE
 
@@ -79,7 +80,7 @@ class _Narrowing:
             if ref not in self.made:
                 self.made[ref] = self._fetch(ref, f"{ref.name}_fetch_again", self.backward, "backward")
             return self.made[ref]
-        if node.phase == "backward" or node.is_source:
+        if node.phase == "backward" or node.is_source or is_gathered_once(node):
             return ref
         if ref not in self.made:
             mode = RECOMPUTE if looks_at_source(node, self.node_of) else self.modes.get(node.name, SAVE)
@@ -121,7 +122,7 @@ def plain(graph: Graph) -> Graph:
 
     kept: list[Node] = []
     for node in graph.nodes:
-        if node.op in (STORE, FETCH):
+        if node.op in (STORE, FETCH) or is_gathered_once(node):
             instead[Ref(node.name)] = traced(node.operands[0])
         elif not node.is_source and node.target:
             instead |= {Ref(node.name, i): Ref(node.target, i) for i in range(len(node.outputs))}

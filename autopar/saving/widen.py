@@ -17,10 +17,12 @@ give other values.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.graph import Graph, Node, Ref, map_refs
+from autopar.saving.once import is_gathered_once
 from autopar.saving.regions import regions
 from autopar.work import RANDOM, VIEWS
 
@@ -153,7 +155,7 @@ class _Widening:
         if node is None or ref.index in self.wanted.get(ref.name, ()):
             return
         self.wanted.setdefault(ref.name, set()).add(ref.index)
-        if looks_at_source(node, {**self.node_of, **self.backward_of}):
+        if looks_at_source(node, ChainMap(self.backward_of, self.node_of)):
             for below in node.operands:
                 self._want(below)
 
@@ -174,7 +176,7 @@ class _Widening:
 
     def _again(self, ref: Ref) -> Ref:
         node = self.node_of[ref.name]
-        if node.phase == "backward" or node.is_source:
+        if node.phase == "backward" or node.is_source or is_gathered_once(node):
             return ref
         if node.name not in self.name_of:
             name = again_name(node.name, self.node_of)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -121,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         help="choose by the sum of times also where collectives run beside compute; else such plans are simulated, "
         "and the quickest is chosen")  # fmt: skip
     add("--baselines", action="store_true", help="compare with data parallel, FSDP, tensor parallel, "
-        "and on GPUs with checkpointed layers, parameters on the host, and Elixir's rule")  # fmt: skip
+        "and on GPUs with ZeRO-2, checkpointed layers, parameters on the host, and Elixir's rule")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
     add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
     add("--json", action="store_true", help="print one JSON object in the place of the explanation")
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status. Unless it is 0, a sentence on stderr says why, no file is written."""
     try:
         given = _parser().parse_args(arguments)
-        with _interruptible() as check:
+        with _interruptible() as check, _seldom_collected():
             return _search(given, check)
     except (BadArgument, TraceError) as error:
         return _say(error, BAD_ARGUMENTS)
@@ -148,6 +149,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _say(what: object, status: int) -> int:
     print(f"autopar.search: {what}", file=sys.stderr)
     return status
+
+
+@contextlib.contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Python looks for cycles whenever some hundred objects were made. Here millions are, and most of them stay: that
+    takes a fifth of the time of a search, and of tracing.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,8 @@ def compare(
     keep: Mapping[str, str] | None = None,
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, tuple[Row, ...]]:
-    """(best plan of all, baselines). The best is `chosen`, unless its search was cut short, or tied, and missed it.
+    """(best plan of all, baselines). The best is `chosen`, unless its search was cut short, or tied, and missed it, or
+    it is zero2, whose plans that search does not look at (docs/design/0020).
 
     Where `chosen` was chosen by simulated time, so are the baselines measured; what it had to keep, so do they.
     """
@@ -63,7 +64,10 @@ def compare(
 
 def _instead(chosen: Plan, plan: Plan, policy: str) -> Plan:
     """A baseline's plan as the answer; what is proven is proven of the union of what the two searches looked at."""
-    why = "ties repeated layers" if chosen.search.get("tied") else "was cut by its time limit"
+    if policy == "zero2":
+        why = "has every reader gather a weight for itself"
+    else:
+        why = "ties repeated layers" if chosen.search.get("tied") else "was cut by its time limit"
     notes = [note for note in chosen.notes if not note.startswith("repeated layers")]
     notes.append(f"the best {policy} plan beats what was found without it, by a search that {why}")
     return replace(plan, bound=min(chosen.bound, plan.bound), notes=tuple(notes))

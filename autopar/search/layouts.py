@@ -10,13 +10,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autopar.assemble import Assembled
 from autopar.assemble_again import Comeback
 from autopar.saving import RECOMPUTE, SAVE
 from autopar.settle import Pick, came, picked
 from autopar.strategy import Strategy
-from solver import Problem, Solution, evaluate, solve
+from solver import Prices, Solution, cut, evaluate, inside, solve
+
+Index = NDArray[np.intp]
 
 LOOSE = 3e-3  # of a problem whose prices are only a means to find candidates
 
@@ -34,17 +37,31 @@ class Known:
 
 
 def best_among(
-    known: Sequence[Known], assembled: Assembled, again: Collection[str], time_limit_s: float
+    known: Sequence[Known],
+    assembled: Assembled,
+    again: Collection[str],
+    time_limit_s: float,
+    prices: Prices | None = None,
 ) -> Solution | None:
     """`again`: the nodes that are forward values, of which it is open how they come back; so is where parameters
-    reside. None if nothing of the kind was found to fit.
+    reside. None if nothing of the kind was found to fit. `prices`: of memory, in a problem like this one.
     """
-    problem = _restricted(known, assembled, again)
-    starts = [picks for one in known if (picks := carried(one, assembled)) is not None]
-    told = {picks: evaluate(problem, picks) for picks in starts}
-    start = min((picks for picks in starts if told[picks].fits), key=lambda picks: told[picks].cost, default=None)
-    solution = solve(problem, time_limit_s=time_limit_s, gap=LOOSE, start=start)
-    return None if solution.picks is None else solution
+    problem = assembled.problem
+    keep = _open(known, assembled, again)
+    part, back = cut(problem, keep)
+    start = cheapest(known, assembled)
+    within = None if start is None else inside(start, keep)
+    solution = solve(part, time_limit_s=time_limit_s, gap=LOOSE, start=within, start_prices=prices, quick=True)
+    if solution.status == "unknown":
+        left_s = max(1.0, time_limit_s - solution.seconds)
+        solution = solve(part, time_limit_s=left_s, gap=LOOSE, start_prices=solution.prices)
+    return None if solution.picks is None else replace(solution, picks=back(solution.picks))
+
+
+def cheapest(known: Sequence[Known], assembled: Assembled) -> tuple[int, ...] | None:
+    """The picks of the best of these plans that fits in this problem; None if none does."""
+    told = {picks: evaluate(assembled.problem, picks) for one in known if (picks := carried(one, assembled))}
+    return min((picks for picks in told if told[picks].fits), key=lambda picks: told[picks].cost, default=None)
 
 
 def carried(known: Known, assembled: Assembled) -> tuple[int, ...] | None:
@@ -81,7 +98,8 @@ def _same(one: Strategy | None, other: Strategy | None) -> bool:
     return one is other or one == other
 
 
-def _restricted(known: Sequence[Known], assembled: Assembled, again: Collection[str]) -> Problem:
+def _open(known: Sequence[Known], assembled: Assembled, again: Collection[str]) -> list[Index]:
+    """Of every item, the options that one of the plans takes, and all that is open besides."""
     places: dict[tuple[int, int], list[int]] = {}  # ids of options and strategy -> where it stands among them
 
     def where(options: tuple[Strategy, ...], strategy: Strategy) -> list[int]:
@@ -90,12 +108,12 @@ def _restricted(known: Sequence[Known], assembled: Assembled, again: Collection[
             places[key] = [place for place, option in enumerate(options) if _same(option, strategy)]
         return places[key]
 
-    is_open = {item: np.zeros(len(assembled.options[item]), dtype=bool) for item in assembled.item_of.values()}
+    is_open = [np.ones(len(cost), dtype=bool) for cost in assembled.problem.costs]
+    made = {item: name for name, item in assembled.item_of.items() if name not in again}
+    for item in made:
+        is_open[item][:] = False
     for name, item in assembled.item_of.items():
         if name not in again:
             for one in known:
                 is_open[item][where(assembled.options[item], one.pick(name))] = True
-    costs = list(assembled.problem.costs)
-    for item, mask in is_open.items():
-        costs[item] = np.where(mask, costs[item], np.inf)
-    return replace(assembled.problem, costs=tuple(costs))
+    return [np.flatnonzero(mask) for mask in is_open]

@@ -13,13 +13,16 @@ CERTAIN = 0.05  # of the cost: prices belong to a bound, and where that lies far
 GIB = 2**30
 TOGETHER = "if the others were larger"  # the solver's word for limits of which none alone is too small
 VALUES, WEIGHTS = "values of the step", "parameters with their gradients and optimizer states"
+SAFE = "counted on the safe side"
 SPARED_BY = {VALUES: ("recompute", "offload"), WEIGHTS: ("host",)}  # and stream, for those who have `autopar.optim`
 
 
 class Infeasible(RuntimeError):
     """No plan fits: the message names the least memory that would do, the instant of the peak and the largest tenants.
 
-    No plan peaks below `at_least` bytes; with `enough` bytes there is one. None: not known.
+    With `enough` bytes there is a plan, which a search finds if it has the time; with less than `at_least` bytes none
+    does, however long it takes. None: not known. A search counts on the safe side, as it does not know yet which
+    layouts will be changed (`autopar.liveness`), so a plan may turn out to take a little less than either.
     """
 
     def __init__(self, message: str, at_least: float | None = None, enough: float | None = None) -> None:
@@ -93,25 +96,30 @@ def nothing_fits(shortage: Shortage, graph: Graph, memory: float, closed: Collec
     machine, but may not be used.
     """
     node_of, live = graph.by_name, liveness(graph)
-    node = node_of.get(live.node_at[shortage.instant])
-    where = "the optimizer step" if node is None else f"{_called(node)} runs in {node.phase}"
+    of = "" if shortage.resource == DEVICE else f" of the {shortage.resource}"
     if shortage.enough is None:
-        least = f"at least {size(shortage.at_least)} is needed"
+        least = f"at least {size(shortage.at_least)}{of} is needed ({SAFE})"
     elif shortage.enough <= shortage.at_least * (1 + 1e-6):
-        least = f"the least that would do is {size(shortage.enough)}"
+        least = f"the least that would do is {size(shortage.enough)}{of} ({SAFE})"
     else:
-        least = f"the least that would do lies between {size(shortage.at_least)} and {size(shortage.enough)}"
+        least = (
+            f"the least that would do lies between {size(shortage.at_least)} ({SAFE}) and {size(shortage.enough)}{of}, "
+            "for which a plan was found"
+        )
     what = "no plan" if policy is None else f"no {policy} plan"
     if shortage.resource == DEVICE:
         room = f"{size(memory)} per rank"
     else:
         room = f"{size(memory)} of the device and {size(shortage.limit)} of its {shortage.resource} per rank"
-        least += f" of the {shortage.resource}"
+    if shortage.enough is None:  # no plan is known, and so no peak
+        return f"{what} fits in {room}: {least}. {_help(shortage, graph, closed if policy is None else ())}"
+    node = node_of.get(live.node_at[shortage.instant])
+    where = "the optimizer step" if node is None else f"{_called(node)} runs in {node.phase}"
     told = [f"{what} fits in {room}: {least}, at the peak while {where}."]
     if shortage.tenants:
         tenants = "; ".join(f"{_tenant(name, node_of)} {size(nbytes)}" for name, nbytes in shortage.tenants)
         told.append(f"The five largest tenants there: {tenants}.")
-    told.append(_help(shortage, graph, () if policy is not None else closed))
+    told.append(_help(shortage, graph, closed if policy is None else ()))
     return " ".join(told)
 
 

@@ -19,6 +19,8 @@ from typing import cast
 from solver.problem import Problem
 from solver.solution import Outcome, Prices
 
+QUICK_PAIRS = 20_000  # of options, above which a linear program takes seconds rather than one
+
 BACKENDS = ("exhaustive", "highs", "lagrange", "pulp_highs")
 
 
@@ -27,8 +29,8 @@ class Budget:
     """What a backend may spend: wall clock until `deadline` (of time.monotonic), relative gap to stop at, threads.
 
     `start` are picks to begin from, `prices` prices of memory, if any are known. `nodes`: at most so many nodes of a
-    search tree, which ends a search at the same place on every run; None: no such limit. `stop` says, whenever asked,
-    whether to stop now with what is known.
+    search tree, which ends a search at the same place on every run; None: no such limit. `quick`: only what takes some
+    seconds, see `solver.solve`. `stop` says, whenever asked, whether to stop now with what is known.
     """
 
     deadline: float
@@ -37,6 +39,7 @@ class Budget:
     start: tuple[int, ...] | None = None
     prices: Prices = field(default_factory=dict[tuple[str, int], float])
     nodes: int | None = None
+    quick: bool = False
     stop: Callable[[], bool] | None = None
 
     def left_s(self) -> float:

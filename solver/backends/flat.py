@@ -146,6 +146,7 @@ def _memory(core: Problem) -> tuple[Array, Array, tuple[str, ...], Index, Spans]
     room: list[Array] = []
     limit: list[Array] = []
     instants: list[Index] = []
+    parts: dict[int, tuple[float, Array | None]] = {}  # id of bytes that usages share -> `_above`
     before = 0
     for name in names:
         usages: list[Usage | EdgeUsage] = [
@@ -156,13 +157,14 @@ def _memory(core: Problem) -> tuple[Array, Array, tuple[str, ...], Index, Spans]
         starts = np.searchsorted(points, [u.start for u in usages])
         ends = np.searchsorted(points, [u.end for u in usages])
         for usage, start, end in zip(usages, starts.tolist(), ends.tolist(), strict=True):
-            always = float(usage.nbytes.min())
+            if id(usage.nbytes) not in parts:
+                parts[id(usage.nbytes)] = _above(usage.nbytes)
+            always, above = parts[id(usage.nbytes)]
             least[start] += always
             least[end] -= always
-            above = usage.nbytes - always
-            if above.any():
+            if above is not None:
                 holder = on_items[usage.item] if isinstance(usage, Usage) else on_edges[usage.edge]
-                holder.append((before + start, before + end, above.ravel()))
+                holder.append((before + start, before + end, above))
         room.append(core.limits[name] - np.cumsum(least)[:-1])
         limit.append(np.full(len(points), core.limits[name]))
         instants.append(points)
@@ -183,3 +185,10 @@ def _memory(core: Problem) -> tuple[Array, Array, tuple[str, ...], Index, Spans]
             nbytes=np.concatenate([np.zeros(0), *(span[2] for span in spans)]),
         ),
     )
+
+
+def _above(nbytes: Array) -> tuple[float, Array | None]:
+    """What every option holds, and what each holds above that; None: nothing."""
+    always = float(nbytes.min())
+    above = nbytes.ravel() - always
+    return always, above if above.any() else None

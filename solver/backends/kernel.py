@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from solver.backends import Budget, highs
+from solver.backends import QUICK_PAIRS, Budget, highs
+from solver.cut import cut, inside
 from solver.presolve import Dead, presolve
 from solver.presolve.core import Index
-from solver.problem import Array, Edge, EdgeUsage, Problem, Usage
+from solver.problem import Array, Problem
 from solver.referee import evaluate
 
 MOST_PAIRS = 250_000  # of a kernel after presolve: above, the linear program takes minutes
@@ -42,48 +43,28 @@ def chosen(least: Sequence[Array], cap: float, also: Sequence[int] | None) -> li
     return keep
 
 
-def restrict(core: Problem, keep: Sequence[Index]) -> Problem:
-    """The core with these options only; arrays that edges share stay shared where they keep the same options."""
-    label = [kept.tobytes() for kept in keep]
-    cut: dict[tuple[int, bytes, bytes], Array] = {}
-    edges: list[Edge] = []
-    for edge in core.edges:
-        key = (id(edge.cost), label[edge.src], label[edge.dst])
-        if key not in cut:
-            cut[key] = edge.cost[np.ix_(keep[edge.src], keep[edge.dst])]
-        edges.append(Edge(edge.src, edge.dst, cut[key]))
-    usages = [Usage(u.item, u.resource, u.start, u.end, u.nbytes[keep[u.item]]) for u in core.usages]
-    edge_usages: list[EdgeUsage] = []
-    for u in core.edge_usages:
-        edge = core.edges[u.edge]
-        nbytes = u.nbytes[np.ix_(keep[edge.src], keep[edge.dst])]
-        if nbytes.any():
-            edge_usages.append(EdgeUsage(u.edge, u.resource, u.start, u.end, nbytes))
-    costs = tuple(cost[kept] for cost, kept in zip(core.costs, keep, strict=True))
-    return replace(core, costs=costs, edges=tuple(edges), usages=tuple(usages), edge_usages=tuple(edge_usages))
-
-
 def solve(core: Problem, keep: Sequence[Index], budget: Budget, most_pairs: int = MOST_PAIRS) -> Answer | None:
     """The best picks that use only the options kept; None if the kernel is too large."""
+    part, back = cut(core, keep)
     try:
-        presolved = presolve(restrict(core, keep))
+        presolved = presolve(part)
     except Dead:
         return Answer(None, math.inf, 0)
     pairs = sum(edge.cost.size for edge in presolved.core.edges)
-    if pairs > most_pairs:
+    if pairs > most_pairs or (budget.quick and pairs > QUICK_PAIRS):
         return None
     if not presolved.items:
         picks, bound = presolved.lift((0,)), float(presolved.core.costs[0][0])
     else:
         start = None
         if budget.start is not None:
-            own = [int(np.searchsorted(kept, pick)) for kept, pick in zip(keep, budget.start, strict=True)]
-            start = presolved.project(own)
+            own = inside(budget.start, keep)
+            start = None if own is None else presolved.project(own)
         outcome = highs.run(presolved.core, replace(budget, start=start))
         if outcome.picks is None:
             return Answer(None, outcome.bound, pairs)
         picks, bound = presolved.lift(outcome.picks), outcome.bound
-    lifted = tuple(int(kept[pick]) for kept, pick in zip(keep, picks, strict=True))
+    lifted = back(picks)
     if not evaluate(core, lifted).fits:
         return Answer(None, bound, pairs)
     return Answer(lifted, bound, pairs)

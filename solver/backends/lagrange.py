@@ -45,6 +45,7 @@ PATIENCE, RISE = 6, 1e-5
 LOOSE = 0.02  # share of the cost: stuck further off than this, another backend is better
 EXACT = 1e-10  # share of the cost
 ROWS_PER_ROUND, MOST_ROWS = 4, 64
+STEP, STEP_SWEEPS, STEP_GAIN = 0.8, 16, 5e-3  # of prices that are tried in turn where messages are loose
 SHARES = (1e-3, 0.03, 0.2, 0.5, 1.0)  # of the gap: how far above the bound the options of each kernel lie
 NODES = 200  # of the search tree of each kernel but the last
 
@@ -96,6 +97,8 @@ class _Dual:
         if not self.plane_cost or distance > LOOSE * abs(self.plane_value(self.centre)):
             self.is_loose = not self.is_small()
             self.stats["loose"] = float(self.is_loose)
+            if self.budget.quick:
+                self.descend()
             return None
         ceiling, rounding = dearest(self.core)
         mixture = self.plane_over[-1]
@@ -128,6 +131,23 @@ class _Dual:
             else:
                 self.radius = self.radius / 2
         return None
+
+    def descend(self) -> None:
+        """Try lower prices as long as that raises the bound, for picks say little while messages are far from exact;
+        and the prices of a part of the core, which is what a quick search begins with, are too high for the whole.
+        """
+        prices, before = self.centre, -math.inf
+        while len(prices) and self.bound > before + STEP_GAIN * abs(self.bound) and self.budget.left_s():
+            before, prices = self.bound, STEP * prices
+            self.set_prices(prices)
+            low = -math.inf
+            for _ in range(STEP_SWEEPS):
+                self.forth = not self.forth
+                self.stats["sweeps"] += 1
+                low = max(low, self.sweeps.sweep(self.forth)[1])
+            low -= float(prices @ self.sweeps.flat.room[self.rows])
+            if low > self.bound:
+                self.bound, self.centre = low, prices
 
     def _tolerance(self) -> float:
         return max(1e-8, 0.02 * self.budget.gap) * abs(self.bound)
@@ -211,7 +231,7 @@ class _Dual:
 
     def look(self, at: Sequence[int] | Index) -> None:
         """Remember the picks' plane, and the picks if they are the best that fit."""
-        picks = tuple(int(pick) for pick in at)
+        picks: tuple[int, ...] = tuple(np.asarray(at).tolist())
         if picks in self.seen:
             return
         flat_picks = np.array(picks, dtype=np.int64)

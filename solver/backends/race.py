@@ -36,6 +36,7 @@ _T = TypeVar("_T")
 CLIMB_SHARE = 0.25  # of the time
 STARTS = 32  # of the first generation
 HEIRS = 8  # of later ones
+POLISHERS = 2  # of picks near which better ones are wanted at once
 ROUNDS = 16  # of tree moves, for each of a generation; doubled when a generation brings nothing
 MOST_REPAIRS = 60  # rounds with rising prices before a start is given up
 MOST_STALE = 4  # generations in a row without better picks that end the search
@@ -61,6 +62,24 @@ class _Runner:
 def run(core: Problem, budget: Budget, sweeps: Sweeps | None = None) -> Outcome:
     """Bound and picks of a core; "infeasible" only when proven. `sweeps` of this core, if given, carry messages in."""
     return _Race(core, budget, sweeps or Sweeps(core)).run()
+
+
+def polish(core: Problem, budget: Budget, sweeps: Sweeps, known: Outcome) -> Outcome:
+    """The same with better picks, if a few short searches from those that it has, at its prices, find some."""
+    assert known.picks is not None
+    price = np.zeros(len(sweeps.flat.room))
+    for (resource, instant), worth in known.prices.items():
+        row = sweeps.flat.position(resource, instant)
+        if row is not None:
+            price[row] = worth
+    search = _Race(core, budget, sweeps)
+    picks = np.array(known.picks, dtype=np.int64)
+    search.offer(picks)
+    for runner in search.all(
+        lambda number: search.anneal(_Runner(number, price, picks, known.cost), ROUNDS), range(POLISHERS)
+    ):
+        search.offer(runner.picks)
+    return replace(known, picks=search.best, cost=search.cost)
 
 
 class _Race:

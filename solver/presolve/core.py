@@ -73,6 +73,8 @@ class Core:
         self._queued: set[int | tuple[int, int]] = set()
         self._shared: dict[int, Array] = {}  # arrays used by several edges; kept alive so that ids stay theirs
         self._flips: dict[int, Array] = {}
+        self._taken: dict[tuple[int, bytes], Array] = {}  # array, rows -> those rows
+        self._above: dict[tuple[int, int], tuple[float, Array]] = {}  # cost, bytes -> `_above_least`
         self._facts: dict[int, Facts] = {}
         self._build()
 
@@ -81,8 +83,11 @@ class Core:
         for edge in self.problem.edges:
             if uses[id(edge.cost)] > 1 and id(edge.cost) not in self._shared:
                 flip = edge.cost.T
-                self._shared[id(edge.cost)], self._shared[id(flip)] = edge.cost, flip
-                self._flips[id(edge.cost)], self._flips[id(flip)] = flip, edge.cost
+                self._share(edge.cost, flip)
+        held = Counter(id(usage.nbytes) for usage in self.problem.edge_usages)
+        for usage in self.problem.edge_usages:
+            if held[id(usage.nbytes)] > 1 and id(usage.nbytes) not in self._shared:
+                self._share(usage.nbytes, usage.nbytes.T)
         for edge in self.problem.edges:
             if edge.src == edge.dst:
                 self.costs[edge.src] = self.costs[edge.src] + np.diagonal(edge.cost)
@@ -90,6 +95,30 @@ class Core:
                 self.add_edge(edge.src, edge.dst, edge.cost)
         for item in range(len(self.costs)):
             self.touch(item)
+
+    # Arrays that several edges share
+
+    def _share(self, array: Array, flip: Array) -> None:
+        self._shared[id(array)], self._shared[id(flip)] = array, flip
+        self._flips[id(array)], self._flips[id(flip)] = flip, array
+
+    def is_shared(self, array: Array) -> bool:
+        """Whether several edges use this very array."""
+        return id(array) in self._shared
+
+    def flipped(self, array: Array) -> Array:
+        """The other side of a matrix; of one that is shared, always the same array."""
+        return self._flips[id(array)] if id(array) in self._shared else array.T
+
+    def taken(self, array: Array, rows: Index) -> Array:
+        """These rows of a matrix; of one that is shared, shared in turn: repeated layers shrink alike."""
+        if id(array) not in self._shared:
+            return array[rows]
+        key = id(array), rows.tobytes()
+        if key not in self._taken:
+            self._taken[key] = array[rows]
+            self._share(self._taken[key], self._taken[key].T)
+        return self._taken[key]
 
     # Work still to do
 
@@ -139,16 +168,12 @@ class Core:
             self._facts[id(cost)] = facts_of(cost)
         return self._facts[id(cost)]
 
-    def is_shared(self, cost: Array) -> bool:
-        """Whether several edges use this very array."""
-        return id(cost) in self._shared
-
     def edge_usages(self, u: int, v: int) -> Held:
         """Components on the edge, as matrices with u as the slow index."""
         if not self.edge_components:
             return {}
         found = self.edge_components.get((u, v) if u < v else (v, u), {})
-        return found if u < v else {span: nbytes.T for span, nbytes in found.items()}
+        return found if u < v else {span: self.flipped(nbytes) for span, nbytes in found.items()}
 
     def is_neutral(self, item: int) -> bool:
         """Whether no pick of the item changes any use of memory that can still bind."""
@@ -162,9 +187,8 @@ class Core:
 
     def set_edge(self, u: int, v: int, cost: Array) -> None:
         """Give the edge this matrix (u slow)."""
-        flip = self._flips.get(id(cost)) if id(cost) in self._shared else None
         self.neighbours[u][v] = cost
-        self.neighbours[v][u] = cost.T if flip is None else flip
+        self.neighbours[v][u] = self.flipped(cost)
         self.touch_edge(u, v)
         self.stirred.add(u)
         self.stirred.add(v)
@@ -192,10 +216,10 @@ class Core:
         self.costs[item] = self.costs[item][options]
         for other, cost in list(self.neighbours[item].items()):
             found = self.edge_usages(item, other)
-            self.set_edge(item, other, cost[options])
+            self.set_edge(item, other, self.taken(cost, options))
             if found:
                 self.edge_components.pop((item, other) if item < other else (other, item))
-                self.hold_on_edge(item, other, {span: nbytes[options] for span, nbytes in found.items()})
+                self.hold_on_edge(item, other, {span: self.taken(held, options) for span, held in found.items()})
             self.stirred.add(other)
         held, self.components[item] = self.components[item], {}
         self.hold(item, {span: nbytes[options] for span, nbytes in held.items()})
@@ -224,26 +248,39 @@ class Core:
     def hold_on_edge(self, u: int, v: int, extra: Held) -> None:
         """Give the edge more components (u slow). The edge must exist; entries at forbidden pairs do not matter."""
         pair = (u, v) if u < v else (v, u)
-        allowed = self.neighbours[pair[0]][pair[1]] < np.inf
-        if not allowed.any():
-            return  # no assignment is feasible; costs alone say so
+        cost = self.neighbours[pair[0]][pair[1]]
         components = self.edge_components.pop(pair, {})
         for span, matrix in extra.items():
             resource, first, last = span
-            nbytes = matrix if u < v else matrix.T
+            nbytes = matrix if u < v else self.flipped(matrix)
             if span in components:
                 nbytes = components.pop(span) + nbytes
             if first == last:
                 continue
-            if (least := nbytes[allowed].min()) > 0:
+            least, nbytes = self._above_least(cost, nbytes)
+            if least > 0:
                 self.room[resource][first:last] -= least
-            nbytes = np.where(allowed, nbytes - least, 0.0)
             if nbytes.any():
                 components[span] = nbytes
         if components:
             self.edge_components[pair] = components
         self.touch(u)
         self.touch(v)
+
+    def _above_least(self, cost: Array, nbytes: Array) -> tuple[float, Array]:
+        """The least of the bytes at allowed pairs, and what each has above it; 0 at forbidden ones, and where there are
+        no others: then costs alone say that no assignment is feasible.
+        """
+        key = id(cost), id(nbytes)
+        if key in self._above:
+            return self._above[key]
+        allowed = cost < np.inf
+        least = float(nbytes[allowed].min()) if allowed.any() else 0.0
+        above = np.where(allowed, nbytes - least, 0.0)
+        if self.is_shared(cost) and self.is_shared(nbytes):
+            self._share(above, above.T)
+            self._above[key], self._above[id(cost), id(above)] = (least, above), (0.0, above)
+        return least, above
 
     def settle(self, item: int, others: Sequence[int], table: Index) -> None:
         """Take the item out: its pick follows from those of `others`. Its edges must have been moved or priced in."""

@@ -12,9 +12,12 @@ once; of two that dominate each other the first stays.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from solver.presolve.core import Core
 from solver.problem import Array
+
+Mask = NDArray[np.bool_]
 
 MAX_OPTIONS, MAX_NEIGHBOURS = 200, 40
 _CHUNK = 4_000_000  # entries of one (k, i, j) block
@@ -25,6 +28,7 @@ class Dominance:
 
     def __init__(self) -> None:
         self._worst: dict[int, Array] = {}
+        self._more: dict[tuple[int, int], Mask] = {}
 
     def apply(self, core: Core) -> bool:
         """Look once at every item whose surroundings changed; whether anything was deleted."""
@@ -44,8 +48,7 @@ class Dominance:
             with np.errstate(invalid="ignore"):  # -inf (i never allowed) + inf (k not allowed with i's partners)
                 swap = swap + self._worst_of(core, matrix)
             for nbytes in core.edge_usages(item, other).values():
-                more = (nbytes[:, None] > nbytes) & (matrix[None] < np.inf)
-                swap[more.any(2)] = np.inf
+                swap[self._more_of(core, matrix, nbytes)] = np.inf
         better = swap <= 0
         for nbytes in core.components[item].values():
             better &= nbytes[:, None] <= nbytes
@@ -65,6 +68,20 @@ class Dominance:
         if id(matrix) not in self._worst:
             self._worst[id(matrix)] = worst_swap(matrix)
         return self._worst[id(matrix)]
+
+    def _more_of(self, core: Core, matrix: Array, nbytes: Array) -> Mask:
+        if not (core.is_shared(matrix) and core.is_shared(nbytes)):
+            return more_held(matrix, nbytes)
+        key = id(matrix), id(nbytes)
+        if key not in self._more:
+            self._more[key] = more_held(matrix, nbytes)
+        return self._more[key]
+
+
+def more_held(matrix: Array, nbytes: Array) -> Mask:
+    """[k, i]: whether k holds more than i with any j that (i, j) allows."""
+    more = (nbytes[:, None] > nbytes) & (matrix[None] < np.inf)
+    return np.asarray(more.any(2))
 
 
 def worst_swap(matrix: Array) -> Array:

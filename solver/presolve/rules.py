@@ -175,7 +175,7 @@ def _merge_into(core: Core, item: int, into: int, table: Index) -> None:
     for other, cost, held in others:
         if other == into:
             continue
-        core.add_edge(into, other, cost[table])
+        core.add_edge(into, other, core.taken(cost, table))
         if held:
-            core.hold_on_edge(into, other, {span: nbytes[table] for span, nbytes in held.items()})
+            core.hold_on_edge(into, other, {span: core.taken(nbytes, table) for span, nbytes in held.items()})
     core.touch(into)

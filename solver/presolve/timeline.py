@@ -75,8 +75,13 @@ def trim(core: Core) -> bool:
             core.hold(item, {_shifted(span, shift): nbytes})
         if len(core.components[item]) != len(held):
             core.touch(item)
-    for u, v in list(core.edge_components):
-        for span, nbytes in core.edge_components.pop((u, v)).items():
+    for (u, v), held in list(core.edge_components.items()):
+        moved = {_shifted(span, shift): nbytes for span, nbytes in held.items()}
+        if len(moved) == len(held) and all(first < last for _, first, last in moved):
+            core.edge_components[u, v] = moved
+            continue
+        del core.edge_components[u, v]
+        for span, nbytes in held.items():
             core.hold_on_edge(u, v, {_shifted(span, shift): nbytes})
         core.touch_edge(u, v)
     return True

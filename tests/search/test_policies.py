@@ -5,16 +5,19 @@ The machine is an H100: with its latencies one all-reduce is strictly cheaper th
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from autopar.classes import classes_of
-from autopar.graph import Graph, Node
+from autopar.decide import Referee
+from autopar.graph import Graph, Node, Ref
 from autopar.layout import REPLICATE, Layout, Shard, replicated
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.policies import POLICIES, agree, batch_size, policies_for, restrict
 from autopar.price import Pricer
+from autopar.saving import gathered_once, is_gathered_once, plain
 from autopar.search import Infeasible, Question, answer, ask, search
 from autopar.search.baselines import compare, table
 from autopar.strategy import even_layouts
@@ -157,6 +160,69 @@ def test_fsdp_gathers_weights_for_each_use_and_scatters_gradients(name: str) -> 
     assert len(scattered) >= len(split) - 1, "all but the positions' gradient, which is smaller before it is whole"
 
 
+def whole_weights(plan: Plan) -> set[str]:
+    """What holds a weight that was gathered when backward begins, as the referee counts it."""
+    referee = Referee(plan.graph, plan.choices, plan.deliveries, Pricer.on(plan.mesh, H100, "adamw"))
+    first = next(node.name for node in plan.graph.nodes if node.phase == "backward" and not node.is_source)
+    at = referee.live.at[first]
+    held = [h for h in referee.holdings() if h.start <= at < h.end and " resharded for " in h.tenant]
+    return {held_by.tenant.split(" resharded for ")[0] for held_by in held} & set(plan.parameters)
+
+
+def test_zero2_gathers_each_weight_once_and_scatters_each_gradient_once() -> None:
+    plan, fsdp = plan_of("mlp", (2,), "zero2"), plan_of("mlp", (2,), "fsdp")
+    assert plan.parameters == fsdp.parameters
+    sizes = [type.nbytes for node, _ in parameters(plan) if (type := node.outputs[0]) is not None]
+
+    def moved(plan: Plan, collective: str) -> list[int]:
+        return sorted(comm.nbytes for comm in plan.comms() if comm.collective == collective)
+
+    assert moved(plan, "all_gather") == moved(plan, "reduce_scatter") == sorted(sizes)
+    assert moved(plan, "reduce_scatter") == moved(fsdp, "reduce_scatter")
+    assert len(moved(fsdp, "all_gather")) > len(sizes)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_zero2_never_gathers_a_weight_twice(name: str, sizes: tuple[int, ...]) -> None:
+    plan = plan_of(name, sizes, "zero2")
+    weights, seen = weight_nodes(plan.graph, matrices=False), list[Ref]()
+    for node in plan.graph.nodes:
+        for ref, read in zip(node.operands, plan.choices[node.name].reads, strict=True):
+            seen += [ref] if ref.name in weights and read else []
+    assert len(seen) == len(set(seen)) >= len(plan.parameters) / 2
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_zero2_holds_the_weights_that_backward_reads(name: str) -> None:
+    plan, fsdp = plan_of(name, (2,), "zero2"), plan_of(name, (2,), "fsdp")
+    read_again = {
+        node.operands[0].name for node in plan.graph.nodes if is_gathered_once(node)
+        and any(Ref(node.name) in reader.operands and reader.phase == "backward" for reader in plan.graph.nodes)
+    }  # fmt: skip
+    targets = {node.target for node in plan.graph.nodes if node.name in read_again}
+    assert len(targets) >= 3 and whole_weights(plan) == targets and not whole_weights(fsdp)
+    assert plan.peak_bytes["hbm"] > fsdp.peak_bytes["hbm"]
+
+
+def test_the_graph_of_zero2_is_the_traced_one_but_for_what_keeps_weights(tmp_path: Path) -> None:
+    plan = plan_of("gpt2", (2,), "zero2")
+    assert plan.graph != family("gpt2").graph == plain(plan.graph)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").graph == plan.graph
+
+
+def test_zero2_keeps_weights_where_values_are_run_again_but_not_those_on_the_host() -> None:
+    keep = {"transformer.h.*": "recompute", "transformer.wte.weight": "host"}
+    plan = answer(question("gpt2", (2,)), policy="zero2", keep=keep)
+    repeated = [node for node in plan.graph.nodes if node.target and not node.is_source]
+    assert any(node.op == "autopar.einsum" for node in repeated) and not any(map(is_gathered_once, repeated))
+    once = {node.name: node.operands[0].name for node in plan.graph.nodes if is_gathered_once(node)}
+    assert any(ref.name in once for node in repeated for ref in node.operands)
+    assert plan.residence == {"transformer.wte.weight": "host"}
+    assert "transformer_wte_weight" not in once.values() and len(once) > 10
+
+
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_tensor_parallel_gathers_no_weight_and_splits_no_batch(name: str, sizes: tuple[int, ...]) -> None:
@@ -212,8 +278,9 @@ def test_restricting_leaves_every_node_a_way_and_changes_no_strategy() -> None:
     asked = question("gpt2", (2, 2))
     for policy in POLICIES:
         kept = restrict(policy, asked.graph, asked.strategies, asked.pricer.mesh)
-        assert kept.keys() == asked.strategies.keys()
-        assert all(options and set(options) <= set(asked.strategies[name]) for name, options in kept.items())
+        runs = gathered_once(asked.graph) if policy == "zero2" else asked.graph
+        assert kept.keys() == runs.by_name.keys() and all(kept.values())
+        assert all(set(kept[name]) <= set(options) for name, options in asked.strategies.items())
 
 
 def test_unknown_and_unfit_policies_are_refused() -> None:

@@ -288,12 +288,16 @@ def test_gathers_launched_ahead_hide_behind_products_and_hold_memory_for_longer(
     assert early.seconds < late.seconds < timeline_of(plan, pricer).seconds
     assert early.exposed_s["comm:a"] < late.exposed_s["comm:a"]
 
-    def held(timeline) -> float:
-        memory = timeline.memory["hbm"]
-        spans = zip(memory.times, memory.times[1:], memory.levels, strict=False)
-        return sum((end - begin) * (level - memory.levels[0]) for begin, end, level in spans) / timeline.seconds
+    def held(prefetch: int) -> int:
+        """Gathered weights, in bytes times the events for which they are held."""
+        events, found = events_of(plan, pricer, overlap=True, prefetch=prefetch), 0
+        for number, event in enumerate(events):
+            for hold in event.holds:
+                if "resharded for" in hold.tenant and hold.until is not None:
+                    found += hold.nbytes * (max(hold.until) - number)
+        return found
 
-    assert held(early) > held(late)
+    assert held(1) > held(0)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])

@@ -1,0 +1,166 @@
+"""OPT-30B on one A100 with 40 GB, its states on the host: how much of the GPU's time is compute, predicted.
+
+    python -m benchmarks.opt_30b -o docs/benchmarks/opt_30b.md
+
+Elixir's published claim: 84 % of the GPU's efficiency. Its constants are the profile's (`a100_elixir.toml`). The model
+is traced on the meta device from its configuration; layers are recomputed, values offloaded and parameters put on the
+host as the search decides. Efficiency is the share of the step in which the GPU computes, with copies beside compute
+where the program has them there:
+
+    compute     seconds of all kernels of forward, backward and what runs again
+    step        the plan played (`autopar.timeline`): one step, at whose end the host updates its parameters
+    8 P T / F   what people count for it: P parameters, T tokens, F flops per second, layers run forward twice
+
+A search counts on what waits for its copies, and fills the memory; copies ahead need some. So each search is asked with
+less than there is, the most of `LEFT` with which the played plan fits.
+
+The model is in bfloat16, and so are its gradients and states: 8 bytes a parameter on the host, where float32 states and
+a master copy make 16 (480 GB, which would fit, too). The host's rate is Elixir's in parameters per second, so its step
+takes what it would take in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from autopar.assembly import DEVICE, HOST
+from autopar.measure.twin import traced
+from autopar.mesh import Mesh
+from autopar.search import Infeasible, answer, ask
+from autopar.search.curve import offloaded_bytes, recomputed
+from autopar.search.simulated import Played, best_prefetch
+from benchmarks.limits import machine
+from cost_models.hardware import Hardware
+from cost_models.whole_file import write_whole
+
+PROFILE = Path(__file__).with_name("a100_elixir.toml")
+SEQUENCE = 2048
+BATCHES = (8, 10, 12, 16)  # sequences: 16k to 32k tokens
+WANTED = 0.84
+LEFT = (1.0, 0.9, 0.8, 0.7, 0.6)  # of the memory, what a search may use
+SPARE = ("recompute", "offload", "host")
+LAYERS, WIDTH, HEADS, VOCABULARY = 48, 7168, 56, 50272
+
+
+class Loss(nn.Module):
+    """OPT that returns its loss alone: no logits leave the step."""
+
+    def __init__(self, layers: int) -> None:
+        from transformers import OPTConfig, OPTForCausalLM
+
+        super().__init__()
+        config = OPTConfig(
+            num_hidden_layers=layers, hidden_size=WIDTH, ffn_dim=4 * WIDTH, num_attention_heads=HEADS, dropout=0.0,
+            vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE, word_embed_proj_dim=WIDTH, use_cache=False,
+        )  # fmt: skip
+        self.model = OPTForCausalLM(config)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, labels=labels).loss
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for so many tokens a step: `compute_s` of its kernels, `counted_s` as people count them."""
+
+    tokens: int
+    parameters: int
+    played: Played
+    compute_s: float
+    counted_s: float
+
+    @property
+    def efficiency(self) -> float:
+        return self.compute_s / self.played.seconds
+
+    @property
+    def with_step_hidden(self) -> float:
+        """The efficiency if the host's step hid behind the next forward, where autopar does not put it."""
+        assert self.played.timeline is not None
+        return self.compute_s / (self.played.seconds - self.played.timeline.exposed_s.get("host", 0.0))
+
+    @property
+    def with_nothing_hidden(self) -> float:
+        return self.compute_s / self.played.plan.step_seconds
+
+
+def found(batch: int, hardware: Hardware, layers: int = LAYERS) -> Row | None:
+    """The first of the plans that fits when it is played, with copies beside kernels; None: no search found one."""
+    memory = float(hardware.tiers[DEVICE].capacity_bytes)
+    with torch.device("meta"):
+        model = Loss(layers).to(torch.bfloat16)
+        ids = torch.empty(batch, SEQUENCE, dtype=torch.long)
+    question = ask(traced(model, (), {"input_ids": ids, "labels": ids}), Mesh(("data",), (1,)), hardware)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    for left in LEFT:
+        try:
+            plan = answer(question, memory=left * memory, spare=SPARE)
+        except Infeasible:
+            return None
+        played = best_prefetch(plan, question.pricer, memory)
+        if played.timeline is not None:
+            counted = 8.0 * parameters * batch * SEQUENCE / hardware.rate("bfloat16", "matmul")
+            return Row(batch * SEQUENCE, parameters, played, plan.seconds_by["compute"], counted)
+    return None
+
+
+def line(batch: int, row: Row | None) -> str:
+    if row is None:
+        return f"| {batch * SEQUENCE:,} | no plan that fits when it is played |" + " |" * 11
+    played, timeline = row.played, row.played.timeline
+    assert timeline is not None
+    exposed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in sorted(timeline.exposed_s.items()) if seconds)
+    busy = ", ".join(f"{name} {timeline.busy_s.get(name, 0.0):.2f}" for name in ("h2d", "d2h", "host"))
+    plan = played.plan
+    return (
+        f"| {row.tokens:,} | {row.efficiency:.1%} | {row.with_nothing_hidden:.1%} | {row.with_step_hidden:.1%} "
+        f"| {played.seconds:.2f} | {row.compute_s:.2f} | {row.counted_s:.2f} "
+        f"| {exposed} | {busy} | {recomputed(plan)} | {offloaded_bytes(plan) / 1e9:.1f} "
+        f"| {played.peak_bytes / 1e9:.1f} | {plan.peak_bytes[HOST] / 1e9:.0f} |"
+    )
+
+
+def verdict(rows: Sequence[Row]) -> list[str]:
+    """What came of the claim."""
+    enough = [row.tokens for row in rows if row.efficiency >= WANTED]
+    said = f"from {min(enough):,} tokens a step on" if enough else "with none of these numbers of tokens"
+    return [f"- {WANTED:.0%} is reached {said}; wanted: with 32,768 at most"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help=f"of {SEQUENCE} tokens each")
+    parser.add_argument("-o", type=Path, metavar="FILE", help="write the page there, too")
+    given = parser.parse_args()
+    lines = [
+        "| tokens a step | efficiency | nothing hidden | host's step hidden, too | step s | compute s | 8PT/F s "
+        "| GPU waits for (s) | busy (s) | recomputed | offloaded GB | peak GB | host GB |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    hardware = Hardware.load(PROFILE)
+    rows = [(batch, found(batch, hardware)) for batch in given.batches]
+    lines += [line(batch, row) for batch, row in rows]
+    told = verdict([row for _, row in rows if row is not None])
+    print("\n".join([*told, "", *lines]))
+    if given.o:
+        command = f"python -m benchmarks.opt_30b -o {given.o}"
+        text = (
+            f"# OPT-30B on one A100 of 40 GB, predicted\n\n`{command}`, {date.today()}, torch {torch.__version__}, "
+            f"{machine()}, {os.cpu_count()} cores; profile `benchmarks/{PROFILE.name}` (Elixir's constants). Nothing "
+            "was run: the step is simulated. Efficiency: seconds of the GPU's kernels over those of the step, copies "
+            "beside kernels, the host's step at the end; then the same with every copy waited for, and with the host's "
+            "step behind the next forward, which autopar does not do. 8PT/F: P parameters, T tokens, F flops/s.\n\n"
+        )
+        write_whole(given.o, text + "\n".join([*told, "", *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
