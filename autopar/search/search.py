@@ -54,8 +54,8 @@ def search(
     that were measured (`autopar.measure.operators`). `spare`: what may be done where the fastest plan does not fit,
     of "recompute", "offload", "host" and "stream" (`autopar.search.spare`; default: what makes sense on the hardware).
     `keep`: module or parameter -> what is settled of it (`autopar.search.keep`), for policies, too.
-    `simulation`: on hardware where collectives run beside compute,
-    the plan whose simulated step is the quickest of several (`autopar.search.simulated`), not the one of the least sum.
+    `simulation`: the plan whose played step is the quickest of several (`autopar.search.simulated`), not the one of
+    the least sum.
     Same arguments, same plan, unless the time limit cuts the search.
     Raises Infeasible, NoAnswerInTime.
     """
