@@ -18,6 +18,7 @@ import subprocess
 import sys
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ MESHES = ["data=8", "data=8,tensor=8", "data=32,tensor=8"]
 TIGHT = [("Llama 8B", "data=8", "26GiB"), ("Llama 8B", "data=8,tensor=8", "6.7GiB")]  # about 0.6 of what is wanted
 
 
-def search(model: str, mesh: str, memory: str, limit_s: int) -> dict[str, object]:
+def search(model: str, mesh: str, memory: str, limit_s: int) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "autopar.search", model, "--mesh", mesh, "--hardware", "h100-sxm", "--memory", memory,
         "--time-limit", str(limit_s), "--json", "--quiet",
@@ -41,17 +42,16 @@ def search(model: str, mesh: str, memory: str, limit_s: int) -> dict[str, object
     return json.loads(done.stdout)
 
 
-def row(name: str, mesh: str, memory: str, found: dict[str, object]) -> str:
+def row(name: str, mesh: str, memory: str, found: dict[str, Any]) -> str:
     if "failed" in found:
         return f"| {name} | {mesh} | {memory} | {found['failed']} |" + " |" * 8
-    peak: dict[str, float] = found["peak_bytes"]  # type: ignore[assignment]
     simulated_s = found["simulated_seconds"]
-    played = "-" if simulated_s is None else f"{simulated_s * 1e3:.1f}"  # type: ignore[operator]
+    played = "-" if simulated_s is None else f"{simulated_s * 1e3:.1f}"
     return (
         f"| {name} | {mesh} | {memory} | {found['nodes']} | {found['items']} "
         f"| {found['variables']:,} | {found['constraints']:,} "
         f"| {found['cpu_seconds']:.1f} | {found['peak_rss_bytes'] / 2**30:.2f} | {played} "
-        f"| {peak['hbm'] / 2**30:.1f} | {found['gap']:.2%} | {'yes' if found['tied'] else 'no'} |"
+        f"| {found['peak_bytes']['hbm'] / 2**30:.1f} | {found['gap']:.2%} | {'yes' if found['tied'] else 'no'} |"
     )
 
 

@@ -109,11 +109,10 @@ def _open(known: Sequence[Known], assembled: Assembled, again: Collection[str]) 
         return places[key]
 
     is_open = [np.ones(len(cost), dtype=bool) for cost in assembled.problem.costs]
-    made = {item: name for name, item in assembled.item_of.items() if name not in again}
-    for item in made:
+    made = {name: item for name, item in assembled.item_of.items() if name not in again}
+    for item in made.values():
         is_open[item][:] = False
-    for name, item in assembled.item_of.items():
-        if name not in again:
-            for one in known:
-                is_open[item][where(assembled.options[item], one.pick(name))] = True
+    for name, item in made.items():
+        for one in known:
+            is_open[item][where(assembled.options[item], one.pick(name))] = True
     return [np.flatnonzero(mask) for mask in is_open]

@@ -255,7 +255,13 @@ def _facts(
 
 
 def floor_s(question: Question, policy: str) -> float:
-    """Seconds of compute that no plan of the policy can do without."""
+    """Seconds of compute that no plan of the policy can do without; found out once."""
+    if (key := ("floor", policy)) not in question.known:
+        question.known[key] = _floor_s(question, policy)
+    return question.known[key]
+
+
+def _floor_s(question: Question, policy: str) -> float:
     strategies = restrict(policy, question.graph, question.strategies, question.pricer.mesh)
     least: dict[int, float] = {}
     for options in strategies.values():

@@ -39,6 +39,14 @@ CASES = [pytest.param(name, (2,), id=f"{name}-2", marks=() if name in FEW else p
 CASES += [pytest.param(name, (2, 2), id=f"{name}-2x2", marks=pytest.mark.slow) for name in NAMES]
 
 
+def case(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor], Graph]:
+    """The model, the arguments of its call, and its graph."""
+    if not name.startswith("bench "):
+        return family(name).model, family(name).inputs, family(name).graph
+    model, inputs, _ = MODELS[name.removeprefix("bench ")]()
+    return model, inputs, traced(model, (), inputs)
+
+
 def plans(graph: Graph, sizes: tuple[int, ...], seeds: int) -> Iterator[tuple[str, Plan]]:
     mesh = Mesh(("data", "tensor")[: len(sizes)], sizes)
     yield "searched", search(graph, mesh, MACHINE)
@@ -51,11 +59,7 @@ def plans(graph: Graph, sizes: tuple[int, ...], seeds: int) -> Iterator[tuple[st
 
 @pytest.mark.parametrize(("name", "sizes"), CASES)
 def test_what_a_step_holds_is_what_its_plan_says(fake_mesh: Ranks, name: str, sizes: tuple[int, ...]) -> None:
-    if name.startswith("bench "):
-        model, inputs, _ = MODELS[name.removeprefix("bench ")]()
-        graph = traced(model, (), inputs)
-    else:
-        model, inputs, graph = family(name).model, family(name).inputs, family(name).graph
+    model, inputs, graph = case(name)
     seeds = 0 if name == "t5" else 3  # it looks places up that it sends, and what a fake group sends is no place
     for label, plan in plans(graph, sizes, seeds):
         fake_mesh(**dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)))
@@ -85,11 +89,7 @@ def test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says(
         return emit(plan, groups, device)
 
     monkeypatch.setattr("autopar.attach.module.emit", as_on_gpus)
-    if name.startswith("bench "):
-        model, inputs, _ = MODELS[name.removeprefix("bench ")]()
-        graph = traced(model, (), inputs)
-    else:
-        model, inputs, graph = family(name).model, family(name).inputs, family(name).graph
+    model, inputs, graph = case(name)
     for label, found in plans(graph, sizes, 0 if name == "t5" else 2):
         plan = replace(found, prefetch=prefetch)
         fake_mesh(**dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)))
