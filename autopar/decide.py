@@ -77,8 +77,8 @@ class Holding:
     """`tenant` holds `nbytes` of a memory tier during the instants start <= t < end.
 
     `node`, `index`: the result that it is; or the view through which it is read, or the copy to or from the host that
-    reads it, whose every result is meant (None). `read`: the layout change that made it, of an operand or of a
-    result of the graph; `is_way`: what that makes on its way, rather than its new tensor.
+    reads it, whose every result is meant (None). `read`: the layout changes that made it, of an operand or of a
+    result of the graph; `part`: its place among what they make on the way, None for the new tensor.
     """
 
     tenant: str
@@ -88,7 +88,7 @@ class Holding:
     node: str = ""
     index: int | None = None
     read: Read | int | None = None
-    is_way: bool = False
+    part: int | None = None
     tier: str = DEVICE
 
 
@@ -177,32 +177,37 @@ class Referee:
                     beyond[step.axis] += seconds
         return dict(beyond)
 
-    def holdings(self) -> list[Holding]:
+    def holdings(self, *, overlap: bool = False) -> list[Holding]:
         """Everything that one rank holds in a step: who, from which instant until before which, how many bytes, and
         in which tier.
+
+        Layout changes of one value share an instant: what they make on the way counts once, the most of it, less what
+        they start from where that is gone by then. `overlap`: each counts by itself, as `autopar.holds` knows when.
         """
         live, rows = self.live, self._rows(self.live)
         held: list[Holding] = []
 
         def hold(
             tenant: str, start: float, end: float, nbytes: int, node: str = "",
-            read: Read | int | None = None, is_way: bool = False, tier: str = DEVICE, index: int | None = None,
+            read: Read | int | None = None, part: int | None = None, tier: str = DEVICE, index: int | None = None,
         ) -> None:  # fmt: skip
             if nbytes and end > start:
-                held.append(Holding(tenant, start, end, nbytes, node, index, read, is_way, tier))
+                held.append(Holding(tenant, start, end, nbytes, node, index, read, part, tier))
 
         def change(
             tenant: str, node: str, by: Read | int, span: tuple[int, int], new: int, changes: Sequence[Reshard]
         ) -> None:
-            """What a layout change makes; sizes that are forms have no largest, so each part has its own time."""
+            """What layout changes of one value make; sizes that are forms have no largest, so each has its own time."""
             start, end = span
             rooms: list[Any] = self.pricer.rooms(changes)
-            if (gone := live.gone.get(by)) is not None:
+            if overlap:
+                rooms = [max(pair) for pair in zip(rooms[::2], rooms[1::2], strict=True)]
+            elif (gone := live.gone.get(by)) is not None:
                 rooms[1:] = [room - gone.of(changes[0].local.nbytes) for room in rooms[1:]]
-            if all(isinstance(room, int) for room in rooms):
+            if not overlap and all(isinstance(room, int) for room in rooms):
                 rooms = [max(rooms)]
-            for place, room in enumerate(rooms):
-                hold(tenant, start + place / len(rooms), start + (place + 1) / len(rooms), room, "", by, True)
+            for part, room in enumerate(rooms):
+                hold(tenant, start + part / len(rooms), start + (part + 1) / len(rooms), room, "", by, part)
             hold(tenant, start + 1, end, new, node, by)
 
         for node in self.graph.nodes:

@@ -21,12 +21,13 @@ makes is held from the instant at which it is issued, and what it reads until it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from autopar.assemble import DEVICE, HOST
-from autopar.decide import Referee
+from autopar.decide import Holding, Referee
 from autopar.graph import Node, Phase, Ref, Result, TensorType
-from autopar.holds import Marks, holds_of
+from autopar.holds import Marks, Way, holds_of
 from autopar.layout import Layout, Shard
 from autopar.liveness import holds_storage
 from autopar.plan.plan import Choice, Delivery, Plan
@@ -46,30 +47,68 @@ OPTIMIZER = "optimizer"  # the phase behind them
 
 def events_of(plan: Plan, pricer: Pricer, *, overlap: bool = False, prefetch: int = 1) -> list[Event]:
     """The events of one step; see the module for what `overlap` and `prefetch` mean."""
-    if prefetch < 0:
-        raise ValueError(f"prefetch is {prefetch}; it counts operators, from 0")
-    return _Program(plan, pricer, overlap, prefetch).events()
+    return Staged(plan, pricer).events(overlap=overlap, prefetch=prefetch)
+
+
+class Staged:
+    """A plan with all that is the same in whatever way it is played: who holds what, at which instants."""
+
+    def __init__(self, plan: Plan, pricer: Pricer) -> None:
+        self.plan, self.pricer = plan, pricer
+        self.nodes, self.node_of = plan.graph.nodes, plan.graph.by_name
+        self.operands = {node.name: node.operands for node in self.nodes}
+        self.referee = Referee(plan.graph, plan.choices, plan.deliveries, pricer, plan.residence)
+        self.live = self.referee.live
+        self._holdings: dict[bool, list[Holding]] = {}  # by whether collectives overlap
+        self.about = {node.name: _about(node) for node in self.nodes}
+        self.first = {
+            node.name: _first_place(self.operands[node.name], plan.choices[node.name].takes) for node in self.nodes
+        }
+        self.below: dict[str, tuple[Ref, ...]] = {}  # view -> what it looks at, down to what it holds by itself
+        for node in self.nodes:
+            under = () if holds_storage(node.op) else self._held_for(node)
+            self.below[node.name] = tuple(dict.fromkeys(ref for one in under for ref in (one, *self.below[one.name])))
+
+    def _held_for(self, view: Node) -> list[Ref]:
+        """What must stay as long as the view is read: its operands, but for those that it holds by itself."""
+        turns = self.live.turn_of
+        return [ref for place, ref in enumerate(self.operands[view.name]) if (view.name, place) not in turns]
+
+    def holdings(self, overlap: bool) -> list[Holding]:
+        if overlap not in self._holdings:
+            self._holdings[overlap] = self.referee.holdings(overlap=overlap)
+        return self._holdings[overlap]
+
+    def events(self, *, overlap: bool = False, prefetch: int = 1) -> list[Event]:
+        if prefetch < 0:
+            raise ValueError(f"prefetch is {prefetch}; it counts operators, from 0")
+        return _Program(self, overlap, prefetch).events()
+
+
+class _Timed(NamedTuple):
+    """A step with its seconds; `part`: the layout change, by its place in the sequence, that it is of."""
+
+    step: Step
+    seconds: float
+    part: int = 0
 
 
 @dataclass(slots=True)
 class _Chain:
     """The steps of one sequence of layout changes, issued up to `place`.
 
-    `reads`: the values it starts from. `ready`: the events behind which the next step comes. `first`,
-    `last`: its first and last event; `since`: the kernel after which it was issued. `in_flight`: its last event is a
-    collective or copy that nobody has waited for yet.
+    `reads`: the values it starts from. `ready`: the events behind which the next step comes. `ways`: the events so far
+    of each of its layout changes. `in_flight`: its last event is a collective or copy that nobody has waited for yet.
     """
 
     label: str
     phase: Phase
     reads: tuple[Ref, ...]
-    steps: Sequence[tuple[Step, float]]
+    steps: Sequence[_Timed]
     ready: tuple[int, ...]
     about: About
     place: int = 0
-    first: int | None = None
-    last: int | None = None
-    since: int | None = None
+    ways: dict[int, Way] = field(default_factory=dict[int, Way])
     in_flight: bool = False
     has_let_go: bool = False  # of what it reads
 
@@ -89,12 +128,10 @@ class _Draft:
 
 
 class _Program:
-    def __init__(self, plan: Plan, pricer: Pricer, overlap: bool, prefetch: int) -> None:
-        self.plan, self.pricer, self.overlap, self.prefetch = plan, pricer, overlap, prefetch
-        self.nodes, self.node_of = plan.graph.nodes, plan.graph.by_name
-        self.operands = {node.name: node.operands for node in self.nodes}
-        self.referee = Referee(plan.graph, plan.choices, plan.deliveries, pricer, plan.residence)
-        self.live = self.referee.live
+    def __init__(self, staged: Staged, overlap: bool, prefetch: int) -> None:
+        self.staged, self.overlap, self.prefetch = staged, overlap, prefetch
+        self.plan, self.pricer, self.referee, self.live = staged.plan, staged.pricer, staged.referee, staged.live
+        self.nodes, self.node_of, self.operands = staged.nodes, staged.node_of, staged.operands
         self.drafts: list[_Draft] = []
         self.marks = Marks()
         self.kernel = 0  # the last event on the compute stream
@@ -103,15 +140,6 @@ class _Program:
         self.chains: dict[Transfer, _Chain] = {}
         self.rows: list[tuple[_Chain, int]] = []  # gradients that are summed as one, and the bytes of their row
         self.seconds_of: dict[Step, float] = {}
-        self.below: dict[str, tuple[Ref, ...]] = {}  # view -> what it looks at, down to what it holds by itself
-        for node in self.nodes:
-            under = () if holds_storage(node.op) else self._held_for(node)
-            self.below[node.name] = tuple(dict.fromkeys(ref for one in under for ref in (one, *self.below[one.name])))
-
-    def _held_for(self, view: Node) -> list[Ref]:
-        """What must stay as long as the view is read: its operands, but for those that it holds by itself."""
-        turns = self.live.turn_of
-        return [ref for place, ref in enumerate(self.operands[view.name]) if (view.name, place) not in turns]
 
     # --- the order of the program --------------------------------------------------------------------------------
 
@@ -156,8 +184,8 @@ class _Program:
             choice, (ref,) = self.plan.choices[node.name], node.operands
             read = self.chains.pop(Read(node.name, 0), None)
             ready = self.ready[ref.name] if read is None else read.ready
-            steps = [(step, self._seconds(step)) for step in choice.steps]
-            self.chains[copy] = _Chain(node.name, node.phase, (ref,), steps, ready, _about(node))
+            steps = [_Timed(step, self._seconds(step)) for step in choice.steps]
+            self.chains[copy] = _Chain(node.name, node.phase, (ref,), steps, ready, self.staged.about[node.name])
             self.marks.issued[node.name] = begun, self.kernel
         chain = self.chains[copy]
         self._advance(chain)
@@ -171,13 +199,13 @@ class _Program:
             self.marks.begins[at], self.marks.closes[at] = begun, self.kernel
 
     def _mark_way(self, by: tuple[str, int] | int, chain: _Chain) -> None:
-        if chain.first is not None and chain.last is not None:
-            self.marks.ways[by] = chain.first, chain.last, chain.since
+        if chain.ways:
+            self.marks.ways[by] = chain.ways
 
     def _node(self, node: Node) -> None:
-        choice, about, begun = self.plan.choices[node.name], _about(node), len(self.drafts)
+        choice, about, begun = self.plan.choices[node.name], self.staged.about[node.name], len(self.drafts)
         chains: dict[int, _Chain] = {}
-        for position in _distinct(self.operands[node.name], choice.takes):
+        for position in sorted(set(self.staged.first[node.name])):
             if (chain := self.chains.pop(Read(node.name, position), None)) is not None:
                 chains[position] = chain
         self._steps(node, choice, chains, about)
@@ -194,7 +222,7 @@ class _Program:
 
     def _steps(self, node: Node, choice: Choice, chains: Mapping[int, _Chain], about: About) -> None:
         """The operator's own steps, one behind the other."""
-        first = _first_place(self.operands[node.name], choice.takes)
+        first = self.staged.first[node.name]
         ready: list[int] = []
         for position, ref in enumerate(self.operands[node.name]):
             chain = chains.get(first[position])
@@ -229,7 +257,8 @@ class _Program:
                         after = (*after, *streamed, self.kernel)
                     stream = stream_of(step) if isinstance(step, Compute | Move) else COMPUTE
                     name = f"update {node.target}" if isinstance(step, Compute) else f"states of {node.target}"
-                    after = (self._issue(name, stream, self._seconds(step), after, OPTIMIZER, _about(node)),)
+                    about = self.staged.about[node.name]
+                    after = (self._issue(name, stream, self._seconds(step), after, OPTIMIZER, about),)
                     streamed = after if isinstance(step, Move) else streamed
                 self.marks.mark(self.live.update_at[node.target], first, len(self.drafts) - 1)
         latest = {draft.stream: number for number, draft in enumerate(self.drafts)}
@@ -253,7 +282,7 @@ class _Program:
 
     def _read(self, node: Node, position: int) -> _Chain:
         ref, changes = self.operands[node.name][position], self.plan.choices[node.name].reads[position]
-        about = (("value", ref.name), ("reader", node.name), *_about(node))
+        about = (("value", ref.name), ("reader", node.name), *self.staged.about[node.name])
         return _Chain(ref.name, node.phase, (ref,), self._in_order(changes), self.ready[ref.name], about)
 
     def _send(self, send: Send, phase: Phase) -> None:
@@ -283,7 +312,7 @@ class _Program:
         """Of several gradients, the steps of each together, as one row."""
         (result, ref, _), *others = sent
         label = f"{result.kind} {result.target}"
-        about = (("value", ref.name), ("result", label), *_about(self.node_of[ref.name]))
+        about = (("value", ref.name), ("result", label), *self.staged.about[ref.name])
         ready = tuple(dict.fromkeys(event for _, ref, _ in sent for event in self.ready.get(ref.name, ())))
         reads = tuple(dict.fromkeys(ref for _, ref, _ in sent))
         if others:
@@ -295,55 +324,59 @@ class _Program:
             steps = self._in_order(changes[0])
         else:  # where nothing overlaps, in the time of the plan's sum: see `Referee.unfilled`
             row = self.pricer.row(changes) if self.overlap else self.pricer.delivered(changes[0])
-            steps = [(step, seconds) for step, seconds in row if not isinstance(step, Comm) or step.ranks > 1]
+            steps = [_Timed(*one) for one in row if not isinstance(one[0], Comm) or one[0].ranks > 1]
         if result.kind == "gradient" and self.referee.resides(result.target) == HOST:
             copies = [self._leaving(*one) for one in sent]
             nbytes = sum(step.nbytes for step, _ in copies if isinstance(step, Move))
-            steps = [*steps, (Move(DEVICE, HOST, nbytes), sum(seconds for _, seconds in copies))]
+            last = steps[-1].part if steps else 0
+            steps = [*steps, _Timed(Move(DEVICE, HOST, nbytes), sum(seconds for _, seconds in copies), last)]
         return _Chain(label, phase, reads, steps, ready, about)
 
-    def _in_order(self, changes: Sequence[Reshard]) -> list[tuple[Step, float]]:
-        """Each step with its seconds, copies where the emitted code makes them.
+    def _in_order(self, changes: Sequence[Reshard]) -> list[_Timed]:
+        """The steps of all changes, copies where the emitted code makes them.
 
         In front of a reduce-scatter; of an all-to-all on the sides whose dim is not the leading one; else behind.
         """
-        steps: list[tuple[Step, float]] = []
-        for change in changes:
+        steps: list[_Timed] = []
+        for part, change in enumerate(changes):
             found = change.steps(self.pricer.mesh.size(change.axis))
             comms = [(step, 1.0) for step in found if isinstance(step, Comm)]
             copies = [(step, 1.0) for step in found if not isinstance(step, Comm)]
             comms = [(step, share) for step, share in comms if step.ranks > 1]
             match change.kind, change.before, change.after:
                 case "reduce_scatter", _, _:
-                    steps += [*copies, *comms]
+                    ordered = [*copies, *comms]
                 case "all_to_all", Shard(src), Shard(dst) if src and dst:
                     half = [(step, 0.5) for step, _ in copies]
-                    steps += [*half, *comms, *half]
+                    ordered = [*half, *comms, *half]
                 case "all_to_all", _, Shard(dst) if dst:
-                    steps += [*copies, *comms]
+                    ordered = [*copies, *comms]
                 case _:
-                    steps += [*comms, *copies]
-        return [(step, share * self._seconds(step)) for step, share in steps]
+                    ordered = [*comms, *copies]
+            steps += [_Timed(step, share * self._seconds(step), part) for step, share in ordered]
+        return steps
 
     def _advance(self, chain: _Chain) -> None:
         """Wait for what is in flight, then issue what follows, with overlap up to the next collective or copy."""
         if chain.in_flight:
             wait = self._issue(f"wait for {chain.label}", COMPUTE, 0.0, chain.ready, chain.phase, chain.about)
-            chain.ready, chain.last, chain.in_flight = (wait,), wait, False
+            chain.ready, chain.in_flight = (wait,), False
+            part = chain.steps[chain.place - 1].part
+            chain.ways[part] = replace(chain.ways[part], last=wait)
             self._let_go(chain, wait)
         while chain.place < len(chain.steps):
-            step, seconds = chain.steps[chain.place]
+            step, seconds, part = chain.steps[chain.place]
             is_comm = isinstance(step, Comm | Move)
             name = f"{_told(step)} {chain.label}"
             stream = COMPUTE if isinstance(step, Loop) else stream_of(step)
             after = (*chain.ready, self.kernel) if is_comm else chain.ready
             since = self.kernel
             number = self._issue(name, stream, seconds, after, chain.phase, (*chain.about, *_payload(step)))
-            if chain.first is None:
-                chain.first, chain.since = number, since if is_comm else None
-                if not is_comm:
-                    self._let_go(chain, number)
-            chain.ready, chain.last = (number,), number
+            if not chain.ways and not is_comm:
+                self._let_go(chain, number)
+            begun = chain.ways.get(part, Way(number, number, since if is_comm else None))
+            chain.ways[part] = replace(begun, last=number)
+            chain.ready = (number,)
             chain.place += 1
             if is_comm and self.overlap:
                 chain.in_flight = True
@@ -354,17 +387,18 @@ class _Program:
         if self.overlap and not chain.has_let_go:
             chain.has_let_go = True
             for ref in chain.reads:
-                for read in (ref, *self.below[ref.name]):
+                for read in (ref, *self.staged.below[ref.name]):
                     self.marks.readers[read].append(event)
 
     # --- memory --------------------------------------------------------------------------------------------------
 
     def _finished(self) -> list[Event]:
-        holds = {**holds_of(self.referee.holdings(), self.live, self.marks, overlap=self.overlap)}
+        holds = {**holds_of(self.staged.holdings(self.overlap), self.live, self.marks, overlap=self.overlap)}
         for chain, nbytes in self.rows:
-            if chain.first is not None and chain.last is not None:
-                row = Hold(f"row of {chain.label}", nbytes, until=(chain.last,))
-                holds[chain.first] = [*holds.get(chain.first, ()), row]
+            if chain.ways:
+                first, last = chain.ways[min(chain.ways)], chain.ways[max(chain.ways)]
+                row = Hold(f"row of {chain.label}", nbytes, until=(last.last,))
+                holds[first.first] = [*holds.get(first.first, ()), row]
         return [
             Event(d.name, d.stream, d.seconds, d.after, tuple(holds.get(number, ())), d.phase, d.about)
             for number, d in enumerate(self.drafts)
@@ -401,12 +435,8 @@ class _Program:
         return self.pricer.local_bytes(self._type(ref), layout)
 
 
-def _distinct(refs: Sequence[Ref], takes: Sequence[Layout]) -> list[int]:
-    """The places at which a (value, layout) stands for the first time: it is brought there once."""
-    return sorted(set(_first_place(refs, takes)))
-
-
 def _first_place(refs: Sequence[Ref], takes: Sequence[Layout]) -> list[int]:
+    """For each place the first one at which that (value, layout) stands: it is brought there once."""
     first: dict[tuple[Ref, Layout], int] = {}
     return [first.setdefault(key, place) for place, key in enumerate(zip(refs, takes, strict=True))]
 

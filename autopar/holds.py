@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from math import ceil, floor
 
 from autopar.assemble import DEVICE, HOST
 from autopar.decide import ROW, Holding
@@ -16,12 +17,23 @@ from cost_models.simulator import Hold
 RESIDENT = ("parameter ", "buffer ", "constant ", "optimizer states of ", "count of updates of ", "coordinates")
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One layout change: its first event, its last, and the one since whose end it holds anything (None: since
+    its first begins).
+    """
+
+    first: int
+    last: int
+    since: int | None
+
+
 @dataclass(slots=True)
 class Marks:
     """What the events of a step say of the instants of `liveness`.
 
     `begins`, `closes`: the first event of an instant, and the one at whose end it is over. `ways`: the events of a
-    layout change: its first, its last, and the one since whose end it holds anything (None: since its first begins).
+    sequence of layout changes, of each that has any, by its place.
     `readers[value]`: un-waited events that read its storage; `latest[value]`: the last event of its readers so far,
     without the one that holds it by itself.
     `issued[node]`: the event of a store or fetch, and the one since whose end it holds what it makes.
@@ -29,9 +41,7 @@ class Marks:
 
     begins: dict[int, int] = field(default_factory=dict[int, int])
     closes: dict[int, int] = field(default_factory=dict[int, int])
-    ways: dict[Read | int, tuple[int, int, int | None]] = field(
-        default_factory=dict[Read | int, tuple[int, int, int | None]]
-    )
+    ways: dict[Read | int, Mapping[int, Way]] = field(default_factory=dict[Read | int, Mapping[int, Way]])
     readers: dict[Ref, list[int]] = field(default_factory=lambda: defaultdict(list))
     latest: dict[Ref, int] = field(default_factory=dict[Ref, int])
     issued: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
@@ -55,18 +65,21 @@ def holds_of(holdings: Collection[Holding], live: Liveness, marks: Marks, *, ove
         events[ref.name].append((ref.index, number))
     found: dict[int, list[Hold]] = defaultdict(list)
     for held in holdings:
-        start, end = int(held.start), int(held.end)
+        start, end = floor(held.start), ceil(held.end)
         event, since, until = begins[start], None, [closes[end - 1]]
         if overlap and held.tenant == ROW:
             continue
         if overlap and held.read in marks.ways:
-            first, last, issued = marks.ways[held.read]
-            if held.is_way:
-                event, since, until = first, issued, [last]
+            ways = marks.ways[held.read]
+            if held.part is not None:
+                if held.part not in ways:
+                    continue  # among one rank: what it makes is what it starts from
+                way = ways[held.part]
+                event, since, until = way.first, way.since, [way.last]
             elif held.tier == HOST:
-                event = first
+                event = ways[min(ways)].first
             else:
-                event = since = last
+                event = since = ways[max(ways)].last
         elif overlap and held.node in marks.issued and held.start == live.at[held.node] and held.tier == DEVICE:
             event, since = marks.issued[held.node]
         elif not overlap and until[0] < event:
