@@ -4,8 +4,8 @@
 
 Same model, weights, global batch, forward + backward + AdamW, one thread a process, gloo. The methods take turns, round
 by round, so that whatever else the machine does falls on all of them, and another begins each round; the figure is the
-median of the rounds, as a ratio to the best of torch's methods. More than one process per core is not a fair machine: read the ratios, not the
-times.
+median of the rounds, as a ratio to the best of torch's methods. More than one process per core is not a fair machine:
+read the ratios, not the times.
 """
 
 from __future__ import annotations

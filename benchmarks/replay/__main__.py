@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from benchmarks.replay import report
 from benchmarks.replay.optimus import fitted, optimus, predicted
 from benchmarks.replay.predict import fitted_rate, hardware_of, plan_of, predict, seconds_of, with_rate
-from benchmarks.replay.rows import torchtitan
+from benchmarks.replay.rows import Table, torchtitan
 from cost_models.hardware import Hardware
 
 
-def replay_torchtitan(only: Sequence[str], page: bool) -> str:
-    """Predict the modelled rows of the data file, or those of `only`; a machine is fitted before it predicts."""
-    table = torchtitan()
+def outcomes_of(table: Table, only: Sequence[str] = ()) -> tuple[list[report.Outcome], dict[str, float]]:
+    """The modelled rows of the data file, or those of `only`, predicted; and the rates of products that were fitted, by
+    machine, before it predicts.
+    """
     chosen = [table.row(name) for name in only] or [row for row in table.rows if row.use != "not modelled"]
     if refused := [row.name for row in chosen if row.use == "not modelled"]:
         raise ValueError(f"row {refused[0]} is not modelled: {table.row(refused[0]).why}")
@@ -40,6 +41,12 @@ def replay_torchtitan(only: Sequence[str], page: bool) -> str:
         prediction = predict(row, with_rate(hardware, rates[hardware.name]), plan)
         outcomes.append(report.Outcome(row, prediction, seconds_of(row, hardware, plan)))
         _progress(f"{row.name}: {prediction.seconds:.3f} s a step")
+    return outcomes, rates
+
+
+def replay_torchtitan(only: Sequence[str], page: bool) -> str:
+    table = torchtitan()
+    outcomes, rates = outcomes_of(table, only)
     show = report.markdown if page else report.text
     parts = [show(report.outcome_cells(outcomes)), _list(report.summary(outcomes), page)]
     parts += ["Fitted:", _list(report.fits(table, rates), page)]

@@ -3,10 +3,10 @@
 Time is that of the event simulator with overlap: weights are gathered one layer ahead, a gradient's reduction is waited
 for by the optimizer, everything else where it is read.
 
-Memory is compared with what torchtitan logs, the bytes that PyTorch's caching allocator has reserved. The allocator
-keeps what was freed, but only for the stream that asked for it first, so every stream's own peak counts. FSDP2 uses
-three: the compute stream; one that makes the flat buffers of all-gathers, of which the root's and the first layer's
-live together; one for what reduce-scatters give, the gradients, which the optimizer frees.
+Memory is compared with what torchtitan logs, the bytes that PyTorch's caching allocator has reserved (`allocator`). It
+keeps what was freed, but only for the stream that asked for it first. FSDP2 uses three: the compute stream; one that
+makes the flat buffers of all-gathers, of which the root's and the first layer's live together; one for what
+reduce-scatters give, the gradients, which the optimizer frees.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from autopar.graph import Graph, Node, TensorType
 from autopar.layout import REPLICATE, local_type
 from autopar.plan import Plan
 from autopar.price import Pricer
+from benchmarks.replay.allocator import reserved_by
 from benchmarks.replay.kernels import as_kernels
 from benchmarks.replay.llama import SHAPES, graph_of_model, with_batch
 from benchmarks.replay.published import plan_as_published
@@ -39,15 +40,20 @@ COMPUTE, GATHERS, GRADIENTS = "hbm", "hbm of gathers", "hbm of gradients"
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one step, and bytes of one rank that a caching allocator reserves.
+    """Seconds of one step, and bytes of one rank.
 
-    `parts`: seconds of the compute stream's work, and of its waiting for each other stream. `reserved_by`: bytes by the
-    stream that asked for them.
+    `parts`: seconds of the compute stream's work, and of its waiting for each other stream. `held_by`, `reserved_by`:
+    bytes by the stream that asked for them, the most that are held at a time and what the caching allocator reserves.
     """
 
     seconds: float
     parts: Mapping[str, float]
+    held_by: Mapping[str, int]
     reserved_by: Mapping[str, int]
+
+    @property
+    def held(self) -> int:
+        return sum(self.held_by.values())
 
     @property
     def reserved(self) -> int:
@@ -93,9 +99,11 @@ def predict(row: Row, hardware: Hardware, plan: Plan) -> Prediction:
     events[0] = replace(events[0], holds=(*events[0].holds, *_root(plan)))
     if row.tensor_ranks > 1:
         events = [_with_loss_parallel(event, plan) for event in events]
-    timeline = play([_by_stream(event) for event in events])
+    events = [_by_stream(event) for event in events]
+    timeline = play(events)
     parts = {"compute": timeline.busy_s[timeline.main], **timeline.exposed_s}
-    return Prediction(timeline.seconds, parts, {tier: memory.peak_bytes for tier, memory in timeline.memory.items()})
+    held = {tier: memory.peak_bytes for tier, memory in timeline.memory.items()}
+    return Prediction(timeline.seconds, parts, held, reserved_by(events))
 
 
 def seconds_of(row: Row, hardware: Hardware, plan: Plan) -> float:

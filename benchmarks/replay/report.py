@@ -51,14 +51,15 @@ Cells = Sequence[Sequence[str]]
 def outcome_cells(outcomes: Iterable[Outcome]) -> list[list[str]]:
     """One line per row; times are of the fitted machine, except in the column that says so."""
     head = ["row", "machine", "model", "mesh", "batch", "recompute", "compile", "tokens/s/GPU", "predicted",
-            "time error", "not fitted", "GiB", "predicted", "error"]  # fmt: skip
+            "time error", "not fitted", "GiB", "held", "predicted", "error"]  # fmt: skip
     cells = [head]
     for one in outcomes:
         row = one.row
         is_fit = row.use == "fit"
-        memory = ["-", f"{one.prediction.reserved / GIB:.1f}", "-"]
+        told = [f"{nbytes / GIB:.1f}" for nbytes in (one.prediction.held, one.prediction.reserved)]
+        memory = ["-", *told, "-"]
         if row.memory_gib is not None and one.memory_error is not None:
-            memory = [f"{row.memory_gib:g}", memory[1], _percent(one.memory_error)]
+            memory = [f"{row.memory_gib:g}", *told, _percent(one.memory_error)]
         cells.append([
             row.name, row.source.hardware, f"{row.model} {row.sequence}", str(row.mesh), str(row.local_batch),
             row.recompute, "yes" if row.compile else "no", f"{row.tokens_per_s:g}", f"{one.tokens_per_s:.0f}",

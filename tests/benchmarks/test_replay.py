@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from autopar.strategy import operand_types
 from autopar.trace import capture, graph_of
 from autopar.work import VIEWS, flops_of
 from benchmarks.replay import report
-from benchmarks.replay.__main__ import main
+from benchmarks.replay.__main__ import main, outcomes_of
 from benchmarks.replay.kernels import as_kernels, is_causal, kernels
 from benchmarks.replay.llama import SHAPES, graph_of_model, model_of, with_batch
 from benchmarks.replay.optimus import optimus
@@ -54,6 +55,25 @@ def graph(layers: int = 3) -> Graph:
 def plan(mesh: str, policy: str, layers: int = 3) -> Plan:
     parsed = parse_mesh(mesh)
     return plan_as_published(checkpointed(graph(layers), policy, keep_sums=len(parsed.sizes) > 1), parsed, H100)
+
+
+# --- what comes out -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_row_comes_out_within_its_target() -> None:
+    """15 % in time, 10 % in memory, 10 % in ratios between rows of one table: no later change may lose them unseen."""
+    outcomes, _ = outcomes_of(torchtitan())
+    reported = [one for one in outcomes if one.row.use == "reported"]
+    assert len(reported) == 13
+    for one in reported:
+        assert abs(one.time_error) <= 0.15, (one.row.name, one.time_error)
+    for one in outcomes:
+        assert one.memory_error is None or abs(one.memory_error) <= 0.10, (one.row.name, one.memory_error)
+    for one, other in combinations(reported, 2):
+        if one.row.source == other.row.source:
+            ratio = (1 + one.time_error) / (1 + other.time_error)
+            assert 1 / 1.1 <= ratio <= 1.1, (one.row.name, other.row.name, ratio)
 
 
 # --- the data --------------------------------------------------------------------------------------------------------
