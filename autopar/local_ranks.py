@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # ranks share the processors
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 # glibc keeps what is freed. It would else give large pieces back to the kernel in every step, and take them again page
 # by page: on a CPU up to half of the step of a model with large weights (docs/design/0014).
 KEEPS_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
+
+def environment() -> dict[str, str]:
+    """For ranks that share a machine: the user's own; where that is silent one thread each, as torchrun has it, and
+    freed memory is kept.
+    """
+    return {**ONE_THREAD, **KEEPS_FREED, **os.environ}
 
 
 @contextmanager

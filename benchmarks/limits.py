@@ -155,7 +155,7 @@ def search_all(name: str, count: int, folder: Path, time_limit_s: float) -> list
         began = time.perf_counter()
         try:
             plan = find(limit)
-        except Exception as error:  # whatever it is, the page says it
+        except (Infeasible, NoAnswerInTime) as error:
             rows.append(Row(name, limit, error=f"{type(error).__name__}: {error}"))
             continue
         plan.save(folder / f"{number}.json")

@@ -38,7 +38,7 @@ from autopar import Plan
 from autopar.attach.tensors import mesh_of
 from autopar.decide import refereed
 from autopar.layout import REPLICATE
-from autopar.local_ranks import KEEPS_FREED, ONE_THREAD
+from autopar.local_ranks import environment
 from autopar.measure.twin import measure, traced
 from autopar.measure.values import as_trained
 from autopar.mesh import Mesh
@@ -181,9 +181,7 @@ def run(name: str, processes: int, hardware: str) -> list[Row]:
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m",
             "benchmarks.predictions", "--worker", name, "--hardware", hardware, "--folder", folder,
         ]  # fmt: skip
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, check=True, env=KEEPS_FREED | os.environ | ONE_THREAD
-        )
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment())
     lines = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line.startswith("ROW ")]
     return [Row(**json.loads(line)) for line in lines]
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.local_ranks import KEEPS_FREED, ONE_THREAD
+from autopar.local_ranks import environment
 from benchmarks.models import MODELS
 
 Step = Callable[[], float]
@@ -154,9 +154,7 @@ def main() -> None:
                 sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m",
                 "benchmarks.step_time", "--models", name, "--rounds", str(args.rounds), "--hardware", args.hardware,
             ]  # fmt: skip
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, text=True, check=True, env=KEEPS_FREED | os.environ | ONE_THREAD
-            )
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment())
             rows += [
                 json.loads(line.removeprefix("RESULT "))
                 for line in done.stdout.splitlines()

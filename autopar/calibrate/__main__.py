@@ -19,7 +19,7 @@ from autopar.calibrate.profile import check_table, drift_table, profile_from, sa
 from autopar.calibrate.ranks import device_of, loud, measure_world, start
 from autopar.command import INTERRUPTED
 from autopar.here import calibrated_path, device_name, hardware_or_here
-from autopar.local_ranks import KEEPS_FREED
+from autopar.local_ranks import KEEPS_FREED, environment
 from cost_models.hardware import Hardware
 
 FASTEST_S = 2.0
@@ -92,7 +92,7 @@ def _torchrun(seconds: float, kind: str, path: Path) -> int:
 def _finish(samples: list[Sample], kind: str, path: Path) -> None:
     base = _base(kind)
     transport, threads = "nccl" if kind == "cuda" else "gloo", os.environ.get("OMP_NUM_THREADS", "1")
-    env = os.environ if dist.is_initialized() else KEEPS_FREED | os.environ  # torchrun's, or of those started here
+    env = os.environ if dist.is_initialized() else environment()  # torchrun's, or of those started here
     keeps = all(env.get(name) == value for name, value in KEEPS_FREED.items())
     kept = "" if kind == "cuda" else f", freed memory {'kept' if keeps else 'given back'}"
     how = (

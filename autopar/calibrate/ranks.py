@@ -23,7 +23,7 @@ from autopar.calibrate.collectives import mesh_shapes, time_collectives
 from autopar.calibrate.compute import Made, everything, probes, settle_memory
 from autopar.calibrate.measure import Clock, Sample
 from autopar.command import INTERRUPTED
-from autopar.local_ranks import KEEPS_FREED, ONE_THREAD, local_ranks
+from autopar.local_ranks import environment, local_ranks
 
 Say = Callable[[str], None]
 PARTS = ("all", "crowd")  # everything; or collectives and a few probes of compute, for one more number of ranks
@@ -89,7 +89,7 @@ def start(ranks: int, parts: str, budget_s: float, kind: str) -> list[Sample]:
     """Measure on `ranks` new processes. They end with this call, however it ends. Raises RuntimeError if one fails."""
     with tempfile.TemporaryDirectory(prefix="autopar-calibrate-") as folder:
         command = [sys.executable, "-m", __spec__.name, f"{folder}/samples", parts, str(budget_s), kind]
-        env = ONE_THREAD | KEEPS_FREED | os.environ | {"AUTOPAR_STORE": f"{folder}/store"}
+        env = environment() | {"AUTOPAR_STORE": f"{folder}/store"}
         with local_ranks(command, ranks, env) as processes:
             until = time.monotonic() + START_S + 20 * budget_s
             while None in [process.poll() for process in processes]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from autopar.calibrate.measure import processors
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
-from autopar.local_ranks import KEEPS_FREED, ONE_THREAD, local_ranks
+from autopar.local_ranks import environment, local_ranks
 from autopar.measure.report import Measured
 from autopar.measure.twin import measure, traced
 from autopar.plan import Plan, PlanMismatch
@@ -148,7 +148,7 @@ def _start(arguments: Sequence[str], ranks: int) -> int:
     """The same command on that many processes here; the first that fails ends all."""
     command = [sys.executable, "-m", "autopar.measure", *arguments]
     with tempfile.TemporaryDirectory(prefix="autopar-measure-") as folder:
-        env = KEEPS_FREED | os.environ | ONE_THREAD | {STORE: f"{folder}/store"}
+        env = environment() | {STORE: f"{folder}/store"}
         with local_ranks(command, ranks, env) as processes:
             codes: list[int | None] = [None]
             while None in codes and not any(codes):
