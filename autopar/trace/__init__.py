@@ -6,14 +6,18 @@ from autopar.graph import Graph
 from autopar.trace.capture import Captured, TraceError, capture, flatten_inputs
 from autopar.trace.lower import lower
 from autopar.trace.normalise import normalise
-from autopar.trace.precision import reduce_after_cast
+from autopar.trace.precision import casts_in_place, reduce_after_cast
 
 __all__ = ["Captured", "TraceError", "capture", "flatten_inputs", "graph_of", "lower", "normalise", "reduce_after_cast"]
 
 
 def graph_of(captured: Captured, precision: Any = None) -> Graph:
-    """The plain graph that is planned: lowered, normalised, and with gradients summed where `precision` wants it."""
+    """The plain graph that is planned: lowered, normalised, with casts in their place, and with gradients summed where
+    `precision` wants it.
+    """
     graph = normalise(lower(captured))
-    if precision is not None and precision.reduce_dtype is not None:
-        graph = reduce_after_cast(graph)
+    if precision is not None:
+        graph = casts_in_place(graph)
+        if precision.reduce_dtype is not None:
+            graph = reduce_after_cast(graph)
     return graph

@@ -7,17 +7,20 @@ summed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar.graph import Graph
+from autopar.graph import Graph, Node
 
 TO_REDUCE_DTYPE = "autopar.to_reduce_dtype"
+CAST = "aten._to_copy.default"
 
 
 def compute_dtype(tensor: torch.Tensor, precision: MixedPrecisionPolicy | None) -> torch.dtype:
@@ -71,13 +74,36 @@ def _cast_after(module: fx.GraphModule, node: fx.Node, have: torch.dtype, want: 
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
 
 
+def casts_in_place(graph: Graph) -> Graph:
+    """A trace has the casts of all parameters at its beginning, and those of all gradients at its end. Here the former
+    stand right before their first reader and the latter right behind what they cast, so that copies and gradients are
+    held no longer than they must be, and gradients are summed while backward goes on.
+    """
+    node_of = graph.by_name
+    gradients = {r.ref.name for r in graph.results if r.kind == "gradient" and r.ref is not None}
+    reader: dict[str, Node] = {}  # value -> who reads it first
+    for node in graph.nodes:
+        for ref in node.operands:
+            reader.setdefault(ref.name, node)
+    before: dict[str, list[Node]] = defaultdict(list)
+    behind: dict[str, list[Node]] = defaultdict(list)
+    for cast in (node for node in graph.nodes if node.op == CAST):
+        maker, first = node_of[cast.operands[0].name], reader.get(cast.name)
+        if maker.op == "parameter" and first is not None and first.phase == cast.phase:
+            before[first.name].append(cast)
+        elif cast.name in gradients and maker.phase == cast.phase:
+            behind[maker.name].append(cast)
+    moved = {cast.name for casts in (*before.values(), *behind.values()) for cast in casts}
+    places = ((*before[node.name], node, *behind[node.name]) for node in graph.nodes if node.name not in moved)
+    return Graph(tuple(chain.from_iterable(places)), graph.results)
+
+
 def reduce_after_cast(graph: Graph) -> Graph:
     """Mark the casts that turn gradients into the stored precision: partial sums pass them, and are summed behind
     them.
     """
     made = {r.ref.name for r in graph.results if r.kind == "gradient" and r.ref is not None}
     nodes = tuple(
-        replace(node, op=TO_REDUCE_DTYPE) if node.name in made and node.op == "aten._to_copy.default" else node
-        for node in graph.nodes
+        replace(node, op=TO_REDUCE_DTYPE) if node.name in made and node.op == CAST else node for node in graph.nodes
     )
     return Graph(nodes, graph.results)
