@@ -3,8 +3,8 @@
 `emit` writes this order and `events` plays it, so that what is simulated is what runs. With `prefetch` None everything
 is launched and waited for where it stands. Else
 
-    weights (parameters, their casts and views) are fetched `prefetch` operators ahead of their use, and what is cheap
-    and makes them (a cast, a view) runs just before;
+    weights (parameters, their casts and views) are fetched `prefetch` operators ahead of their use, over several axes
+    in equal parts of that, and what is cheap and makes them (a cast, a view) runs just before;
     the other operands of a node are all launched, then waited for one by one, just before it runs;
     gradients and outputs are launched when they are made and waited for `prefetch` operators later (1 for 0), at the
     end of their phase at the latest; so are casts and views that lead to gradients alone, where a collective stands in
@@ -238,22 +238,24 @@ class _Phase:
         for index, node in enumerate(self.nodes):
             for position, changes in self.reads.get(node.name, {}).items():
                 ref = self.operands[node.name][position]
-                if ref.name in weights and self._collectives(changes):
-                    ahead = products[-self.prefetch] if len(products) >= self.prefetch else 0
+                if ref.name in weights and (count := self._collectives(changes)):
+                    ahead = _back(products, self.prefetch)
                     makers = self._makers(ref.name, ahead, place_of, moved)
                     if makers is None:  # not before the value is there
                         ahead, makers = max(ahead, place_of[ref.name] + 1), []
                     if ahead < index:
                         moved |= dict.fromkeys(makers, ahead)
                         launches[ahead] += [*map(Run, makers), Advance(Read(node.name, position))]
+                        for left in range(count - 1, 0, -1):  # over several axes, one after the other
+                            if (nearer := self.prefetch * left // count) and _back(products, nearer) > ahead:
+                                launches[_back(products, nearer)].append(Advance(Read(node.name, position)))
             if is_product(self.plan.choices[node.name]):
                 products.append(index)
         fetches: dict[int, list[Action]] = defaultdict(list)
         for index, node in enumerate(self.nodes):
             if node.op == FETCH:
                 place = bisect_left(products, moved.get(node.name, index))
-                ahead = products[place - self.prefetch] if place >= self.prefetch else 0
-                fetches[ahead].append(Advance(Copy(node.name)))
+                fetches[_back(products[:place], self.prefetch)].append(Advance(Copy(node.name)))
         return {place: [*fetches.get(place, ()), *launches.get(place, ())] for place in {*fetches, *launches}}
 
     def _makers(self, name: str, ahead: int, place_of: Mapping[str, int], moved: Mapping[str, int]) -> list[str] | None:
@@ -430,3 +432,8 @@ def bucket_bytes(pricer: Pricer, gradients: int, memory: float | None) -> int:
         while ranks > 1 and size < largest and rate(2 * size) > 1.02 * rate(size):
             size *= 2
     return min(size, largest) if largest > 1 << 16 else 0
+
+
+def _back(products: Sequence[int], count: int) -> int:
+    """The place of the product so many before the present one; 0 where there are not so many."""
+    return products[-count] if len(products) >= count else 0

@@ -32,9 +32,9 @@ some_plans = pytest.mark.parametrize(("name", "sizes", "seed"), CASES, ids=str)
 
 
 @cache
-def fsdp(name: str) -> tuple[Plan, Pricer]:
+def fsdp(name: str, *sizes: int) -> tuple[Plan, Pricer]:
     """Parameters in pieces, gathered for each use, on a machine where that takes about as long as the products."""
-    mesh, hardware = mesh_of(2), machine(3e9, flops=1e12, memory=1e12)
+    mesh, hardware = mesh_of(*(sizes or (2,))), machine(3e9, flops=1e12, memory=1e12)
     plan = search(family(name).graph, mesh, hardware, memory=None, policy="fsdp", tied=False)
     return plan, Pricer.on(mesh, hardware, plan.optimizer, plan.bucket_bytes)
 
@@ -324,6 +324,33 @@ def test_gathers_are_launched_that_many_products_ahead(prefetch):
         between = sum(number < place < reads[reader] for place, when in products if when == phase)
         ahead = sum(place < reads[reader] for place, when in products if when == phase)
         assert between == min(prefetch, ahead), (reader, between)
+
+
+@pytest.mark.parametrize(("prefetch", "ahead"), [(1, [1, 0]), (2, [2, 1]), (5, [5, 2])])
+def test_gathers_over_two_axes_are_launched_in_equal_parts_of_the_way(prefetch, ahead):
+    """The second is no use launched where the first ends if that is where the weight is read."""
+    plan, pricer = fsdp("llama", 2, 2)
+    gathers: dict[tuple[str, str], list[int]] = defaultdict(list)  # (value, reader) -> products run by each launch
+    reads: dict[tuple[str, str], int] = {}
+    products = 0
+    for action in schedule(plan, "forward", prefetch):
+        match action:
+            case Run(name):
+                for ref, changes in zip(plan.graph.by_name[name].operands, plan.choices[name].reads, strict=True):
+                    if len(changes) == 2 and plan.graph.by_name[ref.name].op == "parameter":
+                        reads.setdefault((ref.name, name), products)
+                products += is_product(plan.choices[name])
+            case Advance(Read(reader, position)):
+                ref = plan.graph.by_name[reader].operands[position]
+                if plan.graph.by_name[ref.name].op == "parameter":
+                    gathers[ref.name, reader].append(products)
+    late = [by for by, at in reads.items() if at >= prefetch]
+    assert len(late) > 10
+    for by in late:
+        *launched, waited = gathers[by]
+        assert [reads[by] - at for at in launched] == ahead and waited == reads[by], by
+    one, other = (timeline_of(plan, pricer, overlap=True, prefetch=count).exposed_s for count in (1, 2))
+    assert sum(other.values()) < sum(one.values())
 
 
 @cache
