@@ -79,6 +79,7 @@ class Holding:
     `node`, `index`: the result that it is; or the view through which it is read, or the copy to or from the host that
     reads it, whose every result is meant (None). `read`: the layout changes that made it, of an operand or of a
     result of the graph; `part`: its place among what they make on the way, None for the new tensor.
+    `taken_over`: it lies there since the reader before this one, of several that each hold it by themselves.
     """
 
     tenant: str
@@ -90,6 +91,7 @@ class Holding:
     read: Read | int | None = None
     part: int | None = None
     tier: str = DEVICE
+    taken_over: bool = False
 
 
 def peak_of(holdings: Sequence[Holding], tier: str = DEVICE) -> tuple[int, int]:
@@ -190,9 +192,10 @@ class Referee:
         def hold(
             tenant: str, start: float, end: float, nbytes: int, node: str = "",
             read: Read | int | None = None, part: int | None = None, tier: str = DEVICE, index: int | None = None,
+            taken_over: bool = False,
         ) -> None:  # fmt: skip
             if nbytes and end > start:
-                held.append(Holding(tenant, start, end, nbytes, node, index, read, part, tier))
+                held.append(Holding(tenant, start, end, nbytes, node, index, read, part, tier, taken_over))
 
         def change(
             tenant: str, node: str, by: Read | int, span: tuple[int, int], new: int, changes: Sequence[Reshard]
@@ -220,19 +223,22 @@ class Referee:
                 held += self._optimizers(node, self._new_bytes(Ref(node.name), choice.gives[0]))
             through = node.name if not holds_storage(node.op) or node.op in (STORE, FETCH) else ""
             types = operand_types(node, self.node_of)
-            local = [local_type(t, layout, self.pricer.mesh) for t, layout in zip(types, choice.takes, strict=True)]
-            hold(tenant_name(node), live.at[node.name], live.at[node.name] + 1, temporary_bytes(node, local))
+            if temporary_bytes(node, types):  # of few operators, whatever the layouts
+                local = [local_type(t, layout, self.pricer.mesh) for t, layout in zip(types, choice.takes, strict=True)]
+                hold(tenant_name(node), live.at[node.name], live.at[node.name] + 1, temporary_bytes(node, local))
             seen: set[object] = set()
             for position, (ref, layout) in enumerate(zip(node.operands, choice.takes, strict=True)):
-                by, new, changes = (node.name, position), self._new_bytes(ref, layout), choice.reads[position]
+                by, changes = (node.name, position), choice.reads[position]
                 if changes and (ref, layout) not in seen:
+                    new = self._new_bytes(ref, layout)
                     tenant = f"{_told(self.node_of[ref.name])} resharded for {node.name}"
                     change(tenant, through, by, (live.read_at[by], live.new_until[by]), new, changes)
                 seen.add((ref, layout))
                 if (turn := live.turn_of.get(by)) is not None:
                     maker = self.node_of[ref.name]
                     nbytes = self._made_bytes(turn.storage)
-                    hold(tenant_name(maker), turn.start, turn.end, nbytes, through, tier=self.tier_of(maker))
+                    tier = self.tier_of(maker)
+                    hold(tenant_name(maker), turn.start, turn.end, nbytes, through, tier=tier, taken_over=True)
         for place, (result, delivery) in enumerate(zip(self.graph.results, self.deliveries, strict=True)):
             if result.ref is None or delivery is None:
                 continue

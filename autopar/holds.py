@@ -82,6 +82,8 @@ def holds_of(holdings: Collection[Holding], live: Liveness, marks: Marks, *, ove
                 event = since = ways[max(ways)].last
         elif overlap and held.node in marks.issued and held.start == live.at[held.node] and held.tier == DEVICE:
             event, since = marks.issued[held.node]
+        elif overlap and held.taken_over and start:  # what the reader waits for in between has no instant
+            event = since = closes[start - 1]
         elif not overlap and until[0] < event:
             continue
         if overlap and held.node:
