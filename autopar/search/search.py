@@ -1,6 +1,7 @@
 """search: graph in, plan out. No torch here.
 
 question    what is searched, whatever the limits, and what is known of it
+posed       the problems: each assembled once, whatever its limits
 solved      one problem of a search, from strategies to plan; the one place that speaks to solver/ and cost_models/ both
 layouts     the best among the layouts of known plans
 rounds      which problems are solved, one after the other
@@ -23,6 +24,7 @@ from autopar.search.question import Progress, Question, ask
 from autopar.search.rounds import least_sum, of_policy, simulated
 from autopar.search.solved import Wanted
 from autopar.search.spare import Sparing, ways_on
+from autopar.work import STORE
 from cost_models.hardware import Hardware
 
 __all__ = ["Infeasible", "NoAnswerInTime", "Progress", "Question", "answer", "ask", "search"]
@@ -88,6 +90,8 @@ def answer(
     if policy is not None:
         return of_policy(question, policy_named(policy), wanted, progress).plan
     solved = least_sum(question, wanted, progress)
-    if not simulation or question.pricer.mesh.ranks == 1:
-        return solved.plan
+    plan = solved.plan
+    is_played = question.pricer.mesh.ranks > 1 or plan.residence or any(node.op == STORE for node in plan.graph.nodes)
+    if not simulation or not is_played:  # nothing can overlap: the step is its sum
+        return plan
     return simulated(question, solved, wanted, progress)

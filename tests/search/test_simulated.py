@@ -19,7 +19,8 @@ from autopar.search.__main__ import main
 from autopar.search.baselines import compare, table
 from autopar.search.simulated import best_prefetch, choose, floor_s
 from autopar.timeline import timeline_of
-from cost_models.hardware import Hardware
+from autopar.work import STORE
+from cost_models.hardware import Hardware, HostLink
 from cost_models.steps import Comm
 from tests.support.check import difference, mesh_of
 from tests.support.families import family
@@ -173,6 +174,18 @@ def test_a_row_of_gradients_that_is_not_full_waits_as_long_as_a_full_one():
 def test_one_rank_sends_nothing_and_is_not_simulated():
     plan = answer(ask(family("mlp").graph, Mesh(("a",), (1,)), HIDES), simulation=True)
     assert plan.simulated_seconds is None
+
+
+def test_one_rank_that_copies_to_its_host_and_back_is_simulated():
+    """As with collectives: what is copied ahead hides behind compute."""
+    asked = ask(family("llama").graph, Mesh(("a",), (1,)), replace(EVEN, host_link=HostLink(3e9, 3e9)))
+    memory = 0.6 * answer(asked).peak_bytes["hbm"]
+    wanted = {"memory": memory, "spare": ("offload", "host")}
+    in_sum, plan = answer(asked, **wanted), answer(asked, **wanted, simulation=True)
+    assert in_sum.residence or any(node.op == STORE for node in in_sum.graph.nodes)
+    assert plan.simulated_seconds is not None and plan.prefetch
+    assert plan.predicted_seconds == plan.simulated_seconds < in_sum.step_seconds
+    assert timeline_of(plan, asked.pricer, overlap=True, prefetch=plan.prefetch).memory["hbm"].peak_bytes <= memory
 
 
 @some
