@@ -24,6 +24,7 @@ from autopar.classes import classes_of
 from autopar.graph import Graph
 from autopar.hidden import Shares
 from autopar.layout import REPLICATE, Layout
+from autopar.liveness import Liveness, liveness
 from autopar.price import Pricer
 from autopar.residence import (
     add_gradient,
@@ -75,14 +76,18 @@ def assemble(
     host_memory: float | None = None,
     residence_of: Mapping[str, Sequence[str]] | None = None,
     shares: Shares | None = None,
+    live: Liveness | None = None,
 ) -> Assembled:
     """Build the problem. `memory`: bytes of one rank's device; `fixed`: layouts of parameters that are settled
     already. `again`: the nodes of a widened graph that are forward values (`autopar.saving`). `residences`: where
     parameters may reside; `host_memory`: bytes of the host's that a rank may take; `residence_of`: where each
     parameter may reside (default: anywhere). `shares`: of their prices, what transfers cost that run beside compute
-    (`autopar.hidden`); items, options and memory are the same without, so picks mean the same.
+    (`autopar.hidden`); items, options and memory are the same without, so picks mean the same. `live`: of this graph,
+    where it is known.
     """
-    work = Assembly(graph, strategies, pricer, fixed or {}, again or {}, residences, shares or {})
+    work = Assembly(
+        graph, strategies, pricer, fixed or {}, again or {}, residences, shares or {}, live or liveness(graph)
+    )
     _add_nodes(work, classes_of(graph, tied=tied, without=work.again))
     settle_residences(work, residence_of or {})
     modes = add_modes(work)
@@ -183,7 +188,8 @@ def _add_storages(work: Assembly) -> None:
         elif ref.name in work.mode_of:
             add_saved(work, node, index)
         else:
-            sizes = work.sizes(work.type(ref), item, ref, lambda item=item, index=index: work.gives(item, index))
+            given = "given", index
+            sizes = work.sizes(work.type(ref), item, given, lambda item=item, index=index: work.gives(item, index))
             work.held(item, start, end, sizes)
     whatever = np.full(len(work.costs[0]), float(work.pricer.coordinate_bytes))  # is picked, of any item
     work.held(0, 0, work.live.instants, whatever)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autopar.graph import Graph, Node, Ref, TensorType
 from autopar.hidden import GRADIENTS, WEIGHTS, Shares, cheaper
 from autopar.layout import Layout, Partial, local_type
-from autopar.liveness import Liveness, Read, Turn, liveness
+from autopar.liveness import Liveness, Read, Turn
 from autopar.price import Pricer
 from autopar.saving import Again
 from autopar.schedule import weights_in
@@ -39,6 +39,7 @@ class Assembly:
         again: Mapping[str, Again],
         residences: Sequence[str],
         shares: Shares,
+        live: Liveness,
     ) -> None:
         self.graph, self.pricer, self.fixed, self.shares = graph, pricer, fixed, shares
         self.of_weights, self.of_gradients = cheaper(pricer, shares, WEIGHTS), cheaper(pricer, shares, GRADIENTS)
@@ -46,7 +47,7 @@ class Assembly:
         self.again, self.residences = again, tuple(residences)
         self.strategies = strategies
         self.node_of = graph.by_name
-        self.live: Liveness = liveness(graph)
+        self.live = live
         self.item_of: dict[str, int] = {}
         self.mode_of: dict[str, int] = {}
         self.options: list[tuple[Strategy, ...]] = []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar._compat import pytree
 from autopar.attach.module import ParallelModule
 from autopar.attach.tensors import as_dtensor, layout_of
 from autopar.emit.moves import settle
 from autopar.modules import tensors_by_name
+from autopar.steady import read_order
 
 FETCH, STORE, WAIT = torch.ops.autopar.fetch, torch.ops.autopar.store, torch.ops.autopar.wait_copy
 
@@ -22,16 +25,40 @@ class Streamed(torch.optim.Optimizer):
 
     - those on the device, all together;
     - those whose states stream, one by one: states in, update, states out;
-    - those on the host, by the host, while the device still works.
+    - those on the host, by the host, while the device still works; with `overlap` while the next forward runs.
 
     The same updates, whatever the plan: it says where, never what. State dicts are those of `optimizer`.
 
         from autopar.optim import Streamed
-        optimizer = Streamed(torch.optim.AdamW(parallel.parameters()), parallel)
+        optimizer = Streamed(torch.optim.AdamW(parallel.parameters()), parallel, overlap=True)
+
+    overlap: a thread updates the parameters on the host, in the order in which the forward reads them, with the
+    settings of `param_groups` at the time of `step`, which does not wait for it. The next forward waits for a parameter
+    when it fetches it, and so does whoever reads or writes it, its gradient or its states otherwise; state dicts, the
+    next backward and the next step wait for all. An error of the thread is raised there. Not seen are looks at a
+    parameter's memory that were taken before (`to_local()`, `data`, an old state dict), and `optimizer.state` past this
+    class. Hooks of `optimizer`'s step run in the thread, for each parameter.
+
+    Raises ValueError for `overlap` where the module's code is compiled, which takes all parameters at once, and with an
+    optimizer that looks at more than one number of a parameter at a time, as Adafactor does.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parallel: ParallelModule) -> None:
-        self.optimizer, self.parallel = optimizer, parallel
+    def __init__(self, optimizer: torch.optim.Optimizer, parallel: ParallelModule, *, overlap: bool = False) -> None:
+        self.optimizer, self.parallel, self.overlap = optimizer, parallel, overlap
+        self._updates = parallel._autopar.updates
+        if overlap and parallel._autopar.backend != "eager":
+            raise ValueError(
+                f"overlap=True needs code that fetches one parameter after the other; backend "
+                f"{parallel._autopar.backend!r} compiles it into one call that takes all. Compile with backend='eager'"
+            )
+        if overlap and not _is_elementwise(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} does not update a piece of a parameter as it updates the whole, and with "
+                "overlap=True a thread updates the piece that a rank has; use overlap=False with it"
+            )
+        if overlap:
+            optimizer.register_state_dict_pre_hook(lambda _: self._updates.finish())
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._updates.finish())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -39,6 +66,7 @@ class Streamed(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        self._updates.finish()
         return self.optimizer.state
 
     @property
@@ -72,8 +100,12 @@ class Streamed(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._updates.finish()
         streams, host = self._residing("stream"), self._residing("host")
         elsewhere = {id(parameter) for parameter in (*streams, *host)}
+        if self.overlap and host:
+            self._begin_updates([parameter for parameter in host if parameter.ndim])
+            host = [parameter for parameter in host if not parameter.ndim]  # whose states look like counters
         self._step(lambda parameter: id(parameter) not in elsewhere)
         for parameter in streams:
             if parameter.grad is not None:
@@ -90,6 +122,44 @@ class Streamed(torch.optim.Optimizer):
         plan = self.parallel.plan
         wanted = {id(parameters[name]) for name, found in plan.residence.items() if found == where}
         return [parameter for group in self.param_groups for parameter in group["params"] if id(parameter) in wanted]
+
+    def _begin_updates(self, host: Sequence[Tensor]) -> None:
+        """Have the thread update these parameters, in the order in which the forward reads them."""
+        parameters, _ = tensors_by_name(self.parallel)
+        settings = {id(p): group for group in map(_settled, self.param_groups) for p in group["params"]}
+        wanted = {id(parameter) for parameter in host if parameter.grad is not None}
+        for name in read_order(self.parallel.plan):
+            parameter = parameters[name]
+            if id(parameter) in wanted:
+                self._begin_update(name, cast(DTensor, parameter), settings[id(parameter)])
+
+    def _begin_update(self, name: str, parameter: DTensor, settings: Mapping[str, Any]) -> None:
+        state = self.optimizer.state.get(parameter, {})
+        given = {key: _twin(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+        twin = nn.Parameter(_twin(parameter.detach()), requires_grad=parameter.requires_grad)
+        twin.grad = _twin(cast(DTensor, parameter.grad).detach())
+        optimizer = _twin_of(self.optimizer, settings, twin, given)
+
+        def work() -> None:
+            optimizer.step()
+            twin.grad = None
+            (group,) = optimizer.param_groups
+            if changed := [key for key, value in group.items() if key != "params" and value is not settings.get(key)]:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} changes {changed[0]!r} of its param_groups while it updates {name}, "
+                    "which is lost where a thread updates one parameter after the other; use overlap=False with it"
+                )
+
+        def made() -> None:
+            for key, value in optimizer.state.get(twin, {}).items():
+                if value is not given.get(key):
+                    value = _like(value, parameter) if _is_like(value, twin) else value
+                    self.optimizer.state[parameter][key] = value
+                elif isinstance(value, Tensor) and not isinstance(state[key], DTensor):
+                    state[key].copy_(value)
+
+        states = [value for value in state.values() if isinstance(value, DTensor)]
+        self._updates.begin(parameter, states, work, made)
 
     def _step(self, wanted: Callable[[Tensor], bool]) -> None:
         """The optimizer's own step, on some of its parameters."""
@@ -111,6 +181,49 @@ class Streamed(torch.optim.Optimizer):
         for name, made, source in begun:
             WAIT(made, source, name)
             state[name] = _like(made, state[name])
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it updates pieces of a parameter as it updates the whole, tried on a small one."""
+    whole = torch.linspace(0.1, 1.0, 1024).reshape(16, 64)
+
+    def updated(value: Tensor, settings: Mapping[str, Any]) -> Tensor:
+        parameter = nn.Parameter(value.clone())
+        twin = _twin_of(optimizer, settings, parameter, {})
+        for power in (2, 3):
+            parameter.grad = value**power
+            twin.step()
+        return parameter.detach()
+
+    def is_so(settings: Mapping[str, Any]) -> bool:
+        return updated(whole, settings).allclose(torch.cat([updated(piece, settings) for piece in whole.chunk(2)]))
+
+    return all(is_so(_settled(group)) for group in optimizer.param_groups)
+
+
+def _settled(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group whose settings stay as they are now, whatever a scheduler does to them."""
+    return {
+        key: value if key == "params" else pytree.tree_map_only(Tensor, Tensor.clone, value)
+        for key, value in group.items()
+    }
+
+
+def _twin_of(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: Tensor, state: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer of the same kind for one parameter alone."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__ |= optimizer.__dict__
+    twin.__dict__.pop("step", None)  # a scheduler's, which would step the original
+    twin.param_groups = [{**settings, "params": [parameter]}]
+    twin.state = defaultdict(dict, {parameter: dict(state)} if state else {})
+    return twin
+
+
+def _twin(value: Tensor) -> Tensor:
+    """The local tensor of a DTensor, whose memory waits for it; of a plain one, a counter, a copy."""
+    return value.to_local() if isinstance(value, DTensor) else value.clone()
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

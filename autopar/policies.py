@@ -16,7 +16,7 @@ summed. A tensor axis reads matrices only in pieces and never splits the batch. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from typing import Literal
 
@@ -25,7 +25,7 @@ from autopar.graph import Graph, Node
 from autopar.layout import Placement, Shard
 from autopar.mesh import Mesh
 from autopar.price import Pricer
-from autopar.saving import gathered_once, is_gathered_once
+from autopar.saving import gathered_once, is_gathered_once, kept_whole
 from autopar.search.spare import Sparing, checkpointed
 from autopar.strategy import Strategy, propose
 
@@ -35,6 +35,7 @@ POLICIES: Mapping[str, str] = {
     "tensor-parallel": "weight matrices stay in pieces and are never gathered; every rank has the whole batch",
     "fsdp+tensor-parallel": "tensor-parallel on the last axis of the mesh, fsdp on the others (two axes or more)",
     "zero2": "fsdp, but weights that backward reads, too, are gathered once and kept whole until it has read them",
+    "zero1": "fsdp, but weights are gathered as the step begins, and kept whole, as gradients are, until backward ends",
     "checkpoint-every-block": "fsdp, and of what lies within a layer backward keeps nothing: it is computed again",
     "zero3-offload": "fsdp, with all parameters, gradients and optimizer states on the host, which updates them",
     "elixir": "checkpoint-every-block, with those parameters on the host that Elixir's search finds no room for",
@@ -45,10 +46,17 @@ ALIASES: Mapping[str, str] = {"ddp": "data-parallel", "zero3": "fsdp"}
 # What a policy does by its own name, and to what else: the strategies are those of the second.
 SPARING: Mapping[str, str] = {
     "zero2": "fsdp",
+    "zero1": "fsdp",
     "zero3-offload": "fsdp",
     "checkpoint-every-block": "fsdp",
     "elixir": "fsdp",
 }
+
+# The graph in which a policy runs, which says how long weights stay whole.
+REWRITES: Mapping[str, Callable[[Graph, Collection[str]], Graph]] = {"zero2": gathered_once, "zero1": kept_whole}
+
+# Policies that no search tries, as another one is never slower and never needs more: to be compared with.
+DOMINATED: Mapping[str, str] = {"zero1": "zero2"}
 
 Strategies = Mapping[str, tuple[Strategy, ...]]
 Kind = int | Literal["matrix", "vector", "free", "summed"]
@@ -56,24 +64,18 @@ Wish = Callable[[Strategy], bool]
 WEIGHT: tuple[Kind, ...] = ("matrix", "vector")
 
 
-def policies_for(mesh: Mesh, *, sparing: bool = False) -> tuple[str, ...]:
-    """Names of the policies that a mesh of so many axes allows; `sparing`: also those that keep less on the device."""
+def policies_for(mesh: Mesh, *, sparing: bool = False, dominated: bool = False) -> tuple[str, ...]:
+    """Names of the policies that a mesh of so many axes allows; `sparing`: also those that keep less on the device;
+    `dominated`: also those that cannot be the best.
+    """
     named = (name for name in POLICIES if sparing or name not in SPARING)
+    named = (name for name in named if dominated or name not in DOMINATED)
     return tuple(name for name in named if len(mesh.sizes) > 1 or name != "fsdp+tensor-parallel")
 
 
 def policy_named(name: str) -> str:
-    """The policy of that name, or that is also called so.
-
-    Raises ValueError for one that is not known, or that the problem has no way to say.
-    """
+    """The policy of that name, or that is also called so. Raises ValueError for one that is not known."""
     name = ALIASES.get(name, name)
-    if name == "zero1":
-        raise ValueError(
-            "policy zero1 has parameters whole and states in pieces; here states lie as their parameter does. "
-            "Use zero2, which sends as many bytes, and has a parameter whole from its first use to its last; or "
-            "data-parallel (ddp), which has states whole, too"
-        )
     if name not in POLICIES:
         raise ValueError(f"no policy {name!r}; known policies: {', '.join(POLICIES)}")
     return name
@@ -97,10 +99,8 @@ def sparing_of(policy: str, graph: Graph, pricer: Pricer, memory: float | None) 
             return Sparing(residence={node.target: "host" for node in graph.nodes if node.op == "parameter"})
         case "checkpoint-every-block":
             return Sparing(modes=checkpointed)
-        case "zero2":
-            return Sparing(gathers_once=True)
         case _:
-            return Sparing()
+            return Sparing(rewrite=REWRITES.get(policy))
 
 
 def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> dict[str, tuple[Strategy, ...]]:
@@ -109,12 +109,12 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
     Raises ValueError for a policy that is not known, or not for this mesh.
     """
     policy = policy_named(policy)
-    if policy not in policies_for(mesh, sparing=True):
+    if policy not in policies_for(mesh, sparing=True, dominated=True):
         raise ValueError(
             f"policy {policy} needs two mesh axes or more, mesh {mesh} has one; give --mesh data=N,tensor=N"
         )
-    if policy == "zero2":  # with the nodes that keep what is gathered
-        graph = gathered_once(graph)
+    if policy in REWRITES:  # with the nodes that keep what is gathered
+        graph = REWRITES[policy](graph, ())
         strategies = {**propose(graph, mesh)[0], **strategies}
     policy = SPARING.get(policy, policy)
     on_last = "tensor-parallel" if policy == "fsdp+tensor-parallel" else policy

@@ -10,7 +10,7 @@ from autopar.assemble import Assembled
 from autopar.assemble_again import Comeback
 from autopar.graph import Graph, Ref
 from autopar.mesh import Mesh
-from autopar.saving import DROP, RECOMPUTE, gathered_once, narrowed
+from autopar.saving import DROP, RECOMPUTE, narrowed
 from autopar.strategy import Strategy, moved
 from autopar.work import FETCH, STORE
 
@@ -53,7 +53,7 @@ def tidied(assembled: Assembled, picks: Sequence[int]) -> tuple[int, ...]:
 
 
 def settled(graph: Graph, assembled: Assembled, picks: Sequence[int], mesh: Mesh) -> Settled:
-    """`graph`: the one that was traced, whatever was assembled."""
+    """`graph`: what was widened for the problem, if it was (`autopar.saving.Widened.base`)."""
     pick = picked(assembled, picks)
     resides = {
         node.target: assembled.residences[item][picks[item]]
@@ -63,9 +63,6 @@ def settled(graph: Graph, assembled: Assembled, picks: Sequence[int], mesh: Mesh
     }
     residence = {name: where for name, where in resides.items() if where != "device"}
     hosted = [name for name, where in residence.items() if where == "host"]
-    once = gathered_once(graph, hosted)
-    if all(node.name in assembled.item_of for node in once.nodes):  # that is the graph of the problem
-        graph = once
     if not assembled.modes and not hosted:
         return Settled(graph, pick, residence)
     chosen = {origin: came(back, picks) for origin, back in assembled.modes.items()}

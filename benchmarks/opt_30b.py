@@ -9,10 +9,12 @@ where the program has them there:
 
     compute     seconds of all kernels of forward, backward and what runs again
     step        the plan played (`autopar.timeline`): one step, at whose end the host updates its parameters
+    overlapped  the same steps one behind the other, the host's updates beside the next forward (`autopar.steady`), as
+                `autopar.optim.Streamed(..., overlap=True)` makes them
     8 P T / F   what people count for it: P parameters, T tokens, F flops per second, layers run forward twice
 
-A search counts on what waits for its copies, and fills the memory; copies ahead need some. So each search is asked with
-less than there is, the most of `LEFT` with which the played plan fits.
+A search counts on what waits for its copies, and fills the memory; copies ahead need some. So searches are asked with
+less than there is, too (`LEFT`), and of their plans the quickest counts that fits when it is played.
 
 The model is in bfloat16, and so are its gradients and states: 8 bytes a parameter on the host, where float32 states and
 a master copy make 16 (480 GB, which would fit, too). The host's rate is Elixir's in parameters per second, so its step
@@ -24,7 +26,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -37,6 +39,7 @@ from autopar.mesh import Mesh
 from autopar.search import Infeasible, answer, ask
 from autopar.search.curve import offloaded_bytes, recomputed
 from autopar.search.simulated import Played, best_prefetch
+from autopar.steady import steady_s
 from benchmarks.limits import machine
 from cost_models.hardware import Hardware
 from cost_models.whole_file import write_whole
@@ -69,23 +72,24 @@ class Loss(nn.Module):
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for so many tokens a step: `compute_s` of its kernels, `counted_s` as people count them."""
+    """What was found for so many tokens a step: `compute_s` of its kernels, `counted_s` as people count them,
+    `overlapped_s` of a step whose host updates beside the next forward.
+    """
 
     tokens: int
     parameters: int
     played: Played
     compute_s: float
     counted_s: float
+    overlapped_s: float
 
     @property
     def efficiency(self) -> float:
         return self.compute_s / self.played.seconds
 
     @property
-    def with_step_hidden(self) -> float:
-        """The efficiency if the host's step hid behind the next forward, where autopar does not put it."""
-        assert self.played.timeline is not None
-        return self.compute_s / (self.played.seconds - self.played.timeline.exposed_s.get("host", 0.0))
+    def overlapped(self) -> float:
+        return self.compute_s / self.overlapped_s
 
     @property
     def with_nothing_hidden(self) -> float:
@@ -93,36 +97,40 @@ class Row:
 
 
 def found(batch: int, hardware: Hardware, layers: int = LAYERS) -> Row | None:
-    """The first of the plans that fits when it is played, with copies beside kernels; None: no search found one."""
+    """The quickest of the plans that fit when they are played, with copies beside kernels; None: there is none."""
     memory = float(hardware.tiers[DEVICE].capacity_bytes)
     with torch.device("meta"):
         model = Loss(layers).to(torch.bfloat16)
         ids = torch.empty(batch, SEQUENCE, dtype=torch.long)
     question = ask(traced(model, (), {"input_ids": ids, "labels": ids}), Mesh(("data",), (1,)), hardware)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    best: Played | None = None
     for left in LEFT:
         try:
             plan = answer(question, memory=left * memory, spare=SPARE)
         except Infeasible:
-            return None
+            break
         played = best_prefetch(plan, question.pricer, memory)
-        if played.timeline is not None:
-            counted = 8.0 * parameters * batch * SEQUENCE / hardware.rate("bfloat16", "matmul")
-            return Row(batch * SEQUENCE, parameters, played, plan.seconds_by["compute"], counted)
-    return None
+        if played.timeline is not None and (best is None or played.seconds < best.seconds):
+            best = played
+    if best is None:
+        return None
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    counted_s = 8.0 * parameters * batch * SEQUENCE / hardware.rate("bfloat16", "matmul")
+    overlapped_s = steady_s(best.plan, replace(question.pricer, bucket_bytes=best.plan.bucket_bytes))
+    return Row(batch * SEQUENCE, parameters, best, best.plan.seconds_by["compute"], counted_s, overlapped_s)
 
 
 def line(batch: int, row: Row | None) -> str:
     if row is None:
-        return f"| {batch * SEQUENCE:,} | no plan that fits when it is played |" + " |" * 11
+        return f"| {batch * SEQUENCE:,} | no plan that fits when it is played |" + " |" * 12
     played, timeline = row.played, row.played.timeline
     assert timeline is not None
     exposed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in sorted(timeline.exposed_s.items()) if seconds)
     busy = ", ".join(f"{name} {timeline.busy_s.get(name, 0.0):.2f}" for name in ("h2d", "d2h", "host"))
     plan = played.plan
     return (
-        f"| {row.tokens:,} | {row.efficiency:.1%} | {row.with_nothing_hidden:.1%} | {row.with_step_hidden:.1%} "
-        f"| {played.seconds:.2f} | {row.compute_s:.2f} | {row.counted_s:.2f} "
+        f"| {row.tokens:,} | {row.efficiency:.1%} | {row.overlapped:.1%} | {row.with_nothing_hidden:.1%} "
+        f"| {played.seconds:.2f} | {row.overlapped_s:.2f} | {row.compute_s:.2f} | {row.counted_s:.2f} "
         f"| {exposed} | {busy} | {recomputed(plan)} | {offloaded_bytes(plan) / 1e9:.1f} "
         f"| {played.peak_bytes / 1e9:.1f} | {plan.peak_bytes[HOST] / 1e9:.0f} |"
     )
@@ -130,9 +138,18 @@ def line(batch: int, row: Row | None) -> str:
 
 def verdict(rows: Sequence[Row]) -> list[str]:
     """What came of the claim."""
-    enough = [row.tokens for row in rows if row.efficiency >= WANTED]
-    said = f"from {min(enough):,} tokens a step on" if enough else "with none of these numbers of tokens"
-    return [f"- {WANTED:.0%} is reached {said}; wanted: with 32,768 at most"]
+
+    def said(enough: Sequence[Row]) -> str:
+        if not enough:
+            return "with none of these numbers of tokens"
+        return f"from {min(row.tokens for row in enough):,} tokens a step on"
+
+    waited = [row for row in rows if row.efficiency >= WANTED]
+    overlapped = [row for row in rows if row.overlapped >= WANTED]
+    return [
+        f"- {WANTED:.0%} is reached {said(waited)}; with the host's updates beside the next forward "
+        f"{said(overlapped)}. Wanted: with 32,768 at most"
+    ]
 
 
 def main() -> None:
@@ -141,9 +158,9 @@ def main() -> None:
     parser.add_argument("-o", type=Path, metavar="FILE", help="write the page there, too")
     given = parser.parse_args()
     lines = [
-        "| tokens a step | efficiency | nothing hidden | host's step hidden, too | step s | compute s | 8PT/F s "
+        "| tokens a step | efficiency | overlapped | nothing hidden | step s | overlapped s | compute s | 8PT/F s "
         "| GPU waits for (s) | busy (s) | recomputed | offloaded GB | peak GB | host GB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     hardware = Hardware.load(PROFILE)
     rows = [(batch, found(batch, hardware)) for batch in given.batches]
@@ -156,8 +173,9 @@ def main() -> None:
             f"# OPT-30B on one A100 of 40 GB, predicted\n\n`{command}`, {date.today()}, torch {torch.__version__}, "
             f"{machine()}, {os.cpu_count()} cores; profile `benchmarks/{PROFILE.name}` (Elixir's constants). Nothing "
             "was run: the step is simulated. Efficiency: seconds of the GPU's kernels over those of the step, copies "
-            "beside kernels, the host's step at the end; then the same with every copy waited for, and with the host's "
-            "step behind the next forward, which autopar does not do. 8PT/F: P parameters, T tokens, F flops/s.\n\n"
+            "beside kernels, the host's step at the end; overlapped: with the host's updates beside the next forward "
+            "(`Streamed(..., overlap=True)`); then with every copy waited for. 8PT/F: P parameters, T tokens, F "
+            "flops/s.\n\n"
         )
         write_whole(given.o, text + "\n".join([*told, "", *lines]) + "\n")
 

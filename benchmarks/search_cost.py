@@ -1,11 +1,11 @@
 """What a search costs: CPU seconds, peak memory, size of the problem, for real shapes on three meshes.
 
     python -m benchmarks.search_cost -o docs/benchmarks/search_cost.md
+    python -m benchmarks.search_cost --tight-only                         the last rows alone
 
 The last rows are limits that bind: recomputing, offloading and where parameters live are then part of the search. Each
-search runs alone in a fresh process through the command line (`python -m autopar.search --json`), so that its
-CPU time and
-peak memory are its own; both count everything, imports and tracing included. No GPU and no weights are involved.
+search runs alone in a fresh process through the command line (`python -m autopar.search --json`), so that its CPU time
+and peak memory are its own; both count everything, imports and tracing included. No GPU and no weights are involved.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from cost_models.whole_file import write_whole
 
 CASES = [
     ("GPT-2 (12 layers)", "examples/gpt2.py:build"),
@@ -72,16 +74,16 @@ def main() -> None:
     for name, mesh, memory in [*([] if args.tight_only else cases), *TIGHT]:
         rows.append(row(name, mesh, memory, search(dict(CASES)[name], mesh, memory, args.time_limit)))
         print(rows[-1], flush=True)
-    command = f"python -m benchmarks.search_cost --memory {' '.join(args.memory)} --time-limit {args.time_limit}"
+    given = " --tight-only" if args.tight_only else f" --memory {' '.join(args.memory)}"
+    command = f"python -m benchmarks.search_cost{given} --time-limit {args.time_limit}"
+    alone = "" if args.tight_only else " The last rows alone: `python -m benchmarks.search_cost --tight-only`."
     text = (
         f"# What a search costs\n\n`{command}`, {date.today()}, torch {torch.__version__}, {platform.machine()}, "
         f"{os.cpu_count()} cores. CPU seconds and memory are those of the whole process, imports and tracing included; "
-        "steps are predicted on h100-sxm.\n\n"
+        f"steps are predicted on h100-sxm.{alone}\n\n"
     )
-    text += "\n".join(head + rows) + "\n"
     if args.o:
-        args.o.parent.mkdir(parents=True, exist_ok=True)
-        args.o.write_text(text)
+        write_whole(args.o, text + "\n".join(head + rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from solver.pipeline import (
     stage_table,
 )
 from solver.presolve import REDUCTIONS
-from solver.problem import Edge, EdgeUsage, Problem, Usage
+from solver.problem import Edge, EdgeUsage, Index, Problem, Usage
 from solver.referee import Evaluation, evaluate, tenants
 from solver.solution import BackendError, Explanation, Prices, Shortage, Solution
 
@@ -38,6 +38,7 @@ __all__ = [
     "EdgeUsage",
     "Evaluation",
     "Explanation",
+    "Index",
     "PipelineCost",
     "PipelineProblem",
     "PipelineSolution",

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from solver.problem import Array, Edge, EdgeUsage, Problem, Usage
+from solver.problem import Array, Edge, EdgeUsage, Index, Problem, Usage
 
-Index = NDArray[np.intp]
 Back = Callable[[Sequence[int]], tuple[int, ...]]
 
 

@@ -39,7 +39,8 @@ def solve(
     reductions    True: all, False: none, or names out of solver.presolve.REDUCTIONS
     quick         only what takes some seconds on a large problem: prices of memory and small integer programs, no large
                   linear program, and no search for better picks once these are through; for who has picks to begin
-                  from, or wants a bound. Where that ends hangs on the problem alone
+                  from, or wants a bound. Where nothing fits, a lower bound of what is needed, and not the least that
+                  would do. Where that ends hangs on the problem alone
     stop          asked now and then, also inside HiGHS; once true, the best picks and bound so far are returned
 
     The answer is the same on every run unless the time limit cuts it. Raises ValueError for arguments that make no
@@ -54,7 +55,7 @@ def solve(
     try:
         presolved = presolve(problem, reductions)
     except Dead as dead:
-        explanation = explain(problem, str(dead), deadline)
+        explanation = explain(problem, str(dead), deadline, quick)
         seconds = time.monotonic() - began
         return Solution("infeasible", None, math.inf, math.inf, seconds, explanation, stats)
     stats |= _sizes(presolved)
@@ -74,7 +75,7 @@ def solve(
         picks, cost = tuple(int(pick) for pick in start), given.cost
     if picks is None:
         explanation = (
-            explain(problem, "no choice of options fits", deadline) if outcome.status == "infeasible" else None
+            explain(problem, "no choice of options fits", deadline, quick) if outcome.status == "infeasible" else None
         )
         seconds = time.monotonic() - began
         return Solution(outcome.status, None, math.inf, outcome.bound, seconds, explanation, stats, outcome.prices)
@@ -91,7 +92,14 @@ HIGHS_SHARE = 0.6  # of the time, before a race for better picks
 
 def _best_effort(core: Problem, budget: Budget) -> Outcome:
     """The linear and integer program; the Lagrangian dual if the core is larger; where they end loose, a race."""
-    if sum(edge.cost.size for edge in core.edges) <= (QUICK_PAIRS if budget.quick else LARGE):
+    pairs = sum(edge.cost.size for edge in core.edges)
+    if pairs > QUICK_PAIRS and not core.limits:
+        from solver.backends import lagrange  # message passing alone is often exact, ten times as fast
+
+        best = lagrange.run(core, budget)
+        if best.status in ("infeasible", "optimal") or _is_done(best, budget):
+            return best
+    if pairs <= (QUICK_PAIRS if budget.quick else LARGE):
         part = replace(budget, deadline=time.monotonic() + HIGHS_SHARE * budget.left_s())
         best = run("highs", core, part)
         if best.status in ("infeasible", "optimal") or _is_done(best, budget):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from solver.backends.peak import Peak, least_peak
-from solver.presolve import REDUCTIONS, Dead, presolve
+from solver.presolve import REDUCTIONS, Dead, Presolved, presolve
 from solver.problem import Array, Edge, Problem
 from solver.referee import evaluate, tenants
 from solver.solution import Explanation, Shortage
@@ -18,27 +19,33 @@ from solver.solution import Explanation, Shortage
 LEAST_S = 2.0
 MOST_S = 20.0
 LARGE = 250_000  # allowed pairs above which the linear program takes minutes and gigabytes
+CONTRADICTORY = "no choice of options avoids all forbidden pairs"
 
 
-def explain(problem: Problem, reason: str, deadline: float) -> Explanation:
-    """Name what is too small. `reason` is what the search found out first."""
+def explain(problem: Problem, reason: str, deadline: float, quick: bool = False) -> Explanation:
+    """Name what is too small. `reason` is what the search found out first. `quick`: tell a lower bound of what is
+    needed, if that is above a limit, and nothing more.
+    """
+    if quick:
+        return _told([_bound(problem, resource) for resource in sorted(problem.limits)], reason)
     free = _without_costs(problem)
     for reductions in ({"arcs"}, REDUCTIONS):  # arcs alone gives the plainer message
         try:
             presolve(replace(free, limits={}), reductions)
         except Dead as dead:
-            return Explanation(f"no choice of options avoids all forbidden pairs, whatever the limits: {dead}")
+            return Explanation(f"{CONTRADICTORY}, whatever the limits: {dead}", contradictory=True)
     if not problem.limits:
-        return Explanation("no choice of options avoids all forbidden pairs")
-    shortages: list[Shortage] = []
+        return Explanation(CONTRADICTORY, contradictory=True)
+    shortages: list[Shortage | None] = []
     for resource in sorted(problem.limits):
         left_s = min(max(deadline - time.monotonic(), LEAST_S), MOST_S) / len(problem.limits)
-        shortage = _shortage(free, resource, left_s)
-        if shortage is not None:
-            shortages.append(shortage)
-    if not shortages:
-        return Explanation(f"{reason}; each limit could be met if the others were larger")
-    return Explanation("; ".join(_sentence(shortage) for shortage in shortages), tuple(shortages))
+        shortages.append(_shortage(free, resource, left_s))
+    return _told(shortages, f"{reason}; each limit could be met if the others were larger")
+
+
+def _told(shortages: Sequence[Shortage | None], otherwise: str) -> Explanation:
+    found = tuple(shortage for shortage in shortages if shortage is not None)
+    return Explanation("; ".join(map(_sentence, found)), found) if found else Explanation(otherwise)
 
 
 def _without_costs(problem: Problem) -> Problem:
@@ -79,13 +86,8 @@ def _shortage(free: Problem, resource: str, left_s: float) -> Shortage | None:
 
 def _least_peak(free: Problem, resource: str, left_s: float) -> Peak | None:
     """Picks with a small peak of the resource (None: not found in time) and a lower bound; None if none exist."""
-    # with this limit every choice fits, so presolve keeps all that could matter; instants must all stay, too
-    roomy = 1.0
-    for usages in (free.usages, free.edge_usages):
-        roomy += sum(float(usage.nbytes.max()) for usage in usages if usage.resource == resource)
-    try:
-        presolved = presolve(replace(free, limits={**free.limits, resource: roomy}), REDUCTIONS - {"slack"})
-    except Dead:
+    presolved = _roomy(free, resource, REDUCTIONS - {"slack"})
+    if presolved is None:
         return None
     core, deadline = presolved.core, time.monotonic() + left_s
     if resource in core.limits and sum(edge.cost.size for edge in core.edges) > LARGE:
@@ -98,6 +100,31 @@ def _least_peak(free: Problem, resource: str, left_s: float) -> Peak | None:
         return None
     picks, at_least = found
     return (None if picks is None else presolved.lift(picks)), at_least
+
+
+def _bound(problem: Problem, resource: str) -> Shortage | None:
+    """What the smallest options hold at the worst instant, if that is more than the limit."""
+    limit = problem.limits[resource]
+    presolved = _roomy(replace(problem, limits={resource: limit}), resource, {"arcs", "contract"})
+    at_least = 0.0 if presolved is None else presolved.state.certain(0)
+    return Shortage(resource, limit, at_least, None, 0, (), len(problem.limits) > 1) if at_least > limit else None
+
+
+def _roomy(problem: Problem, resource: str, reductions: Collection[str]) -> Presolved | None:
+    """The problem with so much of the resource that every choice fits, so that presolve keeps all that could matter;
+    None if no choice is left. With "slack" not all instants would stay.
+    """
+    most: dict[int, float] = {}
+    roomy = 1.0
+    for usage in (*problem.usages, *problem.edge_usages):
+        if usage.resource == resource:
+            if id(usage.nbytes) not in most:
+                most[id(usage.nbytes)] = float(usage.nbytes.max())
+            roomy += most[id(usage.nbytes)]
+    try:
+        return presolve(replace(problem, limits={**problem.limits, resource: roomy}), reductions)
+    except Dead:
+        return None
 
 
 def _sentence(shortage: Shortage) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Index = NDArray[np.intp]  # numbers of options, or of positions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +98,9 @@ def _check_items(problem: Problem) -> None:
         if cost.ndim != 1 or not len(cost):
             shape = cost.shape
             raise ValueError(f"{problem.name(item)}: costs have shape {shape}; one number per option is needed")
-        _check_costs(cost, f"{problem.name(item)}: costs")
+    if problem.costs and not _is_cost(float(np.concatenate(problem.costs).min())):
+        for item, cost in enumerate(problem.costs):
+            _check_costs(cost, f"{problem.name(item)}: costs")
 
 
 def _check_edges(problem: Problem) -> None:
@@ -118,38 +121,54 @@ def _check_edges(problem: Problem) -> None:
             _check_costs(edge.cost, f"edge {number}: costs")
 
 
+def _is_cost(least: float) -> bool:
+    """`least`: of an array, nan as soon as one entry is."""
+    return least > -np.inf
+
+
 def _check_costs(cost: Array, what: str) -> None:
-    # min is nan as soon as one entry is
     least = float(cost.min())
+    if _is_cost(least):
+        return
     if np.isnan(least):
         raise ValueError(f"{what} contain nan; use inf to forbid an option")
-    if least == -np.inf:
-        raise ValueError(f"{what} contain -inf; only +inf has a meaning (forbidden)")
+    raise ValueError(f"{what} contain -inf; only +inf has a meaning (forbidden)")
 
 
 def _check_usages(problem: Problem) -> None:
+    checked: set[int] = set()
     for number, usage in enumerate(problem.usages):
         if not 0 <= usage.item < len(problem.costs):
             raise ValueError(f"usage {number} names item {usage.item}, but the items are 0 to {len(problem.costs) - 1}")
-        what = f"usage {number} of {usage.resource} by {problem.name(usage.item)}"
-        _check_bytes(usage, problem.costs[usage.item].shape, what)
+        what = "usage", number, problem.name(usage.item)
+        _check_bytes(usage, problem.costs[usage.item].shape, what, checked)
     for number, usage in enumerate(problem.edge_usages):
         if not 0 <= usage.edge < len(problem.edges):
             raise ValueError(
                 f"edge usage {number} names edge {usage.edge}, but the edges are 0 to {len(problem.edges) - 1}"
             )
-        what = f"edge usage {number} of {usage.resource} on edge {usage.edge}"
-        _check_bytes(usage, problem.edges[usage.edge].cost.shape, what)
+        what = "edge usage", number, f"edge {usage.edge}"
+        _check_bytes(usage, problem.edges[usage.edge].cost.shape, what, checked)
 
 
-def _check_bytes(usage: Usage | EdgeUsage, shape: tuple[int, ...], what: str) -> None:
+def _check_bytes(
+    usage: Usage | EdgeUsage, shape: tuple[int, ...], what: tuple[str, int, str], checked: set[int]
+) -> None:
+    """`what`: kind, number and holder of the usage, for messages; `checked`: arrays that were looked at already."""
+    kind, number, holder = what
     if usage.end < usage.start:
-        raise ValueError(f"{what}: its interval [{usage.start}, {usage.end}) ends before it starts")
-    if usage.nbytes.shape != shape:
-        raise ValueError(f"{what}: its bytes have shape {usage.nbytes.shape}, but the options make it {shape}")
-    least, most = float(usage.nbytes.min()), float(usage.nbytes.max())
-    if not (least >= 0 and most < np.inf):  # also false for nan
-        raise ValueError(f"{what}: bytes run from {least:g} to {most:g}; they must be finite and not negative")
+        wrong = f"its interval [{usage.start}, {usage.end}) ends before it starts"
+    elif usage.nbytes.shape != shape:
+        wrong = f"its bytes have shape {usage.nbytes.shape}, but the options make it {shape}"
+    elif id(usage.nbytes) in checked:
+        return
+    else:
+        checked.add(id(usage.nbytes))
+        least, most = float(usage.nbytes.min()), float(usage.nbytes.max())
+        if least >= 0 and most < np.inf:  # neither is true of nan
+            return
+        wrong = f"bytes run from {least:g} to {most:g}; they must be finite and not negative"
+    raise ValueError(f"{kind} {number} of {usage.resource} by {holder}: {wrong}")
 
 
 def _check_limits(problem: Problem) -> None:
@@ -161,7 +180,11 @@ def _check_limits(problem: Problem) -> None:
 def _check_magnitude(problem: Problem) -> None:
     total = 0.0
     largest: dict[int, float] = {}
-    for array in (*problem.costs, *(edge.cost for edge in problem.edges)):
+    if problem.costs:
+        flat = np.abs(np.concatenate(problem.costs))
+        starts = np.cumsum([0, *(len(cost) for cost in problem.costs[:-1])])
+        total += sum(np.maximum.reduceat(np.where(flat < np.inf, flat, 0.0), starts).tolist())
+    for array in (edge.cost for edge in problem.edges):
         if id(array) not in largest:
             finite = array[np.isfinite(array)]
             largest[id(array)] = float(np.abs(finite).max()) if finite.size else 0.0

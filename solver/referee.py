@@ -6,6 +6,7 @@ Shares no code with presolve or backends, so that an error there cannot hide its
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -62,19 +63,15 @@ def tenants(problem: Problem, picks: Sequence[int], resource: str, instant: int,
 
 def _events(problem: Problem, picks: Sequence[int]) -> dict[str, dict[int, list[float]]]:
     """For every resource and instant, the bytes that appear (positive) and disappear (negative) there."""
-    events: dict[str, dict[int, list[float]]] = {name: {} for name in problem.limits}
-
-    def hold(resource: str, start: int, end: int, nbytes: float) -> None:
-        at = events.setdefault(resource, {})
-        if start < end:
-            at.setdefault(start, []).append(nbytes)
-            at.setdefault(end, []).append(-nbytes)
-
-    for usage in problem.usages:
-        hold(usage.resource, usage.start, usage.end, float(usage.nbytes[picks[usage.item]]))
-    for usage in problem.edge_usages:
-        edge = problem.edges[usage.edge]
-        hold(usage.resource, usage.start, usage.end, float(usage.nbytes[picks[edge.src], picks[edge.dst]]))
+    events: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in problem.limits}
+    held = [(usage, float(usage.nbytes[picks[usage.item]])) for usage in problem.usages]
+    ends = [(picks[edge.src], picks[edge.dst]) for edge in problem.edges]
+    on_edges = [(usage, float(usage.nbytes[ends[usage.edge]])) for usage in problem.edge_usages]
+    for usage, nbytes in (*held, *on_edges):
+        at = events.setdefault(usage.resource, defaultdict(list))
+        if nbytes and usage.start < usage.end:
+            at[usage.start].append(nbytes)
+            at[usage.end].append(-nbytes)
     return events
 
 

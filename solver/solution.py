@@ -37,10 +37,14 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a problem is infeasible: one sentence, and a Shortage for every resource that is too small."""
+    """Why a problem is infeasible: one sentence, and a Shortage for every resource that is too small.
+
+    `contradictory`: no limit is to blame, each choice of options has a forbidden pair.
+    """
 
     text: str
     shortages: tuple[Shortage, ...] = ()
+    contradictory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

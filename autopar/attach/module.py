@@ -22,7 +22,6 @@ from autopar.attach.tensors import (
     from_rank_zero,
     is_whole,
     layout_of,
-    local_of,
     mesh_of,
     parameter_on,
     placements_of,
@@ -30,6 +29,7 @@ from autopar.attach.tensors import (
     to_host,
     whole_parameter,
 )
+from autopar.attach.updates import Updates
 from autopar.emit import Program, emit, forward_only
 from autopar.graph import Graph, Node
 from autopar.layout import Layout
@@ -83,6 +83,7 @@ class _State:
         self.planner = planner
         self.outputs = outputs
         self.backend = backend
+        self.updates = Updates()
         self.modes: dict[tuple[bool, bool], _Mode] = {}
         self.main: _Mode | None = None
 
@@ -146,10 +147,19 @@ class ParallelModule(nn.Module):
                 sharded[id(value)] = as_dtensor(local, value.shape, layouts[path], self._autopar.device_mesh)
         return pytree.tree_map(lambda leaf: sharded.get(id(leaf), leaf), batch)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._autopar.updates.finish()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._autopar.updates.finish()
+        return super().load_state_dict(*args, **kwargs)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What `to_empty`, `to` and the like do to each tensor; one that has several names is one afterwards too, and
         one that the plan has on the host lies there.
         """
+        self._autopar.updates.finish()
         tied = aliases(self)
         super()._apply(self._keeping(fn), recurse)
         for name, first in tied.items():
@@ -225,6 +235,7 @@ def _capture(
 ) -> tuple[Captured, Graph]:
     """The joint graph, also where the caller is in no_grad; on all ranks or on none."""
     precision, device_mesh = parallel._autopar.precision, parallel._autopar.device_mesh
+    parallel._autopar.updates.finish()  # while torch traces, optimizers compute in other ways
     mode = None if training == parallel.training else training
 
     def trace() -> tuple[Captured, Graph]:
@@ -293,7 +304,8 @@ def _mode(state: _State, captured: Captured, plan: Plan) -> _Mode:
         program = program.compiled()
     coordinate = state.device_mesh.get_coordinate()
     assert coordinate is not None
-    runner = Runner(program, state.mesh, tuple(torch.tensor(index, device=device) for index in coordinate))
+    coordinates = tuple(torch.tensor(index, device=device) for index in coordinate)
+    runner = Runner(program, state.mesh, coordinates, state.updates)
     constants = {name: value.to(device) for name, value in captured.constants.items()}
     return _Mode(plan, runner, planned_inputs(captured.leaves), constants, captured.out_spec, captured.output_constants)
 
@@ -318,7 +330,8 @@ def _run(parallel: ParallelModule, mode: _Mode, leaves: list[tuple[str, Any]]) -
     state = parallel._autopar
     tensors = match_inputs(leaves, mode.inputs)
     parameters, buffers = tensors_by_name(parallel)
-    locals_of_parameters = [_local(parameters[node.target], node, mode.plan) for node in mode.runner.parameters]
+    for node in mode.runner.parameters:
+        _check(parameters[node.target], node, mode.plan)
     others: list[Tensor] = []
     for node in mode.runner.program.inputs:
         if node.op == "buffer":
@@ -326,15 +339,15 @@ def _run(parallel: ParallelModule, mode: _Mode, leaves: list[tuple[str, Any]]) -
         elif node.op == "constant":
             others.append(mode.constants[node.target.rpartition(":")[0]])
     others += local_inputs(mode.input_nodes.values(), mode.input_layouts, tensors, state.mesh, state.device_mesh)
-    outputs, written = mode.runner(locals_of_parameters, others)
+    outputs, written = mode.runner([parameters[node.target] for node in mode.runner.parameters], others)
     with torch.no_grad():
         for name, value in written:
             buffers[name].copy_(value)
     return _assemble_outputs(state, mode, outputs)
 
 
-def _local(parameter: Tensor, node: Node, plan: Plan) -> Tensor:
-    """This rank's piece of a parameter. Raises where something was done to it that the plan does not know of."""
+def _check(parameter: Tensor, node: Node, plan: Plan) -> None:
+    """Raises where something was done to a parameter that the plan does not know of."""
     if parameter.is_meta:
         raise RuntimeError(
             f"parameter {node.target} is on the meta device and has no values: "
@@ -343,7 +356,7 @@ def _local(parameter: Tensor, node: Node, plan: Plan) -> Tensor:
     layout, (type,) = plan.choices[node.name].gives[0], node.outputs
     assert type is not None
     if not isinstance(parameter, DTensor) and is_whole(layout) and type_of(parameter) == type:
-        return parameter
+        return
     if not isinstance(parameter, DTensor) or layout_of(parameter) != layout or type_of(parameter) != type:
         now = f"{type_of(parameter)} in {parameter.placements}" if isinstance(parameter, DTensor) else "a plain tensor"
         raise PlanMismatch(
@@ -356,7 +369,6 @@ def _local(parameter: Tensor, node: Node, plan: Plan) -> Tensor:
             f"parameter {node.target} lies on {lies}, the plan has it on {belongs}; "
             "move the parallel module as a whole, or change values in place"
         )
-    return local_of(parameter)
 
 
 def _lies_on(plan: Plan, parameter: str, device_mesh: DeviceMesh) -> str:

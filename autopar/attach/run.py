@@ -1,5 +1,5 @@
-"""The program as one autograd function: local tensors in, local tensors out, explicit collectives in both
-directions.
+"""The program as one autograd function: parameters as they are held and local tensors in, local tensors out, explicit
+collectives in both directions.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.attach.tensors import gradient_of, local_of
+from autopar.attach.updates import Updates
 from autopar.emit import Program
 from autopar.emit.moves import settle
 from autopar.graph import Node
@@ -20,13 +22,14 @@ from autopar.mesh import Mesh
 
 @dataclass(frozen=True)
 class Runner:
-    """A program with what every call of it needs: this rank's coordinates, and how results are found among its
-    outputs.
+    """A program with what every call of it needs: this rank's coordinates, how results are found among its outputs, and
+    the updates of parameters that may still be under way.
     """
 
     program: Program
     mesh: Mesh
     coordinates: tuple[Tensor, ...]
+    updates: Updates
 
     @property
     def parameters(self) -> tuple[Node, ...]:
@@ -72,10 +75,11 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Runner, others: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor | None, ...]:
         program = runner.program
-        outputs = program.forward(*parameters, *others, *runner.coordinates)
+        pieces = tuple(map(local_of, parameters))
+        outputs = program.forward(*pieces, *others, *runner.coordinates)
         count = len(program.results)
-        ctx.runner, ctx.saved = runner, list(outputs[count:])
-        results = tuple(_own(value, (*parameters, *others)) for value in outputs[:count])
+        ctx.runner, ctx.parameters, ctx.saved = runner, parameters, list(outputs[count:])
+        results = tuple(_own(value, (*pieces, *others)) for value in outputs[:count])
         differentiable = {node.target for node in program.tangents}
         constant = [
             value
@@ -96,11 +100,13 @@ class _Step(torch.autograd.Function):
             )
         if ctx.saved is None:
             raise RuntimeError("backward ran a second time through the same forward; call the module again first")
+        runner.updates.finish()  # of parameters whose next gradients are made now
         saved, ctx.saved = ctx.saved, None
         made = program.backward(saved, *runner.tangents(gradients), *runner.coordinates)
         settle()  # gradients on the host have arrived, and parameters there have been read
         by_name = {result.target: value for (result, _), value in zip(program.gradients, made, strict=True)}
-        return None, None, *(by_name.get(node.target) for node in runner.parameters)
+        held = zip(runner.parameters, ctx.parameters, strict=True)
+        return None, None, *(gradient_of(parameter, by_name.get(node.target)) for node, parameter in held)
 
 
 def _own(value: Tensor | None, inputs: tuple[Tensor, ...]) -> Tensor | None:

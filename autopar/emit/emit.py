@@ -297,6 +297,8 @@ class _Emitter:
         writer.comment = "; ".join(filter(None, [node.module, node.source, self._layouts(node, choice)]))
         if node.op == "autopar.share":
             self.values[Ref(node.name)] = operands[0]
+            if Ref(node.name) not in self.used:  # it is there to be held until here
+                writer.make(node.name, torch.ops.aten.alias.default, (operands[0],), {})
             return
         types = operand_types(node, self.node_of)
         local_in = tuple(local_type(t, layout, self.plan.mesh) for t, layout in zip(types, choice.takes, strict=True))

@@ -12,6 +12,7 @@ from autopar.graph import Node, TensorType
 from autopar.layout import Layout, Partial, Placement, Replicate, Shard, local_type, show
 from autopar.plan.plan import Choice, Plan
 from autopar.plan.tell import home, human, is_product, modes_of, shown_nodes
+from autopar.saving.once import is_gathered_once
 from autopar.work import FETCH, STORE, VIEWS
 from cost_models.steps import Compute, Move
 
@@ -282,7 +283,7 @@ def _words(plan: Plan) -> Iterator[str]:
         if size == 1:
             yield f"{axis}: one rank, nothing to split"
             continue
-        told = f"{axis}: {_named(use, total)}"
+        told = f"{axis}: {_named(use, total, _sharded_as(plan))}"
         yield from textwrap.wrap(told, WIDTH, subsequent_indent="  ")
 
 
@@ -295,7 +296,16 @@ def _parameters_of(plan: Plan) -> list[tuple[Node, TensorType]]:
     return found
 
 
-def _named(use: _Use, parameter_bytes: float) -> str:
+def _sharded_as(plan: Plan) -> str:
+    """What it is called that parameters are stored in pieces and gathered as this graph has it."""
+    shared = {node.name for node in plan.graph.nodes if is_gathered_once(node)}
+    gradients = {result.ref.name for result in plan.graph.results if result.kind == "gradient" and result.ref}
+    if shared & gradients:
+        return "ZeRO-1"
+    return "SHARD_GRAD_OP / ZeRO-2" if shared else "FSDP / ZeRO-3"
+
+
+def _named(use: _Use, parameter_bytes: float, sharded_as: str) -> str:
     """The textbook's name where there is one, then what it means here."""
     flops = sum(use.products.values())
     share = {what: part / flops for what, part in use.products.items() if flops and part / flops > SOME}
@@ -308,9 +318,9 @@ def _named(use: _Use, parameter_bytes: float) -> str:
         means = "each rank computes a part of the batch"
         if gathered >= MOST:
             means += " and keeps a part of each parameter, which is gathered for use"
-            names.append(f"fully sharded data parallel (FSDP / ZeRO-3){amount}: {means}")
+            names.append(f"fully sharded data parallel ({sharded_as}){amount}: {means}")
         elif gathered > SOME:
-            how = f"{gathered:.0%} of the parameter bytes sharded and gathered for use as in FSDP / ZeRO-3"
+            how = f"{gathered:.0%} of the parameter bytes sharded and gathered for use as in {sharded_as}"
             names.append(f"data parallel{amount}, {how}: {means}")
         else:
             means += " with the whole of their parameters; gradients are summed"

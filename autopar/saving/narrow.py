@@ -129,4 +129,5 @@ def plain(graph: Graph) -> Graph:
         else:
             args, kwargs = map_refs(node.args, traced), tuple((k, map_refs(arg, traced)) for k, arg in node.kwargs)
             kept.append(replace(node, args=args, kwargs=kwargs))
-    return Graph(tuple(kept), graph.results) if len(kept) < len(graph.nodes) else graph
+    results = tuple(replace(r, ref=None if r.ref is None else traced(r.ref)) for r in graph.results)
+    return Graph(tuple(kept), results) if len(kept) < len(graph.nodes) else graph

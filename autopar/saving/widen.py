@@ -49,10 +49,11 @@ class Again:
 
 @dataclass(frozen=True)
 class Widened:
-    """`graph` with `again[name]` for each node of backward that is a forward value."""
+    """`graph` with `again[name]` for each node of backward that is a forward value; `base`: what it was made from."""
 
     graph: Graph
     again: Mapping[str, Again]
+    base: Graph
 
 
 def widened(graph: Graph, *, recompute: bool = True, offload: bool = True) -> Widened:
@@ -120,7 +121,7 @@ class _Widening:
             )
             for origin, name in self.name_of.items()
         }
-        return Widened(graph, again)
+        return Widened(graph, again, self.graph)
 
     def _fixed(self) -> set[str]:
         """Forward nodes that are not run again: what leaves its region, and what would not come out the same."""

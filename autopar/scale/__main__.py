@@ -78,8 +78,8 @@ def _scale(given: argparse.Namespace) -> int:
     plan = _plan(given.plan)
     if plan.residence or plain(plan.graph) is not plan.graph:
         raise BadArgument(
-            f"{given.plan} recomputes values, or keeps some on the host, and how that grows is not known; "
-            "make a plan with python -m autopar.search ... --spare none"
+            f"{given.plan} recomputes values, keeps some on the host, or keeps gathered weights (zero1, zero2), and "
+            "how that grows is not known; make a plan with python -m autopar.search ... --spare none"
         )
     hardware = _hardware(given.hardware or plan.hardware, plan)
     progress(f"read {given.plan}: {len(plan.graph.nodes):,} operators on {plan.mesh}")

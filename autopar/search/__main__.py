@@ -157,7 +157,7 @@ def _seldom_collected() -> Iterator[None]:
     takes a fifth of the time of a search, and of tracing.
     """
     before = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(1_000_000, 50, 100)
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.plan import Plan
 from autopar.plan.tell import human
-from autopar.policies import policies_for
+from autopar.policies import REWRITES, policies_for
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
 from autopar.search.simulated import best_prefetch
 
@@ -36,13 +36,14 @@ def compare(
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, tuple[Row, ...]]:
     """(best plan of all, baselines). The best is `chosen`, unless its search was cut short, or tied, and missed it, or
-    it is zero2, whose plans that search does not look at (docs/design/0020).
+    it is of a policy that gathers weights once, at whose plans that search does not look (docs/design/0020).
 
     Where `chosen` was chosen by simulated time, so are the baselines measured; what it had to keep, so do they.
     """
     rows: list[Row] = []
     best = chosen
-    for policy in policies_for(question.pricer.mesh, sparing=question.pricer.updates_together):
+    mesh, spares = question.pricer.mesh, question.pricer.updates_together
+    for policy in policies_for(mesh, sparing=spares, dominated=True):
         try:
             plan = answer(question, memory=memory, outputs=outputs, time_limit_s=time_limit_s, policy=policy, keep=keep)
         except Infeasible as error:
@@ -64,7 +65,7 @@ def compare(
 
 def _instead(chosen: Plan, plan: Plan, policy: str) -> Plan:
     """A baseline's plan as the answer; what is proven is proven of the union of what the two searches looked at."""
-    if policy == "zero2":
+    if policy in REWRITES:
         why = "has every reader gather a weight for itself"
     else:
         why = "ties repeated layers" if chosen.search.get("tied") else "was cut by its time limit"

@@ -10,16 +10,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.assemble import Assembled
 from autopar.assemble_again import Comeback
 from autopar.saving import RECOMPUTE, SAVE
 from autopar.settle import Pick, came, picked
 from autopar.strategy import Strategy
-from solver import Prices, Solution, cut, evaluate, inside, solve
-
-Index = NDArray[np.intp]
+from solver import Index, Prices, Solution, cut, evaluate, inside, solve
 
 LOOSE = 3e-3  # of a problem whose prices are only a means to find candidates
 
@@ -68,13 +65,16 @@ def carried(known: Known, assembled: Assembled) -> tuple[int, ...] | None:
     """The picks that mean the same in this problem; None where it lacks an option."""
     before, found = known.assembled, [-1] * len(assembled.problem.costs)
     for name, item in assembled.item_of.items():
-        if name not in before.item_of:
+        if (at := before.item_of.get(name)) is None:
             continue
-        at = before.item_of[name]
-        strategy, options = before.options[at][known.picks[at]], assembled.options[item]
-        where = before.residences[at][known.picks[at]] if at in before.residences else "device"
+        options, earlier, pick = assembled.options[item], before.options[at], known.picks[at]
+        if options is earlier and item not in assembled.residences:
+            found[item] = pick
+            continue
+        where = before.residences[at][pick] if at in before.residences else "device"
         resides = assembled.residences.get(item, ("device",) * len(options))
-        found[item] = next((i for i, o in enumerate(options) if resides[i] == where and _same(o, strategy)), -1)
+        told = enumerate(options)
+        found[item] = next((i for i, o in told if resides[i] == where and _same(o, earlier[pick])), -1)
     for origin, back in assembled.modes.items():
         if back.item is not None:
             found[back.item] = _mode(known, origin, back)

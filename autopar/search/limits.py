@@ -77,6 +77,8 @@ def _infeasible(
             f"no plan fits in {size(memory)} per rank together with what the host has; each of the two would do if the "
             "other were larger. Give more memory or more ranks, or make the batch smaller."
         )
+    if shortage is None and memory is not None and explanation is not None and not explanation.contradictory:
+        return Infeasible(f"{'no plan' if policy is None else f'no {policy} plan'} fits in {size(memory)} per rank.")
     if shortage is None or memory is None:
         return Infeasible(
             "no combination of strategies is consistent. Where keep= or a policy says that a parameter lies on the "
@@ -95,7 +97,7 @@ def nothing_fits(shortage: Shortage, graph: Graph, memory: float, closed: Collec
     `graph`: that of the problem's instants; `memory`: the limit of the device; `closed`: ways that make sense on the
     machine, but may not be used.
     """
-    node_of, live = graph.by_name, liveness(graph)
+    node_of = graph.by_name
     of = "" if shortage.resource == DEVICE else f" of the {shortage.resource}"
     if shortage.enough is None:
         least = f"at least {size(shortage.at_least)}{of} is needed ({SAFE})"
@@ -113,7 +115,7 @@ def nothing_fits(shortage: Shortage, graph: Graph, memory: float, closed: Collec
         room = f"{size(memory)} of the device and {size(shortage.limit)} of its {shortage.resource} per rank"
     if shortage.enough is None:  # no plan is known, and so no peak
         return f"{what} fits in {room}: {least}. {_help(shortage, graph, closed if policy is None else ())}"
-    node = node_of.get(live.node_at[shortage.instant])
+    node = node_of.get(liveness(graph).node_at[shortage.instant])
     where = "the optimizer step" if node is None else f"{_called(node)} runs in {node.phase}"
     told = [f"{what} fits in {room}: {least}, at the peak while {where}."]
     if shortage.tenants:

@@ -16,9 +16,10 @@ from autopar.plan import Plan
 from autopar.policies import policies_for, sparing_of
 from autopar.search.layouts import LOOSE, Known, best_among
 from autopar.search.limits import Infeasible, NoAnswerInTime, size
+from autopar.search.posed import Wanted, limits_of, posed_of
 from autopar.search.question import Progress, Question
 from autopar.search.simulated import choose
-from autopar.search.solved import ROWS, Begins, Solved, Wanted, assembled_for, floor_s, solved_within
+from autopar.search.solved import Begins, Solved, floor_s, solved_within
 from autopar.settle import tidied
 from solver import evaluate, solve
 
@@ -58,7 +59,7 @@ def least_sum(question: Question, wanted: Wanted, progress: Progress) -> Solved:
         return solved_within(question, None, wanted, progress)
     free = _free(question, wanted, progress)
     if free.plan.peak_bytes[DEVICE] <= wanted.memory:
-        limits = {DEVICE: wanted.memory - ROWS * free.pricer.bucket_bytes}
+        limits = limits_of(free.pricer, free.sparing, wanted.memory)
         limited = replace(free.assembled, problem=replace(free.assembled.problem, limits=limits))
         plan = replace(free.plan, memory_limit=wanted.memory)
         return replace(free, assembled=limited, tell=lambda: plan)
@@ -89,7 +90,7 @@ def _layouts(question: Question, wanted: Wanted, progress: Progress) -> list[Kno
     able = [policy for policy in able if floor_s(question, policy) <= most_s]
     return [
         free.as_known,
-        *_by_hand(question, near, wanted.unlimited, progress),
+        *_by_hand(question, near, wanted.unbound, progress),
         *_by_hand(question, able, wanted, progress),
     ]
 
@@ -117,10 +118,12 @@ def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Prog
     def again(shares: Shares, free: float) -> Plan | None:
         nonlocal start, prices
         memory = None if wanted.memory is None else wanted.memory - free
-        less = replace(wanted, memory=memory, sparing=solved.sparing)
-        cheaper, wide = assembled_for(question, question.strategies, pricer, less, solved.tied, shares)
+        limits = limits_of(pricer, solved.sparing, memory)
+        asked = replace(wanted, sparing=solved.sparing)
+        priced = posed_of(question, question.strategies, pricer, asked, solved.tied, shares).within(limits)
+        cheaper = priced.assembled
         if spares:  # too large to be solved again and again
-            solution = best_among(known, cheaper, wide.again, wanted.time_limit_s, prices)
+            solution = best_among(known, cheaper, priced.wide.again, wanted.time_limit_s, prices)
         else:
             solution = solve(
                 cheaper.problem, time_limit_s=wanted.time_limit_s, gap=max(solved.gap, LOOSE), start=start,

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from math import isfinite
 
 from autopar.assemble import DEVICE
+from autopar.events import Staged
 from autopar.hidden import GRADIENTS, MOVES, WEIGHTS, Shares
 from autopar.plan.plan import Candidate, Plan
 from autopar.price import Pricer
 from autopar.schedule import weights_in
-from autopar.timeline import timeline_of
-from cost_models.simulator import Timeline
+from cost_models.simulator import Timeline, play
 
 Again = Callable[[Shares, float], Plan | None]
 
@@ -66,13 +66,13 @@ def best_prefetch(plan: Plan, pricer: Pricer, memory: float | None, beat: float 
     """The plan with the prefetch that makes it quickest and fits. `beat`: seconds that a good plan would take."""
     if not pricer.hardware.overlaps:
         return Played(plan, None)
-    pricer = replace(pricer, bucket_bytes=plan.bucket_bytes)
+    staged = Staged(plan, replace(pricer, bucket_bytes=plan.bucket_bytes))
     best = Played(replace(plan, prefetch=None, simulated_seconds=None), None)
     wished, lacks = None, 0.0
     for prefetch in (FIRST, *OTHERS, 0):
         if prefetch == 0 and best.timeline is not None:
             break  # gathering at the use is for plans that have no memory to gather earlier
-        timeline = timeline_of(plan, pricer, overlap=True, prefetch=prefetch)
+        timeline = play(staged.events(overlap=True, prefetch=prefetch))
         peak = max(plan.peak_bytes[DEVICE], timeline.memory[DEVICE].peak_bytes)
         if memory is not None and peak > memory:
             if prefetch == FIRST:

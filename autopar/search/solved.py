@@ -8,61 +8,33 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from autopar.assemble import Assembled, assemble
-from autopar.classes import classes_of
+from autopar.assemble import Assembled
 from autopar.decide import decide
 from autopar.graph import Graph
-from autopar.hidden import Shares
-from autopar.layout import Layout
 from autopar.plan import Plan
-from autopar.policies import agree, restrict
+from autopar.policies import SPARING
 from autopar.price import Pricer
 from autopar.saving import Widened
 from autopar.schedule import bucket_bytes
 from autopar.search.layouts import Known, best_among, cheapest
 from autopar.search.limits import Infeasible, picks_or_raise, prices_of
+from autopar.search.posed import Wanted, posed, restricted
 from autopar.search.question import Progress, Question
-from autopar.search.spare import NOTHING_SPARED, Sparing, host_bytes, ways_on
+from autopar.search.spare import Sparing, ways_on
 from autopar.settle import tidied
-from autopar.strategy import Strategy
 from cost_models.steps import Comm, Compute
 from solver import Prices, Problem, Solution, evaluate, solve
 
 Begin = Callable[[], list[Known]]
 
-# Above this many pairs of options the problem is solved with repeated layers tied to one choice. Llama-8B on 8x8 has 6
-# million and needs no ties; a 3-D mesh may.
-TIE_ABOVE_PAIRS = 40_000_000
-
 # Below this many pairs the best plan is wanted to the last digit; above, one that is proven to be within GAP of it.
 EXACT_BELOW_PAIRS = 250_000
 GAP = 1e-3
-ROWS = 2  # of gradients need memory: one is sent when it holds `bucket_bytes`, or more; one more waits for the host
 LARGE_GAP = 5e-3  # of a large problem with all that may be spared
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a search is asked for; see `autopar.search.search`. `quick`: a plan to compare with, however far from proven
-    (`solver.solve`).
-    """
-
-    memory: float | None
-    outputs: str
-    fixed: Mapping[str, Layout]
-    time_limit_s: float
-    tied: bool | None
-    sparing: Sparing = NOTHING_SPARED
-    quick: bool = False
-
-    @property
-    def unlimited(self) -> Wanted:
-        """The same, where memory is no matter."""
-        return replace(self, memory=None, sparing=replace(self.sparing, ways=()))
 
 
 @dataclass(frozen=True)
@@ -106,7 +78,7 @@ def solved_within(
     question: Question, policy: str | None, wanted: Wanted, progress: Progress, begins: Begins | None = None
 ) -> Solved:
     """The best plan. Raises Infeasible, NoAnswerInTime."""
-    gathered = _bucket_bytes(question, wanted.memory)
+    gathered = _bucket_bytes(question, wanted.rows_for if wanted.memory is None else wanted.memory)
     try:
         return _solved(question, gathered, policy, wanted, progress, begins)
     except Infeasible as error:
@@ -121,15 +93,9 @@ def _solved(
     question: Question, gathered: int, policy: str | None, wanted: Wanted, progress: Progress, begins: Begins | None
 ) -> Solved:
     started = time.perf_counter()
-    graph, strategies, sparing = question.graph, question.strategies, wanted.sparing
-    pricer = replace(question.pricer, bucket_bytes=gathered)
-    if policy is not None:
-        strategies = restrict(policy, graph, strategies, pricer.mesh)
-    tied = _pairs(graph, strategies) > TIE_ABOVE_PAIRS if wanted.tied is None else wanted.tied
-    tied = tied and not sparing.is_uneven(classes_of(graph, tied=True), graph)
-    if tied and policy is not None:
-        strategies = agree(strategies, classes_of(graph, tied=True))
-    assembled, wide = assembled_for(question, strategies, pricer, wanted, tied)
+    graph, sparing = question.graph, wanted.sparing
+    asked = posed(question, gathered, policy, wanted)
+    assembled, wide, pricer, tied = asked.assembled, asked.wide, asked.pricer, asked.tied
     problem = assembled.problem
     assembled_s = time.perf_counter() - started
     progress(
@@ -159,7 +125,7 @@ def _solved(
 
     def tell() -> Plan:
         plan = decide(
-            graph, assembled, picks, pricer,
+            wide.base, assembled, picks, pricer,
             objective=solution.cost, bound=solution.bound, memory=wanted.memory, outputs=wanted.outputs,
             notes=_notes(question, policy, tied), search=_facts(graph, problem, solution, policy, tied),
         )  # fmt: skip
@@ -193,38 +159,6 @@ def _begun(
     return solution, start.prices
 
 
-def assembled_for(
-    question: Question, strategies: Mapping[str, tuple[Strategy, ...]], pricer: Pricer, wanted: Wanted, tied: bool,
-    shares: Shares | None = None,
-) -> tuple[Assembled, Widened]:  # fmt: skip
-    """The problem, and the graph of all that it decides. `shares`: as in `autopar.hidden`."""
-    sparing = wanted.sparing
-    wide, residences = _widened(question, sparing), sparing.residences
-    rows = pricer.bucket_bytes * (ROWS if len(residences) == 1 else ROWS + 1)
-    assembled = assemble(
-        wide.graph,
-        strategies,
-        pricer,
-        memory=None if wanted.memory is None else wanted.memory - rows,
-        tied=tied,
-        whole_outputs=wanted.outputs == "global",
-        fixed=wanted.fixed,
-        again=wide.again,
-        residences=residences,
-        host_memory=host_bytes(pricer) if sparing.uses_host else None,
-        residence_of=sparing.residences_of(question.graph),
-        shares=shares,
-    )
-    return assembled, wide
-
-
-def _widened(question: Question, sparing: Sparing) -> Widened:
-    key = "widened", repr(sparing)
-    if key not in question.known:
-        question.known[key] = sparing.widen(question.graph)
-    return question.known[key]
-
-
 def _notes(question: Question, policy: str | None, tied: bool) -> list[str]:
     notes = [*_rule_notes(question.graph, question.without_rule)]
     if tied:
@@ -256,13 +190,14 @@ def _facts(
 
 def floor_s(question: Question, policy: str) -> float:
     """Seconds of compute that no plan of the policy can do without; found out once."""
+    policy = SPARING.get(policy, policy)  # what is gathered once computes nothing
     if (key := ("floor", policy)) not in question.known:
         question.known[key] = _floor_s(question, policy)
     return question.known[key]
 
 
 def _floor_s(question: Question, policy: str) -> float:
-    strategies = restrict(policy, question.graph, question.strategies, question.pricer.mesh)
+    strategies = restricted(question, policy)
     least: dict[int, float] = {}
     for options in strategies.values():
         if id(options) not in least:
@@ -286,10 +221,6 @@ def _bucket_bytes(question: Question, memory: float | None) -> int:
     parameters = [node for node in graph.nodes if node.op == "parameter" and node.target in trained]
     gradients = sum(type.nbytes for node in parameters for type in node.outputs if type is not None)
     return bucket_bytes(question.pricer, gradients, memory)
-
-
-def _pairs(graph: Graph, strategies: Mapping[str, tuple[Strategy, ...]]) -> int:
-    return sum(len(strategies[node.name]) * len(strategies[ref.name]) for node in graph.nodes for ref in node.operands)
 
 
 def _rule_notes(graph: Graph, without_rule: tuple[str, ...]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from autopar.assembly import HOST
 from autopar.graph import Graph, Node
 from autopar.price import Pricer
-from autopar.saving import OFFLOAD, RECOMPUTE, SAVE, Again, Widened, gathered_once, widened
+from autopar.saving import OFFLOAD, RECOMPUTE, SAVE, Again, Widened, widened
 from autopar.search.keep import modes_kept
 from autopar.work import VIEWS
 
@@ -24,14 +24,14 @@ Modes = Callable[[Again, Node], tuple[str, ...]]  # a forward value that comes b
 class Sparing:
     """`ways`: those of SPARES that are open. `modes`: those that a value may have, if a policy says so; `residence`:
     where a policy, or the user, wants the parameters that it names; `kept`: forward node -> what the user wants of it.
-    `gathers_once`: weights are gathered once and kept, if a policy says so, but for those on the host.
+    `rewrite`: what a policy makes of the graph first, but for the parameters that it is given, those on the host.
     """
 
     ways: tuple[str, ...] = ()
     modes: Modes | None = None
     residence: Mapping[str, str] = field(default_factory=dict[str, str])
     kept: Mapping[str, str] = field(default_factory=dict[str, str])
-    gathers_once: bool = False
+    rewrite: Callable[[Graph, Collection[str]], Graph] | None = None
 
     def keeping(self, kept: Mapping[str, str], residence: Mapping[str, str]) -> Sparing:
         """The same, but for what the user settles."""
@@ -64,11 +64,11 @@ class Sparing:
 
         With parameters on the host, views of them are made again in backward, of what is fetched there.
         """
-        if self.gathers_once:
-            graph = gathered_once(graph, [name for name, where in self.residence.items() if where == HOST])
+        if self.rewrite is not None:
+            graph = self.rewrite(graph, [name for name, where in self.residence.items() if where == HOST])
         is_settled = self.modes is not None or bool(self.kept)
         if not {"recompute", "offload"} & set(self.ways) and HOST not in self.residences and not is_settled:
-            return Widened(graph, {})
+            return Widened(graph, {}, graph)
         again = "recompute" in self.ways or self.modes is not None or RECOMPUTE in self.kept.values()
         found = widened(graph, recompute=again, offload="offload" in self.ways or OFFLOAD in self.kept.values())
         if not is_settled:

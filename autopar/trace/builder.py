@@ -16,7 +16,7 @@ class Builder:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self._node_of: dict[str, Node] = {}
-        self._known: dict[tuple[object, ...], str] = {}
+        self._known: dict[tuple[str, str, str], str] = {}
 
     def type(self, ref: Ref) -> TensorType:
         found = self._node_of[ref.name].outputs[ref.index]
@@ -28,7 +28,7 @@ class Builder:
 
     def keep(self, node: Node) -> str:
         """Add `node`, or find an equal one of the same phase (common subexpressions; never random operators)."""
-        key = (node.op, node.args, node.kwargs, node.phase, repr((node.args, node.kwargs)))
+        key = (node.op, node.phase, repr((node.args, node.kwargs)))  # 1, 1.0 and True are equal, but not the same
         if not node.is_source and not node.op.startswith(RANDOM):
             if key in self._known:
                 return self._known[key]

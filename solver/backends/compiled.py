@@ -9,6 +9,8 @@ Minima may be vectorised; sums keep their order, so that every machine gets the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 
@@ -163,7 +165,7 @@ def _use_of(picks, first, own, other, spans, size):
 
 
 @numba.njit(**_KERNEL)
-def _price_in(price, first, cost, pairs, at, own, other, spans, costs, priced):
+def _price_in(price, first, cost, pairs, at, priced_at, own, other, spans, costs, priced, where):
     item_spans, edge_spans, start, end, held, nbytes = spans
     rising = np.zeros(len(price) + 1)
     for k in range(len(price)):
@@ -180,11 +182,18 @@ def _price_in(price, first, cost, pairs, at, own, other, spans, costs, priced):
     for e in range(len(edge_spans) - 1):
         if edge_spans[e] == edge_spans[e + 1]:
             continue
+        where[2 * e], where[2 * e + 1] = at[2 * e], at[2 * e + 1]
+        most = 0.0
+        for s in range(edge_spans[e], edge_spans[e + 1]):
+            most = max(most, rising[end[s]] - rising[start[s]])
+        if most <= 0:
+            continue
         u, v = own[2 * e], other[2 * e]
         n, m = first[u + 1] - first[u], first[v + 1] - first[v]
-        there, back = at[2 * e], at[2 * e + 1]
+        here, there, back = at[2 * e], priced_at[2 * e], priced_at[2 * e + 1]
+        where[2 * e], where[2 * e + 1] = there, back
         for k in range(n * m):
-            priced[there + k] = pairs[there + k]
+            priced[there + k] = pairs[here + k]
         for s in range(edge_spans[e], edge_spans[e + 1]):
             rate = rising[end[s]] - rising[start[s]]
             if rate > 0:
@@ -205,6 +214,22 @@ def use_of(flat: Flat, picks: Index) -> Array:
     return _use_of(picks, flat.first, flat.own, flat.other, flat.spans, len(flat.room))
 
 
-def price_in(flat: Flat, price: Array, costs: Array, priced: Array) -> None:
-    """costs = cost + price x bytes of every option; the same for pairs that hold memory, both ways, in `priced`."""
-    _price_in(price, flat.first, flat.cost, flat.pairs, flat.at, flat.own, flat.other, flat.spans, costs, priced)
+class Priced(NamedTuple):
+    """Costs of all options and pairs with memory at some prices; those of link l lie in `pairs` from at[l] on."""
+
+    costs: Array
+    pairs: Array
+    at: Index
+
+
+def unpriced(flat: Flat) -> Priced:
+    """Where memory costs nothing."""
+    pairs = np.empty(flat.priced)
+    pairs[: len(flat.pairs)] = flat.pairs
+    return Priced(flat.cost.copy(), pairs, flat.at.copy())
+
+
+def price_in(flat: Flat, price: Array, into: Priced) -> None:
+    """Let `into` tell cost + price x bytes of every option and pair, with one price per position."""
+    where = flat.at, flat.priced_at, flat.own, flat.other
+    _price_in(price, flat.first, flat.cost, flat.pairs, *where, flat.spans, *into)

@@ -2,8 +2,11 @@
 
 Options of item u stand at first[u] <= k < first[u + 1]. Every edge e is two links, 2e seen from its `src` and 2e + 1
 seen from its `dst`: the costs of link l lie in `pairs` from at[l] on, one row per option of its `own` item, so that a
-loop over the options of `other` runs along memory. Edges that share a matrix share its place, unless pairs of theirs
-hold memory (their costs then change with the prices).
+loop over the options of `other` runs along memory. Edges that share a matrix share its place.
+
+Once memory has prices, pairs that hold some cost more. All costs then lie in another array, which begins like `pairs`;
+behind that each edge that holds memory has a place of its own, from priced_at[l] on, which is used where what it holds
+has a price. `priced` is the length of it all.
 
 All resources lie on one line of positions, those of one after those of the other. Span s is held by an item (those
 with number item_spans[u] <= s < item_spans[u + 1]) or by an edge (edge_spans likewise, counted on) during positions
@@ -43,6 +46,8 @@ class Flat:
     cost: Array
     pairs: Array
     at: Index
+    priced_at: Index
+    priced: int
     own: Index
     other: Index
     message: Index  # where the message into `own` over each link begins
@@ -94,7 +99,7 @@ def flatten(core: Problem) -> Flat:
     sizes = np.array([len(cost) for cost in core.costs], dtype=np.int64)
     ends = np.array([(edge.src, edge.dst) for edge in core.edges], dtype=np.int64).reshape(-1, 2)
     own, other = ends.ravel(), ends[:, ::-1].ravel()
-    pairs, at = _pool(core)
+    pairs, at, priced_at, priced = _pool(core)
     order = np.lexsort((other, own))
     room, limit, resource, instant, spans = _memory(core)
     return Flat(
@@ -102,6 +107,8 @@ def flatten(core: Problem) -> Flat:
         cost=np.concatenate(core.costs) if core.costs else np.zeros(0),
         pairs=pairs,
         at=at,
+        priced_at=priced_at,
+        priced=priced,
         own=own,
         other=other,
         message=_bounds(sizes[own]),
@@ -119,35 +126,36 @@ def _bounds(sizes: NDArray[np.integer]) -> Index:
     return np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
 
 
-def _pool(core: Problem) -> tuple[Array, Index]:
-    """All matrices, each from both sides, and where those of every link begin."""
-    holding = {usage.edge for usage in core.edge_usages}
+def _pool(core: Problem) -> tuple[Array, Index, Index, int]:
+    """All matrices, each from both sides, and where those of every link begin, without prices of memory and with."""
     places: dict[int, tuple[int, int]] = {}
     parts: list[Array] = []
-    at: list[int] = []
     size = 0
-    for number, edge in enumerate(core.edges):
-        place = None if number in holding else places.get(id(edge.cost))
-        if place is None:
-            place = (size, size + edge.cost.size)
+    for edge in core.edges:
+        if id(edge.cost) not in places:
+            places[id(edge.cost)] = (size, size + edge.cost.size)
             parts += [edge.cost.ravel(), edge.cost.T.ravel()]
             size += 2 * edge.cost.size
-            if number not in holding:
-                places[id(edge.cost)] = place
-        at += place
-    return np.concatenate(parts) if parts else np.zeros(0), np.array(at, dtype=np.int64)
+    at = np.array([places[id(edge.cost)] for edge in core.edges], dtype=np.int64).reshape(-1, 2)
+    priced_at = at.copy()
+    for number in sorted({usage.edge for usage in core.edge_usages}):
+        pairs = core.edges[number].cost.size
+        priced_at[number] = size, size + pairs
+        size += 2 * pairs
+    return np.concatenate([np.zeros(0), *parts]), at.ravel(), priced_at.ravel(), size
 
 
 def _memory(core: Problem) -> tuple[Array, Array, tuple[str, ...], Index, Spans]:
     """Room, limit, resource and instant of every position, and what is held there."""
     names = sorted(core.limits)
-    on_items: list[list[tuple[int, int, Array]]] = [[] for _ in core.costs]
-    on_edges: list[list[tuple[int, int, Array]]] = [[] for _ in core.edges]
+    on_items: list[list[tuple[int, int, int]]] = [[] for _ in core.costs]
+    on_edges: list[list[tuple[int, int, int]]] = [[] for _ in core.edges]
     room: list[Array] = []
     limit: list[Array] = []
     instants: list[Index] = []
-    parts: dict[int, tuple[float, Array | None]] = {}  # id of bytes that usages share -> `_above`
-    before = 0
+    parts: dict[int, tuple[float, int]] = {}  # id of bytes that usages share -> what all hold, where the rest lies
+    held: list[Array] = []
+    size = before = 0
     for name in names:
         usages: list[Usage | EdgeUsage] = [
             u for u in (*core.usages, *core.edge_usages) if u.resource == name and u.start < u.end
@@ -158,19 +166,23 @@ def _memory(core: Problem) -> tuple[Array, Array, tuple[str, ...], Index, Spans]
         ends = np.searchsorted(points, [u.end for u in usages])
         for usage, start, end in zip(usages, starts.tolist(), ends.tolist(), strict=True):
             if id(usage.nbytes) not in parts:
-                parts[id(usage.nbytes)] = _above(usage.nbytes)
-            always, above = parts[id(usage.nbytes)]
+                always, above = _above(usage.nbytes)
+                parts[id(usage.nbytes)] = always, -1 if above is None else size
+                if above is not None:
+                    held.append(above)
+                    size += len(above)
+            always, place = parts[id(usage.nbytes)]
             least[start] += always
             least[end] -= always
-            if above is not None:
+            if place >= 0:
                 holder = on_items[usage.item] if isinstance(usage, Usage) else on_edges[usage.edge]
-                holder.append((before + start, before + end, above))
+                holder.append((before + start, before + end, place))
         room.append(core.limits[name] - np.cumsum(least)[:-1])
         limit.append(np.full(len(points), core.limits[name]))
         instants.append(points)
         before += len(points)
-    spans = [span for held in (*on_items, *on_edges) for span in held]
-    counts = [len(held) for held in on_items]
+    spans = [span for found in (*on_items, *on_edges) for span in found]
+    counts = [len(found) for found in on_items]
     return (
         np.concatenate([np.zeros(0), *room]),
         np.concatenate([np.zeros(0), *limit]),
@@ -178,11 +190,11 @@ def _memory(core: Problem) -> tuple[Array, Array, tuple[str, ...], Index, Spans]
         np.concatenate([np.zeros(0, np.int64), *instants]),
         Spans(
             item_spans=_bounds(np.array(counts, dtype=np.int64)),
-            edge_spans=_bounds(np.array([len(held) for held in on_edges], dtype=np.int64)) + sum(counts),
+            edge_spans=_bounds(np.array([len(found) for found in on_edges], dtype=np.int64)) + sum(counts),
             start=np.array([span[0] for span in spans], dtype=np.int64),
             end=np.array([span[1] for span in spans], dtype=np.int64),
-            held=_bounds(np.array([len(span[2]) for span in spans], dtype=np.int64)),
-            nbytes=np.concatenate([np.zeros(0), *(span[2] for span in spans)]),
+            held=np.array([span[2] for span in spans], dtype=np.int64),
+            nbytes=np.concatenate([np.zeros(0), *held]),
         ),
     )
 

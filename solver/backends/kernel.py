@@ -15,8 +15,7 @@ import numpy as np
 from solver.backends import QUICK_PAIRS, Budget, highs
 from solver.cut import cut, inside
 from solver.presolve import Dead, presolve
-from solver.presolve.core import Index
-from solver.problem import Array, Problem
+from solver.problem import Array, Index, Problem
 from solver.referee import evaluate
 
 MOST_PAIRS = 250_000  # of a kernel after presolve: above, the linear program takes minutes

@@ -25,31 +25,24 @@ class Sweeps:
 
     def __init__(self, core: Problem) -> None:
         self.flat: Flat = flatten(core)
+        matrices = {id(edge.cost): edge.cost for edge in core.edges}.values()
+        self._consistent = all(bool(ok.any(0).all() and ok.any(1).all()) for ok in (m < np.inf for m in matrices))
         flat = self.flat
-        self.costs: Array = flat.cost.copy()
-        self.pairs: Array = flat.pairs.copy() if len(flat.holding) else flat.pairs
+        self._priced = compiled.unpriced(flat)
+        self.costs, self.pairs, at = self._priced
         self.messages: Array = np.zeros(int(flat.message[-1]))
         ahead = np.bincount(flat.own, flat.other > flat.own, flat.items)
         behind = np.bincount(flat.own, flat.other < flat.own, flat.items)
         self._weight: Array = 1.0 / np.maximum(np.maximum(ahead, behind), 1.0)
-        self._graph = (flat.at, flat.other, flat.message, flat.of_item, flat.links, self._weight)
+        self._graph = (at, flat.other, flat.message, flat.of_item, flat.links, self._weight)
 
     def is_consistent(self) -> bool:
         """Whether every option has an allowed partner on every edge; otherwise messages would be infinite."""
-        flat = self.flat
-        if bool((flat.pairs < np.inf).all()):
-            return True
-        sizes = flat.options
-        for link in range(len(flat.own)):
-            n, m = int(sizes[flat.own[link]]), int(sizes[flat.other[link]])
-            start = int(flat.at[link])
-            if not bool((flat.pairs[start : start + n * m].reshape(n, m) < np.inf).any(1).all()):
-                return False
-        return True
+        return self._consistent
 
     def price(self, price: Array) -> None:
         """Let every option and pair cost price x bytes more than it does, with one price per position."""
-        compiled.price_in(self.flat, price, self.costs, self.pairs)
+        compiled.price_in(self.flat, price, self._priced)
 
     def sweep(self, forth: bool) -> tuple[Index, float]:
         """Send messages through all items in (reverse) order; the picks decoded on the way, and the bound."""
@@ -84,7 +77,7 @@ class Sweeps:
         """The costs of the edge's pairs at the present prices."""
         flat = self.flat
         n, m = int(flat.options[flat.own[2 * edge]]), int(flat.options[flat.other[2 * edge]])
-        start = int(flat.at[2 * edge])
+        start = int(self._priced.at[2 * edge])
         return self.pairs[start : start + n * m].reshape(n, m).copy()
 
     def split(self, values: Array) -> list[Array]:
@@ -94,12 +87,16 @@ class Sweeps:
 
 def dearest(core: Problem) -> tuple[float, float]:
     """No picks cost more than this, and what rounding may add."""
-    total = magnitude = 0.0
     most: dict[int, tuple[float, float]] = {}
-    for array in (*core.costs, *(edge.cost for edge in core.edges)):
+    for array in (edge.cost for edge in core.edges):
         if id(array) not in most:
             finite = array[array < np.inf]
             most[id(array)] = (float(finite.max()), float(np.abs(finite).max())) if finite.size else (0.0, 0.0)
-        total += most[id(array)][0]
-        magnitude += most[id(array)][1]
+    total = sum(most[id(edge.cost)][0] for edge in core.edges)
+    magnitude = sum(most[id(edge.cost)][1] for edge in core.edges)
+    costs = np.concatenate(core.costs)
+    starts = np.cumsum([0, *(len(cost) for cost in core.costs[:-1])])
+    tops = np.maximum.reduceat(np.where(costs < np.inf, costs, -np.inf), starts)
+    total += float(tops[tops > -np.inf].sum())
+    magnitude += float(np.maximum.reduceat(np.where(costs < np.inf, np.abs(costs), 0.0), starts).sum())
     return total, 1e-9 * magnitude

@@ -15,7 +15,7 @@ import math
 import numba
 import numpy as np
 
-from solver.backends.compiled import _KERNEL, price_in
+from solver.backends.compiled import _KERNEL, Priced, price_in, unpriced
 from solver.backends.flat import Flat, Index
 from solver.problem import Array
 
@@ -126,7 +126,7 @@ def _grow(root, wanted, state, other, of_item, links, inside, near, front, tree,
 
 
 @numba.njit(**_KERNEL)
-def _moves(seed, count, most, temperature, hard, graph, costs, priced, spans, room, use, picks):
+def _moves(seed, count, most, temperature, hard, graph, costs, priced, priced_at, spans, room, use, picks):
     """`count` tree moves; changes `picks` and `use`. `costs` and `priced` have memory priced in."""
     first, cost, pairs, at, other, of_item, links = graph
     items = len(first) - 1
@@ -162,10 +162,10 @@ def _moves(seed, count, most, temperature, hard, graph, costs, priced, spans, ro
                 link = links[position]
                 w = other[link]
                 if inside[w] < 0:
-                    p = at[link ^ 1] + picks[w] * n
+                    p, q = at[link ^ 1] + picks[w] * n, priced_at[link ^ 1] + picks[w] * n
                     for i in range(n):
                         plain[here + i] += pairs[p + i]
-                        height[here + i] += priced[p + i]
+                        height[here + i] += priced[q + i]
             before += plain[here + picks[v]]
             if k > 0:
                 before += pairs[at[up[k] ^ 1] + picks[other[up[k]]] * n + picks[v]]
@@ -177,19 +177,20 @@ def _moves(seed, count, most, temperature, hard, graph, costs, priced, spans, ro
         for k in range(size - 1, 0, -1):
             n = begin[k + 1] - begin[k]
             above = inside[other[up[k]]]
-            p = at[up[k] ^ 1]
+            q = priced_at[up[k] ^ 1]
             for j in range(begin[above + 1] - begin[above]):
                 least = np.inf
                 for i in range(n):
-                    least = min(least, height[begin[k] + i] + priced[p + j * n + i])
+                    least = min(least, height[begin[k] + i] + priced[q + j * n + i])
                 height[begin[above] + j] += least
         after, changed = 0.0, False
         for k in range(size):
             n = begin[k + 1] - begin[k]
             p = at[up[k] ^ 1] + new[inside[other[up[k]]]] * n if k > 0 else 0
+            q = priced_at[up[k] ^ 1] + new[inside[other[up[k]]]] * n if k > 0 else 0
             best, least = 0, np.inf
             for i in range(n):
-                value = height[begin[k] + i] + (priced[p + i] if k > 0 else 0.0)
+                value = height[begin[k] + i] + (priced[q + i] if k > 0 else 0.0)
                 if value < least:
                     best, least = i, value
             new[k] = best
@@ -218,16 +219,13 @@ class Forest:
         self._graph = (f.first, f.cost, f.pairs, f.at, f.other, f.of_item, f.links)
         self.moves = max(20, math.ceil(8 * f.items / MOST_ITEMS))  # a round changes every item about twice
 
-    def priced(self, price: Array) -> tuple[Array, Array]:
+    def priced(self, price: Array) -> Priced:
         """Costs of all options and pairs with memory at these prices."""
-        f = self.flat
-        costs, pairs = np.empty_like(f.cost), f.pairs.copy() if len(f.holding) else f.pairs
-        price_in(f, price, costs, pairs)
-        return costs, pairs
+        found = unpriced(self.flat)
+        price_in(self.flat, price, found)
+        return found
 
-    def round(
-        self, picks: Index, use: Array, priced: tuple[Array, Array], seed: int, temperature: float, hard: bool
-    ) -> None:
+    def round(self, picks: Index, use: Array, priced: Priced, seed: int, temperature: float, hard: bool) -> None:
         """Some moves from `picks`, which hold `use`; both are changed in place."""
         f = self.flat
         _moves(seed, self.moves, MOST_ITEMS, temperature, hard, self._graph, *priced, f.spans, f.room, use, picks)

@@ -13,8 +13,8 @@ import math
 
 import numpy as np
 
-from solver.presolve.core import Core, Dead, Index
-from solver.problem import Array
+from solver.presolve.core import Core, Dead
+from solver.problem import Array, Index
 
 MAX_TABLE = 4_000_000  # entries of one table, 32 MB
 MAX_WORK = 1_000_000_000  # entries of all tables of one part, some seconds

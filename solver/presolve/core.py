@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from solver.presolve.facts import Facts, facts_of
-from solver.problem import Array, Problem
-
-Index = NDArray[np.intp]
+from solver.problem import Array, Index, Problem
+from solver.referee import FITS_REL_TOL
 
 
 class Dead(Exception):
@@ -76,6 +74,7 @@ class Core:
         self._taken: dict[tuple[int, bytes], Array] = {}  # array, rows -> those rows
         self._above: dict[tuple[int, int], tuple[float, Array]] = {}  # cost, bytes -> `_above_least`
         self._facts: dict[int, Facts] = {}
+        self._most: dict[int, float] = {}
         self._build()
 
     def _build(self) -> None:
@@ -168,6 +167,14 @@ class Core:
             self._facts[id(cost)] = facts_of(cost)
         return self._facts[id(cost)]
 
+    def most(self, nbytes: Array) -> float:
+        """The largest entry of an array; looked for once where several edges share it."""
+        if id(nbytes) not in self._shared:
+            return float(nbytes.max())
+        if id(nbytes) not in self._most:
+            self._most[id(nbytes)] = float(nbytes.max())
+        return self._most[id(nbytes)]
+
     def edge_usages(self, u: int, v: int) -> Held:
         """Components on the edge, as matrices with u as the slow index."""
         if not self.edge_components:
@@ -182,6 +189,11 @@ class Core:
         return not self.edge_components or all(
             ((item, v) if item < v else (v, item)) not in self.edge_components for v in self.neighbours[item]
         )
+
+    def certain(self, r: int) -> float:
+        """Bytes of the resource that all picks hold at some instant that can bind; 0 if none can."""
+        room = self.room[r]
+        return self.problem.limits[self.resources[r]] * (1 + FITS_REL_TOL / 2) - float(room.min()) if len(room) else 0.0
 
     # Changing
 

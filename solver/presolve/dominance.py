@@ -44,12 +44,14 @@ class Dominance:
         if not 1 < len(cost) <= MAX_OPTIONS or len(neighbours) > MAX_NEIGHBOURS or not (cost < np.inf).all():
             return False
         swap = cost[:, None] - cost  # swap[k, i]: what k in place of i costs more, at worst
-        for other, matrix in neighbours.items():
-            with np.errstate(invalid="ignore"):  # -inf (i never allowed) + inf (k not allowed with i's partners)
+        with np.errstate(invalid="ignore"):  # -inf (i never allowed) + inf (k not allowed with i's partners)
+            for other, matrix in neighbours.items():
                 swap = swap + self._worst_of(core, matrix)
-            for nbytes in core.edge_usages(item, other).values():
-                swap[self._more_of(core, matrix, nbytes)] = np.inf
+                for nbytes in core.edge_usages(item, other).values():
+                    swap[self._more_of(core, matrix, nbytes)] = np.inf
         better = swap <= 0
+        if np.count_nonzero(better) == len(cost):
+            return False  # no option but by itself
         for nbytes in core.components[item].values():
             better &= nbytes[:, None] <= nbytes
         # of two that dominate each other the first stays; nothing dominates itself

@@ -15,7 +15,8 @@ ROUNDING = 1e-14
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """rows, columns: finite entries in each. row_of: for each column its only finite row (None if one has several).
+    """rows, columns: finite entries in each; `consistent`: none is without. row_of: for each column its only finite row
+    (None if one has several).
 
     row_term, column_term: the matrix is their outer sum (None when it is not, or not finite).
     """
@@ -23,6 +24,7 @@ class Facts:
     pairs: int
     rows: NDArray[np.intp]
     columns: NDArray[np.intp]
+    consistent: bool
     row_of: NDArray[np.intp] | None
     column_of: NDArray[np.intp] | None
     row_term: Array | None
@@ -41,4 +43,4 @@ def facts_of(cost: Array) -> Facts:
         terms = cost[:, 0], cost[0] - cost[0, 0]
         if np.abs(terms[0][:, None] + terms[1] - cost).max() <= ROUNDING * np.abs(cost).max():
             row_term, column_term = terms
-    return Facts(pairs, rows, columns, row_of, column_of, row_term, column_term)
+    return Facts(pairs, rows, columns, bool(rows.all() and columns.all()), row_of, column_of, row_term, column_term)

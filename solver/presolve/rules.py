@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from solver.presolve.core import Core, Index
-from solver.problem import Array
+from solver.presolve.core import Core
+from solver.problem import Array, Index
 
 # Degree-2 elimination in pieces above this many (option, option, option) triples, to bound memory.
 MAX_TRIPLES = 1_000_000
@@ -124,6 +124,8 @@ def _edges_hold_nothing(core: Core, item: int) -> bool:
 def arcs(core: Core, u: int, v: int) -> bool:
     """Delete options that the edge leaves without any allowed partner."""
     facts = core.facts(core.neighbours[u][v])
+    if facts.consistent:
+        return False
     changed = False
     for item, other, pairs in ((u, v, facts.rows), (v, u, facts.columns)):
         if not pairs.all():

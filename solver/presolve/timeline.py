@@ -7,13 +7,17 @@ are dropped; the solutions that fit stay exactly the same.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
-from solver.presolve.core import Core, Dead, Index, Span
-from solver.problem import Array, EdgeUsage, Usage
+from solver.presolve.core import Core, Dead, Held, Span
+from solver.problem import Array, EdgeUsage, Index, Usage
 from solver.referee import FITS_REL_TOL
+
+Mask = NDArray[np.bool_]
 
 
 def lay_out(core: Core) -> None:
@@ -22,26 +26,30 @@ def lay_out(core: Core) -> None:
     number = {resource: r for r, resource in enumerate(core.resources)}
     usages = [u for u in problem.usages if u.resource in number and u.start < u.end]
     edge_usages = [u for u in problem.edge_usages if u.resource in number and u.start < u.end]
-    starts: list[set[int]] = [set() for _ in number]
-    for usage in chain(usages, edge_usages):
-        # use only rises where a usage starts, so its maximum is at a start
-        starts[number[usage.resource]].add(usage.start)
+    everyone: list[Usage | EdgeUsage] = [*usages, *edge_usages]
+    spans: list[Span] = [(0, 0, 0)] * len(everyone)
     for r, resource in enumerate(core.resources):
-        core.points[r] = np.array(sorted(starts[r]), dtype=np.intp)
-        core.room[r] = np.full(len(starts[r]), problem.limits[resource] * (1 + FITS_REL_TOL / 2))
-    for usage in usages:
-        core.hold(usage.item, {_span(core, number[usage.resource], usage): usage.nbytes})
-    for usage in edge_usages:
-        edge, span = problem.edges[usage.edge], _span(core, number[usage.resource], usage)
+        places = [place for place, usage in enumerate(everyone) if usage.resource == resource]
+        # use only rises where a usage starts, so its maximum is at a start
+        points = np.unique(np.array([everyone[place].start for place in places], dtype=np.intp))
+        core.points[r] = points
+        core.room[r] = np.full(len(points), problem.limits[resource] * (1 + FITS_REL_TOL / 2))
+        firsts = np.searchsorted(points, [everyone[place].start for place in places]).tolist()
+        lasts = np.searchsorted(points, [everyone[place].end for place in places]).tolist()
+        for place, first, last in zip(places, firsts, lasts, strict=True):
+            spans[place] = r, first, last
+    for usage, span in zip(usages, spans, strict=False):
+        core.hold(usage.item, {span: usage.nbytes})
+    on_edge: dict[int, Held] = defaultdict(dict)
+    for usage, span in zip(edge_usages, spans[len(usages) :], strict=True):
+        held = on_edge[usage.edge]
+        held[span] = usage.nbytes if span not in held else held[span] + usage.nbytes
+    for number_of, held in on_edge.items():
+        edge = problem.edges[number_of]
         if edge.src == edge.dst:
-            core.hold(edge.src, {span: np.diagonal(usage.nbytes)})
+            core.hold(edge.src, {span: np.diagonal(nbytes) for span, nbytes in held.items()})
         else:
-            core.hold_on_edge(edge.src, edge.dst, {span: usage.nbytes})
-
-
-def _span(core: Core, r: int, usage: Usage | EdgeUsage) -> Span:
-    first, last = np.searchsorted(core.points[r], (usage.start, usage.end))
-    return r, int(first), int(last)
+            core.hold_on_edge(edge.src, edge.dst, held)
 
 
 def check_room(core: Core) -> None:
@@ -58,39 +66,58 @@ def check_room(core: Core) -> None:
 def trim(core: Core) -> bool:
     """Drop the instants where nothing can bind; whether anything changed."""
     check_room(core)
-    shift: dict[int, Index] = {}  # resource -> how many kept points lie before position k
-    spans = [(span, nbytes) for item in core.items() for span, nbytes in core.components[item].items()]
-    spans += [(span, nbytes) for held in core.edge_components.values() for span, nbytes in held.items()]
+    on_items = [(span, nbytes) for held in core.components for span, nbytes in held.items()]
+    on_edges = [(span, nbytes) for held in core.edge_components.values() for span, nbytes in held.items()]
+    most = np.array([*_largest([nbytes for _, nbytes in on_items]), *(core.most(nbytes) for _, nbytes in on_edges)])
+    ends = chain.from_iterable(span for span, _ in chain(on_items, on_edges))
+    bounds: Index = np.fromiter(ends, dtype=np.intp).reshape(-1, 3)
+    keeps: list[Mask] = []
     for r in range(len(core.resources)):
-        keep = _binding(core, r, [(span, nbytes) for span, nbytes in spans if span[0] == r])
-        if not keep.all():
-            shift[r] = np.concatenate(([0], np.cumsum(keep)))
-            core.points[r], core.room[r] = core.points[r][keep], core.room[r][keep]
-    if not shift:
+        here = bounds[:, 0] == r
+        keeps.append(_binding(core, r, bounds[here, 1], bounds[here, 2], most[here]))
+    if all(keep.all() for keep in keeps):
         return False
     core.fired["slack"] += 1
+    before = [np.concatenate(([0], np.cumsum(keep))).tolist() for keep in keeps]  # kept points ahead of each position
+    for r, keep in enumerate(keeps):
+        core.points[r], core.room[r] = core.points[r][keep], core.room[r][keep]
+
+    def moved(held: Held) -> list[tuple[Span, Array]]:
+        return [((r, before[r][first], before[r][last]), nbytes) for (r, first, last), nbytes in held.items()]
+
     for item in core.items():
-        held, core.components[item] = core.components[item], {}
-        for span, nbytes in held.items():
-            core.hold(item, {_shifted(span, shift): nbytes})
-        if len(core.components[item]) != len(held):
+        found = moved(core.components[item])
+        if not _is_whole(found):
+            core.components[item] = {}
+            for span, nbytes in found:
+                core.hold(item, {span: nbytes})
             core.touch(item)
+        else:
+            core.components[item] = dict(found)
     for (u, v), held in list(core.edge_components.items()):
-        moved = {_shifted(span, shift): nbytes for span, nbytes in held.items()}
-        if len(moved) == len(held) and all(first < last for _, first, last in moved):
-            core.edge_components[u, v] = moved
-            continue
-        del core.edge_components[u, v]
-        for span, nbytes in held.items():
-            core.hold_on_edge(u, v, {_shifted(span, shift): nbytes})
-        core.touch_edge(u, v)
+        found = moved(held)
+        if not _is_whole(found):
+            del core.edge_components[u, v]
+            for span, nbytes in found:
+                core.hold_on_edge(u, v, {span: nbytes})
+            core.touch_edge(u, v)
+        else:
+            core.edge_components[u, v] = dict(found)
     return True
 
 
-def _shifted(span: Span, shift: dict[int, Index]) -> Span:
-    resource, first, last = span
-    before = shift.get(resource)
-    return span if before is None else (resource, int(before[first]), int(before[last]))
+def _is_whole(held: list[tuple[Span, Array]]) -> bool:
+    """Whether no span is empty, nor the same as another."""
+    spans = {span for span, _ in held}
+    return len(spans) == len(held) and all(first < last for _, first, last in spans)
+
+
+def _largest(vectors: list[Array]) -> list[float]:
+    """The largest entry of each."""
+    if not vectors:
+        return []
+    starts = np.cumsum([0, *(len(vector) for vector in vectors[:-1])])
+    return np.maximum.reduceat(np.concatenate(vectors), starts).tolist()
 
 
 def drop_oversized(core: Core) -> bool:
@@ -109,14 +136,13 @@ def drop_oversized(core: Core) -> bool:
     return changed
 
 
-def _binding(core: Core, r: int, spans: list[tuple[Span, Array]]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Which points of the resource to keep."""
+def _binding(core: Core, r: int, first: Index, last: Index, most: Array) -> Mask:
+    """Which points of the resource to keep. `first`, `last`, `most`: of everything that is held of it, the span and the
+    largest bytes.
+    """
     size, room = len(core.points[r]), core.room[r]
     if not size:
         return np.ones(0, dtype=bool)
-    first: Index = np.array([span[1] for span, _ in spans], dtype=np.intp)
-    last: Index = np.array([span[2] for span, _ in spans], dtype=np.intp)
-    most = np.array([nbytes.max() for _, nbytes in spans])
     change = np.bincount(first, most, size + 1) - np.bincount(last, most, size + 1)
     keep = np.cumsum(change)[:size] > room
     kept = np.flatnonzero(keep)

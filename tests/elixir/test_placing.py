@@ -146,8 +146,3 @@ def test_too_little_memory_is_told_with_elixirs_numbers() -> None:
 @pytest.mark.parametrize(("name", "policy"), [("ddp", "data-parallel"), ("zero3", "fsdp"), ("elixir", "elixir")])
 def test_policies_have_other_names(name: str, policy: str) -> None:
     assert policy_named(name) == policy
-
-
-def test_states_in_other_pieces_than_their_parameter_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"policy zero1 has parameters whole and .* Use zero2, which"):
-        answer(ask(family("mlp").graph, mesh_of(2), H100), policy="zero1")

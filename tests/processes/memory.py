@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import autopar
-from autopar.measure.twin import memory_of, traced
+from autopar.measure.twin import measure, memory_of, traced
 from autopar.mesh import Mesh
 from autopar.search import search
 from benchmarks.models import MODELS
 from cost_models.hardware import Hardware
+from tests.processes.compare import same_steps
 from tests.processes.worker import Ranks
+from tests.support.families import family
 
 MACHINE = Hardware.load("cpu-gloo")
 
@@ -39,3 +41,22 @@ def check_lookups(ranks: Ranks) -> None:
         assert found.predicted is not None
         print(f"embeddings {policy or 'searched'} {found.predicted / found.measured:.4f}")
         assert 0.98 <= found.predicted / found.measured <= 1.05, (policy, found)
+
+
+def check_zero1(ranks: Ranks) -> None:
+    """Every weight gathered once, every gradient reduced once: the losses of one process, the bytes that the plan says,
+    and its memory, which is more than that of zero2, which is more than that of fsdp.
+    """
+    for name in ("mlp", "gpt2"):
+        case, mesh = family(name), Mesh(("data",), (2,))
+        plans = [search(case.graph, mesh, MACHINE, policy=policy) for policy in ("fsdp", "zero2", "zero1")]
+        found = [measure(plan, case.model, (), case.inputs, steps=1) for plan in plans]
+        peaks = [one.peak_bytes["step"] for one in found]
+        assert all(abs(peak.measured - peak.predicted) <= 0.001 * peak.measured for peak in peaks), peaks
+        assert peaks[0].measured < peaks[1].measured < peaks[2].measured
+        assert all(one.is_equal for one in found)
+        received = {one.kind: one.nbytes[1] for one in found[-1].collectives}
+        whole = sum(parameter.nbytes for parameter in case.model.parameters())
+        assert received["all_gather"] == received["reduce_scatter"] == whole // 2, received
+        parallel = autopar.compile(case.model, ranks.mesh(), example_kwargs=case.inputs, plan=plans[-1])
+        same_steps(case.model, parallel, case.inputs)

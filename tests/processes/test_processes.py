@@ -101,6 +101,10 @@ def test_what_lies_on_the_host_trains_on_two_processes(tmp_path: Path) -> None:
     run_checks("residence", 2, tmp_path)
 
 
+def test_updates_beside_the_next_forward_change_no_bit_on_two_processes(tmp_path: Path) -> None:
+    run_checks("updates", 2, tmp_path)
+
+
 def test_what_is_spared_changes_no_number(tmp_path: Path) -> None:
     run_checks("spared", 2, tmp_path, SPARED)
 

@@ -10,6 +10,7 @@ import pytest
 from autopar.mesh import Mesh
 from autopar.search import Infeasible, NoAnswerInTime, Question, answer, ask
 from autopar.search import solved as solved_module
+from autopar.search.posed import Wanted, posed
 from autopar.search.solved import solve as real_solve
 from cost_models.hardware import Hardware
 from solver import Problem, Solution
@@ -82,3 +83,13 @@ def test_a_large_search_begins_among_known_layouts_and_is_the_same_twice(monkeyp
     assert again == plan
     by_hand = answer(question, memory=limit, policy="checkpoint-every-block", tied=True)
     assert plan.step_seconds <= by_hand.step_seconds * (1 + 1e-9)
+
+
+def test_a_problem_is_assembled_once_whatever_its_limits() -> None:
+    question = asked()
+    wanted = Wanted(1e9, "sharded", {}, 60.0, tied=True)
+    within, without = posed(question, 0, "fsdp", wanted), posed(question, 0, "fsdp", wanted.unbound)
+    assert within.assembled.problem.edges is without.assembled.problem.edges
+    assert dict(within.assembled.problem.limits) == {"hbm": 1e9} and not without.assembled.problem.limits
+    other = posed(question, 0, "data-parallel", wanted).assembled.problem
+    assert other.edges is not within.assembled.problem.edges

@@ -147,3 +147,27 @@ def test_where_messages_are_loose_lower_prices_are_tried(monkeypatch):
     monkeypatch.setattr("solver.backends.lagrange.STEP_GAIN", math.inf)
     without = solve(problem, quick=True, start=exact.picks, start_prices=high)
     assert without.bound < found.bound <= exact.cost * (1 + 1e-9)
+
+
+def test_a_quick_refusal_tells_a_bound_of_what_is_needed():
+    told = 0
+    for seed in range(200):
+        problem = random_problem(seed)
+        quick = solve(problem, quick=True)
+        if quick.status != "infeasible" or not quick.explanation.shortages:
+            continue
+        enough = {shortage.resource: shortage.enough for shortage in solve(problem).explanation.shortages}
+        for shortage in quick.explanation.shortages:
+            told += 1
+            assert shortage.limit < shortage.at_least and shortage.enough is None
+            assert shortage.at_least <= (enough.get(shortage.resource) or math.inf) * (1 + 1e-9)
+    assert told > 10
+
+
+def test_where_no_memory_binds_messages_are_asked_first(monkeypatch):
+    problem = replace(layers(30, 60.0, True), limits={})
+    exact = solve(problem, backend="highs")
+    monkeypatch.setattr("solver.driver.QUICK_PAIRS", -1)
+    found = solve(problem, reductions=False)
+    assert found.stats["sweeps"] > 0 and found.status == "optimal"
+    assert found.cost == pytest.approx(exact.cost, rel=1e-9)

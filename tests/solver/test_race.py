@@ -73,7 +73,8 @@ def test_prices_fold_memory_into_costs():
         use = sweeps.over(picks) + sweeps.flat.room
         assert priced == pytest.approx(cost_of(sweeps.flat, picks) + price @ use)
     sweeps.price(np.zeros(len(price)))
-    assert (sweeps.costs == sweeps.flat.cost).all() and (sweeps.pairs == sweeps.flat.pairs).all()
+    assert (sweeps.costs == sweeps.flat.cost).all()
+    assert all((sweeps.matrix(n) == edge.cost).all() for n, edge in enumerate(core.edges))
 
 
 def test_peaks_do_not_look_across_resources():

@@ -46,7 +46,7 @@ class Drawn:
     def plan(self, picks: Sequence[int], said: Evaluation, *, memory: float | None = None) -> Plan:
         """Raises RefereeError where the referee finds another price than `said`, or more than `memory`."""
         return decide(
-            self.graph, self.assembled, picks, self.pricer,
+            self.wide.base, self.assembled, picks, self.pricer,
             objective=said.cost, bound=0.0, memory=memory, outputs="sharded", notes=(), search={},
         )  # fmt: skip
 

@@ -1,0 +1,86 @@
+"""Steps one behind the other: what it gives that the host updates its parameters beside the next forward.
+
+A step that is played alone (`autopar.timeline`) ends when the host has updated the last parameter. With
+`autopar.optim.Streamed(..., overlap=True)` the next step begins before: its forward waits for each parameter where it
+fetches it, its backward for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.assembly import HOST
+from autopar.events import events_of
+from autopar.plan.plan import Plan
+from autopar.price import Pricer
+from autopar.work import FETCH
+from cost_models.simulator import Event, play
+
+STEPS = 3  # the first finds nothing to wait for; the others are alike, as each backward waits for all
+
+
+def read_order(plan: Plan) -> tuple[str, ...]:
+    """The parameters on the host, in the order in which the forward fetches them; then those that it does not."""
+    parameter_of = {node.name: node.target for node in plan.graph.nodes if node.op == "parameter"}
+    fetched = [parameter_of.get(ref.name, "") for node in plan.graph.nodes if node.op == FETCH for ref in node.operands]
+    hosted = [name for name, where in plan.residence.items() if where == "host"]
+    return tuple(dict.fromkeys([*filter(None, fetched), *hosted]))
+
+
+def steady_s(plan: Plan, pricer: Pricer) -> float:
+    """Seconds from one step's end to the next one's, with copies beside compute as `plan.prefetch` has them, and with
+    the host's updates beside the next forward.
+
+    Raises ValueError where nothing runs beside compute.
+    """
+    if not pricer.hardware.overlaps:
+        raise ValueError(
+            f"profile {pricer.hardware.name} says that nothing runs beside compute (overlaps = false), so neither does "
+            "the host's update; plan.predicted_seconds is the step. Give the profile of a GPU"
+        )
+    once = _in_read_order(events_of(plan, pricer, overlap=True, prefetch=plan.prefetch or 0), read_order(plan))
+    timeline = play(_repeated(plan, once))
+    ends = [end for event, end in zip(timeline.events, timeline.ends, strict=True) if event.name == "step ends"]
+    return ends[-1] - ends[-2]
+
+
+def _in_read_order(events: Sequence[Event], order: Sequence[str]) -> list[Event]:
+    """The same events, the host's in the order in which it works where its thread overlaps the forward."""
+    places = [place for place, event in enumerate(events) if event.stream == HOST]
+    rank = {name: number for number, name in enumerate(order)}
+    ordered = sorted((events[place] for place in places), key=lambda event: rank[_target(event)])
+    found = [*events]
+    for place, event in zip(places, ordered, strict=True):
+        found[place] = event
+    return found
+
+
+def _repeated(plan: Plan, once: Sequence[Event]) -> list[Event]:
+    """Several steps of these events, whose ends do not wait for the host."""
+    operand_of = {node.name: node.operands[0].name for node in plan.graph.nodes if node.op == FETCH}
+    target_of = {node.name: node.target for node in plan.graph.nodes if node.op == "parameter"}
+    updates = {_target(event): place for place, event in enumerate(once) if event.stream == HOST}
+    backward = next((place for place, event in enumerate(once) if event.phase == "backward"), len(once) - 1)
+    found: list[Event] = []
+    for step in range(STEPS):
+        start = step * len(once)
+        for place, event in enumerate(once):
+            after = {start + other for other in event.after}
+            if event.name == "step ends":
+                after -= {start + update for update in updates.values()}
+            if step:
+                before = start - len(once)
+                fetched = target_of.get(operand_of.get(str(dict(event.about).get("node")), ""))
+                if event.stream == "h2d" and fetched in updates:
+                    after.add(before + updates[fetched])
+                if place == 0:
+                    after.add(before + len(once) - 1)
+                if place == backward:
+                    after |= {before + update for update in updates.values()}
+            found.append(replace(event, after=tuple(sorted(after)), holds=()))
+    return found
+
+
+def _target(event: Event) -> str:
+    return str(dict(event.about)["target"])
