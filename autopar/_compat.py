@@ -11,12 +11,18 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
+from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Without `functional_collectives` imported, a raw `_c10d_functional` op that meets autograd gives silently wrong
 # gradients.
+
+# Operator -> what DTensor does for it instead of looking for layouts: called with (operator, args, kwargs).
+dtensor_handlers = DTensor._op_dispatcher._custom_op_handlers
 
 __all__ = [
     "FakeStore",
@@ -27,7 +33,10 @@ __all__ = [
     "LocalTensorMode",
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
+    "dtensor_handlers",
     "functional_collectives",
     "fx_graph_cse",
+    "global_forward_hooks",
+    "global_forward_pre_hooks",
     "pytree",
 ]

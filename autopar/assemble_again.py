@@ -206,7 +206,7 @@ def add_saved(work: Assembly, node: Node, index: int) -> None:
     gone = _read_last(work, Ref(again.origin, index))
     if is_look:
         (storage,) = looked_at(Ref(again.origin, index), work.node_of)
-        share = Share(work.type(storage).numel, work.type(ref).numel)
+        share = Share(work.type(storage).nbytes, work.type(ref).nbytes)
         if index == again.reads[0]:
             whole = work.once(("looked at", id(sizes), share), lambda: share.at_most(sizes, work.type(ref).nbytes))
             work.held_between(edge, gone, end, only(whole, SAVE))

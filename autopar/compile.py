@@ -16,10 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._version import __version__
 from autopar.attach.agree import agreed, least_of, text_from
-from autopar.attach.inputs import by_name
+from autopar.attach.calls import by_name
 from autopar.attach.module import ParallelModule, attach, plan_module
 from autopar.attach.tensors import mesh_of
-from autopar.graph import Graph
+from autopar.batch_norm import STATISTICS
+from autopar.graph import Graph, TensorType
 from autopar.here import check_size, hardware_or_here, is_here, memory_bytes
 from autopar.layout import Layout
 from autopar.measure.operators import profiler
@@ -29,10 +30,12 @@ from autopar.plan.fit import check
 from autopar.plan.store import dumps, loads
 from autopar.price import OPTIMIZER_STATES
 from autopar.search import answer, ask, search
+from autopar.search.same import same_choices
 from autopar.search.spare import SPARES
 from cost_models.hardware import Hardware
 
-OUTPUTS = ("sharded", "global")
+OUTPUTS = ("auto", "sharded", "global")
+INPUTS = ("global", "local")
 BACKENDS = ("eager", "inductor")
 
 
@@ -49,7 +52,9 @@ def compile(
     keep: Mapping[str, str] | None = None,
     optimizer: str = "adamw",
     precision: MixedPrecisionPolicy | None = None,
-    outputs: str = "sharded",
+    outputs: str = "auto",
+    inputs: str = "global",
+    batch_norm: str = "global",
     cache: str | Path | None = None,
     backend: str = "eager",
     time_limit_s: float = 60.0,
@@ -77,7 +82,16 @@ def compile(
     patterns, as "transformer.h.*.mlp"; of two that say different things the later one counts.
     optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none.
     precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in.
-    outputs: "sharded" returns outputs other than scalars as DTensors in the plan's layouts, "global" as whole tensors.
+    outputs: what outputs other than scalars come back as. "auto": whole plain tensors; beside a scalar loss, where they
+    are seldom read, they are put together when somebody reads them, which all ranks must do. "global": whole tensors,
+    always put together. "sharded": DTensors in the plan's layouts.
+    inputs: "global": tensors are the whole batch, the same on every rank. "local": each rank passes its own part, as
+    under DistributedDataParallel; parts are equal in shape and stand in rank order along dim 0 (`from_local`). A scalar
+    loss is that of the whole batch, other outputs with a row for each sample come back as this rank's own rows, and
+    gradients through those are averaged over ranks, as DistributedDataParallel averages them.
+    batch_norm: "global" takes the statistics of batch norms over the whole batch, as one process does; "local" over
+    each of as many equal consecutive parts of it as there are ranks, as DDP does, whatever the plan splits. Running
+    statistics are then those of the first part, which is rank 0's. SyncBatchNorm is global always.
     cache: a folder where plans are kept and found again.
     backend: "eager" runs the generated code as it is, "inductor" compiles it.
     profile: seconds for which rank 0 may time the operators that strategies need on its device, before it plans; they
@@ -89,7 +103,11 @@ def compile(
     mesh = mesh_of(device_mesh)
     check_size(mesh.sizes, dist.get_world_size())
     _known("outputs", outputs, OUTPUTS)
+    _known("inputs", inputs, INPUTS)
+    if inputs == "local" and outputs != "auto":
+        raise ValueError(f"inputs='local' gives each rank its own rows of outputs; outputs={outputs!r} asks for others")
     _known("backend", backend, BACKENDS)
+    _known("batch_norm", batch_norm, STATISTICS)
     _known("optimizer", optimizer, tuple(OPTIMIZER_STATES))
     machine = hardware_or_here(hardware, device_mesh.device_type)
     limit = memory_bytes(memory, machine, device_mesh.device_type)
@@ -98,14 +116,24 @@ def compile(
         _can_profile(profile, machine, device_mesh.device_type)
     given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
 
-    def planner(graph: Graph, fixed: Mapping[str, Layout], is_training: bool) -> Plan:
-        if given is not None and is_training:
+    def planner(graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:
+        has_loss = any(
+            r.kind == "output" and r.ref is not None and _is_scalar(graph.type_of(r.ref)) for r in graph.results
+        )
+        brought = (
+            "global"
+            if outputs == "global" or (outputs == "auto" and inputs == "global" and not has_loss)
+            else "sharded"
+        )
+        if given is not None and like is None:
             ready, wanted = given, _outputs_that_matter(outputs, graph)
             agreed(lambda: check(ready, graph, mesh, outputs=wanted), device_mesh)
             return ready
+        is_training = any(result.kind == "gradient" for result in graph.results)
         room = least_of(limit, device_mesh) if is_training else None  # inference needs no more than training does
-
-        settled = dict(keep or {}) if is_training else {}  # parameters then live where training has them
+        settled = dict(keep or {}) if is_training else {}  # in inference, parameters live where training has them
+        if is_training and like is not None:
+            settled |= like.residence
 
         def find() -> Plan:
             asked = None if memory is None else room
@@ -114,17 +142,19 @@ def compile(
                 timing = profiler(device_mesh.device_type, profile, machine)
                 question = ask(graph, mesh, machine, optimizer=optimizer, profile=timing)
             measured = "" if question is None else question.measured_digest
-            kept = _cached_path(cache, graph, mesh, machine, asked, ways, settled, optimizer, outputs, fixed, measured)
+            kept = _cached_path(cache, graph, mesh, machine, asked, ways, settled, optimizer, brought, fixed, measured)
             if kept is not None and kept.exists():
                 with contextlib.suppress(PlanMismatch):  # cut short or edited: found again, and written anew
                     known = Plan.load(kept)
                     if room is None or _still_good(known, room):
                         return known
             wanted: dict[str, Any] = {
-                "memory": room, "spare": ways, "keep": settled, "outputs": outputs, "fixed": fixed,
+                "memory": room, "spare": ways, "keep": settled, "outputs": brought, "fixed": fixed,
                 "time_limit_s": time_limit_s, "simulation": True,
             }  # fmt: skip
-            if question is None:
+            if like is not None and (same := same_choices(like, graph, room, machine, brought)) is not None:
+                found = same
+            elif question is None:
                 found = search(graph, mesh, machine, optimizer=optimizer, **wanted)
             else:
                 found = answer(question, **wanted)
@@ -135,7 +165,7 @@ def compile(
 
         return _on_rank_zero(find, graph, mesh, device_mesh)
 
-    parallel = attach(model, device_mesh, planner, outputs, backend, precision)
+    parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm)
     if example_inputs is not None or example_kwargs is not None:
         positional, named = by_name(type(model).forward.__get__(model), example_inputs or (), example_kwargs or {})
         plan_module(parallel, positional, named)
@@ -186,6 +216,10 @@ def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) 
         return plan
 
     return agreed(receive, device_mesh)
+
+
+def _is_scalar(type: TensorType) -> bool:
+    return not type.shape and type.dtype.startswith(("float", "bfloat"))
 
 
 def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:

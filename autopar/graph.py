@@ -19,7 +19,7 @@ Phase = Literal["forward", "backward"]
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
-    "complex64": 8, "complex128": 16,
+    "complex32": 4, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ class Const:
     value: str
 
 
-# What stands in an argument list: None, bool, int, float, str, Ref, Const or a tuple of these.
+# What stands in an argument list: None, bool, int, float, complex, str, Ref, Const or a tuple of these.
 Arg = Any
 
 SOURCES = ("parameter", "buffer", "input", "tangent", "constant")
@@ -165,7 +165,7 @@ def _plain(arg: Arg) -> Any:
             return {arg.kind: arg.value}
         case tuple():
             return [_plain(part) for part in cast("tuple[Arg, ...]", arg)]
-        case float():
+        case float() | complex():
             return repr(arg)
         case _:
             return arg

@@ -35,7 +35,7 @@ GIVEN = ("parameter", "buffer", "constant", "input")  # there before the step an
 
 @dataclass(frozen=True)
 class Share:
-    """`below` elements of storage for each `seen` that a reader sees of it."""
+    """`below` bytes of storage for each `seen` that a reader sees of it."""
 
     below: int = 1
     seen: int = 1
@@ -197,7 +197,7 @@ class _Liveness:
         begin = first
         through: tuple[Read, ...] = ()
         while heir is not None:
-            share = Share(type.numel, self.graph.type_of(heir.ref).numel)
+            share = Share(type.nbytes, self.graph.type_of(heir.ref).nbytes)
             end, next_heir = heir.end, None
             if not isinstance(heir.by, int) and not holds_storage(self.node_of[heir.by[0]].op):
                 view = heir.by[0]
@@ -223,7 +223,7 @@ class _Liveness:
                         below.append(Ref(use.by[0]))
                     continue
                 if use.least == end:
-                    self.gone[use.by] = Share(type.numel, self.graph.type_of(use.ref).numel)
+                    self.gone[use.by] = Share(type.nbytes, self.graph.type_of(use.ref).nbytes)
                 if not isinstance(use.by, int) and not holds_storage(self.node_of[use.by[0]].op):
                     self._find_gone(Ref(use.by[0]), self.graph.type_of(use.ref), self.until[use.by])
 

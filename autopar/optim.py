@@ -43,6 +43,10 @@ class Streamed(torch.optim.Optimizer):
     optimizer that looks at more than one number of a parameter at a time, as Adafactor does.
     """
 
+    # Fused optimizers take GradScaler's scale as an attribute, which this one would not hand on: gradients are unscaled
+    # before the step, which is left out where they are not finite.
+    _step_supports_amp_scaling = False
+
     def __init__(self, optimizer: torch.optim.Optimizer, parallel: ParallelModule, *, overlap: bool = False) -> None:
         self.optimizer, self.parallel, self.overlap = optimizer, parallel, overlap
         self._updates = parallel._autopar.updates

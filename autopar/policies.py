@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import reduce
 from typing import Literal
 
+from autopar.batch_norm import GLOBAL, statistics_of
 from autopar.elixir.placing import placed
 from autopar.graph import Graph, Node
 from autopar.layout import Placement, Shard
@@ -79,6 +80,13 @@ def policy_named(name: str) -> str:
     if name not in POLICIES:
         raise ValueError(f"no policy {name!r}; known policies: {', '.join(POLICIES)}")
     return name
+
+
+def called(policy: str, graph: Graph) -> str:
+    """The policy's name for people: what DDP does has batch norms of each rank's part, so one with those of the whole
+    batch, as SyncBatchNorm makes them, is called otherwise.
+    """
+    return f"{policy}, synced" if policy == "data-parallel" and GLOBAL in statistics_of(graph) else policy
 
 
 def sparing_of(policy: str, graph: Graph, pricer: Pricer, memory: float | None) -> Sparing:

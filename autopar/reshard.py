@@ -50,6 +50,10 @@ class Reshard:
             case _:
                 raise ValueError(f"no step leads from {self.before} to {self.after}")
 
+    @property
+    def is_complex(self) -> bool:
+        return self.local.dtype.startswith("complex")
+
     def steps(self, ranks: int) -> tuple[Step, ...]:
         """What one rank does: the collective, and a copy where the pieces are not contiguous in memory."""
         nbytes = self.local.nbytes

@@ -188,11 +188,12 @@ class _Phase:
         self.pending.append((self.products + max(1, self.prefetch or 0), item))
 
     def _take_node_further(self, name: str) -> None:
+        blocked = {ref.name for ref in self.operands[name]} & self.waiting
         transfers = [Read(name, position) for position in self.reads.get(name, ())]
         for transfer in transfers:
-            if self.left.get(transfer, 1):
+            if self.operands[name][transfer.position].name not in blocked and self.left.get(transfer, 1):
                 self._advance(transfer)
-        if any(self.left[transfer] for transfer in transfers):
+        if blocked or any(self.left[transfer] for transfer in transfers):
             self._wait(name)
             return
         self.waiting.remove(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.graph import Node, TensorType
 
 # Operators whose result is another look at an operand's storage: they move nothing and hold nothing of their own.
@@ -19,6 +20,8 @@ VIEWS = (
     "aten.chunk.default",
     "aten.unbind.int",
     "aten.diagonal.default",
+    "aten.view_as_real.default",
+    "aten.view_as_complex.default",
     "autopar.share",
 )
 
@@ -49,6 +52,17 @@ RANDOM = (
     "aten.uniform.",
 )
 
+
+def draws(node: Node) -> bool:
+    """Whether the operator draws numbers; attention does where its probability of dropout is not zero, and dropout
+    where it is asked for.
+    """
+    if node.op == "aten.native_dropout.default":
+        return node.args[2] is not False and node.args[1] != 0
+    drops = "attention" in node.op and any(isinstance(arg, float) and arg != 0.0 for arg in node.args)
+    return (drops and not node.op.endswith("_backward.default")) or node.op.startswith(RANDOM)
+
+
 # A value's way to the host and back: results of the first lie in the memory of the host.
 STORE, FETCH = "autopar.store", "autopar.fetch"
 
@@ -77,6 +91,8 @@ def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
     """Bytes that an operator on these (local) operands holds beside its results while it runs: those that its program
     sees. What a kernel takes and gives back by itself is not known here.
     """
+    if node.op in (IN_PARTS, IN_PARTS_BACKWARD) and _parts_here(node, operands) > 1:
+        return operands[0].nbytes  # results of the parts, which are put together
     if node.op == "aten.mse_loss.default" and not (len(node.args) > 2 and node.args[2] == 0):
         return operands[0].nbytes  # the mean is made in the storage of what it is the mean of
     return 0
@@ -95,18 +111,30 @@ def bytes_moved(node: Node, operands: Sequence[TensorType], outputs: Sequence[Te
         ref: written if place == table else type.nbytes
         for place, (ref, type) in enumerate(zip(node.operands, operands, strict=True))
     }
+    if node.op in (IN_PARTS, IN_PARTS_BACKWARD) and _parts_here(node, operands) > 1:
+        written += 2 * operands[0].nbytes  # the results of the parts, put together
     return sum(read.values()) + written
+
+
+def _parts_here(node: Node, operands: Sequence[TensorType]) -> int:
+    """How many parts of the batch these (local) operands hold."""
+    if node.op == IN_PARTS_BACKWARD:
+        return next(type.shape[0] for type in operands[2:] if len(type.shape) == 2)  # of the mean
+    y = node.outputs[0]
+    assert y is not None
+    return node.args[7] * operands[0].shape[0] // y.shape[0]
 
 
 def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
     """(flops, kind) of the whole, unsplit operator. Kinds: matmul, attention, conv, elementwise.
 
     Attention forward is two products of 2*b*h*q*k*d, backward five of them (Dao 2023, section 3.1); with a causal mask,
-    of half as much.
+    of half as much. A complex product is four real ones and two sums, a complex sum two. A Fourier transform counts as
+    elementwise: it is memory that bounds it.
     """
     op = node.op
     if op == "autopar.einsum" or op.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")):
-        return 2.0 * _product_size(node, operands), "matmul"
+        return (8.0 if _is_complex(operands[-1]) else 2.0) * _product_size(node, operands), "matmul"
     if "scaled_dot_product" in op or "_attention_" in op:
         is_backward = op.endswith("_backward.default")
         q, k = operands[1:3] if is_backward else operands[0:2]
@@ -118,7 +146,13 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
         return 2.0 * out.numel * math.prod(operands[1].shape[1:]), "conv"
     if op == "aten.convolution_backward.default":
         return 2.0 * operands[0].numel * math.prod(operands[2].shape[1:]), "conv"
-    return sum(out.numel for out in node.outputs if out is not None), "elementwise"
+    each = 6 if op.startswith(("aten.mul.", "aten.div.")) else 2
+    made = [out.numel * (each if _is_complex(out) else 1) for out in node.outputs if out is not None]
+    return sum(made), "elementwise"
+
+
+def _is_complex(type: TensorType) -> bool:
+    return type.dtype.startswith("complex")
 
 
 def _is_causal(node: Node) -> bool:

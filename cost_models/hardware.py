@@ -51,6 +51,7 @@ PLAUSIBLE = {
     "slowdown": (0.1, 1e4),
 }
 SLOWS = ("matrix", "memory")  # what a slowdown is of
+PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}  # what complex numbers are made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +159,12 @@ class Hardware:
     def rate(self, dtype: str, kind: str) -> float:
         """Floating point operations per second for work of this dtype and kind (see `Compute`).
 
-        Measured before peak; a dtype for which the matrix units have no figure runs on the ordinary units.
+        Measured before peak; a dtype for which the matrix units have no figure runs on the ordinary units. Complex
+        numbers run where their parts do.
         """
         if kind in MATRIX_KINDS:
-            return self._matrix_flops_per_s.get(dtype, self.vector_flops_per_s)
+            rates = self._matrix_flops_per_s
+            return rates.get(dtype, rates.get(PARTS.get(dtype, ""), self.vector_flops_per_s))
         return self.vector_flops_per_s
 
     @cached_property
@@ -172,6 +175,7 @@ class Hardware:
         """What was measured of an operator of that kind (see `Compute`): of itself, else of its kind; None if nothing.
 
         Memory does not care for dtypes: without a curve of its own, one that matrix units do not run has float32's.
+        Complex numbers have the curves of their parts.
         """
         if not self.curves:
             return None
@@ -179,6 +183,8 @@ class Hardware:
         if asked not in self._curve_of:
             plain = kind if kind in MATRIX_KINDS or kind == "host" else "elementwise"
             names = [f"ops.{op}.{dtype}", f"{plain}.{dtype}"]
+            if dtype in PARTS:
+                names.append(f"{plain}.{PARTS[dtype]}")
             if plain not in MATRIX_KINDS:
                 names.append(f"{plain}.float32")
             self._curve_of[asked] = next((self.curves[name] for name in names if name in self.curves), None)

@@ -73,6 +73,23 @@ def check_aot_export_joint_with_descriptors() -> None:
     assert "GradAOTOutput" in {type(desc).__name__ for desc in output.meta["desc"]}
 
 
+def check_dtensor_handlers() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    operator, asked = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, list[str]()
+    theirs = _compat.dtensor_handlers[operator]
+    dist.init_process_group("fake", store=_compat.FakeStore(), rank=0, world_size=1)
+    _compat.dtensor_handlers[operator] = lambda op, args, kwargs: asked.append(str(op))
+    try:
+        gradient = DTensor.from_local(torch.randn(2), init_device_mesh("cpu", (1,)), [Replicate()], run_check=False)
+        operator([gradient], torch.zeros(()), torch.ones(()))
+    finally:
+        _compat.dtensor_handlers[operator] = theirs
+        dist.destroy_process_group()
+    assert asked == ["aten._amp_foreach_non_finite_check_and_unscale_.default"]
+
+
 def check_functional_collectives() -> None:
     assert hasattr(_compat.functional_collectives, "all_reduce")
     assert callable(torch.ops._c10d_functional.all_gather_into_tensor.default)
@@ -82,6 +99,20 @@ def check_fx_graph_cse() -> None:
     traced = torch.fx.symbolic_trace(lambda x: torch.sin(x) + torch.sin(x))
     merged = torch.fx.GraphModule(torch.nn.Module(), _compat.fx_graph_cse(traced.graph))
     assert sum(node.target is torch.sin for node in merged.graph.nodes) == 1
+
+
+def check_global_forward_hooks() -> None:
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert len(_compat.global_forward_hooks) == 1
+    handle.remove()
+    assert not _compat.global_forward_hooks
+
+
+def check_global_forward_pre_hooks() -> None:
+    handle = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+    assert len(_compat.global_forward_pre_hooks) == 1
+    handle.remove()
+    assert not _compat.global_forward_pre_hooks
 
 
 def check_pytree() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.graph import Node, Ref, TensorType
 from autopar.strategy import operand_types
 from autopar.trace import capture, graph_of
 from autopar.work import CAUSAL, flops_of
@@ -40,3 +41,14 @@ def test_the_place_of_is_causal_is_that_of_the_operators_schema():
         overload = name.removeprefix("aten.").removesuffix(".default")
         schema = getattr(torch.ops.aten, overload).default._schema
         assert schema.arguments[place].name == "is_causal"
+
+
+def test_complex_numbers_take_the_arithmetic_of_their_parts():
+    def flops(op: str, *args: object, shape: tuple[int, ...] = (6, 10)) -> tuple[float, str]:
+        return flops_of(Node("x", op, args, (), (TensorType(shape, "complex64"),)), (TensorType((6, 8), "complex64"),))
+
+    product = Node("mm", "aten.mm.default", (Ref("a"), Ref("b")), (), (TensorType((6, 10), "complex64"),))
+    types = TensorType((6, 8), "complex64"), TensorType((8, 10), "complex64")
+    assert flops_of(product, types) == ((4 + 4) * 6 * 8 * 10, "matmul")  # a sum for every product
+    assert flops("aten.mul.Tensor", Ref("a"), 2) == (6 * 60, "elementwise")
+    assert flops("aten.add.Tensor", Ref("a"), 2) == (2 * 60, "elementwise")

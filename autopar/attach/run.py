@@ -4,44 +4,53 @@ collectives in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.attach.tensors import gradient_of, local_of
+from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
 from autopar.attach.updates import Updates
 from autopar.emit import Program
 from autopar.emit.moves import settle
 from autopar.graph import Node
-from autopar.layout import local_shape
+from autopar.layout import Layout, local_shape
 from autopar.mesh import Mesh
+from autopar.trace.ambient import without_autocast
 
 
 @dataclass(frozen=True)
 class Runner:
-    """A program with what every call of it needs: this rank's coordinates, how results are found among its outputs, and
+    """A program with what every call of it needs: this rank's coordinates, which pieces of random numbers it draws, and
     the updates of parameters that may still be under way.
     """
 
     program: Program
     mesh: Mesh
     coordinates: tuple[Tensor, ...]
+    pieces: tuple[int, ...]
     updates: Updates
 
     @property
     def parameters(self) -> tuple[Node, ...]:
         return tuple(node for node in self.program.inputs if node.op == "parameter")
 
+    @property
+    def outputs(self) -> dict[str, tuple[int, Layout]]:
+        """Index of an output -> its place among the results, and its layout."""
+        told = enumerate(self.program.results)
+        return {result.target: (i, layout) for i, (result, layout) in told if result.kind == "output"}
+
     def __call__(
-        self, parameters: Sequence[Tensor], others: Sequence[Tensor]
+        self, step: Step, parameters: Sequence[Tensor]
     ) -> tuple[list[Tensor | None], list[tuple[str, Tensor]]]:
-        """(outputs in the model's order, new values of the buffers it writes). Outputs carry gradients where the
-        plan has them.
+        """(outputs in the model's order, new values of the buffers it writes). Outputs carry gradients where those of
+        the model do.
         """
-        found: tuple[Tensor | None, ...] = _Step.apply(self, tuple(others), *parameters)  # type: ignore[assignment]
+        found: tuple[Tensor | None, ...] = _Step.apply(self, step, *parameters)  # type: ignore[assignment]
         if not torch.is_grad_enabled():
             settle()  # what is fetched from the host may be changed there from now on
         outputs: list[Tensor | None] = []
@@ -54,33 +63,53 @@ class Runner:
                 outputs.append(value)
         return outputs, buffers
 
-    def tangents(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """The gradients of the outputs that backward takes, in its order; an output that nobody used counts as zero."""
-        place = {result.target: i for i, (result, _) in enumerate(self.program.results) if result.kind == "output"}
-        layout_of = {result.target: layout for result, layout in self.program.results if result.kind == "output"}
+    def tangents(self, given: dict[str, tuple[Tensor, Layout]], device_mesh: Any) -> list[Tensor]:
+        """The gradients of the outputs that backward takes, in its order; an output that nobody used counts as zero.
+        `given`: output -> gradient and the layout it has.
+        """
+        layout_of = {target: layout for target, (_, layout) in self.outputs.items()}
         found: list[Tensor] = []
         for node in self.program.tangents:
-            given = gradients[place[node.target]]
-            if given is None:
-                (type,) = node.outputs
-                assert type is not None
-                shape = local_shape(type.shape, layout_of[node.target], self.mesh)
-                assert shape is not None
-                given = torch.zeros(shape, dtype=getattr(torch, type.dtype), device=self.coordinates[0].device)
-            found.append(given)
+            (type,) = node.outputs
+            assert type is not None
+            if node.target in given:
+                gradient, layout = given[node.target]
+                found.append(as_stored(relaid(gradient, type.shape, layout, layout_of[node.target], device_mesh)))
+                continue
+            shape = local_shape(type.shape, layout_of[node.target], self.mesh)
+            assert shape is not None
+            found.append(torch.zeros(shape, dtype=getattr(torch, type.dtype), device=self.coordinates[0].device))
         return found
+
+
+@dataclass
+class Step:
+    """One call: what the program reads besides parameters. `again`: gives the same call as a step with the gradients
+    of `without_tangent`, outputs whose gradients this program does not take; parameters by name come with it.
+    """
+
+    others: tuple[Tensor, ...]
+    seeds: tuple[Tensor, ...]
+    watched: tuple[Tensor, ...]  # of the user's, which have to be the same when backward runs
+    device_mesh: Any
+    without_tangent: frozenset[str] = frozenset()
+    again: Callable[[], tuple[Runner, Step, Sequence[Tensor]]] | None = None
 
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, runner: Runner, others: tuple[Tensor, ...], *parameters: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, runner: Runner, step: Step, *parameters: Tensor) -> tuple[Tensor | None, ...]:
         program = runner.program
+        ctx.drawn = _random_states(runner) if step.without_tangent else None
         pieces = tuple(map(local_of, parameters))
-        outputs = program.forward(*pieces, *others, *runner.coordinates)
+        with without_autocast():
+            outputs = program.forward(*pieces, *step.others, *runner.coordinates, *step.seeds)
         count = len(program.results)
-        ctx.runner, ctx.parameters, ctx.saved = runner, parameters, list(outputs[count:])
-        results = tuple(_own(value, (*pieces, *others)) for value in outputs[:count])
-        differentiable = {node.target for node in program.tangents}
+        ctx.runner, ctx.step, ctx.parameters, ctx.saved = runner, step, parameters, list(outputs[count:])
+        watched = [one for one in (*parameters, *step.watched) if not one.is_inference()]
+        ctx.versions = [(one, one._version) for one in watched]
+        results = tuple(_own(value, (*pieces, *step.others)) for value in outputs[:count])
+        differentiable = {node.target for node in program.tangents} | step.without_tangent
         constant = [
             value
             for (result, _), value in zip(program.results, results, strict=True)
@@ -92,21 +121,67 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        runner: Runner = ctx.runner
-        program = runner.program
-        if program.backward is None:
+        runner, step, parameters = ctx.runner, ctx.step, ctx.parameters
+        if runner.program.backward is None:
             raise RuntimeError(
                 "this call ran the inference program, which has no backward; call the module in grad mode"
             )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward was called with create_graph=True, and gradients of a program have none of their own: second "
+                "derivatives (gradient penalties, Hessians) are not built; take them of the model without autopar"
+            )
         if ctx.saved is None:
             raise RuntimeError("backward ran a second time through the same forward; call the module again first")
+        if any(one._version != version for one, version in ctx.versions):
+            raise RuntimeError(
+                "a parameter or an input was changed in place between forward and backward, which needs what it was: "
+                "call backward before the optimizer's step, or the module again after it"
+            )
         runner.updates.finish()  # of parameters whose next gradients are made now
         saved, ctx.saved = ctx.saved, None
-        made = program.backward(saved, *runner.tangents(gradients), *runner.coordinates)
+        given = {
+            target: (gradients[place], layout)
+            for target, (place, layout) in runner.outputs.items()
+            if gradients[place] is not None
+        }
+        names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
+        if step.without_tangent & given.keys():
+            saved.clear()
+            assert step.again is not None
+            runner, step, held = step.again()
+            with _drawing_from(ctx.drawn), without_autocast():
+                outputs = runner.program.forward(*map(local_of, held), *step.others, *runner.coordinates, *step.seeds)
+            saved = list(outputs[len(runner.program.results) :])
+        program = runner.program
+        with without_autocast():
+            made = program.backward(saved, *runner.tangents(given, step.device_mesh), *runner.coordinates, *step.seeds)
         settle()  # gradients on the host have arrived, and parameters there have been read
         by_name = {result.target: value for (result, _), value in zip(program.gradients, made, strict=True)}
-        held = zip(runner.parameters, ctx.parameters, strict=True)
-        return None, None, *(gradient_of(parameter, by_name.get(node.target)) for node, parameter in held)
+        return None, None, *(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
+
+
+def _random_states(runner: Runner) -> list[tuple[torch.Generator, Tensor]]:
+    """What a program of one rank draws from: those of several ranks get seeds."""
+    if runner.mesh.ranks > 1:
+        return []
+    generators = [torch.default_generator]
+    if runner.coordinates[0].is_cuda:
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return [(generator, generator.get_state()) for generator in generators]
+
+
+@contextlib.contextmanager
+def _drawing_from(states: list[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
+    """Let the generators draw what they drew from these states, and go on behind that as if nothing had been."""
+    now = [(generator, generator.get_state()) for generator, _ in states]
+    for generator, state in states:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in now:
+            generator.set_state(state)
 
 
 def _own(value: Tensor | None, inputs: tuple[Tensor, ...]) -> Tensor | None:

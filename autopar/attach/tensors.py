@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import layout as plain
+from autopar.attach.hooks import carry
 from autopar.emit.moves import host_like
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -41,13 +42,26 @@ def placements_of(layout: Layout) -> list[Placement]:
     return made
 
 
+def as_stored(value: Tensor) -> Tensor:
+    """The tensor with its values in memory as they are read, of which collectives and views of bits make use: a view
+    that torch has marked as conjugate or negative becomes a tensor of its own.
+    """
+    return value.resolve_conj().resolve_neg() if value.is_conj() or value.is_neg() else value
+
+
 def piece_of(value: Tensor, layout: Layout, mesh: Mesh, coordinate: Sequence[int]) -> Tensor:
     """This rank's piece of a whole tensor, with storage of its own if it is smaller than the whole."""
-    piece = value
+    value = as_stored(value)
+    piece = part_of(value, layout, mesh, coordinate)
+    return piece if piece is value else piece.clone(memory_format=torch.contiguous_format)
+
+
+def part_of(value: Tensor, layout: Layout, mesh: Mesh, coordinate: Sequence[int]) -> Tensor:
+    """The part of a whole tensor that the rank at `coordinate` has a piece of: a view."""
     for placement, size, index in zip(layout, mesh.sizes, coordinate, strict=True):
         if isinstance(placement, plain.Shard):
-            piece = piece.chunk(size, placement.dim)[index]
-    return piece if piece is value else piece.clone(memory_format=torch.contiguous_format)
+            value = value.chunk(size, placement.dim)[index]
+    return value
 
 
 def as_dtensor(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh: DeviceMesh) -> DTensor:
@@ -73,11 +87,12 @@ def whole_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Para
     A DTensor from the start, so that the plan's layout can take its place inside the same Python object, which an
     optimizer may hold already.
     """
-    value = parameter.detach()
+    value = as_stored(parameter.detach())
     value = value if value.is_meta else value.to(device_mesh.device_type)
     made = as_dtensor(value.contiguous(), value.shape, (plain.REPLICATE,) * device_mesh.ndim, device_mesh)
     whole = nn.Parameter(made, requires_grad=parameter.requires_grad)
     whole.is_borrowed = not value.is_meta  # type: ignore[attr-defined]  # whoever writes to it has to copy it first
+    carry(parameter, whole)
     return whole
 
 
@@ -103,6 +118,18 @@ def parameter_on(
     return nn.Parameter(made, requires_grad=whole.requires_grad)
 
 
+def become(held: nn.Parameter, made: nn.Parameter) -> None:
+    """`held` gets the value and the layout of `made`, both DTensors of one shape, and stays the object that it is:
+    whoever holds it sees the new one, through weak references and with its hooks too.
+    """
+    assert isinstance(held, DTensor) and isinstance(made, DTensor)
+    if held.device == made.device:
+        held._local_tensor, held._spec = made._local_tensor, made._spec
+        held.is_borrowed = False  # type: ignore[attr-defined]
+    else:  # a parameter of a device that lies on the host from now on
+        torch.utils.swap_tensors(held, made)
+
+
 def to_host(local: Tensor) -> Tensor:
     """The piece in memory of the host, from which a device can fetch it while it computes."""
     return host_like(local).copy_(local) if local.is_cuda else local
@@ -122,6 +149,14 @@ def gradient_of(parameter: Tensor, local: Tensor | None) -> Tensor | None:
         return local
     # made of the parameter's own spec: `DTensor.from_local` costs a step 0.1 ms for each parameter
     return DTensor(local.contiguous(), copy.copy(parameter._spec), requires_grad=False)
+
+
+def relaid(local: Tensor, shape: Sequence[int], before: Layout, after: Layout, device_mesh: DeviceMesh) -> Tensor:
+    """A piece of a whole value of this shape in one layout -> this rank's piece in another."""
+    if before == after:
+        return local
+    whole = as_dtensor(local, shape, before, device_mesh)
+    return whole.redistribute(placements=placements_of(after)).to_local()
 
 
 def from_rank_zero(value: Tensor, device_mesh: DeviceMesh) -> Tensor:
@@ -150,7 +185,7 @@ def _cut_to_layouts(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
         if not isinstance(held, DTensor) or not isinstance(value, Tensor):
             continue
         if getattr(held, "is_borrowed", False):
-            torch.utils.swap_tensors(held, nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad))
+            become(held, nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad))
         if not isinstance(value, DTensor) and value.shape == held.shape:
             state_dict[prefix + name] = piece_as(value, held)
 

@@ -1,6 +1,6 @@
 """Updates that a thread makes beside what the program does next, one after the other.
 
-While its update is under way, a parameter is what it was, but for its local tensor, an `Updating`: whoever reads or
+While its update is under way, a parameter is what it was, but for its local tensor, which is `Late`: whoever reads or
 writes that waits for this one update first, be it the program, which fetches it, or the user. So are its gradient and
 its states. `Updates.finish` waits for all of them, and puts the local tensors back.
 
@@ -10,7 +10,6 @@ dispatch modes, of which torch keeps count for all threads at once.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -20,61 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import pytree
-
-LOOKS = (torch.ops.aten.view.default, torch.ops.aten.detach.default, torch.ops.aten.alias.default)  # that read nothing
-
-
-class Updating(Tensor):
-    """A tensor whose update is under way, as torch's AsyncCollectiveTensor is one whose collective is: it waits before
-    its values are read or written. Shape, dtype and device are there at once.
-    """
-
-    _behind: Tensor
-    _wait: Callable[[], None]
-
-    @staticmethod
-    def __new__(cls, behind: Tensor, wait: Callable[[], None]) -> Updating:
-        made = Tensor._make_wrapper_subclass(
-            cls, behind.shape, strides=behind.stride(), storage_offset=behind.storage_offset(), dtype=behind.dtype,
-            device=behind.device,
-        )  # fmt: skip
-        made._behind, made._wait = behind, wait
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in LOOKS:
-            (seen, *rest) = args
-            return cls(func(seen._behind, *rest, **(kwargs or {})), seen._wait)
-        args, kwargs = pytree.tree_map_only(Updating, Updating.arrived, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-    def arrived(self) -> Tensor:
-        """The updated tensor."""
-        self._wait()
-        return self._behind
-
-    def numpy(self, *, force: bool = False) -> Any:
-        return self.arrived().numpy(force=force)
-
-    def tolist(self) -> Any:
-        return self.arrived().tolist()
-
-    def data_ptr(self) -> int:
-        return self.arrived().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.arrived().untyped_storage()
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return copy.deepcopy(self.arrived(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.arrived().__reduce_ex__(protocol)
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.arrived())
+from autopar.attach.late import Late
 
 
 @dataclass(frozen=True)
@@ -111,7 +56,7 @@ class Updates:
         self._pending.append(update)
         for tensor in update.tensors:
             assert isinstance(tensor, DTensor)
-            tensor._local_tensor = Updating(tensor._local_tensor, lambda: self._wait(future))
+            tensor._local_tensor = self._late(tensor._local_tensor, future)
 
     def finish(self) -> None:
         """Wait until all is updated. Raises the error of the first update that failed, once; those behind it have not
@@ -121,12 +66,19 @@ class Updates:
         pending, self._pending = self._pending, []
         for update in pending:
             for tensor in update.tensors:
-                if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, Updating):
-                    tensor._local_tensor = tensor._local_tensor._behind
+                if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, Late):
+                    tensor._local_tensor = tensor._local_tensor._shown
             if update.future.exception() is None:
                 update.made()
         for update in pending:
             update.future.result()
+
+    def _late(self, updated: Tensor, future: Future[None]) -> Late:
+        def arrive() -> Tensor:
+            self._wait(future)
+            return updated
+
+        return Late(updated, arrive)
 
     def _wait(self, future: Future[None]) -> None:
         if future.exception() is not None:

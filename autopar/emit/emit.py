@@ -1,9 +1,9 @@
 """emit: a plan becomes two fx GraphModules at local shapes, forward and backward, with the collectives in them.
 
-The forward takes the local parameters, buffers, constants, inputs and this rank's coordinates, and returns results,
-then the
-values that backward needs. Backward takes those as one list and pops each right before its first use, so that nothing
-outlives its last reader. One program serves all ranks: where ranks differ, a coordinate comes in as a tensor.
+The forward takes the local parameters, buffers, constants, inputs, this rank's coordinates and, where numbers are
+drawn, seeds; it returns results, then the values that backward needs. Backward takes those as one list and pops each
+right before its first use, so that nothing outlives its last reader. One program serves all ranks: where ranks differ,
+a coordinate or a seed comes in as a tensor.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from autopar.emit import ops
+from autopar.emit.seeded import drawing, seeded
 from autopar.emit.writer import BodyWriter, Pending, Writer, target_of
 from autopar.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
 from autopar.layout import Layout, local_type, show
@@ -36,7 +37,9 @@ INPUT_KINDS = ("parameter", "buffer", "constant", "input")
 class Program:
     """What runs on every rank.
 
-    `inputs`: the sources that the forward takes, in order (nodes of the graph); after them one coordinate per axis.
+    `inputs`: the sources that the forward takes, in order (nodes of the graph); after them one coordinate per axis, and
+    the seeds (`autopar.emit.seeded.seeds`) of the operators in `drawing`, each with the layout of what it draws. A
+    program for one rank has none of these: there operators draw from the default generator, as the model does.
     `results`: (result, layout) of what the forward returns, in order, before the saved values. `tangents`, `gradients`:
     likewise for the backward, which is None for inference.
     """
@@ -47,6 +50,7 @@ class Program:
     results: tuple[tuple[Result, Layout], ...]
     tangents: tuple[Node, ...]
     gradients: tuple[tuple[Result, Layout], ...]
+    drawing: tuple[tuple[Node, Layout], ...] = ()
 
     def compiled(self) -> Program:
         """The same program with both parts compiled by inductor at their first call."""
@@ -76,6 +80,7 @@ def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a
     for node in sources:
         forward.values[Ref(node.name)] = forward.placeholder(node.name)
     forward.add_coordinates()
+    drawn = forward.add_seeds()
     forward.run()
     backward, saved = None, []
     tangents = tuple(n for n in plan.graph.nodes if n.op == "tangent")
@@ -84,6 +89,7 @@ def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a
         for node in tangents:
             backward.values[Ref(node.name)] = backward.placeholder(node.name)
         backward.add_coordinates()
+        backward.add_seeds()
         backward.run()
         saved = [forward.values[ref] for ref in reversed(backward.popped)]
     results = forward.delivered
@@ -97,6 +103,7 @@ def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a
         tuple((result, layout) for result, layout, _ in results),
         tangents,
         () if backward is None else tuple((result, layout) for result, layout, _ in backward.delivered),
+        tuple((node, plan.choices[node.name].gives[0]) for node in drawn),
     )
 
 
@@ -121,6 +128,7 @@ class _Emitter:
         self.saved = None if saved_from is None else self.placeholder("saved")
         self.popped: list[Ref] = []
         self.delivered: list[tuple[Result, Layout, fx.Node | None]] = []
+        self.seed_of: dict[str, int] = {}
         self.under_way: dict[Transfer, Pending] = {}
         self.copies: dict[Transfer, list[tuple[Result | Ref, Layout, fx.Node, fx.Node]]] = {}  # what is made, from what
         self.node_of = plan.graph.by_name
@@ -133,6 +141,14 @@ class _Emitter:
 
     def add_coordinates(self) -> None:
         self.writer.coordinates = {axis: self.placeholder(f"coordinate_{axis}") for axis in self.plan.mesh.names}
+
+    def add_seeds(self) -> tuple[Node, ...]:
+        """Take a seed for every operator that draws, in either phase."""
+        drawn = drawing(self.plan.graph) if self.plan.mesh.ranks > 1 else ()
+        self.seed_of = {node.name: place for place, node in enumerate(drawn)}
+        if drawn:
+            self.seeds = self.placeholder("seeds")
+        return drawn
 
     def finish(self, name: str) -> fx.GraphModule:
         self.graph.lint()
@@ -312,7 +328,11 @@ class _Emitter:
         if choice.body:
             self._bind_body(node, choice, args, kwargs, local_in, local_out)
         else:
-            value = writer.make(node.name, target_of(node.op), args, kwargs)
+            target = target_of(node.op)
+            if node.name in self.seed_of:
+                seed = writer.call(torch.ops.aten.select.int, self.seeds, 0, self.seed_of[node.name])
+                target, args = seeded(target), (seed, *args)
+            value = writer.make(node.name, target, args, kwargs)
             self._bind(node, value, lambda index: writer.get(value, index))
 
     def _bind_body(

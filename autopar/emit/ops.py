@@ -1,4 +1,4 @@
-"""The functions that emitted code calls besides ATen: products, pieces of tensors for collectives, sharded dropout.
+"""The functions that emitted code calls besides ATen: products, pieces of tensors for collectives.
 
 Each is a plain function of tensors without rank or group in it; where ranks differ, the difference comes in as a
 tensor.
@@ -93,9 +93,56 @@ def unflatten(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     return [piece.view(tuple(shape)) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
+def view_as_complex(x: Tensor) -> Tensor:
+    """Pairs along the last dim as complex numbers: a view where they lie side by side, else of a copy. They may lie
+    otherwise than in the model, where the view was possible.
+    """
+    beside = x.stride(-1) == 1 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+    return torch.view_as_complex(x if beside else x.clone(memory_format=torch.contiguous_format))
+
+
 def mse_loss(x: Tensor, y: Tensor, *reduction: int) -> Tensor:
     """aten.mse_loss, whose result keeps the storage of all the squares, in storage of its own."""
     return torch.ops.aten.mse_loss.default(x, y, *reduction).clone()
+
+
+def batch_norm_in_parts(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    momentum: float, eps: float, parts: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Batch norm of each of `parts` equal parts of dim 0 by its own statistics. Returns y, and in one row for each part
+    mean, 1 / sqrt(variance + eps), new running mean and new running variance (None without running ones).
+    """
+    aten = torch.ops.aten
+    made: list[tuple[Tensor, ...]] = []
+    for index, part in enumerate(x.chunk(parts)):
+        if running_mean is None or running_var is None:
+            made.append(aten._native_batch_norm_legit.no_stats(part, weight, bias, True, momentum, eps))
+        else:
+            mean, var = (s[index] if s.dim() > 1 else s for s in (running_mean, running_var))
+            made.append(aten._native_batch_norm_legit_functional(part, weight, bias, mean, var, True, momentum, eps))
+    y, *statistics = zip(*made, strict=True)
+    stacked = [torch.stack(rows) if parts > 1 else rows[0].unsqueeze(0) for rows in statistics]
+    none = [None] * (4 - len(stacked))
+    return (torch.cat(y) if parts > 1 else y[0], *stacked, *none)
+
+
+def batch_norm_in_parts_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, eps: float, parts: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients of x, weight and bias; the latter two are sums over the parts."""
+    backward = torch.ops.aten.native_batch_norm_backward
+    pieces = zip(grad.chunk(parts), x.chunk(parts), mean, rstd, strict=True)
+    made = [backward(g, part, weight, None, None, m, r, True, eps, mask) for g, part, m, r in pieces]
+    if parts == 1:
+        return tuple(one if wanted else None for one, wanted in zip(made[0], mask, strict=True))
+    dx, dweight, dbias = zip(*made, strict=True)
+    return (
+        torch.cat(dx) if mask[0] else None,
+        torch.stack(dweight).sum(0) if mask[1] else None,
+        torch.stack(dbias).sum(0) if mask[2] else None,
+    )
 
 
 def draw_seed() -> Tensor:

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar._compat import FakeStore, LocalTensor, LocalTensorMode
 from autopar.emit.emit import Program, emit
+from autopar.emit.seeded import pieces_of, seeds
 from autopar.graph import Result
 from autopar.layout import Layout, Partial, Shard
 from autopar.mesh import Mesh
@@ -85,10 +86,12 @@ def unshard(pieces: Mapping[int, Tensor], layout: Layout, mesh: Mesh) -> Tensor:
     return held[0]
 
 
-def run(plan: Plan, device_mesh: DeviceMesh, values: Mapping[str, Tensor], program: Program | None = None) -> Ran:
+def run(
+    plan: Plan, device_mesh: DeviceMesh, values: Mapping[str, Tensor], program: Program | None = None, seed: int = 0
+) -> Ran:
     """One forward (and backward) of `plan` from whole tensors, by node name: parameters, buffers, inputs, tangents.
 
-    A tangent that is not given is 1 (the derivative of a loss by itself).
+    A tangent that is not given is 1 (the derivative of a loss by itself). `seed`: of the numbers that are drawn.
     """
     mesh = plan.mesh
     groups = {axis: device_mesh.get_group(axis).group_name for axis in mesh.names}
@@ -104,6 +107,7 @@ def run(plan: Plan, device_mesh: DeviceMesh, values: Mapping[str, Tensor], progr
         LocalTensor({rank: torch.tensor(mesh.coordinate(rank)[axis]) for rank in ranks})
         for axis in range(len(mesh.sizes))
     ]
+    ranks_own = [*coordinates, *_seeds(program, mesh, seed)]
     tangents: list[Tensor] = []
     for node in program.tangents:
         (type,) = node.outputs
@@ -111,17 +115,26 @@ def run(plan: Plan, device_mesh: DeviceMesh, values: Mapping[str, Tensor], progr
         given = values.get(node.name, torch.ones(type.shape, dtype=getattr(torch, type.dtype)))
         tangents.append(local(node.name, given))
     with LocalTensorMode(frozenset(ranks)), torch.no_grad():
-        outputs = program.forward(*inputs, *coordinates)
+        outputs = program.forward(*inputs, *ranks_own)
         done = list(zip(program.results, outputs, strict=False))
         saved = list(outputs[len(program.results) :])
         if program.backward is not None:
-            gradients = program.backward(saved, *tangents, *coordinates)
+            gradients = program.backward(saved, *tangents, *ranks_own)
             done += zip(program.gradients, gradients, strict=True)
             assert not saved, "the backward leaves saved values behind"
     whole: dict[tuple[str, str], Tensor | None] = {}
     for (result, layout), value in done:
         whole[_key(result)] = None if value is None else unshard(_pieces(value, mesh), layout, mesh)
     return Ran(whole)
+
+
+def _seeds(program: Program, mesh: Mesh, seed: int) -> list[Tensor]:
+    if not program.drawing:
+        return []
+    ranks = range(mesh.ranks)
+    return [
+        LocalTensor({rank: seeds(seed, 0, pieces_of(program.drawing, mesh, mesh.coordinate(rank))) for rank in ranks})
+    ]
 
 
 def _pieces(value: Tensor, mesh: Mesh) -> dict[int, Tensor]:

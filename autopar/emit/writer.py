@@ -27,6 +27,7 @@ assert functional_collectives and moves  # imported for what they register
 # The others hold more than their result below it.
 RENAMED = {
     "aten.view.default": "aten.reshape.default",
+    "aten.view_as_complex.default": "autopar.view_as_complex",
     "autopar.to_reduce_dtype": "aten._to_copy.default",
     "aten.mse_loss.default": "autopar.mse_loss",
 }
@@ -125,7 +126,7 @@ class Writer:
         """Wait for the collective under way, put its pieces in order, and begin the changes behind it."""
         if pending.change is None:
             return pending
-        waited = pending.value if self.one_at_a_time else self._waited(pending.value)
+        waited = pending.value if self.one_at_a_time else self._waited(pending.value, pending.change)
         ranks = self.mesh.size(pending.change.axis)
         match pending.change.before, pending.change.after:
             case (Shard(dim), Replicate()) if dim:
@@ -143,19 +144,25 @@ class Writer:
         return pending.value
 
     def _launch(self, value: fx.Node, change: Reshard, owned: bool) -> fx.Node:
+        """Complex numbers travel as pairs: not every collective of gloo (all-to-all) and NCCL knows them."""
         ranks, group = self.mesh.size(change.axis), self.groups[change.axis]
+
+        def sent(made: fx.Node) -> fx.Node:
+            if not change.is_complex:
+                return made
+            return self.named(made, "as_real", torch.ops.aten.view_as_real.default, made)
 
         def cut(dim: int) -> fx.Node:
             if dim == 0:
-                return self.contiguous(value)
-            return self.named(value, "to_front", ops.to_front, value, dim, ranks)
+                return sent(self.contiguous(value))
+            return sent(self.named(value, "to_front", ops.to_front, value, dim, ranks))
 
         match change.before, change.after:
             case Shard(), Replicate():
-                target, args = C10D.all_gather_into_tensor.default, (self.contiguous(value), ranks, group)
+                target, args = C10D.all_gather_into_tensor.default, (cut(0), ranks, group)
             case Partial(op), Replicate():
                 sums = C10D.all_reduce_ if owned else C10D.all_reduce
-                target, args = sums.default, (value if owned else self.contiguous(value), op, group)
+                target, args = sums.default, (sent(value) if owned else cut(0), op, group)
             case Partial(), Shard(dim):
                 target, args = C10D.reduce_scatter_tensor.default, (cut(dim), "sum", ranks, group)
             case Shard(), Shard(dim):
@@ -165,10 +172,13 @@ class Writer:
             case _:
                 raise ValueError(f"no collective leads from {change.before} to {change.after}")
         launched = self.named(value, change.kind, target, *args)
-        return self._waited(launched) if self.one_at_a_time else launched
+        return self._waited(launched, change) if self.one_at_a_time else launched
 
-    def _waited(self, launched: fx.Node) -> fx.Node:
-        return self.named(launched, "wait", C10D.wait_tensor.default, launched)
+    def _waited(self, launched: fx.Node, change: Reshard) -> fx.Node:
+        waited = self.named(launched, "wait", C10D.wait_tensor.default, launched)
+        if not change.is_complex:
+            return waited
+        return self.named(waited, "as_complex", torch.ops.aten.view_as_complex.default, waited)
 
     def named(self, after: fx.Node, suffix: str, target: Any, *args: Any) -> fx.Node:
         """A call whose name tells what it was made from: `wte_weight_all_gather`."""
@@ -176,7 +186,7 @@ class Writer:
 
 
 _STEP_SUFFIX = re.compile(
-    r"_(all_gather|all_reduce|reduce_scatter|all_to_all|wait|in_order|to_front|contiguous|piece)(_\d+)?$"
+    r"_(all_gather|all_reduce|reduce_scatter|all_to_all|wait|in_order|to_front|contiguous|piece|as_real|as_complex)(_\d+)?$"
 )
 
 

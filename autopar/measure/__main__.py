@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from autopar.batch_norm import GLOBAL, parts_of
 from autopar.calibrate.measure import processors
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.local_ranks import environment, local_ranks
@@ -104,7 +105,8 @@ def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None,
         pricer_of(plan, hardware)  # another profile is refused here
     example = build(given.model)
     try:
-        graph = traced(example.model, example.args, example.kwargs)
+        parts = parts_of(plan.batch_norm or GLOBAL, plan.mesh)
+        graph = traced(example.model, example.args, example.kwargs, parts=parts)
     except TypeError as error:
         raise BadArgument(f"{given.model} returned inputs that its model does not take: {error}") from error
     check(plan, graph, plan.mesh, origin=str(given.plan))

@@ -23,8 +23,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
-from autopar.attach.inputs import by_name, type_of
+from autopar.attach.calls import by_name
+from autopar.attach.inputs import type_of
 from autopar.attach.module import ParallelModule
+from autopar.batch_norm import GLOBAL
 from autopar.calibrate.measure import processors
 from autopar.compile import compile
 from autopar.emit import Program
@@ -57,11 +59,12 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
 }
 
 
-def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Graph:
-    """The graph that `autopar.compile` would plan for this call. Raises TraceError."""
+def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, parts: int = 1) -> Graph:
+    """The graph that `autopar.compile` would plan for this call; `parts` as in `graph_of`. Raises TraceError."""
     positional, named = by_name(model.forward, args, kwargs)
     training = _is_trained(model)
-    return graph_of(capture(model, positional, named, training=None if training == model.training else training))
+    captured = capture(model, positional, named, training=None if training == model.training else training)
+    return graph_of(captured, parts=parts)
 
 
 def _is_trained(model: nn.Module) -> bool:
@@ -118,7 +121,8 @@ def _twin(
     positional, named = by_name(model.forward, args, kwargs or {})
     parallel = compile(
         model, device_mesh, example_inputs=positional, example_kwargs=named, plan=plan, outputs=plan.outputs,
-        precision=precision, hardware=hardware or Hardware.load("cpu-gloo"),  # of no account: nothing is searched
+        batch_norm=plan.batch_norm or GLOBAL, precision=precision,
+        hardware=hardware or Hardware.load("cpu-gloo"),  # of no account: nothing is searched
     )  # fmt: skip
     parallel.train(_is_trained(model))
     notes = _materialise(parallel, device_type)
@@ -172,6 +176,7 @@ class _Twin:
         if not self.trains:
             return
         ends = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        ends = [end for end in ends if not end.ndim] or ends  # a plan has no gradients of outputs beside a loss
         torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         between("backward")
         if self.optimizer is not None:
@@ -221,14 +226,14 @@ class _Twin:
     @contextlib.contextmanager
     def instead(self, change: Callable[[Program], Program]) -> Iterator[None]:
         """Inside the context the module runs a changed program."""
-        modes = self.parallel._autopar.modes
-        before = dict(modes)
-        for key, mode in before.items():
-            modes[key] = replace(mode, runner=replace(mode.runner, program=change(mode.runner.program)))
+        before = [(prepared, prepared.runner) for prepared in self.parallel._autopar.prepared()]
+        for prepared, runner in before:
+            prepared.runner = replace(runner, program=change(runner.program))
         try:
             yield
         finally:
-            modes.update(before)
+            for prepared, runner in before:
+                prepared.runner = runner
 
     def counted(self) -> tuple[Traffic, dict[str, int]]:
         """What the collectives of one step move, and the most that is held in each phase."""
@@ -252,8 +257,8 @@ class _Twin:
             live.watch(self.on_host(), on_host=True)
             live.watch([*self.parallel.parameters(), *self.parallel.buffers(), self.args, self.kwargs])
             live.watch([self.optimizer.state_dict()["state"] if self.optimizer is not None else ()])
-            modes = self.parallel._autopar.modes.values()
-            live.watch([[dict(mode.constants), mode.runner.coordinates] for mode in modes])
+            programs = self.parallel._autopar.prepared()
+            live.watch([[dict(prepared.constants), prepared.runner.coordinates] for prepared in programs])
             with live, traffic:
                 self.step(between)
             if live.host_peak:

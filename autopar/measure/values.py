@@ -51,7 +51,7 @@ def as_trained(optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             for name in SECOND_MOMENTS:
                 if isinstance(found := state.get(name), Tensor):
-                    found.add_(MET)
+                    found.add_(complex(MET, MET) if found.is_complex() else MET)
 
 
 def bounds_of(op: str, args: Sequence[Arg], types: Sequence[TensorType]) -> dict[int, int]:
@@ -105,7 +105,8 @@ def _numbered(node: Node) -> tuple[Arg, ...]:
 def random_tensor(
     type: TensorType, device: torch.device, below: int | None = None, order: Sequence[int] | None = None
 ) -> Tensor:
-    """Floats between 0.1 and 1 (no denormals, no zeros to divide by), places below `below`, bools of both sorts.
+    """Floats between 0.1 and 1 (no denormals, no zeros to divide by), complex numbers of two such, places below
+    `below`, bools of both sorts.
 
     `order`: its dims as they lie in memory, outermost first; dims that are missing repeat.
     """
@@ -122,7 +123,10 @@ def random_tensor(
 def _filled(sizes: Sequence[int], dtype: torch.dtype, device: torch.device, below: int | None) -> Tensor:
     if dtype is torch.bool:
         return torch.rand(sizes, device=device) < 0.5
-    if dtype.is_floating_point or dtype.is_complex:
+    if dtype.is_complex:
+        parts = _filled((*sizes, 2), dtype.to_real(), device, below)
+        return torch.view_as_complex(parts)
+    if dtype.is_floating_point:
         kind: Any = dtype if dtype.itemsize >= 4 else torch.float32  # float16 and float8 have no generator everywhere
         return torch.rand(sizes, dtype=kind, device=device).mul_(0.9).add_(0.1).to(dtype)
     if below is not None and below > 1:

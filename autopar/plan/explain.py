@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from autopar import batch_norm
 from autopar.graph import Node, TensorType
 from autopar.layout import Layout, Partial, Placement, Replicate, Shard, local_type, show
 from autopar.plan.plan import Choice, Plan
@@ -51,6 +52,8 @@ def _ms(seconds: float) -> str:
 
 def _head(plan: Plan) -> Iterator[str]:
     yield f"mesh {plan.mesh} ({plan.mesh.ranks} ranks) on {plan.hardware}, optimizer {plan.optimizer}"
+    if norms := batch_norm.told(plan.graph):
+        yield f"batch norm: {norms}"
 
 
 def _time(plan: Plan) -> Iterator[str]:

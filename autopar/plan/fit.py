@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from autopar.batch_norm import statistics_of
 from autopar.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
 from autopar.layout import Layout, encode, local_shape
 from autopar.mesh import Mesh
@@ -36,6 +37,8 @@ def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, o
         fail(f"mesh {plan.mesh}, this mesh is {mesh}; use a mesh with those names and sizes, or {AGAIN}")
     if outputs is not None and outputs != plan.outputs:
         fail(f"outputs={plan.outputs!r}, this call asks for outputs={outputs!r}; ask for the former, or {AGAIN}")
+    if (norms := _batch_norms(ours, graph)) is not None:
+        fail(f"batch_norm={norms[0]!r}, this call asks for batch_norm={norms[1]!r}; ask for the former, or {AGAIN}")
     for op, subject, wanted in _SOURCES:
         if (told := _sources(ours, graph, op)) is not None:
             fail(f"{told[0]}, this {subject} {told[1]}; {wanted}{AGAIN}")
@@ -43,6 +46,12 @@ def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, o
         fail(f"{ends[0]}, this model {ends[1]}; {AGAIN}")
     if (nodes := _operators(ours, graph)) is not None:
         fail(f"another model: {nodes}; {AGAIN}")
+
+
+def _batch_norms(ours: Graph, theirs: Graph) -> tuple[str, str] | None:
+    """The statistics that batch norms take, where one graph has local ones and the other has the same norms without."""
+    was, now = statistics_of(ours), statistics_of(theirs)
+    return (was[0], now[0]) if was and now and was[0] != now[0] else None
 
 
 # source, who brings it, what else could be done

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from autopar.batch_norm import statistics_of
 from autopar.graph import Graph, Node
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -115,6 +116,14 @@ class Plan:
     @property
     def gap(self) -> float:
         return max(0.0, (self.step_seconds - self.bound) / self.step_seconds) if self.step_seconds else 0.0
+
+    @property
+    def batch_norm(self) -> str:
+        """What batch norms take their statistics of, as in `autopar.compile`: "global" or "local"; "" where none does.
+
+        It is in the graph, and so part of what the plan is made for.
+        """
+        return (*statistics_of(self.graph), "")[0]
 
     @property
     def parameters(self) -> dict[str, Layout]:

@@ -4,8 +4,8 @@
 
 One node per line, so that two plans can be compared with diff. Equal choices stand once in `choices`, and nodes point
 to them by index. Layouts are written as `layout.encode` does (`R S0 P`), types as `float32[4, 16]`, a reference as
-`{"ref": "mm"}` or `{"ref": ["split", 2]}`, a torch constant as `{"const": ["dtype", "float32"]}`, and a float that JSON
-does not have as `{"float": "-inf"}`. `digest` is over everything else, whatever the white space.
+`{"ref": "mm"}` or `{"ref": ["split", 2]}`, a torch constant as `{"const": ["dtype", "float32"]}`, a complex number as
+`{"const": ["complex", "2-1j"]}`, and a float that JSON lacks as `{"float": "-inf"}`. `digest` is over everything else.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def _arg(arg: Arg) -> Json:
             return {"ref": [arg.name, arg.index] if arg.index else arg.name}
         case Const():
             return {"const": [arg.kind, arg.value]}
+        case complex():
+            return {"const": ["complex", repr(arg)]}
         case None | bool() | int() | str() | float():
             return _number(arg)
         case _:
@@ -393,7 +395,7 @@ class _Reader:
             case {"ref": [str(name), int(index)], **rest} if not rest:
                 return Ref(name, self.natural(index, place))
             case {"const": [str(kind), str(told)], **rest} if not rest:
-                return Const(kind, told)
+                return self.making(place, lambda: complex(told)) if kind == "complex" else Const(kind, told)
             case {"float": _}:
                 return self.number(value, place)
             case _:

@@ -102,7 +102,7 @@ def is_product(node: Node, choice: Choice) -> bool:
 
 def carries(type: TensorType | None) -> bool:
     """Whether a value is of the kind that gradients flow through, and more than a number."""
-    return type is not None and type.numel > 1 and "float" in type.dtype
+    return type is not None and type.numel > 1 and type.dtype.startswith(("float", "bfloat", "complex"))
 
 
 def shown_nodes(plan: Plan) -> list[Node]:

@@ -99,11 +99,6 @@ def counting(b: Builder, node: Node, args: tuple[Any, ...]) -> Value:
     return w.cast(w.add(w.mul(places, step), start), exact, out.dtype)
 
 
-def sharded_dropout(b: Builder, node: Node, args: tuple[Any, ...]) -> tuple[Value, Value]:
-    both = b.call("autopar.dropout", args[0], args[1], b.call("autopar.draw_seed"), b.shard_index())
-    return b.get(both, 0), b.get(both, 1)
-
-
 # --- softmax over a split dim ----------------------------------------------------------------------------------------
 
 
@@ -174,7 +169,6 @@ BODIES: dict[str, Body] = {
     "share": Body(share, silent),
     "reshape": Body(reshape, silent),
     "counting": Body(counting, silent),
-    "sharded_dropout": Body(sharded_dropout, silent),
     "softmax": Body(softmax, _row_comm(2, 1)),
     "log_softmax": Body(log_softmax, _row_comm(2, 1)),
     "softmax_backward": Body(softmax_backward, _row_comm(1, 2)),

@@ -110,7 +110,7 @@ def _but_channels(rank: int) -> list[int]:
 def batch_norm(b: Builder, node: Node, args: tuple[Any, ...]) -> tuple[Value | None, ...]:
     """Statistics of the global batch. They update the running ones, the variance with the global count less one."""
     w, type = Writer(b), b.local_operands[0]
-    x, weight, bias, running_mean, running_var, _, momentum, eps = args
+    x, weight, bias, *running, _, momentum, eps = args
     dims, count, dtype = _but_channels(len(type.shape)), b.factor_size, wide(type.dtype)
     wide_shape, flat = [1, type.shape[1], *[1] * (len(type.shape) - 2)], (type.shape[1],)
     x = w.cast(x, type.dtype, dtype)
@@ -122,9 +122,12 @@ def batch_norm(b: Builder, node: Node, args: tuple[Any, ...]) -> tuple[Value | N
     y = y if weight is None else w.mul(y, w.view(weight, tuple(wide_shape)))
     y = y if bias is None else w.add(y, w.view(bias, tuple(wide_shape)))
     mean, var = w.view(mean, flat), w.view(var, flat)
-    new_mean = w.add(w.mul(running_mean, 1 - momentum), w.mul(mean, momentum))
-    new_var = w.add(w.mul(running_var, 1 - momentum), w.mul(var, momentum * count / (count - 1)))
-    return _to_outputs(b, dtype, y, mean, w.view(rstd, flat), new_mean, new_var)
+    shares = momentum, momentum * count / (count - 1)
+    new = [
+        w.add(w.mul(old, 1 - momentum), w.mul(now, share))
+        for old, now, share in zip(running, (mean, var), shares, strict=False)
+    ]
+    return _to_outputs(b, dtype, y, mean, w.view(rstd, flat), *new)
 
 
 def batch_norm_backward(b: Builder, node: Node, args: tuple[Any, ...]) -> tuple[Value | None, ...]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.graph import Arg, Node, TensorType
 
 
@@ -75,8 +76,14 @@ SHAPE_AT = {
     "aten.zeros.default": 0,
     "aten.ones.default": 0,
     "aten.empty.memory_format": 0,
+    "aten.rand.default": 0,
+    "aten.randn.default": 0,
+    "aten.randint.default": 1,
+    "aten.randint.low": 2,
+    "aten.normal.float_float": 2,
     "aten.slice_backward.default": 1,
     "aten.select_backward.default": 1,
+    "aten.unfold_backward.default": 1,
     "aten.upsample_nearest1d_backward.default": 2,
     "aten.upsample_nearest2d_backward.default": 2,
     "aten.upsample_linear1d_backward.default": 2,
@@ -92,6 +99,8 @@ LOCAL: dict[str, dict[int, How]] = {
     "aten.native_layer_norm_backward.default": {2: normalized(1)},
     "aten._fused_rms_norm.default": {1: normalized(0)},
     "aten._fused_rms_norm_backward.default": {2: normalized(1)},
+    IN_PARTS: {7: lambda local: local.result(1)[0]},
+    IN_PARTS_BACKWARD: {6: lambda local: next(type.shape[0] for type in local.operands[2:] if len(type.shape) == 2)},
     "aten.native_group_norm.default": {
         3: rows,
         4: lambda local: local.shape[1],

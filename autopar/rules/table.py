@@ -10,11 +10,12 @@ from autopar.graph import Node
 from autopar.rules.notation import Rule, parse
 from autopar.rules.spelling import Table, Types
 from autopar.rules.table_nn import NN
+from autopar.rules.table_patches import PATCHES
 from autopar.rules.table_pointwise import POINTWISE
 from autopar.rules.table_reduce import REDUCE
 from autopar.rules.table_shape import SHAPE
 
-RULES: Table = {**POINTWISE, **SHAPE, **REDUCE, **NN}
+RULES: Table = {**POINTWISE, **SHAPE, **REDUCE, **NN, **PATCHES}
 
 
 def text_of(node: Node, operand_types: Types) -> str | None:

@@ -171,6 +171,7 @@ NN: Table = {
     "aten.bmm.default": "b m k, b k n -> b m n | 0 | 1",
     "aten.mv.default": "m k, k -> m | 0 | 1",
     "aten.dot.default": "k, k -> . | 0 | 1",
+    "aten.vdot.default": "k, k -> . | 0 | 1",
     "aten.addmm.default": addmm,
     "aten.baddbmm.default": addmm,
     "aten._grouped_mm.default": grouped_mm,

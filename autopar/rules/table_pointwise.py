@@ -48,8 +48,10 @@ def to_copy(node: Node, types: Types) -> str:
 WIDER = {
     "float16": ("float16", "float32", "float64"),
     "bfloat16": ("bfloat16", "float32", "float64"),
-    "float32": ("float32", "float64"),
-    "float64": ("float64",),
+    "float32": ("float32", "float64", "complex64", "complex128"),
+    "float64": ("float64", "complex128"),
+    "complex64": ("complex64", "complex128", "float32", "float64"),  # the real part of a sum is that of its terms
+    "complex128": ("complex128", "float64"),
     "int32": ("int32", "int64", "float64"),
     "int64": ("int64", "float64"),
 }
@@ -63,14 +65,6 @@ def made(node: Node, types: Types) -> str:
 
 def counted(node: Node, types: Types) -> str:
     return f"{operands(node, {})} -> {spell(shape_of(node), body={0: 'counting'})}"
-
-
-def dropout(node: Node, types: Types) -> str:
-    """Every shard draws its own mask, so all factors name the body; without training there is no mask to draw."""
-    shape = types[0].shape
-    body = {} if node.args[2] is False or node.args[1] == 0 else dict.fromkeys(range(len(shape)), "sharded_dropout")
-    words = spell(shape, body=body)
-    return f"{words} -> {words}, {words}"
 
 
 UNARY = """
@@ -96,12 +90,23 @@ GRADIENT = """
     hardshrink mish log_sigmoid logit _prelu_kernel native_dropout
 """
 
+# Random numbers, element by element: shaped like an operand, with the distribution that it says, from nothing.
+DRAWN_LIKE = "rand_like randn_like randint_like"
+DRAWN_FROM = """
+    bernoulli.default bernoulli.p poisson.default normal_functional.default uniform.default exponential.default
+    log_normal.default cauchy.default geometric.default
+"""
+DRAWN = "rand.default randn.default randint.default randint.low normal.float_float"
+
 POINTWISE: Table = {
     **{f"aten.{name}.default": pointwise() for name in UNARY.split()},
     **{f"aten.{name}.Scalar": pointwise() for name in UNARY_SCALAR.split()},
     **{f"aten.{name}": pointwise() for name in BINARY.split()},
     **{f"aten.{name}_backward.default": pointwise("0") for name in GRADIENT.split()},
     "aten.neg.default": pointwise("0"),
+    "aten.conj_physical.default": pointwise("0"),
+    "aten.complex.default": pointwise("01"),
+    "aten.polar.default": pointwise("0"),
     "aten.clone.default": pointwise("0"),
     "autopar.share": pointwise("0"),
     "autopar.to_reduce_dtype": pointwise("0"),
@@ -146,5 +151,9 @@ POINTWISE: Table = {
     "aten.arange.default": counted,
     "aten.arange.start": counted,
     "aten.arange.start_step": counted,
-    "aten.native_dropout.default": dropout,
+    # Each piece draws numbers of its own, from a seed of its own (`autopar.emit.seeded`).
+    "aten.native_dropout.default": pointwise(),
+    **{f"aten.{name}.default": pointwise() for name in DRAWN_LIKE.split()},
+    **{f"aten.{name}": pointwise() for name in DRAWN_FROM.split()},
+    **{f"aten.{name}": made for name in DRAWN.split()},
 }

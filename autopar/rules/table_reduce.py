@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.graph import Node, Ref
 from autopar.rules.spelling import (
     LETTERS,
@@ -21,12 +22,16 @@ from autopar.rules.spelling import (
 )
 
 
-def reduction(op: str = "", position: int = 1, body: str = "", alternative: str = "") -> Writer:
-    """Dims given by an argument (or all) go away or become 1. They are locked unless `op` or a body joins them."""
+def reduction(
+    op: str = "", position: int = 1, body: str = "", alternative: str = "", default: int | None = None
+) -> Writer:
+    """Dims given by an argument go away or become 1; without one `default` does, or all of them (None). They are locked
+    unless `op` or a body joins them.
+    """
 
     def write(node: Node, types: Types) -> str:
         shape, rank = types[0].shape, len(types[0].shape)
-        dims = as_dims(arg(node, position, "dim"), rank)
+        dims = as_dims(arg(node, position, "dim", default), rank)
         left = spell(shape, lock=() if op or body else dims, body={d: body for d in dims} if body else None)
         kept = len(shape_of(node)) == rank
         words = ["1" if d in dims or size == 1 else LETTERS[d] for d, size in enumerate(shape) if kept or d not in dims]
@@ -102,7 +107,10 @@ def _channels(shape: Sequence[int], body: str = "", lock: Sequence[int] = ()) ->
 
 
 def batch_norm(training: int | None) -> Writer:
-    """(x, weight?, bias?, running_mean?, running_var?, training, momentum, eps) -> y, mean, rstd and both running."""
+    """(x, weight?, bias?, running_mean?, running_var?, training, momentum, eps) -> y, mean, rstd and both running.
+
+    Without running statistics neither those arguments are there nor those results. `training`: the place of that.
+    """
 
     def write(node: Node, types: Types) -> str:
         trains = training is not None and node.args[training]
@@ -127,6 +135,27 @@ def batch_norm_backward(node: Node, types: Types) -> str:
     return f"{operands(node, words)} -> {results(node, x, grad, grad)} | 0"
 
 
+def _in_parts(shape: Sequence[int], parts: int) -> str:
+    return f"(g={parts} n) " + " ".join(["c", *(f"s{d}!" for d in range(len(shape) - 2))])
+
+
+def batch_norm_in_parts(node: Node, types: Types) -> str:
+    """(x, weight?, bias?, running_mean?, running_var?, momentum, eps, parts) -> y, and [parts, channels] of mean, rstd
+    and both running. Parts split, what is inside one does not. Running ones may come in parts already.
+    """
+    x = _in_parts(types[0].shape, node.args[7])
+    places = [place for place, value in enumerate(node.args) if isinstance(value, Ref)]
+    given = dict(zip(places, types, strict=True))
+    words: dict[int | str, str] = {place: "g c" if len(type.shape) == 2 else "c" for place, type in given.items()}
+    return f"{operands(node, words | {0: x})} -> {results(node, x, *['g c'] * 4)}"
+
+
+def batch_norm_in_parts_backward(node: Node, types: Types) -> str:
+    """(grad, x, weight?, mean, rstd, eps, parts, mask) -> dx, dweight, dbias."""
+    x = _in_parts(types[1].shape, node.args[6])
+    return f"{operands(node, {0: x, 1: x, 2: 'c', 3: 'g c', 4: 'g c'})} -> {results(node, x, 'c', 'c')} | 0"
+
+
 def group_norm(node: Node, types: Types) -> str:
     """(x, weight?, bias?, N, C, HxW, groups, eps) -> y, mean, rstd. Groups split, what is inside one does not."""
     groups = node.args[6]
@@ -141,6 +170,23 @@ def group_norm_backward(node: Node, types: Types) -> str:
     x = f"n (g={groups} k) " + " ".join(f"s{d}!" for d in range(len(types[1].shape) - 2))
     c = f"(g={groups} k)"
     return f"{operands(node, {0: x, 1: x, 2: 'n g', 3: 'n g', 4: c})} -> {results(node, x, c, c)} | 0"
+
+
+def weight_norm(node: Node, types: Types) -> str:
+    """(v, g, dim) -> v with the norms g, and its own norms; for each index of `dim` by itself, over all others."""
+    v, g = _directions(types[0].shape, arg(node, 2, "dim", 0))
+    return f"{v}, {g} -> {v}, {g}"
+
+
+def weight_norm_backward(node: Node, types: Types) -> str:
+    """(grad, v, g, norms, dim) -> dv, dg."""
+    v, g = _directions(types[1].shape, node.args[4])
+    return f"{v}, {v}, {g}, {g} -> {v}, {g} | 0"
+
+
+def _directions(shape: Sequence[int], dim: int) -> tuple[str, str]:
+    others = [d for d in range(len(shape)) if d != dim]
+    return spell(shape, lock=others), spell([size if d == dim else 1 for d, size in enumerate(shape)])
 
 
 def elementwise_loss(position: int, backward: bool = False) -> Writer:
@@ -208,7 +254,7 @@ REDUCE: Table = {
     "aten.linalg_vector_norm.default": reduction("", 2),
     "aten.norm.ScalarOpt_dim": reduction("", 2),
     "aten.median.dim": reduction(),
-    "aten.kthvalue.default": reduction("", 2),
+    "aten.kthvalue.default": reduction("", 2, default=-1),
     "aten.topk.default": at_dim_locked(2),
     "aten.sort.default": at_dim_locked(1),
     "aten.sort.stable": at_dim_locked(2),
@@ -229,8 +275,13 @@ REDUCE: Table = {
     "aten.native_group_norm.default": group_norm,
     "aten.native_group_norm_backward.default": group_norm_backward,
     "aten._native_batch_norm_legit_functional.default": batch_norm(5),
+    "aten._native_batch_norm_legit.no_stats": batch_norm(3),
     "aten._native_batch_norm_legit_no_training.default": batch_norm(None),
     "aten.native_batch_norm_backward.default": batch_norm_backward,
+    IN_PARTS: batch_norm_in_parts,
+    IN_PARTS_BACKWARD: batch_norm_in_parts_backward,
+    "aten._weight_norm_interface.default": weight_norm,
+    "aten._weight_norm_interface_backward.default": weight_norm_backward,
     "aten.nll_loss_forward.default": nll_loss,
     "aten.nll_loss2d_forward.default": nll_loss,
     "aten.nll_loss_backward.default": nll_loss_backward,

@@ -143,6 +143,14 @@ def complex_pairs(node: Node, types: Types) -> str:
     return f"{spell(left, lock=[len(right)])} -> {spell(right, lock=[len(left)])} | 0"
 
 
+def fourier(node: Node, types: Types) -> str:
+    """Every point of a transformed dim comes from all of it. Real transforms keep a half of the last of them."""
+    before, after = types[0].shape, shape_of(node)
+    dims = as_dims(node.args[1], len(before))
+    made = [LETTERS[d] + ("_made" if d in dims else "") for d in range(len(after))]
+    return f"{spell(before, lock=dims)} -> {spell(after, made, dims)} | 0"
+
+
 def constant_pad(node: Node, types: Types) -> str:
     """Padding with zeros is linear. A dim that is cropped here and padded there keeps its size, not its place."""
     shape, pad = types[0].shape, node.args[1]
@@ -267,13 +275,6 @@ def diagonal(node: Node, types: Types) -> str:
     )
 
 
-def pixel_shuffle(node: Node, types: Types) -> str:
-    r = node.args[1]
-    free = spell(types[0].shape[:-3])
-    lead = "" if free == "." else free
-    return f"{lead} (x i={r} j={r}) y z -> {lead} x (y i) (z j) | 0"
-
-
 def index(node: Node, types: Types) -> str | None:
     """x[i, :, j]: indexed dims are locked, the dims of the indices (broadcast) are factors of their own."""
     words = _indexed(node, types)
@@ -381,6 +382,9 @@ SHAPE: Table = {
     "aten.repeat.default": repeat,
     "aten.view_as_real.default": complex_pairs,
     "aten.view_as_complex.default": complex_pairs,
+    "aten._fft_r2c.default": fourier,
+    "aten._fft_c2r.default": fourier,
+    "aten._fft_c2c.default": fourier,
     "aten.glu.default": glu,
     "aten.glu_backward.default": glu_backward,
     "aten.flip.default": at_dim(1, many=True),
@@ -397,7 +401,6 @@ SHAPE: Table = {
     "aten.replication_pad1d_backward.default": leading(1, "0"),
     "aten.replication_pad2d_backward.default": leading(2, "0"),
     "aten.diagonal.default": diagonal,
-    "aten.pixel_shuffle.default": pixel_shuffle,
     "aten.index.Tensor": index,
     "aten._unsafe_index.Tensor": index,
     "aten.index_put.default": index_put,

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from autopar.graph import Graph, Node, Ref, map_refs
 from autopar.saving.once import is_gathered_once
 from autopar.saving.regions import regions
-from autopar.work import RANDOM, VIEWS
+from autopar.work import VIEWS, draws
 
 SAVE, RECOMPUTE, OFFLOAD, DROP = MODES = ("save", "recompute", "offload", "drop")
 SAVED = "autopar.saved"  # the operator of a node that cannot run again
@@ -83,12 +83,6 @@ def looked_at(ref: Ref, node_of: Mapping[str, Node]) -> list[Ref]:
     return [below for operand in node.operands for below in looked_at(operand, node_of)]
 
 
-def is_random(node: Node) -> bool:
-    """Whether the operator draws numbers; attention does where its probability of dropout is not zero."""
-    drops = "attention" in node.op and any(isinstance(arg, float) and arg != 0.0 for arg in node.args)
-    return drops or node.op.startswith(RANDOM)
-
-
 class _Widening:
     def __init__(self, graph: Graph, recompute: bool, offload: bool) -> None:
         self.graph, self.node_of, self.recompute, self.offload = graph, graph.by_name, recompute, offload
@@ -131,7 +125,7 @@ class _Widening:
             if node.phase != "forward" or node.is_source:
                 continue
             can = self.recompute or node.op in VIEWS
-            if not can or is_random(node) or any(ref.name in changed for ref in node.operands):
+            if not can or draws(node) or any(ref.name in changed for ref in node.operands):
                 fixed.add(node.name)
             here = self.region[node.name]
             for ref in node.operands:

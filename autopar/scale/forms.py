@@ -15,6 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from autopar.decide import Holding, Referee
+from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.graph import Node, TensorType
 from autopar.layout import local_type
 from autopar.liveness import holds_storage, liveness
@@ -96,25 +97,31 @@ class OperatorForms:
 def operator_forms(node: Node, rule: Rule, roles: tuple[str, ...], mesh: Mesh, dtypes: Sequence[str]) -> OperatorForms:
     """The closed forms of the strategy that splits as `roles` say. Factors become symbols in capitals, axes of `mesh`
     with more than one rank symbols of their own names; `dtypes` are those of the operands.
+
+    A batch norm in parts is one of this mesh: how many parts a rank holds, and with it what it does, is a number.
     """
-    symbols = {factor: _capitals(factor, mesh) for factor in rule.sizes}
+    parts = {"g"} if node.op in (IN_PARTS, IN_PARTS_BACKWARD) else set[str]()
+    symbols = {factor: _capitals(factor, mesh) for factor in rule.sizes if factor not in parts}
+
+    def size(factor: str) -> Any:
+        return symbol(symbols[factor]) if factor in symbols else rule.sizes[factor]
 
     def shape(dims: Sequence[Dim]) -> tuple[Any, ...]:
-        return tuple(math.prod(symbol(symbols[factor]) for factor in dim) for dim in dims)
+        return tuple(math.prod(size(factor) for factor in dim) for dim in dims)
 
     types = tuple(TensorType(shape(dims), dtype) for dims, dtype in zip(rule.inputs, dtypes, strict=True))
     outputs = tuple(
         None if type is None else TensorType(shape(dims), type.dtype)
         for dims, type in zip(rule.outputs, node.outputs, strict=True)
     )
-    node, axes = replace(node, outputs=outputs), symbolic(mesh)
+    node, axes = replace(node, outputs=outputs), mesh if parts else symbolic(mesh)
     strategy = make_strategy(node, types, rule, roles, axes, *flops_of(node, types))
     held: Any = 0
     if holds_storage(node.op):
         for type, layout in zip(outputs, strategy.gives, strict=True):
             held += 0 if type is None else local_type(type, layout, axes).nbytes
     return OperatorForms(
-        work_of(strategy.steps, axes), held, {symbols[factor]: size for factor, size in rule.sizes.items()}
+        work_of(strategy.steps, axes), held, {name: rule.sizes[factor] for factor, name in symbols.items()}
     )
 
 

@@ -47,6 +47,7 @@ SIZED = (
     "split",
     "chunk",
     "select_backward",
+    "batch_norm_in_parts",
 )
 
 
@@ -251,7 +252,19 @@ class _Follow:
                         cell[dim] = product([part for factor in inside for part in operator.known[factor]])
                         changed.add(ref)
                         news = True
+                    elif (same := self._same_dim(operator, factors)) is not None:
+                        cell[dim] = same
+                        changed.add(ref)
+                        news = True
         return changed
+
+    def _same_dim(self, operator: _Operator, factors: Dim) -> Size | None:
+        """The size of a dim that is made of the same factors, where it is known and theirs are not."""
+        for ref, dims in operator.tensors:
+            for dim, others in enumerate(dims):
+                if others == factors and (size := self.cells[ref][dim]) is not None:
+                    return size
+        return None
 
     def _learn(self, operator: _Operator, factors: list[str], size: Size) -> bool:
         """What a dim of this size says of the factors that it is made of."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from autopar.batch_norm import LOCAL
 from autopar.layout import Shard
 from autopar.mesh import Mesh
 from autopar.plan import Plan
@@ -105,6 +106,7 @@ def study(
 ) -> Study:
     """`times`: by what each thing grows in the rows. `search_s`: seconds for each search; None: nothing is searched."""
     plan, growth = ground.plan, ground.growth
+    why_not = {**(why_not or {}), **_fixed_axes(plan)}
     progress("closed forms")
     closed = totals(plan, growth, ground.pricer(plan.mesh))
     rows: list[Row] = []
@@ -118,7 +120,18 @@ def study(
     unit = units(plan, growth)
     turns = [_turn(ground, name, unit[name]) for name in growth.base]
     reaches = [_reach(ground, closed, name, unit[name]) for name in growth.base]
-    return Study(plan, growth, *ground.limit, closed, tuple(rows), tuple(turns), tuple(reaches), dict(why_not or {}))
+    return Study(plan, growth, *ground.limit, closed, tuple(rows), tuple(turns), tuple(reaches), why_not)
+
+
+def _fixed_axes(plan: Plan) -> dict[str, str]:
+    """Why the mesh cannot grow: each rank has a part in the statistics of batch norms; more ranks train otherwise."""
+    if plan.batch_norm != LOCAL:
+        return {}
+    told = (
+        f"its batch norms have the statistics of {plan.mesh.ranks} parts of the batch, one for each rank; "
+        "search on the larger mesh with --batch-norm local"
+    )
+    return {"/".join(plan.mesh.names): told}
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -131,6 +144,8 @@ def _places(ground: Ground, times: Sequence[int]) -> Iterator[tuple[str, dict[st
     for name, size in base.items():
         for factor in times:
             yield f"{name} {size * factor}", {**base, name: size * factor}, mesh
+    if _fixed_axes(ground.plan):
+        return
     for axis, ranks in zip(mesh.names, mesh.sizes, strict=True):
         if ranks > 1:
             for factor in times:

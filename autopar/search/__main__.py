@@ -23,7 +23,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from autopar.attach.inputs import by_name
+from autopar.attach.calls import by_name
+from autopar.batch_norm import GLOBAL, LOCAL, STATISTICS, parts_of, statistics_of
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.compile import ways_named
 from autopar.graph import Graph
@@ -39,9 +40,9 @@ from autopar.search.baselines import Row, compare, moved, table
 from autopar.search.factory import Example, build
 from autopar.search.keep import kept
 from autopar.search.limits import size
-from autopar.search.search import Infeasible, NoAnswerInTime, Progress, answer, ask
+from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer, ask
 from autopar.search.spare import NEEDS_OPTIM, SPARES
-from autopar.trace import TraceError, capture, graph_of
+from autopar.trace import Captured, TraceError, capture, graph_of
 from cost_models.hardware import Hardware, known_hardware
 from cost_models.whole_file import write_whole
 
@@ -105,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
     add("--outputs", choices=("sharded", "global"), default="sharded",
         help="leave outputs in pieces, or bring them whole to every rank (default: sharded)")  # fmt: skip
+    add("--batch-norm", choices=STATISTICS, default=GLOBAL,
+        help="statistics of batch norms: global, of the whole batch, or local, of each rank's part of it, as DDP has "
+        "them (default: global)")  # fmt: skip
     add(
         "--time-limit",
         type=float,
@@ -213,21 +217,28 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
         measured = ", a profile that was measured" if hardware.curves else ""
         progress(f"mesh {mesh}, {mesh.ranks} ranks of {hardware.name}{measured}, {size(memory)} each")
-        graph = _timed(seconds, "trace", lambda: _trace(given.model, progress))
+        captured = _timed(seconds, "trace", lambda: _trace(given.model, progress))
+        graph = graph_of(captured, parts=parts_of(given.batch_norm, mesh))
+        progress(f"traced {len(graph.nodes):,} operators, forward and backward")
         _or_bad(lambda: kept(keep, graph))
-        question = _timed(
-            seconds,
-            "propose",
-            lambda: ask(graph, mesh, hardware, optimizer=given.optimizer, profile=profile, progress=progress),
-        )
+
+        def asked(graph: Graph) -> Question:
+            return ask(graph, mesh, hardware, optimizer=given.optimizer, profile=profile, progress=progress)
+
+        question = _timed(seconds, "propose", lambda: asked(graph))
         limits: dict[str, Any] = {"outputs": given.outputs, "time_limit_s": given.time_limit, "keep": keep}
         open_: dict[str, Any] = {"simulation": not given.no_simulation, "spare": spare}
         plan = _timed(seconds, "search", lambda: answer(question, memory=memory, **limits, **open_, progress=progress))
         rows: tuple[Row, ...] = ()
         if given.baselines:
             plan, rows = _timed(
-                seconds, "baselines", lambda: compare(question, plan, memory=memory, **limits, progress=progress)
-            )
+                seconds,
+                "baselines",
+                lambda: compare(
+                    question, plan, memory=memory, **limits, as_ddp=_as_ddp(captured, question, asked),
+                    progress=progress,
+                ),
+            )  # fmt: skip
         points: tuple[curve.Point, ...] = ()
         if given.memory_curve is not None:
             points = _timed(
@@ -360,8 +371,19 @@ def _writable(path: str, flag: str) -> Path:
 # --- work ------------------------------------------------------------------------------------------------------------
 
 
-def _trace(text: str, progress: Progress) -> Graph:
-    """The graph that `autopar.compile` plans when it is called as the factory says."""
+def _as_ddp(captured: Captured, question: Question, asked: Callable[[Graph], Question]) -> Question | str | None:
+    """The question with the batch norms that DDP has, or why there is none; None where the asked one is such."""
+    if GLOBAL not in statistics_of(question.graph) or question.pricer.mesh.ranks == 1:
+        return None
+    try:
+        graph = graph_of(captured, parts=parts_of(LOCAL, question.pricer.mesh))
+    except TraceError as error:
+        return str(error)
+    return asked(graph) if LOCAL in statistics_of(graph) else None
+
+
+def _trace(text: str, progress: Progress) -> Captured:
+    """What `autopar.compile` captures when it is called as the factory says."""
     example = build(text)
     count = sum(parameter.numel() for parameter in example.model.parameters())
     progress(f"built {type(example.model).__name__}, {count:,} parameters")
@@ -370,9 +392,7 @@ def _trace(text: str, progress: Progress) -> Graph:
     training = model.training or any(parameter.requires_grad for parameter in model.parameters())
     with _without_torchs_dump():
         captured = capture(model, args, kwargs, training=None if training == model.training else training)
-    graph = graph_of(captured)
-    progress(f"traced {len(graph.nodes):,} operators, forward and backward")
-    return graph
+    return captured
 
 
 @contextlib.contextmanager
@@ -413,6 +433,7 @@ def _document(
         "hardware": plan.hardware,
         "optimizer": plan.optimizer,
         "outputs": plan.outputs,
+        "batch_norm": plan.batch_norm or None,
         "memory_limit": plan.memory_limit,
         **_figures(plan),
         "status": plan.search.get("status"),
@@ -432,7 +453,8 @@ def _document(
         "candidates": [asdict(candidate) for candidate in plan.candidates],
         "notes": list(plan.notes),
         "baselines": [
-            {"policy": row.policy, "fits": row.plan is not None, "why": row.why, "needs_bytes": row.needs}
+            {"policy": row.policy, "batch_norm": row.batch_norm or None, "fits": row.plan is not None, "why": row.why,
+             "needs_bytes": row.needs}
             | ({} if row.plan is None else _figures(row.plan))
             for row in rows
         ],

@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.batch_norm import GLOBAL, LOCAL, statistics_of
 from autopar.plan import Plan
 from autopar.plan.tell import human
-from autopar.policies import REWRITES, policies_for
+from autopar.policies import REWRITES, called, policies_for
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
 from autopar.search.simulated import best_prefetch
 
+DDP = "data-parallel"
+OVER = {GLOBAL: "whole batch", LOCAL: "rank's part"}
 CLOSER = 1e-6  # relative: the solver's own tolerance
 SMALL = 1e-3  # a gap not worth a word
 
 
 @dataclass(frozen=True)
 class Row:
-    """A policy and its best plan; without a plan, `why` says why there is none, and `needs` how many bytes would do."""
+    """A policy and its best plan; without a plan, `why` says why there is none, and `needs` how many bytes would do.
+
+    `batch_norm`: over what its batch norms take statistics, as `Plan.batch_norm`.
+    """
 
     policy: str
     plan: Plan | None
     why: str = ""
     needs: float | None = None
+    batch_norm: str = ""
 
 
 def compare(
@@ -33,33 +40,45 @@ def compare(
     outputs: str,
     time_limit_s: float,
     keep: Mapping[str, str] | None = None,
+    as_ddp: Question | str | None = None,
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, tuple[Row, ...]]:
     """(best plan of all, baselines). The best is `chosen`, unless its search was cut short, or tied, and missed it, or
     it is of a policy that gathers weights once, at whose plans that search does not look (docs/design/0020).
 
     Where `chosen` was chosen by simulated time, so are the baselines measured; what it had to keep, so do they.
+    `as_ddp`: the question with the batch norms of DDP where this one's are others, or why there is none. It gives
+    data-parallel a row more, which computes something else, and so takes nobody's place.
     """
-    rows: list[Row] = []
     best = chosen
-    mesh, spares = question.pricer.mesh, question.pricer.updates_together
-    for policy in policies_for(mesh, sparing=spares, dominated=True):
+
+    def row_of(asked: Question, policy: str) -> Row:
+        norms = (*statistics_of(asked.graph), "")[0]
         try:
-            plan = answer(question, memory=memory, outputs=outputs, time_limit_s=time_limit_s, policy=policy, keep=keep)
+            plan = answer(asked, memory=memory, outputs=outputs, time_limit_s=time_limit_s, policy=policy, keep=keep)
         except Infeasible as error:
             needs = error.at_least if error.enough is None else error.enough
-            rows.append(Row(policy, None, f"does not fit ({_needs(error)})", needs))
+            return Row(policy, None, f"does not fit ({_needs(error)})", needs, norms)
         except NoAnswerInTime:
-            rows.append(Row(policy, None, f"no answer in {time_limit_s:g} s"))
-        else:
-            if chosen.simulated_seconds is not None:
-                played = best_prefetch(plan, question.pricer, memory)
-                plan = replace(played.plan, simulated_seconds=played.seconds)
-            rows.append(Row(policy, plan))
-            if plan.predicted_seconds < best.predicted_seconds * (1 - CLOSER):
-                best = _instead(best, plan, policy)
-        progress(f"baseline {policy}: {rows[-1].why or _ms(rows[-1].plan)}")
+            return Row(policy, None, f"no answer in {time_limit_s:g} s", batch_norm=norms)
+        if chosen.simulated_seconds is not None:
+            played = best_prefetch(plan, asked.pricer, memory)
+            plan = replace(played.plan, simulated_seconds=played.seconds)
+        return Row(policy, plan, batch_norm=norms)
+
+    rows: list[Row] = []
+    for policy in policies_for(question.pricer.mesh, sparing=question.pricer.updates_together, dominated=True):
+        row = row_of(question, policy)
+        rows.append(row)
+        if row.plan is not None and row.plan.predicted_seconds < best.predicted_seconds * (1 - CLOSER):
+            best = _instead(best, row.plan, policy)
+        progress(f"baseline {called(policy, question.graph)}: {row.why or _ms(row.plan)}")
     assert all(row.plan is None or best.predicted_seconds <= row.plan.predicted_seconds * (1 + CLOSER) for row in rows)
+    if as_ddp is not None:
+        told = isinstance(as_ddp, str)
+        row = Row(DDP, None, as_ddp, batch_norm=LOCAL) if told else row_of(as_ddp, DDP)
+        rows.insert(0, row)
+        progress(f"baseline {DDP}, with its batch norms: {row.why or _ms(row.plan)}")
     return best, tuple(rows)
 
 
@@ -90,15 +109,27 @@ def moved(plan: Plan) -> int:
 
 
 def table(chosen: Plan, rows: Sequence[Row]) -> str:
-    """The comparison as text, one line per policy."""
+    """The comparison as text, one line per policy; with batch norms it says what statistics each has."""
     head = ("policy", "ms per step", "peak per rank", "moved per rank", "to this plan", "fits")
     body = [("this plan", *_figures(chosen, chosen))]
-    body += [(row.policy, *_figures(row.plan, chosen)) if row.plan else (row.policy, *"-" * 4, row.why) for row in rows]
-    widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head) - 1)]
+    names = [called(row.policy, row.plan.graph) if row.plan else row.policy for row in rows]
+    body += [
+        (name, *(_figures(row.plan, chosen) if row.plan else (*"-" * 4, row.why)))
+        for name, row in zip(names, rows, strict=True)
+    ]
     lines = [f"baselines, predicted (simulated): one training step on {chosen.mesh}, {chosen.hardware}"]
+    if chosen.batch_norm:
+        norms = ("batch norm", *(OVER.get(one, "") for one in (chosen.batch_norm, *(row.batch_norm for row in rows))))
+        head, *body = [(*line[:-1], norm, line[-1]) for line, norm in zip((head, *body), norms, strict=True)]
+    widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head) - 1)]
     for first, *middle, last in (head, *body):
         cells = [cell.rjust(width) for cell, width in zip(middle, widths[1:], strict=True)]
         lines.append(f"  {first.ljust(widths[0])}  {'  '.join(cells)}  {last}")
+    if others := sorted({row.policy for row in rows if row.plan and row.batch_norm != chosen.batch_norm}):
+        lines.append(
+            f"  {', '.join(others)} trains otherwise: its batch norms have the statistics of each rank's part, as DDP; "
+        )
+        lines.append("  --batch-norm local searches for plans that do so, too")
     return "\n".join(lines) + "\n"
 
 

@@ -13,7 +13,7 @@ from autopar.decide import decide
 from autopar.elixir import DoesNotFit
 from autopar.hidden import Shares
 from autopar.plan import Plan
-from autopar.policies import policies_for, sparing_of
+from autopar.policies import called, policies_for, sparing_of
 from autopar.search.layouts import LOOSE, Known, best_among
 from autopar.search.limits import Infeasible, NoAnswerInTime, size
 from autopar.search.posed import Wanted, limits_of, posed_of
@@ -163,5 +163,6 @@ def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Prog
 
         return found
 
-    baselines = {policy: baseline(policy) for policy in policies_for(pricer.mesh, sparing=spares)}
+    policies = policies_for(pricer.mesh, sparing=spares)
+    baselines = {called(policy, graph): baseline(policy) for policy in policies}
     return choose(solved.plan, pricer, wanted.memory, baselines, again, spares, progress)

@@ -16,7 +16,7 @@ from autopar.assemble import Assembled
 from autopar.decide import decide
 from autopar.graph import Graph
 from autopar.plan import Plan
-from autopar.policies import SPARING
+from autopar.policies import SPARING, called
 from autopar.price import Pricer
 from autopar.saving import Widened
 from autopar.schedule import bucket_bytes
@@ -164,6 +164,7 @@ def _notes(question: Question, policy: str | None, tied: bool) -> list[str]:
     if tied:
         notes.append("repeated layers share one choice; the gap is to the best plan that ties them")
     if policy is not None:
+        policy = called(policy, question.graph)
         notes.append(f"only {policy} plans were searched; the gap is to the best of them")
     if question.pricer.hardware.curves:
         notes.append(f"priced with what was measured: profile {question.pricer.hardware.name}")

@@ -3,7 +3,9 @@
 from typing import Any
 
 from autopar.graph import Graph
-from autopar.trace.capture import Captured, TraceError, capture, flatten_inputs
+from autopar.trace.capture import Captured, capture, flatten_inputs
+from autopar.trace.lines import TraceError
+from autopar.trace.local_norm import local_statistics
 from autopar.trace.lower import lower
 from autopar.trace.normalise import normalise
 from autopar.trace.precision import casts_in_place, reduce_after_cast
@@ -11,11 +13,13 @@ from autopar.trace.precision import casts_in_place, reduce_after_cast
 __all__ = ["Captured", "TraceError", "capture", "flatten_inputs", "graph_of", "lower", "normalise", "reduce_after_cast"]
 
 
-def graph_of(captured: Captured, precision: Any = None) -> Graph:
+def graph_of(captured: Captured, precision: Any = None, *, parts: int = 1) -> Graph:
     """The plain graph that is planned: lowered, normalised, with casts in their place, and with gradients summed where
-    `precision` wants it.
+    `precision` wants it. `parts`: batch norms take the statistics of each of so many equal parts of the batch.
+
+    Raises TraceError where the batch has no such parts.
     """
-    graph = normalise(lower(captured))
+    graph = local_statistics(normalise(lower(captured)), parts, captured.synced)
     if precision is not None:
         graph = casts_in_place(graph)
         if precision.reduce_dtype is not None:

@@ -7,13 +7,11 @@ descriptors that say what they are.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import re
-import traceback
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +19,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, pytree
-from autopar.modules import aliases, with_tensors
+from autopar.modules import aliases, computed_tensors, with_tensors
+from autopar.trace.ambient import autocast_as, autocast_for, check_regions, insert_autocast, without_autocast
+from autopar.trace.forward import no_unknown_constants, watch_forward
+from autopar.trace.lines import TraceError, naming_the_line
+from autopar.trace.outputs import returning, settle
+from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
-
-
-class TraceError(RuntimeError):
-    """The model could not be captured as one graph; the message names the line of the model."""
+from autopar.trace.reads import Reads, line_that_draws, random_state, watching
 
 
 @dataclass
@@ -34,8 +34,12 @@ class Captured:
     """What capture leaves behind.
 
     `joint`: the fx graph module. `leaves`: the flat example inputs by path. `constants`: tensors that the model's code
-    holds. `out_spec`: the tree of the model's outputs; `output_constants`: those of its leaves that are no tensors.
+    holds. `out_spec`: the tree of the model's outputs, as an `autopar.trace.outputs.Returned`; `output_constants`:
+    those of its leaves that are no tensors.
     `aliases`: every further name of a parameter or buffer that the model has under several -> its first name.
+    `without_tangent`: outputs (by index) that have a gradient in the model and none in the joint graph, as nobody is
+    expected to use it. `reads`: what the model's code saw besides tensors. `notes`: what a user should know. `synced`:
+    names of the modules that are a SyncBatchNorm.
     """
 
     joint: torch.fx.GraphModule
@@ -44,27 +48,34 @@ class Captured:
     constants: dict[str, torch.Tensor]
     output_constants: dict[int, Any]
     aliases: dict[str, str]
+    without_tangent: frozenset[str] = frozenset()
+    reads: Reads = field(default_factory=Reads)
+    notes: tuple[str, ...] = ()
+    synced: frozenset[str] = frozenset()
 
 
-def _keep_scalar_gradients(outputs: list[Any]) -> list[Any]:
-    """Where an output is a scalar that requires grad, detach the others.
-
-    Otherwise a logits-sized tangent of zeros would be asked for, and flow through the whole backward pass.
+def _only_scalars_differentiable(module: torch.fx.GraphModule) -> frozenset[str]:
+    """Where an output of an exported module is a scalar with a gradient, let the others have none: a tangent of zeros
+    as large as the logits would flow through the whole backward pass. Which they are (by index) is returned.
     """
-    tensors = [value for value in outputs if isinstance(value, torch.Tensor)]
-    if any(value.requires_grad and value.ndim == 0 for value in tensors):
-        return [value.detach() if isinstance(value, torch.Tensor) and value.ndim else value for value in outputs]
-    return outputs
-
-
-def _only_scalars_differentiable(module: torch.fx.GraphModule) -> None:
-    """Pass the outputs of an exported module through `_keep_scalar_gradients`."""
     (output,) = module.graph.find_nodes(op="output")
     leaves = list(output.args[0])
+    dropped: set[str] = set()
+
+    def keep_scalar_gradients(values: list[Any]) -> list[Any]:
+        has_loss = any(isinstance(v, torch.Tensor) and v.requires_grad and v.ndim == 0 for v in values)
+        if not has_loss:
+            return values
+        dropped.update(
+            str(i) for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.ndim and v.requires_grad
+        )
+        return [value.detach() if isinstance(value, torch.Tensor) and value.ndim else value for value in values]
+
     with module.graph.inserting_before(output):
-        kept = module.graph.call_function(_keep_scalar_gradients, (leaves,))
+        kept = module.graph.call_function(keep_scalar_gradients, (leaves,))
         output.args = (tuple(module.graph.call_function(operator.getitem, (kept, i)) for i in range(len(leaves))),)
     module.recompile()
+    return dropped  # type: ignore[return-value]  # it is filled when the module runs
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, precision: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -80,6 +91,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, precision: MixedPrecisionP
             fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             fakes[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype)
+        for value in computed_tensors(model):
+            fakes[id(value)] = torch.empty(value.shape, dtype=value.dtype)
     return with_tensors(model, fakes)
 
 
@@ -95,34 +108,6 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[li
     return [(pytree.keystr(path[1:]), leaf) for path, leaf in paths], spec
 
 
-@contextlib.contextmanager
-def _naming_the_line() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        where = _line_of_model(error)
-        reason = re.split(r"\n\s*\n|\nThe following|\nUser code|\nFor more", str(error).strip())[0].replace("\n", " ")[
-            :400
-        ]
-        raise TraceError(
-            f"the model cannot be captured as one graph{where}: {type(error).__name__}: {reason} "
-            "Control flow and shapes may not depend on tensor values; rewrite that line without them."
-        ) from error
-
-
-def _line_of_model(error: BaseException | None) -> str:
-    """The innermost line outside torch and autopar: from the traceback, else from what the message quotes."""
-    ours = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
-    while error is not None:
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if not frame.filename.startswith(ours) and "contextlib" not in frame.filename:
-                if "transformers/utils" in frame.filename or frame.name == "<module>":
-                    continue
-                return f" at {frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
-        error = error.__cause__ or error.__context__
-    return ""
-
-
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -130,30 +115,51 @@ def capture(
     *,
     training: bool | None = None,
     precision: MixedPrecisionPolicy | None = None,
+    every_tangent: bool = False,
+    device_type: str = "cpu",
 ) -> Captured:
-    """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode.
+    """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode, under the
+    present autocast: the casts are in the forward, as if backward were called outside.
 
-    `precision`: parameters and inputs are cast as it says before they are used. Tensors among the inputs give shapes
-    and dtypes only; DTensors count with their global shape. Raises TraceError.
+    `precision`: parameters and inputs are cast as it says before they are used. `device_type`: what the program will
+    run on. Tensors among the inputs give shapes and dtypes only; DTensors count with their global shape.
+    `every_tangent`: outputs beside a scalar loss get their gradients, too. Raises TraceError.
     """
+    autocast = autocast_for(device_type)
     leaves, spec = flatten_inputs(args, kwargs)
+    notes: list[str] = []
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake_model = fake_copy(model, mode, precision)
+    make_traceable(fake_model)
     if training is not None:
         fake_model.train(training)
+    settle(fake_model, notes)
+    reads, drawn = Reads(), random_state()
+    returning(fake_model, reads, notes)
+    watch_forward(fake_model)
     with mode:
         fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         casts = precision if precision is not None and precision.cast_forward_inputs else None
         cast = [_fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
-    with _naming_the_line(), ExitStack() as stack:
-        exported = torch.export.export(fake_model, *pytree.tree_unflatten(cast, spec), strict=False)
+    with naming_the_line(), ExitStack() as stack:
+        # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
+        without_onednn = torch.backends.mkldnn.flags(False, None, None, None)  # type: ignore[arg-type]
+        with autocast_as(autocast), without_onednn, watching(fake_model, reads), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
+            exported = torch.export.export(fake_model, *pytree.tree_unflatten(cast, spec), strict=False)
+        no_unknown_constants(exported)
+        check_regions(exported.graph_module, device_type)
+        if random_state() != drawn:
+            _refuse_drawing(fake_model, pytree.tree_unflatten(cast, spec), mode)
         inner = exported.module(check_guards=False)
         if precision is not None:
             stored = dict(fake_copy(model, mode).named_parameters(remove_duplicate=False))
             insert_casts(inner, stored, fakes, precision)
-        _only_scalars_differentiable(inner)
+        dropped = frozenset[str]() if every_tangent else _only_scalars_differentiable(inner)
+        insert_autocast(inner, autocast)
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
-        joint = aot_export_joint_with_descriptors(stack, inner, fake_args, fake_kwargs, decompositions=None)
+        with without_autocast():
+            joint = aot_export_joint_with_descriptors(stack, inner, fake_args, fake_kwargs, decompositions=None)
     graph_module = joint.graph_module
     constants = {
         str(node.target): getattr(graph_module, str(node.target))
@@ -166,4 +172,19 @@ def capture(
         for value, desc in zip(output.args[0], output.meta["desc"], strict=True)
         if type(desc).__name__ == "PlainAOTOutput" and not isinstance(value, torch.fx.Node)
     }
-    return Captured(graph_module, joint.out_spec, tuple(leaves), constants, plain, aliases(model))
+    return Captured(
+        graph_module, joint.out_spec, tuple(leaves), constants, plain, aliases(model), frozenset(dropped), reads,
+        tuple(notes), synced(model),
+    )  # fmt: skip
+
+
+def _refuse_drawing(model: nn.Module, call: Any, mode: FakeTensorMode) -> None:
+    """Raise where forward takes numbers from Python's or numpy's generator: a program would repeat them for ever."""
+    args, kwargs = call
+    with mode:
+        line = line_that_draws(lambda: model(*args, **kwargs))
+    if line is not None:
+        raise TraceError(
+            f"a random number that Python or numpy draws at {line} would be the same at every call; "
+            "draw it with torch (torch.rand), or outside, and pass it as a tensor"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,8 +12,15 @@ import torch
 
 from autopar.graph import Arg, Const, Graph, Node, Ref, Result, TensorType
 from autopar.trace.capture import Captured
+from autopar.trace.lines import TraceError
+from autopar.trace.strided import without_memory
 
 DROPPED_KWARGS = ("pin_memory", "layout", "memory_format", "non_blocking")
+# Nothing writes to what a functional graph has split: these and the safe ones are the same.
+SAFE = {
+    "aten.unsafe_split.Tensor": "aten.split.Tensor",
+    "aten.unsafe_split_with_sizes.default": "aten.split_with_sizes.default",
+}
 WITHOUT_RESULT = (
     "aten._assert_tensor_metadata.default",
     "aten._assert_scalar.default",
@@ -27,11 +33,14 @@ def lower(captured: Captured) -> Graph:
     nodes: list[Node] = []
     ref_of: dict[torch.fx.Node, Any] = {}
     home_of: dict[str, tuple[int, str]] = {}  # node -> (when it was made, its module)
+    in_backward: set[str] = set()
     results: list[Result] = []
+    taken = {node.name for node in captured.joint.graph.nodes if node.op != "placeholder"}
     for fx_node in captured.joint.graph.nodes:
         match fx_node.op:
             case "placeholder":
-                _add_source(fx_node, captured, nodes, ref_of)
+                _add_source(fx_node, captured, nodes, ref_of, taken)
+                in_backward.update(node.name for node in nodes[-1:] if node.op == "tangent")
             case "get_attr":
                 value = captured.constants[str(fx_node.target)]
                 target = f"{fx_node.target}:{_content_hash(value)}"
@@ -43,18 +52,24 @@ def lower(captured: Captured) -> Graph:
             case "call_function":
                 if str(fx_node.target) in WITHOUT_RESULT:
                     continue
-                nodes.append(_with_home(_lower_call(fx_node, ref_of), home_of))
-                home_of[nodes[-1].name] = len(nodes), nodes[-1].module
+                node = _lower_call(fx_node, ref_of)
+                if any(ref.name in in_backward for ref in node.operands):  # not all that is done last is marked
+                    node = replace(node, phase="backward")
+                if node.phase == "backward":
+                    in_backward.add(node.name)
+                node = _with_home(node, home_of)
+                nodes += without_memory(fx_node, node)
+                home_of[node.name] = len(nodes), node.module
                 ref_of[fx_node] = Ref(fx_node.name)
             case "output":
-                results = _results(fx_node, ref_of, captured.aliases)
+                results = _results(fx_node, ref_of, captured)
             case _:
                 raise AssertionError(f"a captured graph has no {fx_node.op} nodes")
     return Graph(tuple(nodes), tuple(results))
 
 
 def _add_source(
-    fx_node: torch.fx.Node, captured: Captured, nodes: list[Node], ref_of: dict[torch.fx.Node, Any]
+    fx_node: torch.fx.Node, captured: Captured, nodes: list[Node], ref_of: dict[torch.fx.Node, Any], taken: set[str]
 ) -> None:
     value = fx_node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -67,7 +82,8 @@ def _add_source(
             ref_of[fx_node] = Ref(known.name)
             return
     phase = "backward" if op == "tangent" else "forward"
-    name = fx_node.name if op == "tangent" else _readable(target)
+    name = fx_node.name if op == "tangent" else _unlike(taken, _readable(target))
+    taken.add(name)
     nodes.append(Node(name, op, (), (), (_type(value),), phase=phase, target=target))
     ref_of[fx_node] = Ref(name)
 
@@ -80,18 +96,34 @@ def _describe_source(desc: Any, captured: Captured) -> tuple[str, str]:
             return "buffer", desc.target
         case "PlainAOTInput":
             return "input", captured.leaves[desc.idx][0]
+        case "TangentAOTInput" if type(desc.output).__name__ == "InputMutationAOTOutput":
+            raise _written(desc.output.mutated_input, captured)
         case "TangentAOTInput":
             return "tangent", str(desc.output.idx)
         case other:
             raise NotImplementedError(f"this torch describes a graph input as {other}, which autopar does not know")
 
 
-def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], aliases: Mapping[str, str]) -> list[Result]:
+def _written(desc: Any, captured: Captured) -> TraceError:
+    """What to say of a parameter or an argument that forward writes to."""
+    op, target = _describe_source(desc, captured)
+    if op == "parameter":
+        return TraceError(
+            f"forward changes parameter {target} in place, which a program does not; "
+            "change it after optimizer.step(), under torch.no_grad()"
+        )
+    return TraceError(
+        f"forward changes its argument {target} in place, and the caller's tensor would stay as it is; "
+        "have forward clone it first"
+    )
+
+
+def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], captured: Captured) -> list[Result]:
     results: dict[tuple[str, str], Result] = {}
 
     def add(kind: Literal["output", "gradient", "buffer"], target: str, ref: Any) -> None:
         """Of a tied tensor's names export reads one only: the others give nothing."""
-        key = kind, aliases.get(target, target) if kind != "output" else target
+        key = kind, captured.aliases.get(target, target) if kind != "output" else target
         found = Result(kind, key[1], ref if isinstance(ref, Ref) else None)
         known = results.get(key)
         if known is not None and known.ref is not None and found.ref is not None:
@@ -107,6 +139,8 @@ def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], aliases: 
         match type(desc).__name__:
             case "PlainAOTOutput":
                 add("output", str(desc.idx), ref)
+            case "InputMutationAOTOutput" if type(desc.mutated_input).__name__ != "BufferAOTInput":
+                raise _written(desc.mutated_input, captured)
             case "InputMutationAOTOutput":
                 add("buffer", desc.mutated_input.target, ref)
             case "GradAOTOutput" if type(desc.grad_of).__name__ == "ParamAOTInput":
@@ -131,7 +165,7 @@ def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Nod
     is_backward = fx_node.meta.get("partitioner_tag") == "is_backward"
     return Node(
         fx_node.name,
-        str(fx_node.target),
+        SAFE.get(str(fx_node.target), str(fx_node.target)),
         tuple(_arg(arg, ref_of) for arg in fx_node.args),
         kwargs,
         outputs,
@@ -169,7 +203,7 @@ def _arg(arg: Any, ref_of: dict[torch.fx.Node, Any]) -> Arg:
             return Const("layout", str(arg).removeprefix("torch."))
         case torch.memory_format():
             return Const("memory_format", str(arg).removeprefix("torch."))
-        case None | bool() | int() | float() | str():
+        case None | bool() | int() | float() | complex() | str():
             return arg
         case _:
             raise NotImplementedError(
@@ -190,6 +224,11 @@ def _source_line(fx_node: torch.fx.Node) -> str:
         return ""
     path, line, code = found[-1]
     return f"{path.rsplit('/', 1)[-1]}:{line} {code.strip()}"
+
+
+def _unlike(taken: set[str], name: str) -> str:
+    """The name, numbered where it is taken."""
+    return next(one for one in (name, *(f"{name}_{n}" for n in range(1, len(taken) + 2))) if one not in taken)
 
 
 def _readable(target: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from autopar.graph import Const, Graph, Node, Ref, TensorType, map_refs
 from autopar.trace.builder import CONTIGUOUS, Builder, map_node
+from autopar.trace.conjugate import conjugate, negative
 from autopar.trace.einsum import matrix_product
 
 Rewrite = Callable[[Builder, Node], "tuple[Ref | None, ...]"]
@@ -22,8 +23,9 @@ SAME_VALUE = (
     "aten.alias.default",
     "aten.lift_fresh_copy.default",
     "aten.lift_fresh.default",
-    "aten._conj.default",
     "aten.contiguous.default",
+    "aten.resolve_conj.default",  # in a graph nothing is marked as conjugate or negative
+    "aten.resolve_neg.default",
 )
 NONE, MEAN, SUM = 0, 1, 2  # aten's codes of a loss reduction
 
@@ -64,6 +66,11 @@ def _view(b: Builder, node: Node) -> tuple[Ref, ...]:
     return (b.view(node, node.operands[0], _shape(node)),)
 
 
+def _only_piece(b: Builder, node: Node) -> tuple[Ref, ...]:
+    """A list of one piece is the whole."""
+    return _view(b, node) if len(node.outputs) == 1 else _keep(b, node)
+
+
 def _permute(b: Builder, node: Node) -> tuple[Ref, ...]:
     ndim = len(_shape(node))
     match node.op:
@@ -98,6 +105,25 @@ def _to_copy(b: Builder, node: Node) -> tuple[Ref, ...]:
     if b.type(node.operands[0]).dtype == out.dtype:
         return (node.operands[0],)
     return _keep(b, replace(node, kwargs=(("dtype", Const("dtype", out.dtype)),)))
+
+
+def _made_new(b: Builder, node: Node) -> tuple[Ref, ...]:
+    """A tensor made like another takes no more of that than its dtype; whoever makes it need not have it."""
+    out = node.outputs[0]
+    assert out is not None
+    op, more = NEW[node.op], node.args[2:] if node.op == "aten.new_full.default" else ()
+    device, dtype = Const("device", "cpu"), Const("dtype", out.dtype)
+    return (b.call(node, op, (out.shape, *more), out, device=device, dtype=dtype),)
+
+
+def _copy(b: Builder, node: Node) -> tuple[Ref, ...]:
+    """What is written over all of a tensor: in a functional graph the source, in shape and dtype of the target."""
+    out = node.outputs[0]
+    assert out is not None
+    source = _cast(b, node, node.operands[1], out.dtype)
+    if b.type(source).shape != out.shape:
+        source = b.call(node, "aten.expand.default", (source, out.shape), out)
+    return (source,)
 
 
 def _mm(b: Builder, node: Node) -> tuple[Ref, ...]:
@@ -242,7 +268,15 @@ def _group_norm_backward(b: Builder, node: Node) -> tuple[Ref | None, ...]:
     return tuple(made)
 
 
+NEW = {
+    "aten.new_zeros.default": "aten.zeros.default",
+    "aten.new_ones.default": "aten.ones.default",
+    "aten.new_full.default": "aten.full.default",
+    "aten.new_empty.default": "aten.empty.memory_format",
+    "aten.new_empty_strided.default": "aten.empty.memory_format",
+}
 REWRITES: dict[str, Rewrite] = {
+    **dict.fromkeys(NEW, _made_new),
     "aten.view.default": _view,
     "aten._unsafe_view.default": _view,
     "aten.reshape.default": _view,
@@ -250,12 +284,22 @@ REWRITES: dict[str, Rewrite] = {
     "aten.squeeze.dim": _view,
     "aten.squeeze.dims": _view,
     "aten.squeeze.default": _view,
+    "aten.unbind.int": _only_piece,
+    "aten.split.Tensor": _only_piece,
+    "aten.split_with_sizes.default": _only_piece,
     "aten.t.default": _permute,
     "aten.transpose.int": _permute,
     "aten.permute.default": _permute,
     "aten.expand.default": _expand,
     "aten.clone.default": _clone,
     "aten._to_copy.default": _to_copy,
+    "aten.copy.default": _copy,
+    "aten._conj.default": conjugate,
+    "aten._conj_copy.default": conjugate,
+    "aten._conj_physical.default": conjugate,
+    "aten.conj_physical.default": conjugate,
+    "aten._neg_view.default": negative,
+    "aten._neg_view_copy.default": negative,
     "aten.mm.default": _mm,
     "aten.bmm.default": _mm,
     "aten.addmm.default": _addmm,

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.trace import TraceError
 from tests.processes.compare import near, same_gradients
 
 
@@ -57,3 +58,61 @@ def test_accumulated_gradients_are_those_of_both_calls(one: DeviceMesh) -> None:
         for part in (x, 2 * x):
             sum(output.sum() for output in model(part)).backward()
     same_gradients(plain, parallel)
+
+
+def test_second_derivatives_are_refused_before_there_is_a_first_one(one: DeviceMesh) -> None:
+    """A gradient penalty would vanish without a word."""
+    x = torch.randn(4, 8)
+    parallel = autopar.compile(nn.Linear(8, 3), one, outputs="global")
+    asked = [
+        lambda loss: torch.autograd.grad(loss, list(parallel.parameters()), create_graph=True),
+        lambda loss: torch.autograd.grad(loss, parallel.weight, create_graph=True),
+        lambda loss: loss.backward(create_graph=True),
+    ]
+    for ask in asked:
+        loss = torch.tanh(parallel(x)).sum()
+        with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivatives .* not built; take them of"):
+            ask(loss)
+        assert all(parameter.grad is None for parameter in parallel.parameters())
+        loss.backward()  # the same forward has its first derivative still
+        parallel.zero_grad()
+
+
+class Penalised(nn.Module):
+    """A gradient penalty inside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        (slope,) = torch.autograd.grad(torch.tanh(self.inner(x)).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+
+class WithLeaf(nn.Module):
+    """Makes a leaf that requires grad, as helpers for checkpointing do, and never asks for its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 3)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.inner(batch["x"].detach().requires_grad_(True)).square().mean()
+
+
+def test_gradients_within_forward_are_refused_and_leaves_there_are_not(one: DeviceMesh) -> None:
+    with pytest.raises(TraceError, match=r"forward takes gradients itself at .*test_gradients\.py:\d+ "):
+        autopar.compile(Penalised(), one)(torch.randn(4, 8))
+    plain, batch = WithLeaf(), {"x": torch.randn(4, 8)}
+    parallel = autopar.compile(plain, one)
+    near(parallel(batch), plain(batch), 1e-5, "loss")
+    for model in (plain, parallel):
+        model.zero_grad()
+        model(batch).backward()
+    same_gradients(plain, parallel)
+    wanted = {"x": batch["x"].clone().requires_grad_(True)}
+    with pytest.raises(autopar.PlanMismatch, match=r"\['batch'\]\['x'\] requires grad; .* pass .* detached"):
+        parallel(wanted)
+    assert wanted["x"].grad is None

@@ -58,6 +58,7 @@ def test_rates_prefer_what_was_measured():
     assert h100.rate("bfloat16", "matmul") == h100.achieved_flops_per_s["bfloat16"] < h100.flops_per_s["bfloat16"]
     assert h100.rate("tf32", "matmul") == h100.flops_per_s["tf32"]
     assert h100.rate("bfloat16", "elementwise") == h100.vector_flops_per_s
+    assert h100.rate("complex128", "matmul") == h100.rate("float64", "matmul")  # complex numbers run where parts do
     v100 = Hardware.load("v100-16gb")
     assert v100.rate("bfloat16", "matmul") == v100.vector_flops_per_s  # no bfloat16 units in a V100
 

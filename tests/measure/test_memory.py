@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar.emit import Program, emit
 from autopar.graph import Graph
 from autopar.measure.memory import LiveBytes
-from autopar.measure.twin import OPTIMIZERS, memory_of, traced
+from autopar.measure.twin import OPTIMIZERS, measure, memory_of, traced
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.price import OPTIMIZER_STATES, OPTIMIZER_TEMPORARIES, Pricer
@@ -25,6 +26,7 @@ from autopar.timeline import timeline_of
 from benchmarks.models import MODELS
 from cost_models.hardware import Hardware
 from tests.support.families import FAMILIES, family
+from tests.support.nets import batch_of, made
 from tests.support.plans import PlanSampler
 from tests.support.sent import skip_unless_places_arrive
 
@@ -72,6 +74,18 @@ def test_what_a_step_holds_is_what_its_plan_says(fake_mesh: Ranks, name: str, si
         assert UNDER <= told["step"] <= OVER, (label, told)
 
 
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
+def test_local_batch_norms_move_and_hold_what_their_plan_says(fake_mesh: Ranks, sizes: tuple[int, ...]) -> None:
+    """Also where a rank has several parts, whose results it puts together."""
+    model, inputs = made("resnet"), batch_of("resnet", 0)
+    for label, plan in plans(traced(model, (), inputs, parts=prod(sizes)), sizes, 3):
+        fake_mesh(**dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)))
+        found = measure(plan, model, (), inputs, steps=1)
+        assert plan.batch_norm == "local" and found.is_equal, label
+        step = found.peak_bytes["step"]
+        assert UNDER <= (step.predicted or 0) / step.measured <= OVER, (label, step)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize(("name", "sizes"), CASES)
 def test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says(
@@ -88,7 +102,7 @@ def test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says(
         unwaited.append(plan)
         return emit(plan, groups, device)
 
-    monkeypatch.setattr("autopar.attach.module.emit", as_on_gpus)
+    monkeypatch.setattr("autopar.attach.programs.emit", as_on_gpus)
     model, inputs, graph = case(name)
     for label, found in plans(graph, sizes, 0 if name == "t5" else 2):
         plan = replace(found, prefetch=prefetch)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from autopar.measure.values import SECOND_MOMENTS, as_trained
+from autopar.graph import TensorType
+from autopar.measure.values import SECOND_MOMENTS, as_trained, random_tensor
 
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
@@ -37,3 +38,22 @@ def test_an_optimizer_without_second_moments_is_left_as_it_is():
     before = optimizer.state[table.weight]["momentum_buffer"].clone()
     as_trained(optimizer)
     assert torch.equal(optimizer.state[table.weight]["momentum_buffer"], before)
+
+
+def test_no_second_moment_of_a_complex_weight_is_zero_in_either_part():
+    weight = torch.nn.Parameter(torch.randn(4, 3, dtype=torch.cfloat))
+    optimizer = torch.optim.AdamW([weight], 1e-3)
+    weight.real[0].square().sum().backward()
+    optimizer.step()
+    second = torch.view_as_real(optimizer.state[weight]["exp_avg_sq"])
+    assert (second == 0).any()
+    as_trained(optimizer)
+    assert (second > 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_both_parts_of_complex_values_are_between_a_tenth_and_one(dtype: str):
+    made = random_tensor(TensorType((3, 40), dtype), torch.device("cpu"), order=(1, 0))
+    parts = torch.view_as_real(made)
+    assert made.dtype == getattr(torch, dtype) and made.stride() == (1, 3)
+    assert (parts >= 0.1).all() and (parts <= 1.0).all() and parts.flatten().unique().numel() > 200

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autopar.emit.seeded import seeds
 from autopar.layout import Shard
 from autopar.plan import Plan
 from tests.support.check import difference, mesh_of
@@ -122,8 +123,15 @@ def dropped(p: float, split: bool, sizes: tuple[int, ...], seed: int) -> tuple[C
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
-def test_dropout_of_a_whole_tensor_is_that_of_one_device_to_the_last_bit(sizes: tuple[int, ...]) -> None:
+def test_dropout_of_a_whole_tensor_is_what_one_device_draws_from_its_seed(sizes: tuple[int, ...]) -> None:
     case, _, out, gradient = dropped(0.3, False, sizes, seed=7)
+    torch.manual_seed(int(seeds(7, 0, (0,))))
+    wanted, _ = torch.native_dropout(case.model.weight.detach(), 0.3, True)
+    assert out.equal(wanted) and gradient.equal(wanted)  # the weight is all ones
+
+
+def test_on_one_rank_dropout_draws_what_the_model_draws() -> None:
+    case, _, out, gradient = dropped(0.3, False, (1,), seed=7)
     assert out.equal(case.reference.outputs["1"])
     wanted = case.reference.gradients["weight"]
     assert wanted is not None and gradient.equal(wanted)

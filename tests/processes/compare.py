@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar import ParallelModule
 from autopar._compat import pytree
+from tests.support.wide import as_double
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
@@ -43,7 +44,8 @@ def near(ours: Tensor, wanted: Tensor, relative: float, what: str, least: float 
     assert ours.shape == wanted.shape and ours.dtype == wanted.dtype, f"{what}: {ours.dtype}{list(ours.shape)}"
     if not wanted.numel():
         return
-    off, size = (ours.double() - wanted.double()).abs().max().item(), wanted.double().abs().max().item()
+    ours, wanted = as_double(ours), as_double(wanted)
+    off, size = (ours - wanted).abs().max().item(), wanted.abs().max().item()
     assert off <= relative * size + least, f"{what} is off by {off:.3g}, its largest entry is {size:.3g}"
 
 
@@ -59,7 +61,7 @@ def same_state(plain: nn.Module, parallel: nn.Module, within: float = PARAMETER)
     ours, wanted = parallel.state_dict(), plain.state_dict()
     assert list(ours) == list(wanted)
     for name, value in wanted.items():
-        near(ours[name], value, 0.0 if not value.is_floating_point() else within, name, 0.1 * within)
+        near(ours[name], value, within if value.is_floating_point() or value.is_complex() else 0.0, name, 0.1 * within)
 
 
 def same_steps(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Infeasible, PlanMismatch, TraceError
-from tests.processes.compare import same_steps
+from tests.processes.compare import near, same_steps
 from tests.processes.models import Logits, Net, batch, net
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST, SLOW
@@ -65,16 +65,11 @@ def check_calls(ranks: Ranks) -> None:
     refused(TypeError, "unexpected keyword argument 'z'", lambda: parallel(**data, z=1))
     parallel(**data)
     half = {name: value[:4] for name, value in data.items()}
-    refused(
-        PlanMismatch,
-        r"argument \['x'\] is float32\[4, 16\], the plan was made for float32\[8, 16\]",
-        lambda: parallel(**half),
-    )
+    plain(**data)
+    near(parallel(**half), plain(**half), 1e-5, "loss of another size")
     other = {**data, "x": data["x"].double()}
-    refused(
-        PlanMismatch, r"argument \['x'\] is float64\[8, 16\], the plan was made for float32", lambda: parallel(**other)
-    )
-    refused(PlanMismatch, r"argument \['y'\] is 3, the plan was made for int64", lambda: parallel(data["x"], 3))
+    refused(RuntimeError, "same dtype", lambda: parallel(**other))
+    refused(TraceError, "cannot be captured .* must be Tensor, not int", lambda: parallel(data["x"], 3))
     wants = data["x"].clone().requires_grad_()
     refused(
         PlanMismatch, r"argument \['x'\] requires grad; .* pass \['x'\] detached", lambda: parallel(wants, data["y"])
@@ -83,9 +78,11 @@ def check_calls(ranks: Ranks) -> None:
     loss.backward(retain_graph=True)
     refused(RuntimeError, "backward ran a second time .*; call the module again first", loss.backward)
     parallel.zero_grad()
-    plain(**data), plain(**data)  # batch norm counts the two calls that went well
+    plain(**data)  # batch norm counts the call
     same_steps(plain, parallel, data, steps=2)  # none of this did any harm
-    refused(PlanMismatch, "parameter .* the plan has it as float32.* compile again", lambda: parallel.double()(**data))
+    refused(
+        PlanMismatch, "is float64.* the plan was made for float32.* compile again", lambda: parallel.double()(**data)
+    )
 
 
 def check_a_rank_that_differs(ranks: Ranks) -> None:
@@ -93,7 +90,8 @@ def check_a_rank_that_differs(ranks: Ranks) -> None:
     last, data = ranks.rank == ranks.count - 1, batch()
     mine = {name: value[:4] for name, value in data.items()} if last else data
     parallel = autopar.compile(net(), ranks.mesh(), hardware=FAST)
-    refused(PlanMismatch, r"input \['x'\] float32\[8, 16\].*passes float32\[4, 16\]", lambda: parallel(**mine))
+    told = "ranks 0 and .* arguments of other shapes, dtypes .* every rank has to make the same call"
+    refused(PlanMismatch, told, lambda: parallel(**mine))
     same_steps(net(), parallel, data, steps=1)  # it can be called rightly afterwards
     parallel = autopar.compile(Net(classes=24 if last else 12), ranks.mesh(), hardware=FAST)
     refused(
@@ -173,7 +171,8 @@ def check_plans_of_something_else(ranks: Ranks) -> None:
         "made for mesh data=2, this mesh is tensor=2",
         lambda: autopar.compile(net(), flat, plan=mine)(x, y),
     )
-    autopar.compile(net(Logits), mesh, hardware=FAST, example_inputs=(x,)).plan.save(mine)
+    made = autopar.compile(net(Logits), mesh, hardware=FAST, example_inputs=(x,), outputs="sharded")
+    made.plan.save(mine)
     refused(
         PlanMismatch, "outputs='sharded', this call asks for outputs='global'", run(net(Logits), x, outputs="global")
     )

@@ -42,8 +42,28 @@ def test_what_users_do_works_on_two_processes(tmp_path: Path) -> None:
     run_checks("api", 2, tmp_path)
 
 
+def test_unusual_operators_are_right_or_refused_on_two_processes(tmp_path: Path) -> None:
+    run_checks("operators", 2, tmp_path)
+
+
+def test_models_of_complex_numbers_train_on_two_processes_as_on_one(tmp_path: Path) -> None:
+    run_checks("complexes", 2, tmp_path)
+
+
+def test_what_scripts_do_means_what_it_means_on_one_process(tmp_path: Path) -> None:
+    run_checks("boundary", 2, tmp_path)
+
+
 def test_a_memory_limit_is_kept_on_two_processes(tmp_path: Path) -> None:
     run_checks("memory", 2, tmp_path)
+
+
+def test_whole_state_dicts_leave_two_processes_and_come_back(tmp_path: Path) -> None:
+    run_checks("state", 2, tmp_path)
+
+
+def test_copies_train_on_two_processes_and_what_cannot_be_copied_says_so(tmp_path: Path) -> None:
+    run_checks("copies", 2, tmp_path)
 
 
 def test_errors_reach_every_rank_and_nothing_hangs(tmp_path: Path) -> None:
@@ -103,6 +123,11 @@ def test_what_lies_on_the_host_trains_on_two_processes(tmp_path: Path) -> None:
 
 def test_updates_beside_the_next_forward_change_no_bit_on_two_processes(tmp_path: Path) -> None:
     run_checks("updates", 2, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_batch_norms_are_those_of_ddp_or_of_one_process(tmp_path: Path, ranks: int) -> None:
+    run_checks("norms", ranks, tmp_path)
 
 
 def test_what_is_spared_changes_no_number(tmp_path: Path) -> None:

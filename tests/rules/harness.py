@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
+from autopar.emit import ops
 from autopar.graph import Const, Node, Ref, TensorType, map_refs
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
@@ -85,6 +87,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "autopar.store": lambda x: x.clone(),
     "autopar.fetch": lambda x: x.clone(),
     "autopar.to_reduce_dtype": torch.ops.aten._to_copy.default,
+    IN_PARTS: ops.batch_norm_in_parts,
+    IN_PARTS_BACKWARD: ops.batch_norm_in_parts_backward,
     "aten._fused_rms_norm_backward.default": _rms_norm_backward,
 }
 
@@ -147,7 +151,7 @@ def shard(value: torch.Tensor, dims: Sequence[Sequence[str]], factor: str, size:
 
 def terms(value: torch.Tensor, size: int) -> list[torch.Tensor]:
     """Random numbers that sum to `value`; in low precision fixed parts of it, of which the sum is exact."""
-    if value.is_floating_point() and value.dtype != torch.float64:
+    if value.dtype not in (torch.float64, torch.complex128) and (value.is_floating_point() or value.is_complex()):
         return [value / 2 ** min(place + 1, size - 1) for place in range(size)]
     if value.is_floating_point() or value.is_complex():
         parts = [torch.randn_like(value) for _ in range(size - 1)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.rules.samples_pointwise import BF16, Sample, Samples, f, ints, s
+from tests.rules.samples_pointwise import BF16, Sample, Samples, c, f, ints, s
 
 aten = torch.ops.aten
 CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu
@@ -94,6 +94,7 @@ def samples() -> Samples:
         "aten.bmm.default": [s(f(6, 12, 18), f(6, 18, 24))],
         "aten.mv.default": [s(f(6, 12), f(12))],
         "aten.dot.default": [s(f(12), f(12))],
+        "aten.vdot.default": [s(f(12), f(12)), s(c(12), c(12))],
         "aten.addmm.default": [s(f(18), f(6, 12), f(12, 18)), s(f(6, 1), f(6, 12), f(12, 18), beta=2, alpha=3)],
         "aten.baddbmm.default": [s(f(6, 12, 24), f(6, 12, 18), f(6, 18, 24))],
         "aten._grouped_mm.default": [

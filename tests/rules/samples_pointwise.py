@@ -12,10 +12,15 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 Samples = dict[str, list[Sample]]
 
 F64, F32, BF16, I64, I32, BOOL = torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool
+C128, C64 = torch.complex128, torch.complex64
 
 
 def f(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=F64)
+
+
+def c(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=C128)
 
 
 def ints(high: int, *shape: int) -> torch.Tensor:
@@ -104,6 +109,8 @@ def samples() -> Samples:
             s(f(6, 12), dtype=I64),
             s(ints(9, 6, 12), dtype=F64),
             s(flags(6, 12), dtype=F64),
+            s(f(6, 12), dtype=C128),
+            s(c(6, 12).to(C64), dtype=C128),
         ],
         "aten.add.Tensor": [s(f(6, 1, 12), f(18, 12), alpha=2), s(f(6, 12), 3.0), s(f(6, 12), f())],
         "aten.sub.Tensor": [s(f(6, 12), f(12)), s(f(6, 12), 3.0)],
@@ -122,8 +129,11 @@ def samples() -> Samples:
         "aten.addcmul.default": [s(f(6, 12), f(6, 12), f(12), value=0.5)],
         "aten.addcdiv.default": [s(f(6, 12), f(6, 12), f(12), value=0.5)],
         "aten.copy.default": [s(f(6, 12), f(12)), s(f(6, 12), f(6, 12))],
-        "aten.view_as_real.default": [s(torch.randn(6, 12, dtype=torch.complex128))],
-        "aten.view_as_complex.default": [s(f(6, 12, 2))],
+        "aten.view_as_real.default": [s(c(6, 12)), s(c())],
+        "aten.view_as_complex.default": [s(f(6, 12, 2)), s(f(2))],
+        "aten.conj_physical.default": [s(c(6, 12))],
+        "aten.complex.default": [s(f(6, 12), f(6, 12)), s(f(6, 1), f(12))],
+        "aten.polar.default": [s(f(6, 12), f(6, 12)), s(f(12), f(6, 1))],
         "aten.fill.Scalar": [s(f(6, 12), 2.0)],
         "aten.fill.Tensor": [s(f(6, 12), f())],
         "aten.zeros_like.default": [s(f(6, 12))],
@@ -143,4 +153,16 @@ def samples() -> Samples:
         "aten.arange.start": [s(3, 21), s(3, 21, dtype=I32)],
         "aten.arange.start_step": [s(5, 41, 3), s(0.5, 2.0, 0.125, dtype=F64), s(10, -2, -1)],
         "aten.native_dropout.default": [s(f(6, 12), 0.5, False), s(f(6, 12), 0.5, True)],
+        **{f"aten.{name}.default": [s(f(6, 12))] for name in ("rand_like", "randn_like")},
+        "aten.randint_like.default": [s(f(6, 12), 9)],
+        "aten.rand.default": [s((6, 12), dtype=F64)],
+        "aten.randn.default": [s((6, 12), dtype=F64)],
+        "aten.randint.default": [s(9, (6, 12))],
+        "aten.randint.low": [s(3, 9, (6, 12))],
+        "aten.normal.float_float": [s(0.5, 2.0, (6, 12), dtype=F64)],
+        "aten.bernoulli.default": [s(torch.rand(6, 12, dtype=F64))],
+        "aten.poisson.default": [s(torch.rand(6, 12, dtype=F64))],
+        **{f"aten.{name}": [s(f(6, 12), 0.5)] for name in ("bernoulli.p", "exponential.default", "geometric.default")},
+        **{f"aten.{name}.default": [s(f(6, 12), 0.5, 2.0)] for name in ("normal_functional", "uniform", "cauchy")},
+        "aten.log_normal.default": [s(f(6, 12), 0.5, 2.0)],
     }

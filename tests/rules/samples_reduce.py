@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
+from autopar.emit import ops
 from tests.rules.samples_pointwise import F64, Samples, f, flags, ints, s
 
 aten = torch.ops.aten
@@ -34,10 +36,22 @@ def _batch_norm_backward(train: bool, *shape: int) -> Any:
     return s(f(*shape), x, w, mean, var, save_mean, save_rstd, train, 1e-5, [True, True, True])
 
 
+def _batch_norm_in_parts_backward(parts: int, mask: list[bool], *shape: int) -> Any:
+    x, w, b, _, _ = _batch_norm(*shape)
+    _, mean, rstd, _, _ = ops.batch_norm_in_parts(x, w, b, None, None, 0.1, 1e-5, parts)
+    return s(f(*shape), x, w, mean, rstd, 1e-5, parts, mask)
+
+
 def _group_norm_backward() -> Any:
     x, w = f(6, 24, 4, 3), f(24)
     _, mean, rstd = aten.native_group_norm(x, w, w, 6, 24, 12, 12, 1e-5)
     return s(f(6, 24, 4, 3), x, mean, rstd, w, 6, 24, 12, 12, [True, True, True])
+
+
+def _weight_norm_backward(shape: tuple[int, ...], dim: int) -> Any:
+    v, g = f(*shape), f(*(size if d == dim else 1 for d, size in enumerate(shape)))
+    _, norms = aten._weight_norm_interface(v, g, dim)
+    return s(f(*shape), v, g, norms, dim)
 
 
 def _nll(how: int, weighted: bool, *spatial: int) -> Any:
@@ -152,11 +166,31 @@ def samples() -> Samples:
             s(*_batch_norm(6, 12), True, 0.1, 1e-5),
             s(*_batch_norm(6, 12, 6), False, 0.1, 1e-5),
         ],
+        "aten._native_batch_norm_legit.no_stats": [
+            s(*_batch_norm(6, 12, 6, 18)[:3], True, 0.1, 1e-5),
+            s(f(1, 12, 6), None, None, True, 0.1, 1e-5),
+        ],
+        IN_PARTS: [
+            s(*_batch_norm(12, 12, 6, 2), 0.1, 1e-5, 6),
+            s(*_batch_norm(12, 6)[:3], *[f(6, 6).abs() + 0.5] * 2, 0.1, 1e-5, 6),
+            s(*_batch_norm(12, 6, 4)[:3], None, None, 0.1, 1e-5, 12),
+            s(f(12, 6, 4), None, None, None, None, 0.1, 1e-5, 3),
+        ],
+        IN_PARTS_BACKWARD: [
+            _batch_norm_in_parts_backward(6, [True, True, True], 12, 12, 6, 2),
+            _batch_norm_in_parts_backward(6, [False, True, True], 12, 12),
+            _batch_norm_in_parts_backward(3, [True, False, False], 6, 12, 4),
+        ],
         "aten._native_batch_norm_legit_no_training.default": [s(*_batch_norm(6, 12, 6), 0.1, 1e-5)],
         "aten.native_batch_norm_backward.default": [
             _batch_norm_backward(True, 6, 12, 6, 18),
             _batch_norm_backward(True, 6, 12),
             _batch_norm_backward(False, 6, 12, 6),
+        ],
+        "aten._weight_norm_interface.default": [s(f(12, 6, 5), f(12, 1, 1), 0), s(f(6, 5, 12), f(1, 1, 12), 2)],
+        "aten._weight_norm_interface_backward.default": [
+            _weight_norm_backward((12, 6, 5), 0),
+            _weight_norm_backward((6, 5, 12), 2),
         ],
         "aten.nll_loss_forward.default": [_nll(2, False), _nll(2, True), _nll(0, True), _nll(1, False)],
         "aten.nll_loss2d_forward.default": [_nll(2, True, 12, 18), _nll(0, False, 12, 18)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.rules.samples_pointwise import Samples, f, ints, s
+from tests.rules.samples_pointwise import Samples, c, f, ints, s
 
 VIEWS = [
     s(f(6, 12, 24), [6, 12, 4, 6]),
@@ -64,10 +64,32 @@ def samples() -> Samples:
         **_pad("reflection_pad", 2, [2, 1, 0, 3]),
         **_pad("replication_pad", 1, [2, 1]),
         **_pad("replication_pad", 2, [2, 1, 0, 3]),
+        "aten._fft_r2c.default": [
+            s(f(6, 12), [1], 0, True),
+            s(f(6, 12, 6), [0, 2], 1, True),
+            s(f(6, 12), [0], 2, False),
+        ],
+        "aten._fft_c2r.default": [s(c(6, 7), [1], 2, 12), s(c(6, 12, 3), [0, 2], 1, 5), s(c(6, 1), [1], 0, 1)],
+        "aten._fft_c2c.default": [s(c(6, 12), [1], 0, True), s(c(6, 12, 6), [0, 1], 2, False), s(c(6), [0], 1, True)],
         "aten.glu.default": [s(f(6, 12, 24), -1), s(f(12, 6), 0)],
         "aten.glu_backward.default": [s(f(6, 12), f(6, 24), 1)],
         "aten.diagonal.default": [s(f(6, 5, 12, 7), 1, 1, 3), s(f(5, 7, 6))],
         "aten.pixel_shuffle.default": [s(f(6, 24, 12, 18), 2)],
+        "aten.pixel_unshuffle.default": [s(f(6, 12, 12, 24), 2), s(f(6, 18, 6), 3)],
+        "aten.im2col.default": [
+            s(f(6, 12, 7, 5), [3, 2], [1, 1], [1, 0], [2, 1]),
+            s(f(6, 6, 6), [2, 2], [1, 1], [0, 0], [2, 2]),
+        ],
+        "aten.col2im.default": [
+            s(f(6, 72, 12), [7, 4], [3, 2], [1, 1], [1, 0], [2, 1]),
+            s(f(24, 9), [6, 6], [2, 2], [1, 1], [0, 0], [2, 2]),
+        ],
+        "aten.unfold.default": [s(f(6, 12, 18), 1, 4, 2), s(f(6, 12), -1, 12, 1), s(f(6, 12), 0, 2, 2)],
+        "aten.unfold_backward.default": [
+            s(f(6, 5, 18, 4), [6, 12, 18], 1, 4, 2),
+            s(f(6, 1, 12), [6, 12], 1, 12, 1),
+            s(f(3, 12, 2), [6, 12], 0, 2, 2),
+        ],
         "aten.index.Tensor": [
             s(f(12, 18), [ints(12, 6)]),
             s(f(6, 12, 18), [None, ints(12, 6, 2)]),

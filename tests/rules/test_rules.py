@@ -9,8 +9,9 @@ import torch
 
 from autopar.rules.bodies import BODIES
 from autopar.rules.table import RULES, rule_of, text_of
+from autopar.work import draws, flops_of
 from tests.rules import samples_cuda, samples_nn, samples_pointwise, samples_reduce, samples_shape
-from tests.rules.harness import Axis, Call, check, make_call, run_split, ways
+from tests.rules.harness import Call, check, make_call, resolve, run_split, ways
 
 torch.manual_seed(0)
 SAMPLES = {
@@ -24,10 +25,6 @@ TOLERANCE = {"aten._grouped_mm.default": 2**-3}
 
 def calls(op: str) -> list[Call]:
     return [make_call(op, args, kwargs) for args, kwargs in SAMPLES[op]]
-
-
-def is_random(call: Call) -> bool:
-    return call.node.op == "aten.native_dropout.default" and call.node.args[2] is not False
 
 
 def test_every_entry_of_the_table_has_a_sample_and_no_sample_is_idle():
@@ -44,7 +41,7 @@ def test_split_and_joined_equals_whole(op: str):
     torch.manual_seed(1)
     for call in calls(op):
         rule = call.rule
-        if rule is None or is_random(call) or op in UNDEFINED:
+        if rule is None or draws(call.node) or op in UNDEFINED:
             continue
         assert len(set(rule.bodies.values())) <= 1, "one node, one body"
         found = {size: ways(call, rule, size) for size in (2, 3)}
@@ -52,6 +49,28 @@ def test_split_and_joined_equals_whole(op: str):
         pairs = [axes for axes in itertools.product(found[2], found[3]) if axes[0].factor != axes[1].factor]
         for axes in single + pairs:
             check(call, axes, TOLERANCE.get(op, 1e-10))
+
+
+def test_arguments_that_are_left_at_their_defaults_are_understood():
+    """A trace leaves arguments out that stand at their defaults: such a call means what it means with all of them."""
+    tried = 0
+    for op in sorted(SAMPLES):
+        schema = getattr(resolve(op), "_schema", None)
+        if schema is None:
+            continue
+        places = [argument for argument in schema.arguments if not argument.kwarg_only]
+        for args, kwargs in SAMPLES[op]:
+            needed = [place for place in range(len(args)) if not places[place].has_default_value()]
+            for count in range(1 + max(needed, default=-1), len(args)):
+                written_out = [*args[:count], *(place.default_value for place in places[count:])]
+                try:
+                    short, full = make_call(op, args[:count], kwargs), make_call(op, written_out, kwargs)
+                    expected = full.rule, flops_of(full.node, full.types)
+                except (RuntimeError, IndexError, ValueError):
+                    continue  # not with these operands
+                tried += 1
+                assert (short.rule, flops_of(short.node, short.types)) == expected, (op, count)
+    assert tried > 120
 
 
 def test_reshapes_of_all_kinds():
@@ -79,6 +98,16 @@ def test_reshapes_of_all_kinds():
                 check(call, (way,))
 
 
+@pytest.mark.parametrize("op", sorted(op for op in SAMPLES if any(draws(call.node) for call in calls(op))))
+def test_random_numbers_have_the_promised_shape_on_every_shard(op: str):
+    for call in calls(op):
+        rule = call.rule
+        assert rule is not None
+        assert len(ways(call, rule, 2)) == len(call.node.outputs[0].shape), "any dim may be split, and no sum may pass"
+        for way in ways(call, rule, 2):
+            run_split(call, rule, (way,))
+
+
 @pytest.mark.parametrize("op", UNDEFINED)
 def test_uninitialised_tensors_have_the_promised_shape(op: str):
     for call in calls(op):
@@ -86,17 +115,6 @@ def test_uninitialised_tensors_have_the_promised_shape(op: str):
         assert rule is not None
         for way in ways(call, rule, 2):
             run_split(call, rule, (way,))
-
-
-def test_dropout_draws_another_mask_on_every_shard():
-    call = make_call("aten.native_dropout.default", (torch.ones(6, 12, dtype=torch.float64), 0.5, True))
-    rule = call.rule
-    assert rule is not None
-    for axes in ((Axis(2, "a"),), (Axis(2, "a"), Axis(3, "b"))):
-        ran = run_split(call, rule, axes)
-        masks = [mask for _, mask in ran.values()]
-        assert all(not torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
-        assert all(torch.equal(out, mask * 2.0) for out, mask in ran.values())
 
 
 @pytest.mark.parametrize("node, types, expected", samples_cuda.CASES, ids=lambda value: getattr(value, "name", ""))

@@ -16,6 +16,7 @@ from tests.support.sent import skip_unless_places_arrive
 MACHINE = Hardware.load("cpu-gloo")
 OVER = 1.02  # never more than predicted, and not much less
 CASES = [("mlp", (2,), 6), ("mlp", (2, 2), 4), ("block", (2, 2), 3), ("cnn", (2,), 3), ("gpt2", (2,), 2)]
+CASES += [("rotary", (2,), 2), ("fno", (2, 2), 2), ("parts", (2,), 2)]
 CASES = [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in CASES]
 CASES += [
     pytest.param(name, (2, 2), 2, id=f"{name}-slow", marks=pytest.mark.slow)

@@ -194,7 +194,8 @@ def test_the_other_modes_fetch_from_the_host_too(one: DeviceMesh) -> None:
     with torch.no_grad():
         near(parallel(**batch), plain(**batch), 1e-5, "loss")
     near(parallel(**batch), plain(**batch), 1e-5, "loss")
-    assert "autopar.fetch" in parallel._autopar.modes[False, False].runner.program.code
+    inference = [one for one in parallel._autopar.prepared() if one.runner.program.backward is None]
+    assert inference and all("autopar.fetch" in one.runner.program.code for one in inference)
     loss_of(parallel(**batch)).backward()
     loss_of(plain(**batch)).backward()
     for name, parameter in plain.named_parameters():

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar._compat import TorchDispatchMode
-from autopar.attach.updates import Updates, Updating
+from autopar.attach.late import Late
+from autopar.attach.updates import Updates
 from autopar.optim import Streamed
 from autopar.plan import Plan
 from autopar.steady import read_order
@@ -57,7 +58,7 @@ def lazily(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Updates, "begin", told(Updates.begin, Slow.asked.clear))
     monkeypatch.setattr(Updates, "finish", told(Updates.finish, Slow.asked.set))
-    monkeypatch.setattr(Updating, "arrived", told(Updating.arrived, Slow.asked.set))
+    monkeypatch.setattr(Late, "arrived", told(Late.arrived, Slow.asked.set))
 
 
 class Gated(torch.optim.AdamW):
@@ -270,7 +271,7 @@ class Opens(TorchDispatchMode):
         self.gate, self.fetched = gate, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is FETCH and isinstance(args[0], Updating):
+        if func is FETCH and isinstance(args[0], Late):
             self.fetched += 1
             self.gate.release()
         return func(*args, **(kwargs or {}))
@@ -294,7 +295,7 @@ def test_nothing_waits_for_shapes(one: DeviceMesh) -> None:
     optimizer, inner = gated(parallel, batch)
     for parameter in parallel.parameters():
         assert parameter.shape.numel() and parameter.requires_grad and parameter.device.type == "cpu"
-        assert isinstance(parameter.detach().to_local(), Updating) and parameter.grad is None
+        assert isinstance(parameter.detach().to_local(), Late) and parameter.grad is None
     assert not inner.updated
     inner.gate.release(len(list(parallel.parameters())))
     optimizer.state_dict()
@@ -345,7 +346,7 @@ def test_an_error_of_the_thread_reaches_who_comes_next(one: DeviceMesh, where: s
             case "parameter":
                 parallel.get_parameter(names[-1]).sum()
             case "backward":
-                parallel._autopar.modes[True, True].runner.updates.finish()
+                parallel._autopar.main.runner.updates.finish()
     assert any(entry.name == "step" and "test_updates" in str(entry.path) for entry in told.traceback)
     now = [local(parallel.get_parameter(name).detach()) for name in names]
     assert [torch.equal(*pair) for pair in zip(now, before, strict=True)] == [n >= 2 for n in range(len(names))]

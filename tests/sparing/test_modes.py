@@ -15,9 +15,9 @@ from autopar.graph import Graph, Node
 from autopar.measure.twin import traced
 from autopar.saving import DROP, OFFLOAD, RECOMPUTE, SAVE, Widened, widened
 from autopar.saving.regions import regions
-from autopar.saving.widen import changed_buffers, is_random, looked_at
+from autopar.saving.widen import changed_buffers, looked_at
 from autopar.search.spare import checkpointed
-from autopar.work import RANDOM, VIEWS
+from autopar.work import RANDOM, VIEWS, draws
 from tests.support.families import FAMILIES, Case, _gpt2, family
 
 LAYERED = {"gpt2": "transformer.h.", "llama": "model.layers.", "opt": "model.decoder.layers.", "vit": "vit.layers."}
@@ -79,7 +79,7 @@ def test_no_chain_leaves_its_region(name: str) -> None:
 def test_random_operators_and_readers_of_changed_buffers_never_run_again(name: str) -> None:
     graph = dropping() if name == "dropout" else family(name).graph
     changed, modes = changed_buffers(graph), again_at(graph)
-    never = {n.name for n in graph.nodes if is_random(n) or any(ref.name in changed for ref in n.operands)}
+    never = {n.name for n in graph.nodes if draws(n) or any(ref.name in changed for ref in n.operands)}
     assert all(RECOMPUTE not in modes.get(node, ()) for node in never)
     assert bool(never & modes.keys()) == (name in ("cnn", "dropout"))
 
@@ -87,7 +87,7 @@ def test_random_operators_and_readers_of_changed_buffers_never_run_again(name: s
 def test_attention_draws_where_it_drops() -> None:
     """On a CPU it is traced in parts; on CUDA it stays one operator."""
     node = Node("a", "aten._scaled_dot_product_flash_attention.default", (0, 0, 0, 0.1, True), (), (), "forward")
-    assert is_random(node) and not is_random(replace(node, args=(0, 0, 0, 0.0, True)))
+    assert draws(node) and not draws(replace(node, args=(0, 0, 0, 0.0, True)))
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {

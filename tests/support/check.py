@@ -12,6 +12,7 @@ from autopar.plan import Plan
 from autopar.saving import plain
 from tests.support.families import Case, Reference
 from tests.support.lockstep import run_all
+from tests.support.wide import as_double
 
 AXES = ("a", "b", "c", "d")
 
@@ -40,8 +41,8 @@ def worst_difference(ran: Ran, wanted: Reference) -> tuple[float, str]:
             ), f"{kind} {name}: {ours.dtype}{list(ours.shape)}, not {theirs.dtype}{list(theirs.shape)}"
         if not theirs.numel():
             continue
-        unit = max(theirs.double().abs().max().item(), 1e-2 * size if kind == "gradient" else 1e-6)
-        off = (ours.double() - theirs.double()).abs().max().item() / unit
+        unit = max(as_double(theirs).abs().max().item(), 1e-2 * size if kind == "gradient" else 1e-6)
+        off = (as_double(ours) - as_double(theirs)).abs().max().item() / unit
         if not off <= worst:  # nan is the worst of all
             worst, where = off, f"{kind} {name}"
     return worst, where

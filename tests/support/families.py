@@ -20,7 +20,8 @@ from torch.nn import functional
 from autopar._compat import pytree
 from autopar.graph import Graph
 from autopar.trace import Captured, capture, lower, normalise
-from tests.support.wide import Wide, widen
+from tests.support.complexes import Fno, Parts, Rotary
+from tests.support.wide import Wide, in_double, widen
 
 BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 4, 12, 48, 4, 96
 IGNORED = -100
@@ -152,10 +153,25 @@ def _vit() -> Model:
     return transformers.ViTForImageClassification(config), images
 
 
+def _rotary() -> Model:
+    return Rotary(WIDTH, HEADS, SEQUENCE), {name: torch.randn(BATCH, SEQUENCE, WIDTH) for name in ("x", "y")}
+
+
+def _fno() -> Model:
+    return Fno(), {"x": torch.randn(12, 2, 8, 8), "y": torch.randn(12, 1, 8, 8)}
+
+
+def _parts() -> Model:
+    return Parts(), {name: torch.randn(12, 6, 12) for name in ("x", "y")}
+
+
 FAMILIES: dict[str, Callable[[], Model]] = {
     "mlp": _mlp,
     "block": _block,
     "cnn": _cnn,
+    "rotary": _rotary,
+    "fno": _fno,
+    "parts": _parts,
     "gpt2": _gpt2,
     "llama": _llama,
     "opt": _opt,
@@ -201,7 +217,7 @@ class Case:
     @cached_property
     def wide_reference(self) -> Reference:
         with Wide():
-            return reference(copy.deepcopy(self.model).double(), _doubled(self.inputs), self.seed)
+            return reference(copy.deepcopy(self.model)._apply(in_double), doubled(self.inputs), self.seed)
 
     def values(self, graph: Graph) -> dict[str, Tensor]:
         """The sources of `graph` by node name, in its precision."""
@@ -242,11 +258,8 @@ def reference(model: nn.Module, inputs: Mapping[str, Any], seed: int = 0) -> Ref
     )
 
 
-def _doubled(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
+def doubled(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: in_double(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 @cache

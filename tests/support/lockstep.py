@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from autopar.emit import emit
+from autopar.emit.seeded import pieces_of, seeds
 from autopar.emit.simulate import Ran, shard, unshard
 from autopar.mesh import Mesh
 from autopar.plan import Plan
@@ -22,7 +23,6 @@ from autopar.plan import Plan
 Traffic = dict[tuple[str, str], int]
 PerRank = list[Any]
 REDUCE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
-RANDOM = ("rand", "dropout", "draw_seed", "bernoulli", "normal", "multinomial")
 
 
 @dataclass
@@ -57,11 +57,7 @@ class Lockstep:
 
     def apply(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
         made: PerRank = []
-        random = any(word in str(node.target) for word in RANDOM)
-        state = torch.get_rng_state() if random else None
-        for rank in range(self.mesh.ranks):
-            if state is not None:
-                torch.set_rng_state(state)  # every rank's generator is in the same state, as in a real run
+        for rank in range(self.mesh.ranks):  # what draws without a seed of its own gives each rank other numbers
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda part, rank=rank: values[part][rank])
             if node.op == "call_method":
                 made.append(getattr(args[0], str(node.target))(*args[1:], **kwargs))
@@ -138,12 +134,14 @@ def run_all(plan: Plan, values: Mapping[str, Tensor], seed: int = 0) -> tuple[Ra
     mesh = plan.mesh
     program = emit(plan, {axis: axis for axis in mesh.names})
     ranks = range(mesh.ranks)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # what a program of one rank draws from
 
     def pieces(name: str, value: Tensor) -> PerRank:
         return [shard(value, plan.choices[name].gives[0], mesh, rank) for rank in ranks]
 
     coordinates = [[torch.tensor(mesh.coordinate(rank)[place]) for rank in ranks] for place in range(len(mesh.sizes))]
+    if program.drawing:
+        coordinates.append([seeds(seed, 0, pieces_of(program.drawing, mesh, mesh.coordinate(rank))) for rank in ranks])
     lockstep = Lockstep(mesh, Counter())
     with torch.no_grad():
         inputs = [pieces(node.name, values[node.name]) for node in program.inputs]

@@ -1,0 +1,72 @@
+"""Copies of a parallel module: by `copy.deepcopy`, which trains by itself, and those that are refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.attach.tensors import as_dtensor, layout_of
+
+Module = TypeVar("Module", bound=nn.Module)
+
+# What is the same for a module and its copies: values that nobody writes to, and handles of process groups.
+SHARED = ("device_mesh", "mesh", "planner", "precision")
+
+
+def copied(module: Module, state: Any, memo: dict[int, Any]) -> Module:
+    """The module again, with parameters, buffers and `state` of its own: what `copy.deepcopy` of a plain module means.
+
+    As there, the copy has no gradients. Parameters stay in their layouts, and nothing is sent. What the module was
+    planned for is not planned again.
+    """
+    for parameter in module.parameters():
+        if id(parameter) not in memo:
+            memo[id(parameter)] = _parameter(parameter)
+    for name in SHARED:
+        value = getattr(state, name)
+        memo[id(value)] = value
+    made = type(module).__new__(type(module))
+    memo[id(module)] = made
+    made.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    return made
+
+
+def _parameter(parameter: nn.Parameter) -> nn.Parameter:
+    value = parameter.detach()
+    if not isinstance(value, DTensor):
+        return nn.Parameter(_tensor(value), requires_grad=parameter.requires_grad)
+    made = as_dtensor(_tensor(value.to_local()), value.shape, layout_of(value), value.device_mesh)
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def _tensor(value: Tensor) -> Tensor:
+    """A copy, pinned where the tensor is: a device fetches it while it computes."""
+    return torch.empty_like(value, pin_memory=value.is_pinned()).copy_(value)
+
+
+def copied_shallowly(module: Module) -> Module:
+    """What `copy.copy` of a plain module means: another module with the same tensors and submodules."""
+    made = type(module).__new__(type(module))
+    made.__setstate__(module.__getstate__())
+    return made
+
+
+def unpicklable(module: nn.Module) -> TypeError:
+    """What is raised where a parallel module would be pickled: by `torch.save`, for other processes."""
+    return TypeError(
+        f"a parallel module ({type(module).__name__}) belongs to the processes that run it and cannot be pickled: save "
+        "parallel.full_state_dict(), or parallel.state_dict() with torch.distributed.checkpoint, and give other "
+        "processes the plain model, which loads the first"
+    )
+
+
+def unshareable(module: nn.Module) -> TypeError:
+    """What is raised where its memory would be shared."""
+    return TypeError(
+        f"share_memory: parameters of a parallel module ({type(module).__name__}) lie in pieces in the processes that "
+        "run it; load parallel.full_state_dict() into the plain model and share that one's"
+    )

@@ -1,0 +1,120 @@
+"""Guards: what a program was traced with, compared with what is there now, before every call.
+
+A program holds what the model's Python code saw as constants: attributes of modules, `training` of each, what the parts
+of a model are, hooks, numbers among globals and enclosing variables. Where any of it has changed, another program is
+traced. Values that cannot change in place are compared by identity first, which costs some 40 ns each.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from autopar.trace.reads import MISSING, SCALARS, Cell, Reads, snapshot
+
+Place = tuple[Mapping[str, Any], str]  # where a value is found
+
+
+@dataclass
+class Guards:
+    """`fixed`: places of values that only assignment changes, and those values. `changing`: likewise of values that
+    may change in place, with snapshots. `modules`, `classes`: of the parts of the model, which parametrizations change.
+    `named`: what to call each place.
+    """
+
+    fixed: list[Place]
+    values: list[Any]
+    changing: list[tuple[Place, Any]]
+    modules: list[nn.Module]
+    classes: list[type]
+    named: dict[tuple[int, str], str]
+
+    def broken(self) -> str | None:
+        """What has changed, in words; None where all is as it was."""
+        found = [place.get(key, MISSING) for place, key in self.fixed]
+        if not all(map(operator.is_, found, self.values)):
+            for number, (now, was) in enumerate(zip(found, self.values, strict=True)):
+                if now is not was:
+                    if type(now) is not type(was) or snapshot(now) != snapshot(was):
+                        place, key = self.fixed[number]
+                        return f"{self.named[id(place), key]} was {_told(was)} and is {_told(now)}"
+                    self.values[number] = now  # equal: found by identity the next time
+        if [*map(type, self.modules)] != self.classes:
+            return "the class of a module has changed"
+        for (place, key), was in self.changing:
+            if snapshot(place.get(key, MISSING)) != was:
+                return f"{self.named[id(place), key]} has changed"
+        return None
+
+
+def guards_of(reads: Reads, model: nn.Module) -> Guards:
+    """What is compared from now on, of a model whose copy was traced."""
+    guards = Guards([], [], [], [*model.modules()][1:], [], {})
+    guards.classes = [*map(type, guards.modules)]  # (class and forward of the whole module are ours)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    written = reads.written
+    for (path, name), value in reads.attributes.items():
+        module = modules.get(path)
+        if module is None:
+            continue
+        called = f"{path}.{name}" if path else name
+        if (path, name) in written:
+            value = written[path, name][0]
+        elif name != "training":  # which the trace may have set
+            value = vars(module).get(name, MISSING)
+        _add(guards, vars(module), name, value, called)
+    for path, module in modules.items():
+        for key, child in module._modules.items():
+            _add(guards, module._modules, key, child, f"{path}.{key}" if path else key)
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, kind).items():
+                if tensor is None:
+                    _add(guards, getattr(module, kind), key, None, f"{path}.{key}" if path else key)
+        if path:
+            _add(guards, vars(module), "forward", vars(module).get("forward", MISSING), f"{path}.forward")
+    for place, name, value in reads.names:
+        _add(guards, place, name, value, f"the variable {name}")
+    return guards
+
+
+def _add(guards: Guards, place: Mapping[str, Any], key: str, value: Any, called: str) -> None:
+    if (id(place), key) in guards.named:
+        return
+    guards.named[id(place), key] = called
+    if value is MISSING or isinstance(value, (*SCALARS, type, nn.Module)) or not _may_change(value):
+        guards.fixed.append((place, key))
+        guards.values.append(value)
+    elif (own := _own_names(value)) is not None:  # a configuration: what it is, and the numbers and text in it
+        guards.fixed.append((place, key))
+        guards.values.append(value)
+        for name, part in list(own.items()):
+            if isinstance(part, SCALARS):
+                _add(guards, own, name, part, f"{called}.{name}")
+    else:
+        guards.changing.append(((place, key), snapshot(value)))
+    if isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            if not isinstance(cell.cell_contents, (types.FunctionType, nn.Module)):
+                _add(guards, Cell(cell), name, cell.cell_contents, f"the variable {name} of {called}")
+
+
+def _may_change(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return not all(isinstance(part, SCALARS) for part in value)
+    return not isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type(np.sin)))
+
+
+def _own_names(value: Any) -> dict[str, Any] | None:
+    if isinstance(value, (list, tuple, dict, set, frozenset, np.ndarray, Tensor, nn.Module)):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _told(value: Any) -> str:
+    return "not there" if value is MISSING else repr(value)[:80]

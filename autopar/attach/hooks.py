@@ -1,0 +1,46 @@
+"""Hooks of users: those of parameters go with them; those of submodules, which a program does not call, are refused."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from autopar._compat import global_forward_hooks, global_forward_pre_hooks
+
+COMPUTE = "torch.nn.utils."  # weight norm, spectral norm, pruning: they compute weights, and are traced with the rest
+KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def carry(source: Tensor, target: Tensor) -> None:
+    """Let a parameter have the hooks of the one whose place it takes: in the same dicts, so that handles stay valid.
+
+    With one tensor for both, hooks that `torch.utils.swap_tensors` left behind are registered again.
+    """
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(source, kind, None):
+            setattr(target, kind, hooks)
+
+
+def hooked(parallel: nn.Module) -> list[dict[int, object]]:
+    """Where hooks stand that no program calls: those of submodules. (The module itself is called as any module is.)"""
+    return [getattr(module, kind) for module in parallel.modules() if module is not parallel for kind in KINDS]
+
+
+def refuse(parallel: nn.Module) -> None:
+    """Raise where a submodule has hooks, naming it and the first of them, or where all modules have."""
+    if global_forward_hooks or global_forward_pre_hooks:
+        raise RuntimeError(
+            "hooks are registered for all modules (register_module_forward_hook), which a compiled step would never "
+            "call; remove them"
+        )
+    for name, module in parallel.named_modules():
+        if module is parallel:
+            continue
+        for kind in KINDS:
+            for hook in getattr(module, kind).values():
+                if type(hook).__module__.startswith(COMPUTE):
+                    continue
+                told = getattr(hook, "__qualname__", type(hook).__name__)
+                raise RuntimeError(
+                    f"module {name} has the hook {told} ({kind.strip('_')}), which a compiled step would never call: "
+                    "remove it, return what it looks at, or register it on the whole model or on parameters"
+                )

@@ -1,0 +1,195 @@
+"""One call of a program that is there: parameters, buffers and arguments in, the model's outputs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar._compat import pytree
+from autopar.attach.calls import Call
+from autopar.attach.hooks import refuse
+from autopar.attach.inputs import local_input, type_of
+from autopar.attach.outputs import own_rows, whole_when_read
+from autopar.attach.programs import (
+    Key,
+    Prepared,
+    State,
+    prepare,
+)
+from autopar.attach.run import Step
+from autopar.attach.tensors import (
+    as_dtensor,
+    is_whole,
+    layout_of,
+    placements_of,
+)
+from autopar.emit.seeded import seeds
+from autopar.graph import Node
+from autopar.plan import Plan, PlanMismatch
+from autopar.trace.outputs import Returned
+
+
+def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
+    """What the model returns for this call."""
+    state = parallel._autopar
+    hooked, count = prepared.hooked
+    if sum(map(len, hooked)) != count:
+        refuse(parallel)
+    step = _step(state, prepared, call)
+    if prepared.without_tangent and key.gradients:
+        step.without_tangent = prepared.without_tangent
+        step.again = _with_every_tangent(parallel, prepared, call, key, step)
+    outputs, written = prepared.runner(step, parameters_of(prepared))
+    with torch.no_grad():
+        for name, value in written:
+            tensors, leaf = prepared.buffers[name]
+            tensors[leaf].copy_(value)
+    for attributes, name, value in prepared.sets:
+        attributes[name] = value
+    return _assemble_outputs(state, prepared, outputs)
+
+
+def parameters_of(prepared: Prepared) -> list[Tensor]:
+    """Parameters in the order of the program; what is still as it was checked before is not checked again."""
+    held: list[Tensor] = []
+    for number, (tensors, name) in enumerate(prepared.parameters):
+        parameter = tensors[name]
+        spec = getattr(parameter, "_spec", parameter.dtype)
+        known, before = prepared.checked[number]
+        if parameter is not known or spec is not before or parameter.is_meta:
+            _check(parameter, prepared.runner.parameters[number], prepared.plan)
+            prepared.checked[number] = parameter, spec
+        held.append(parameter)
+    return held
+
+
+def _step(state: State, prepared: Prepared, call: Call) -> Step:
+    others: list[Tensor] = []
+    for node in prepared.runner.program.inputs:
+        if node.op == "buffer":
+            tensors, leaf = prepared.buffers[node.target]
+            others.append(_checked_buffer(tensors[leaf], node))
+        elif node.op == "constant":
+            others.append(prepared.constants[node.target.rpartition(":")[0]])
+    watched: list[Tensor] = []
+    for _, place, layout in prepared.inputs:
+        watched.append(local_input(call.tensors[place], layout, state.mesh, state.device_mesh))
+    drawn: tuple[Tensor, ...] = ()
+    if prepared.runner.pieces:
+        assert state.seed is not None
+        drawn = (seeds(state.seed, state.drawing_calls, prepared.runner.pieces),)
+        state.drawing_calls += 1
+    return Step((*others, *watched), drawn, tuple(watched), state.device_mesh)
+
+
+def _checked_buffer(buffer: Tensor, node: Node) -> Tensor:
+    (type,) = node.outputs
+    assert type is not None
+    if buffer.shape != type.shape or type_of(buffer) != type:
+        raise PlanMismatch(f"buffer {node.target} is {type_of(buffer)}, the plan was made for {type}; compile again")
+    return buffer
+
+
+def _with_every_tangent(parallel: Any, prepared: Prepared, call: Call, key: Key, step: Step) -> Callable[[], Any]:
+    """What backward calls when a gradient arrives for an output that the program has none for: the same call with a
+    program that has, which from now on serves all calls like this one.
+    """
+    state = parallel._autopar
+    changed = {result.target for result, _ in prepared.runner.program.results if result.kind == "buffer"}
+    before = {name: prepared.buffers[name][0][prepared.buffers[name][1]].clone() for name in changed}
+    drawing = state.drawing_calls - 1
+
+    def again() -> tuple[Any, Step, list[Tensor]]:
+        with torch.enable_grad():
+            state.wants_tangents.add(key)
+            if (changed := prepared.fits()) is not None:
+                raise RuntimeError(
+                    f"a gradient arrives for an output beside the loss, for which the step is planned again now, but "
+                    f"since its forward {changed}; change it behind backward"
+                )
+            full = next((one for one in state.programs[key] if not one.without_tangent and one.fits() is None), None)
+            if full is None:
+                state.programs[key].remove(prepared)
+                full = prepare(parallel, state, call, key, training=parallel.training)
+        counted, state.drawing_calls = state.drawing_calls, drawing
+        values = {name: slot[0][slot[1]] for name, slot in full.buffers.items()}
+        for name, value in before.items():
+            full.buffers[name][0][full.buffers[name][1]] = value
+        try:
+            remade = _step(state, full, call)
+        finally:
+            state.drawing_calls = counted
+            for name, (tensors, leaf) in full.buffers.items():
+                tensors[leaf] = values[name]
+        return full.runner, remade, parameters_of(full)
+
+    return again
+
+
+def _check(parameter: Tensor, node: Node, plan: Plan) -> None:
+    """Raises where something was done to a parameter that the plan does not know of."""
+    if parameter.is_meta:
+        raise RuntimeError(
+            f"parameter {node.target} is on the meta device and has no values: "
+            "call to_empty(device=...) on the parallel module, then load or initialise its parameters"
+        )
+    layout, (type,) = plan.choices[node.name].gives[0], node.outputs
+    assert type is not None
+    if not isinstance(parameter, DTensor) and is_whole(layout) and type_of(parameter) == type:
+        return
+    if not isinstance(parameter, DTensor) or layout_of(parameter) != layout or type_of(parameter) != type:
+        now = (
+            f"{type_of(parameter)} in {parameter.placements}"
+            if isinstance(parameter, DTensor)
+            else f"plain {type_of(parameter)}"
+        )
+        raise PlanMismatch(
+            f"parameter {node.target} is {now}, the plan has it as {type} in {placements_of(layout)}; "
+            "change values in place or with load_state_dict, and compile again for another dtype"
+        )
+    lies, belongs = parameter.device.type, _lies_on(plan, node.target, parameter.device_mesh)
+    if lies != belongs:
+        raise PlanMismatch(
+            f"parameter {node.target} lies on {lies}, the plan has it on {belongs}; "
+            "move the parallel module as a whole, or change values in place"
+        )
+
+
+def _lies_on(plan: Plan, parameter: str, device_mesh: DeviceMesh) -> str:
+    return "cpu" if plan.residence.get(parameter) == "host" else device_mesh.device_type
+
+
+def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | None]) -> Any:
+    """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure."""
+    results = [(result, layout) for result, layout in prepared.runner.program.results if result.kind == "output"]
+    leaves: dict[int, Any] = dict(prepared.output_constants)
+    rows = _rows(state, prepared) if state.inputs == "local" else 0
+    for (result, layout), value in zip(results, outputs, strict=True):
+        if value is None or result.ref is None:
+            continue
+        shape = prepared.plan.graph.type_of(result.ref).shape
+        if not shape:
+            made = value
+        elif state.outputs == "sharded":
+            made = as_dtensor(value, shape, layout, state.device_mesh)
+        elif rows and shape[0] == rows:
+            made = own_rows(value, shape, layout, state.device_mesh)
+        else:
+            made = whole_when_read(value, shape, layout, state.mesh, state.device_mesh)
+        leaves[int(result.target)] = made
+    made = pytree.tree_unflatten([leaves[i] for i in range(prepared.out_spec.num_leaves)], prepared.out_spec)
+    assert isinstance(made, Returned)
+    for (path, name), value in made.kept.items():
+        setattr(prepared.modules[path], name, value)
+    return made.outputs
+
+
+def _rows(state: State, prepared: Prepared) -> int:
+    """Rows of the whole batch: those of the first input that has any."""
+    shapes = [node.outputs[0].shape for node, _, _ in prepared.inputs if node.outputs[0] is not None]
+    return next((shape[0] for shape in shapes if shape), 0)

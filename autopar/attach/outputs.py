@@ -1,0 +1,64 @@
+"""From what one rank's program gives back to what the model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from autopar.attach.late import Late
+from autopar.attach.tensors import as_dtensor, is_whole, piece_of
+from autopar.layout import Layout
+from autopar.mesh import Mesh
+
+
+def whole_when_read(local: Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> Tensor:
+    """The whole value, a plain tensor on every rank, put together when somebody reads it (which all ranks must do)."""
+    if is_whole(layout):
+        return local
+    return _WholeWhenRead.apply(local, tuple(shape), layout, mesh, device_mesh)  # type: ignore[no-any-return]
+
+
+class _WholeWhenRead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh, device_mesh: DeviceMesh
+    ) -> Tensor:
+        ctx.layout, ctx.mesh, ctx.device_mesh = layout, mesh, device_mesh
+        found: list[Tensor] = []
+
+        def gather() -> Tensor:
+            if not found:
+                with torch.no_grad():
+                    found.append(as_dtensor(local.detach(), shape, layout, device_mesh).full_tensor())
+            return found[0]
+
+        return Late(torch.empty(shape, dtype=local.dtype, device="meta"), gather, local.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        coordinate = ctx.device_mesh.get_coordinate()
+        return piece_of(gradient, ctx.layout, ctx.mesh, coordinate), None, None, None, None
+
+
+def own_rows(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of an output, in rank order, as `from_local` takes inputs. What a rank computes of its rows
+    counts as DDP has it: the gradients of all ranks are averaged.
+    """
+    rows = as_dtensor(local, shape, layout, device_mesh).redistribute(placements=[Shard(0)] * device_mesh.ndim)
+    return _Averaged.apply(rows.to_local(), device_mesh.size())  # type: ignore[no-any-return]
+
+
+class _Averaged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return gradient / ctx.ranks, None

@@ -1,0 +1,341 @@
+"""The programs of a module: one for each way of calling it, found again by what the call is and by guards.
+
+The first call, or example inputs, plan the training step. Where its plan lays parameters out, and where they reside, is
+settled then: every later program (evaluation, another batch size, a parameter that trains from now on) is planned with
+that given, so that no parameter moves between calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar._compat import pytree
+from autopar.attach import hooks
+from autopar.attach.agree import agreed
+from autopar.attach.batches import SameBatches
+from autopar.attach.calls import Call, Caller
+from autopar.attach.guards import Guards, guards_of
+from autopar.attach.run import Runner
+from autopar.attach.tensors import layout_of, mesh_of
+from autopar.attach.updates import Updates
+from autopar.batch_norm import parts_of
+from autopar.emit import Program, emit, forward_only
+from autopar.emit.seeded import pieces_of
+from autopar.graph import Graph, Node
+from autopar.layout import Layout, replicated
+from autopar.modules import aliases, tensors_by_name
+from autopar.plan import Plan
+from autopar.saving.resident import resident
+from autopar.trace import Captured, TraceError, capture, flatten_inputs, graph_of
+from autopar.trace.ambient import AmbientState, ambient_as
+from autopar.trace.reads import MISSING
+
+# How a graph becomes a plan: (graph, the training plan if there is one, layouts of the parameters then) -> plan.
+Planner = Callable[[Graph, Plan | None, Mapping[str, Layout]], Plan]
+
+KEPT = 64  # programs of a module; the one that was used longest ago goes first
+Slot = tuple[dict[str, Any], str]  # a module's own dict of parameters or buffers, and the name there
+
+
+@dataclass
+class Prepared:
+    """A program with all that a call of it needs.
+
+    `inputs`: for each input of the program its place among the tensors of a call, and its layout. `parameters`,
+    `buffers`: where they are found, in the order of the program. `trained`: which parameters required grad. `same`:
+    slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there were. `without_tangent`:
+    outputs whose gradient the program does not take. `writes`: attributes that forward sets, as `Reads.written` has
+    them; `sets`: where, and to what, those that are no tensors.
+    """
+
+    plan: Plan
+    runner: Runner
+    inputs: tuple[tuple[Node, int, Layout], ...]
+    parameters: list[Slot]
+    buffers: dict[str, Slot]
+    constants: Mapping[str, Tensor]
+    out_spec: Any
+    output_constants: Mapping[int, Any]
+    guards: Guards
+    trained: list[bool]
+    same: list[tuple[Slot, Slot]]
+    hooked: tuple[list[dict[int, object]], int]
+    without_tangent: frozenset[str]
+    writes: Mapping[tuple[str, str], tuple[Any, Any, str]]
+    modules: Mapping[str, nn.Module]
+    sets: list[tuple[dict[str, Any], str, Any]]
+    checked: list[tuple[Any, Any]]
+
+    def fits(self) -> str | None:
+        """None where this program still means what the module does; else what has changed, in words."""
+        if torch.is_grad_enabled():
+            try:
+                trained = [tensors[name].requires_grad for tensors, name in self.parameters]
+            except (KeyError, AttributeError):
+                return "a parameter is gone"
+            if trained != self.trained:
+                return "a parameter requires grad, or no longer does"
+        for (one, name), (other, first) in self.same:
+            if one.get(name) is not other.get(first):
+                return f"parameter {name} is no longer tied to {first}"
+        return self.guards.broken()
+
+
+class State:
+    """Everything a ParallelModule knows beyond the user's module."""
+
+    def __init__(
+        self,
+        model_class: type[nn.Module],
+        device_mesh: DeviceMesh,
+        planner: Planner,
+        outputs: str,
+        inputs: str,
+        backend: str,
+        precision: Any,
+        batch_norm: str,
+    ):
+        self.model_class = model_class
+        self.device_mesh = device_mesh
+        self.mesh = mesh_of(device_mesh)
+        self.planner = planner
+        self.outputs, self.inputs = outputs, inputs
+        self.backend = backend
+        self.precision = precision
+        self.batch_norm = batch_norm
+        self.updates = Updates()
+        self.same_batches = SameBatches(device_mesh)
+        self.own_forward: Callable[..., Any] | None = None  # of the model, where it is not its class's
+        self.caller: Caller | None = None
+        self.seed: int | None = None
+        self.drawing_calls = 0
+        self.plan: Plan | None = None
+        self.main: Prepared | None = None
+        self.programs: OrderedDict[Key, list[Prepared]] = OrderedDict()
+        # shape of a call -> the numbers in it, and what comes back
+        self.calls: dict[Hashable, tuple[dict[str, int | float], list[object]]] = {}
+        self.wants_tangents: set[Key] = set()
+
+    def prepared(self) -> list[Prepared]:
+        """All programs that there are."""
+        return [one for kept in self.programs.values() for one in kept]
+
+    def __deepcopy__(self, memo: Any) -> State:
+        """A copy has parameters of its own, laid out as these are. Its programs are made when it is called."""
+        made = State(
+            self.model_class,
+            self.device_mesh,
+            self.planner,
+            self.outputs,
+            self.inputs,
+            self.backend,
+            self.precision,
+            self.batch_norm,
+        )
+        made.plan, made.seed, made.drawing_calls = self.plan, self.seed, self.drawing_calls
+        made.own_forward = copy.deepcopy(self.own_forward, memo)
+        return made
+
+
+class Key(NamedTuple):
+    """What a program is found by; guards do the rest. `call`: of `Call`; `gradients`: whether backward may follow."""
+
+    call: Hashable
+    gradients: bool
+    ambient: AmbientState
+
+
+def found(state: State, key: Key) -> Prepared | None:
+    """The program of this call, if there is one that still means what the module does."""
+    for prepared in state.programs.get(key, ()):
+        if prepared.fits() is None:
+            state.programs.move_to_end(key)
+            return prepared
+    return None
+
+
+def prepare(parallel: nn.Module, state: State, call: Call, key: Key, *, training: bool) -> Prepared:
+    """Trace, plan and emit the program of this call; `training`: of the module in train mode.
+
+    Raises what `autopar.compile` says.
+    """
+    with ambient_as(key.ambient):
+        captured, graph = _capture(parallel, state, call, key, training)
+    if not key.gradients:
+        graph = forward_only(graph)
+    with torch.inference_mode(False):  # parameters made here are trained later
+        plan = state.planner(graph, state.plan, {} if state.plan is None else _layouts(parallel, state))
+        if state.plan is not None and not key.gradients:
+            plan = resident(plan, state.plan.residence)
+        plan = _with_notes(plan, captured.notes)
+        prepared = _prepared(parallel, state, call, captured, plan)
+    kept = state.programs.setdefault(key, [])
+    kept.insert(0, prepared)
+    del kept[8:]
+    state.calls.setdefault(call.shape, (dict(call.numbers), returned_types(prepared)))
+    while len(state.programs) > KEPT:
+        state.programs.popitem(last=False)
+    return prepared
+
+
+def _layouts(parallel: nn.Module, state: State) -> dict[str, Layout]:
+    """How parameters lie: in the plan's layouts, but for those that came later, which are whole."""
+    parameters, _ = tensors_by_name(parallel)
+    return {
+        name: layout_of(held) if isinstance(held, DTensor) else replicated(state.mesh)
+        for name, held in parameters.items()
+    }
+
+
+def varying(state: State, call: Call) -> set[str]:
+    """Paths of the numbers that were others when a call like this one was traced."""
+    known, _ = state.calls.get(call.shape, (call.numbers, []))
+    return {path for path, value in call.numbers.items() if known.get(path) != value}
+
+
+def returned_types(prepared: Prepared) -> list[object]:
+    """Shapes and dtypes of the outputs."""
+    graph = prepared.plan.graph
+    return [r.ref and graph.type_of(r.ref) for r in graph.results if r.kind == "output"]
+
+
+def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
+    return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
+
+
+def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: bool) -> tuple[Captured, Graph]:
+    """The joint graph, also where the caller is in no_grad; on all ranks or on none."""
+    state.updates.finish()  # while torch traces, optimizers compute in other ways
+    mode = None if training == parallel.training else training
+
+    def trace() -> tuple[Captured, Graph]:
+        hooks.refuse(parallel)
+        with as_user_class(parallel), torch.inference_mode(False), torch.enable_grad():
+            captured = capture(
+                parallel,
+                call.args,
+                call.kwargs,
+                training=mode,
+                precision=state.precision,
+                every_tangent=key in state.wants_tangents,
+                device_type=state.device_mesh.device_type,
+            )
+        _refuse_state(state, key, captured)
+        return captured, graph_of(captured, state.precision, parts=parts_of(state.batch_norm, state.mesh))
+
+    return agreed(trace, state.device_mesh)
+
+
+def _refuse_state(state: State, key: Key, captured: Captured) -> None:
+    """Raise where forward builds on what an earlier call left: every call would need a program of its own. What it
+    makes once and finds again, as a mask of a length, is no such thing.
+    """
+    for place, (before, after, line) in captured.reads.written.items():
+        if place not in captured.reads.attributes:
+            continue
+        carried = isinstance(before, Tensor) and isinstance(after, Tensor)
+        for known in state.programs.get(key, ()):
+            earlier = known.writes.get(place)
+            if earlier is not None and _is_number(before) and _is_number(after):
+                carried = carried or (before != earlier[0] and after != earlier[1])
+        if carried:
+            raise TraceError(
+                f"forward changes {'.'.join(('self', *filter(None, place)))} from call to call at {line}, and each "
+                "value would need a program of its own; make it a buffer (register_buffer) that forward writes with "
+                "copy_, change it outside forward, or pass it as an argument"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@contextlib.contextmanager
+def as_user_class(parallel: Any) -> Iterator[None]:
+    """While tracing, the module is what the user wrote: their forward, not ours."""
+    ours = parallel.__class__
+    state = parallel.__dict__.pop("_autopar")
+    parallel.__class__ = state.model_class
+    if state.own_forward is not None:
+        vars(parallel)["forward"] = state.own_forward
+    try:
+        yield
+    finally:
+        vars(parallel).pop("forward", None)
+        parallel.__class__ = ours
+        object.__setattr__(parallel, "_autopar", state)
+
+
+def _prepared(parallel: nn.Module, state: State, call: Call, captured: Captured, plan: Plan) -> Prepared:
+    runner = _runner(state, plan)
+    program = runner.program
+    slots, buffers = _slots(parallel, "_parameters"), _slots(parallel, "_buffers")
+    leaves, _ = flatten_inputs(call.args, call.kwargs)
+    paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
+    places = {path: place for place, path in enumerate(paths)}
+    held = [slots[node.target] for node in program.inputs if node.op == "parameter"]
+    modules = dict(parallel.named_modules(remove_duplicate=False))
+    sets = [
+        (vars(modules[path]), name, after)
+        for (path, name), (_, after, _) in captured.reads.written.items()
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(after))
+    ]
+    guards = guards_of(captured.reads, parallel)
+    hooked = hooks.hooked(parallel)
+    tied = {**slots, **buffers}
+    return Prepared(
+        plan,
+        runner,
+        tuple(
+            (node, places[node.target], plan.choices[node.name].gives[0])
+            for node in program.inputs
+            if node.op == "input"
+        ),
+        held,
+        {node.target: buffers[node.target] for node in program.inputs if node.op == "buffer"},
+        {name: value.to(state.device_mesh.device_type) for name, value in captured.constants.items()},
+        captured.out_spec,
+        captured.output_constants,
+        guards,
+        [tensors[name].requires_grad for tensors, name in held],
+        [(tied[name], tied[first]) for name, first in aliases(parallel).items()],
+        (hooked, sum(map(len, hooked))),
+        captured.without_tangent if program.backward is not None else frozenset(),
+        captured.reads.written,
+        modules,
+        sets,
+        [(MISSING, None)] * len(held),
+    )
+
+
+def _slots(parallel: nn.Module, kind: str) -> dict[str, Slot]:
+    """Name -> where a parameter or buffer is found."""
+    return {
+        f"{path}.{name}" if path else name: (getattr(module, kind), name)
+        for path, module in parallel.named_modules(remove_duplicate=False)
+        for name, tensor in getattr(module, kind).items()
+        if tensor is not None
+    }
+
+
+def _runner(state: State, plan: Plan) -> Runner:
+    groups = {axis: state.device_mesh.get_group(place).group_name for place, axis in enumerate(state.mesh.names)}
+    device = state.device_mesh.device_type
+    program: Program = emit(plan, groups, device, one_at_a_time=device == "cpu")
+    if state.backend == "inductor":
+        program = program.compiled()
+    coordinate = state.device_mesh.get_coordinate()
+    assert coordinate is not None
+    coordinates = tuple(torch.tensor(index, device=device) for index in coordinate)
+    pieces = pieces_of(program.drawing, state.mesh, coordinate)
+    return Runner(program, state.mesh, coordinates, pieces, state.updates)

@@ -1,0 +1,109 @@
+"""What happens around the model's own forward while torch traces it.
+
+torch puts the values that it traces in the place of parameters and buffers. Lists and dictionaries in which a model
+holds them a second time get those values too. A trained tensor from elsewhere would become a constant: refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from autopar._compat import FakeTensor, pytree
+from autopar.modules import replace_tensors, tensors_by_name
+from autopar.trace.lines import TraceError, line_here, line_of_node
+from autopar.trace.tables import dense_lookup
+
+
+def watch_forward(model: nn.Module) -> None:
+    """Have `model`, a copy that is only traced, run its forward in here."""
+    original = model.forward
+    stand_for = _registered(model)
+    for part in model.modules():
+        _no_causal_guess(part)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        now = _registered(model)
+        replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
+        try:
+            with _Watch({id(value) for value in now.values()}):
+                return original(*args, **kwargs)
+        finally:
+            replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
+
+    model.forward = forward
+
+
+def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
+    parameters, buffers = tensors_by_name(model)
+    return {**parameters, **buffers}
+
+
+def _no_causal_guess(part: nn.Module) -> None:
+    """Where nobody says if a mask is causal, torch's transformers look at its values to pick a kernel. The mask, which
+    is used as it is then, means the same.
+    """
+    if type(part).forward is nn.TransformerEncoder.forward:
+        place, name = 3, "is_causal"
+    elif type(part).forward is nn.TransformerDecoder.forward:
+        place, name = 6, "tgt_is_causal"
+    else:
+        return
+
+    def say(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if len(args) > place:
+            return (*args[:place], bool(args[place]), *args[place + 1 :]), kwargs
+        return args, {**kwargs, name: bool(kwargs.get(name))}
+
+    part.register_forward_pre_hook(say, with_kwargs=True)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every function of torch that forward calls. `known`: ids of parameters and buffers, and of what the
+    functions gave; another tensor that requires grad is none that would be trained.
+    """
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known = known
+        self.results: list[Any] = []  # held, so that their ids stay theirs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        for value in read:
+            if self._is_strange(value):
+                raise TraceError(
+                    f"the model reads a tensor {list(value.shape)}{line_here()} that requires grad and is none of its "
+                    "parameters, so it would not be trained; register it (nn.Parameter, nn.ModuleList, "
+                    "nn.ParameterList), or detach it"
+                )
+        if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
+            raise TraceError(
+                f"forward takes gradients itself{line_here()}, and gradients of gradients are not built; "
+                "leave that term out of the loss, or train the model without autopar"
+            )
+        args, kwargs = dense_lookup(func, args, kwargs or {})
+        result = func(*args, **kwargs)
+        self.results.append(result)
+        self.known |= {id(one) for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}
+        return result
+
+    def _is_strange(self, value: torch.Tensor) -> bool:
+        return id(value) not in self.known and value.requires_grad and value.is_leaf
+
+
+def no_unknown_constants(exported: torch.export.ExportedProgram) -> None:
+    """Raises TraceError where the model reads a parameter, a buffer or an argument in a way that torch does not see."""
+    nodes = {node.name: node for node in exported.graph.nodes}
+    for placeholder, name in exported.graph_signature.inputs_to_lifted_tensor_constants.items():
+        if isinstance(exported.constants[name], FakeTensor):
+            line = next(filter(None, map(line_of_node, nodes[placeholder].users)), "")
+            raise TraceError(
+                f"the model reads a parameter or an argument behind torch's back{line}, through .data or an object "
+                "that is no module; read it as an attribute of its module, and change parameters outside of forward"
+            )

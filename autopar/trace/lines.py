@@ -1,0 +1,66 @@
+"""Which line of the user's model something comes from, and the error that names it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+
+class TraceError(RuntimeError):
+    """The model could not be captured as one graph; the message names the line of the model."""
+
+
+STACK = r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)'
+OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
+
+
+@contextlib.contextmanager
+def naming_the_line() -> Iterator[None]:
+    """Whatever fails within is a TraceError that names the line of the model."""
+    try:
+        yield
+    except TraceError:
+        raise
+    except Exception as error:
+        reason = re.split(r"\n\s*\n|\nThe following|\nUser code|\nFor more", str(error).strip())[0].replace("\n", " ")[
+            :400
+        ]
+        raise TraceError(
+            f"the model cannot be captured as one graph{line_of(error)}: {type(error).__name__}: {reason} "
+            "Control flow and shapes may not depend on tensor values; rewrite that line without them."
+        ) from error
+
+
+def line_of(error: BaseException | None) -> str:
+    """The innermost line outside torch and autopar in the traceback of an error, or of its causes."""
+    while error is not None:
+        if told := _line(traceback.extract_tb(error.__traceback__)):
+            return told
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def line_here() -> str:
+    """The innermost line outside torch and autopar that is running now."""
+    return _line(traceback.extract_stack())
+
+
+def _line(stack: traceback.StackSummary) -> str:
+    for frame in reversed(stack):
+        if not frame.filename.startswith(OURS) and "contextlib" not in frame.filename:
+            if "transformers/utils" in frame.filename or frame.name == "<module>":
+                continue
+            return f" at {frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
+    return ""
+
+
+def line_of_node(node: torch.fx.Node) -> str:
+    """The innermost line outside torch and autopar from which a node was traced."""
+    for path, line, code in reversed(re.findall(STACK, node.meta.get("stack_trace") or "")):
+        if not path.startswith(OURS):
+            return f" at {path}:{line} ({code.strip()})"
+    return ""

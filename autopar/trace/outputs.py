@@ -1,0 +1,112 @@
+"""What a model returns besides tensors, and what is hung on it, before it is traced.
+
+Key/value caches of transformers models come back from every call whose configuration has `use_cache`, which is the
+default. In training nobody reads them: they are left out, and a note says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar._compat import pytree
+from autopar.trace.lines import TraceError
+from autopar.trace.reads import MISSING, Reads
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules."""
+
+    outputs: Any
+    kept: dict[tuple[str, str], Tensor]
+
+
+def _together(parts: Any, names: Any) -> Returned:
+    outputs, kept = parts
+    return Returned(outputs, dict(zip(names, kept, strict=True)))
+
+
+pytree.register_pytree_node(
+    Returned,
+    lambda one: ([one.outputs, [*one.kept.values()]], [*one.kept]),
+    _together,
+    serialized_type_name="autopar.Returned",
+)
+
+
+def settle(model: nn.Module, notes: list[str]) -> None:
+    """Make a copy of a model, which is nobody else's, ready to be traced: hooks of the whole module are for whoever
+    calls the parallel one, and key/value caches are not wanted.
+    """
+    for hooks in (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks):
+        hooks.clear()
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
+    }
+    for config in configs.values():
+        if getattr(config, "use_cache", False) is True:
+            config.use_cache = False
+            notes.append("the key/value cache (config.use_cache) is left out: a training step does not read it")
+
+
+def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
+    """Let the copy's forward return, beside its outputs without caches, the tensors that it sets as attributes."""
+    forward = model.forward
+    modules = dict(model.named_modules())
+
+    @functools.wraps(forward)
+    def returned(*args: Any, **kwargs: Any) -> Returned:
+        reads.is_open = True
+        try:
+            outputs = _without_caches(forward(*args, **kwargs), notes)
+        finally:
+            reads.is_open = False
+        if changed := reads.changed_inside():
+            raise TraceError(
+                f"forward changes what is in {changed[0]} (a list, dict or set), which a program does not do again at "
+                "every call; return the values instead, or set an attribute to them"
+            )
+        kept: dict[tuple[str, str], Tensor] = {}
+        for (path, name), (before, after, _) in reads.written.items():
+            if isinstance(after, Tensor):
+                kept[path, name] = after
+                attributes = vars(modules[path])  # the trace shall not see that it was set
+                attributes.pop(name, None)
+                if before is not MISSING:
+                    attributes[name] = before
+            elif any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x in pytree.tree_leaves(after)):
+                raise TraceError(
+                    f"forward keeps tensors in {'.'.join(('self', *filter(None, (path, name))))}, a "
+                    f"{type(after).__name__}; return them, or keep each as an attribute of its own"
+                )
+        return Returned(outputs, kept)
+
+    model.forward = returned
+
+
+def _without_caches(value: Any, notes: list[str]) -> Any:
+    """The same structure with None in the place of every cache."""
+    if any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in type(value).__mro__):
+        told = f"an output of type {type(value).__name__} is left out: a training step does not read it"
+        if told not in notes:
+            notes.append(told)
+        return None
+    if isinstance(value, Mapping):
+        changed = {key: _without_caches(part, notes) for key, part in value.items()}
+        if all(changed[key] is value[key] for key in changed):
+            return value
+        if is_dataclass(value):
+            names = {field.name for field in fields(value)}
+            return replace(value, **{key: part for key, part in changed.items() if key in names})  # type: ignore[type-var]
+        return type(value)(changed)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        parts = [_without_caches(part, notes) for part in value]
+        if all(part is before for part, before in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return value

@@ -1,0 +1,260 @@
+"""What a model's code reads and writes besides tensors while it is traced.
+
+A trace holds for what its Python code saw. Modules are watched on the copy that is traced: each becomes an instance of
+a subclass that notes which attributes of its own are read and written. What functions of the user's see of their module
+and of enclosing functions is read off their code, as far as it is plain numbers and text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+MISSING = object()
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# What every module has; `training` alone says something about what forward computes.
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+FUNCTIONS = 2000  # of the user's code are looked at, at most
+
+
+@dataclass
+class Reads:
+    """`attributes`: (module path, name) -> its value when it was first read, MISSING where there was none. `written`:
+    likewise -> (what was there before the trace, what was written last, the line that wrote it). `contents`: snapshots
+    of what may change in place, as it was first read. `names`: (where, name, value) of what functions and classes of
+    the user's see outside the instance: class attributes, globals, variables of enclosing functions.
+    """
+
+    is_open: bool = False  # while forward runs, and not what torch does around it
+    attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
+    written: dict[tuple[str, str], tuple[Any, Any, str]] = field(default_factory=dict)
+    contents: dict[tuple[str, str], Any] = field(default_factory=dict)
+    names: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
+
+    def changed_inside(self) -> list[str]:
+        """Attributes whose contents the trace changed: lists that grew, and the like."""
+        return [
+            f"{path}.{name}" if path else name
+            for (path, name), was in self.contents.items()
+            if snapshot(self.attributes[path, name]) != was
+        ]
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
+    """Note in `reads` what is read of the modules of `model`, which is nobody else's, while the body runs."""
+    classes: dict[int, type] = {}
+    watched: dict[type, type] = {}
+    path_of = {id(module): path for path, module in model.named_modules()}
+    modules = list(model.modules())
+    for module in modules:
+        kind = type(module)
+        if kind not in watched:
+            watched[kind] = _watched(kind, path_of, reads)
+        classes[id(module)] = kind
+        with contextlib.suppress(TypeError):  # a scripted module: its attributes are compiled in
+            module.__class__ = watched[kind]
+    _names_seen({kind.forward for kind in watched}, reads)
+    try:
+        yield
+    finally:
+        for module in modules:
+            if type(module) in watched.values():
+                module.__class__ = classes[id(module)]
+
+
+def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
+    seen_of_class: set[str] = set()
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        if not reads.is_open or name in OF_EVERY_MODULE or name.startswith("__"):
+            return super(made, self).__getattribute__(name)
+        own = super(made, self).__getattribute__("__dict__")
+        path = path_of.get(id(self))
+        if path is not None and name in own:
+            if (path, name) not in reads.attributes and (path, name) not in reads.written:
+                reads.attributes[path, name] = own[name]
+                if isinstance(own[name], (list, dict, set)):
+                    reads.contents[path, name] = snapshot(own[name])
+        elif path is not None and not any(
+            name in own.get(kept, ()) for kept in ("_parameters", "_buffers", "_modules")
+        ):
+            owner = next((one for one in kind.__mro__ if name in vars(one)), None)
+            if owner is None and (path, name) not in reads.written:
+                reads.attributes.setdefault((path, name), MISSING)
+            elif owner is not None and name not in seen_of_class and isinstance(vars(owner)[name], SCALARS):
+                seen_of_class.add(name)
+                reads.names.append((vars(owner), name, vars(owner)[name]))
+        return super(made, self).__getattribute__(name)
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        path = path_of.get(id(self))
+        own = super(made, self).__getattribute__("__dict__")
+        is_tensor_slot = any(name in own.get(kept, ()) for kept in ("_parameters", "_buffers", "_modules"))
+        is_new = own.get(name, MISSING) is not value
+        is_ours = name in OF_EVERY_MODULE or is_tensor_slot
+        if reads.is_open and path is not None and is_new and not is_ours:
+            before, _, _ = reads.written.get((path, name), (own.get(name, MISSING), None, ""))
+            reads.written[path, name] = before, value, _line_outside_torch()
+        super(made, self).__setattr__(name, value)
+
+    made: Any = type(kind.__name__, (kind,), {"__getattribute__": __getattribute__, "__setattr__": __setattr__})
+    made.__qualname__, made.__module__ = kind.__qualname__, kind.__module__
+    return made
+
+
+def _line_outside_torch() -> str:
+    frame = sys._getframe(2)
+    while frame is not None and is_torchs(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_STANDARD = str(Path(random.__file__).parent)
+
+
+def is_torchs(file: str) -> bool:
+    """Whether a source file is torch's, Python's own or ours, as far as its names are not the user's to change."""
+    return file.startswith((_TORCH, "<")) or (file.startswith(_STANDARD) and "site-packages" not in file)
+
+
+class Cell(dict[str, Any]):
+    """A variable of an enclosing function, found by its name as a global is."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        super().__init__()
+        self._cell = cell
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._cell.cell_contents
+
+
+def _names_seen(functions: set[Any], reads: Reads) -> None:
+    """What may change of the globals and enclosing variables that functions name, and those functions that they name:
+    numbers, text, tensors, arrays, lists and the like.
+    """
+    left, done = [*functions], set[types.CodeType]()
+    known: set[tuple[int, str]] = set()
+
+    def see(place: Mapping[str, Any], name: str, value: Any) -> None:
+        if isinstance(value, (*SCALARS, Tensor, np.ndarray, list, dict, set)):
+            if (id(place), name) not in known:
+                known.add((id(place), name))
+                reads.names.append((place, name, value))
+        else:
+            left.append(value)
+
+    while left and len(done) < FUNCTIONS:
+        function = _plain(left.pop())
+        if function is None or function.__code__ in done or is_torchs(function.__code__.co_filename):
+            continue
+        done.add(function.__code__)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not filled yet
+                see(Cell(cell), name, cell.cell_contents)
+        is_installed = "site-packages" in function.__code__.co_filename  # whose tables nobody changes
+        names = set(_names_of(function.__code__))
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            if is_installed and isinstance(value, (list, dict, set, np.ndarray)):
+                continue
+            if (inside := _inside(value)) is None:
+                see(function.__globals__, name, value)
+            else:
+                for part in names & inside.keys():
+                    see(inside, part, inside[part])
+
+
+def _inside(value: Any) -> Mapping[str, Any] | None:
+    """The names of a module of the user's, or of a plain object such as an argparse.Namespace."""
+    if isinstance(value, types.ModuleType):
+        return None if is_torchs(getattr(value, "__file__", None) or "<") else vars(value)
+    if isinstance(value, (type, types.FunctionType, nn.Module, Tensor)) or not hasattr(value, "__dict__"):
+        return None
+    return None if is_torchs(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "") else vars(value)
+
+
+def _names_of(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_of(constant)
+
+
+def _plain(value: Any) -> types.FunctionType | None:
+    value = getattr(value, "__wrapped__", value)
+    value = getattr(value, "__func__", value)
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def snapshot(value: Any, depth: int = 3) -> Any:
+    """Something that equals another snapshot where two values mean the same to a program."""
+    match value:
+        case nn.Parameter():  # its values are no constants of a program
+            return id(value)
+        case Tensor():
+            return id(value), 0 if value.is_inference() else value._version
+        case np.ndarray():
+            return value.dtype.str, value.shape, value.tobytes()
+        case list() | tuple() if depth:
+            return type(value), [snapshot(part, depth - 1) for part in value]
+        case dict() if depth:
+            return [(key, snapshot(part, depth - 1)) for key, part in value.items()]
+        case set() | frozenset():
+            return type(value), frozenset(map(_hashed, value))
+        case _ if isinstance(value, SCALARS):
+            return type(value), repr(value) if isinstance(value, float) else value
+        case _:
+            return id(value)
+
+
+def _hashed(value: Any) -> Any:
+    return (type(value), value) if isinstance(value, SCALARS) else id(value)
+
+
+def line_that_draws(run: Callable[[], object]) -> str | None:
+    """Run, and name the first line of the user's that takes a number from Python's or numpy's own random generator."""
+    found: list[str] = []
+    at: list[tuple[str, int]] = []
+    states = [_state()]
+
+    def step(frame: types.FrameType, event: str, arg: Any) -> Any:
+        if is_torchs(frame.f_code.co_filename) or found:
+            return None
+        now = _state()
+        if now != states[-1] and at:
+            file, number = at[-1]
+            found.append(f"{file}:{number}")
+        states[-1] = now
+        if event == "line":
+            at.append((frame.f_code.co_filename, frame.f_lineno))
+        return step
+
+    before = sys.gettrace()
+    sys.settrace(step)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return found[0] if found else None
+
+
+def _state() -> tuple[int, int]:
+    name, keys, place, *_ = np.random.get_state()
+    return hash(random.getstate()), hash((name, keys.tobytes(), place))  # type: ignore[union-attr]
+
+
+def random_state() -> tuple[int, int]:
+    """That of Python's and numpy's own generators, to compare."""
+    return _state()

@@ -1,0 +1,60 @@
+"""What a call of a parallel module costs beside its program: `python -m benchmarks.call_cost`.
+
+On one process, of a GPT-2 with 148 parameters: microseconds to read the call, to find its program again and to compare
+what it was traced with (the guards), and to gather what the program reads; beside one forward of the plain module.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autopar
+from autopar.attach.invoke import parameters_of
+from autopar.attach.module import call_of
+from autopar.attach.programs import Key, found
+from autopar.trace.ambient import ambient_state
+
+ROUNDS, CALLS = 15, 100
+
+
+def microseconds(work: Callable[[], object], calls: int = CALLS) -> float:
+    """Of one call: the median of rounds."""
+    times: list[float] = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            work()
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    return median(times)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=12, n_embd=64, n_head=2, vocab_size=256, n_positions=64)
+    model = GPT2LMHeadModel(config)
+    ids = torch.randint(0, 256, (2, 16))
+    mesh = autopar.init_mesh("cpu", data=1)
+    parallel = autopar.compile(model, mesh, example_kwargs={"input_ids": ids, "labels": ids})
+    parallel(input_ids=ids, labels=ids)
+    state, kwargs = parallel._autopar, {"input_ids": ids, "labels": ids}
+    call = call_of(parallel, (), kwargs)
+    key = Key(call.key, True, ambient_state())
+    prepared = found(state, key)
+    assert prepared is not None
+    guards = prepared.guards
+    print(f"parameters {len([*model.parameters()])}, guarded places {len(guards.fixed) + len(guards.changing)}")
+    print(f"read the call          {microseconds(lambda: call_of(parallel, (), kwargs)):8.1f} us")
+    print(f"find it, guards        {microseconds(lambda: found(state, key)):8.1f} us")
+    print(f"gather parameters      {microseconds(lambda: parameters_of(prepared)):8.1f} us")
+    print(f"plain forward          {microseconds(lambda: model(**kwargs), 5):8.1f} us")
+    print(f"parallel forward       {microseconds(lambda: parallel(**kwargs), 5):8.1f} us")
+
+
+if __name__ == "__main__":
+    main()

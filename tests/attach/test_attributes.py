@@ -1,0 +1,92 @@
+"""What forward leaves on its modules: forgotten where every call makes it alike, refused where calls build on it."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar.trace import TraceError
+from tests.processes.compare import LOSS, near, same_gradients
+
+
+class Leaves(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner, self.what = nn.Linear(6, 6), what
+        self.mask: Tensor | None = None
+        self.state, self.calls, self.longest, self.seen = torch.ones(6), 0, 0, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.tanh(self.inner(x))
+        match self.what:
+            case "a mask of the length":
+                if self.mask is None or self.mask.shape[0] != len(x):
+                    self.mask = torch.log(torch.tril(torch.ones(len(x), len(x))))
+                made = torch.softmax(made @ made.T + self.mask, -1) @ made
+            case "the longest length":
+                self.longest = max(self.longest, len(x))
+                made = made * self.longest
+            case "the last state":
+                made = made + self.state
+                self.state = made.detach().mean(0)
+            case "a first batch":
+                self.mask = x if self.mask is None else self.mask
+                made = made * self.mask
+            case "a decay":
+                self.state = self.state * 0.9
+                made = made * self.state
+            case "a counter":
+                self.calls += 1
+                made = made / self.calls
+            case "a counter of tensors":
+                self.mask = torch.ones(()) if self.mask is None else self.mask + 1
+                made = made / self.mask
+            case "what it saw":
+                self.seen.append(made.detach())
+            case "noise":
+                self.mask = torch.randn(6)
+                made = made * self.mask
+        return made.square().sum()
+
+
+@pytest.mark.parametrize("what", ["a mask of the length", "the longest length", "a first batch"])
+def test_what_a_call_makes_and_later_ones_find_is_kept(one: DeviceMesh, what: str) -> None:
+    plain = Leaves(what)
+    parallel = autopar.compile(plain, one)
+    for _ in range(3):
+        x = torch.randn(4, 6)
+        ours, wanted = parallel(x), plain(x)
+        near(ours, wanted, LOSS, "loss")
+        ours.backward(), wanted.backward()
+    same_gradients(plain, parallel)
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("the last state", "state"),
+        ("a decay", "state"),
+        ("a counter", "calls"),
+        ("a counter of tensors", "mask"),
+    ],
+)
+def test_what_calls_build_on_is_refused(one: DeviceMesh, what: str, name: str) -> None:
+    parallel = autopar.compile(nn.Sequential(Leaves(what)), one)
+    with pytest.raises(TraceError, match=rf"forward changes self\.0\.{name} from call to call.*register_buffer"):
+        for _ in range(4):
+            parallel(torch.randn(4, 6))
+
+
+def test_a_list_that_forward_fills_is_refused(one: DeviceMesh) -> None:
+    parallel = autopar.compile(Leaves("what it saw"), one)
+    with pytest.raises(TraceError, match=r"forward changes what is in seen .* return the values"):
+        parallel(torch.randn(4, 6))
+
+
+def test_what_forward_draws_and_keeps_is_there_after_every_call(one: DeviceMesh) -> None:
+    parallel, kept = autopar.compile(Leaves("noise"), one), list[Tensor]()
+    for _ in range(2):
+        parallel(torch.randn(4, 6))
+        kept.append(parallel.mask)
+    assert kept[0].shape == (6,) and not kept[0].equal(kept[1])

@@ -1,0 +1,167 @@
+"""torch.autocast around the call and in the model: the casts that torch makes, in the program and nowhere else."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional
+
+import autopar
+from autopar.trace import TraceError, capture
+from autopar.trace.ambient import ambient_state, autocast_as, autocast_state
+from tests.processes.compare import near
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+class Mixed(nn.Module):
+    """Products with a tied weight, a part without autocast, norms with statistics, and a loss, with regions or without.
+
+    No biases: torch adds one within a product and we behind it, which rounds once more.
+    """
+
+    def __init__(self, region: torch.dtype | None = None, inner_off: bool = True) -> None:
+        super().__init__()
+        self.region, self.inner_off = region, inner_off
+        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.third, self.last = nn.Linear(16, 16, bias=False), nn.Linear(16, 12, bias=False)
+        self.second.weight = self.first.weight
+        self.layer, self.batch = nn.LayerNorm(16), nn.BatchNorm1d(16)
+
+    def body(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.second(functional.gelu(self.layer(self.first(x))))
+        if self.inner_off:
+            with torch.autocast("cpu", enabled=False):
+                made = self.third(made.to(x.dtype))
+        return functional.cross_entropy(self.last(torch.tanh(self.batch(made))), y)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        inside = torch.autocast("cpu", dtype=self.region) if self.region else contextlib.nullcontext()
+        with inside:
+            return self.body(x, y)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 16), torch.randint(0, 12, (8,))
+
+
+def step(
+    model: nn.Module, x: Tensor, y: Tensor, around: torch.dtype | None, *, backward_inside: bool = False
+) -> Tensor:
+    model.zero_grad()
+    with torch.autocast("cpu", dtype=around) if around else contextlib.nullcontext():
+        loss = model(x, y)
+        if backward_inside:
+            loss.backward()
+    if not backward_inside:
+        loss.backward()
+    return loss
+
+
+def same(plain: nn.Module, parallel: nn.Module, losses: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    """Losses to the last bits of float32: the products are the same, rounded alike. Where a weight is read twice, torch
+    adds its two gradients in the low precision and we in float32.
+    """
+    near(losses[1], losses[0], 1e-6, "loss")
+    for name, parameter in plain.named_parameters():
+        within = 2 * ROUNDING[dtype] if name == "first.weight" else 1e-5
+        near(parallel.get_parameter(name).grad, parameter.grad, within, f"gradient of {name}", 1e-7)
+    for name, buffer in plain.named_buffers():
+        near(parallel.get_buffer(name), buffer, 1e-6, name)
+
+
+def products(parallel: autopar.ParallelModule) -> set[str]:
+    graph = parallel.plan.graph
+    return {graph.type_of(ref).dtype for n in graph.nodes if n.op == "autopar.einsum" for ref in n.operands}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("where", ["around", "inside", "both"])
+def test_autocast_gives_the_numbers_that_it_gives_in_torch(one: DeviceMesh, where: str, dtype: torch.dtype) -> None:
+    plain = Mixed(region=dtype if where != "around" else None)
+    around = dtype if where != "inside" else None
+    parallel = autopar.compile(plain, one)
+    for _ in range(2):
+        x, y = batch()
+        same(plain, parallel, (step(plain, x, y, around), step(parallel, x, y, around)), dtype)
+    assert products(parallel) == {str(dtype).removeprefix("torch."), "float32"}, "float32 is the part without"
+    loss = step(copy.deepcopy(plain).requires_grad_(True), x, y, None if where == "around" else around)
+    assert (loss != step(plain, x, y, around)) == (where == "around"), "without autocast it is another number"
+
+
+def test_a_program_runs_without_autocast_also_where_backward_is_called_within(one: DeviceMesh) -> None:
+    plain = Mixed()
+    parallel, (x, y) = autopar.compile(plain, one), batch()
+    wanted = step(plain, x, y, torch.bfloat16)
+    losses = wanted, step(parallel, x, y, torch.bfloat16, backward_inside=True)
+    same(plain, parallel, losses, torch.bfloat16)
+
+
+def test_tracing_leaves_autocast_and_its_cache_as_they_are(one: DeviceMesh) -> None:
+    plain, (x, y) = Mixed(region=torch.float16), batch()
+    parallel = autopar.compile(plain, one)
+    before = autocast_state()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = autocast_state()
+        wanted = plain(x, y)
+        parallel(x, y)
+        assert autocast_state() == inside and torch.is_autocast_cache_enabled()
+        near(copy.deepcopy(plain)(x, y), wanted, 1e-6, "loss")
+        broken = autopar.compile(nn.Linear(5, 5), one)
+        with pytest.raises(TraceError):
+            broken(x)
+        assert autocast_state() == inside
+    assert autocast_state() == before
+
+
+def test_the_state_tells_device_dtype_and_default_dtype() -> None:
+    states = [ambient_state()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states.append(ambient_state())
+    with torch.autocast("cpu", dtype=torch.float16):
+        states.append(ambient_state())
+    torch.set_default_dtype(torch.float64)
+    try:
+        states.append(ambient_state())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert states[0] == ("float32", (("cpu", False, "bfloat16"), *states[0][1][1:]))
+    assert states[2][1][0] == ("cpu", True, "float16") and states[3][0] == "float64"
+    assert len(set(states)) == 4 and ambient_state() == states[0]
+
+
+def test_autocast_beside_a_precision_casts_once(one: DeviceMesh) -> None:
+    plain, (x, y) = Mixed(inner_off=False), batch()
+    plain.batch = nn.Identity()  # torch has no batch norm of bfloat16 with statistics of float32
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    parallel = autopar.compile(plain, one, precision=precision)
+    step(parallel, x, y, torch.bfloat16)
+    assert products(parallel) == {"bfloat16"}
+    casts = [n for n in parallel.plan.graph.nodes if n.op == "aten._to_copy.default" and n.phase == "forward"]
+    assert len({n.operands for n in casts}) == len(casts)
+
+
+@contextlib.contextmanager
+def autocast_of_cuda() -> Iterator[None]:
+    """torch.autocast switches itself off where there is no CUDA."""
+    with autocast_as((("cuda", True, "bfloat16"),)):
+        try:
+            yield
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+
+
+def test_autocast_of_a_device_on_which_nothing_is_traced_is_refused() -> None:
+    told = r"autocast is on.*cuda.* give autopar\.compile precision="
+    with autocast_of_cuda(), pytest.raises(TraceError, match=told):
+        capture(Mixed(), batch(), {}, device_type="cuda")
+    with pytest.raises(TraceError, match=r"autocast is on at .*test_autocast\.py:\d+ .*cuda"):
+        capture(Mixed(region=torch.bfloat16), batch(), {}, device_type="cuda")
+    with autocast_of_cuda():
+        capture(Mixed(), batch(), {})  # it does nothing to tensors of the CPU
+    capture(Mixed(), batch(), {}, device_type="cuda")

@@ -1,0 +1,154 @@
+"""Recurrent networks, whose modules hold their parameters a second time, in lists and by weak references."""
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+import autopar
+from autopar.trace import TraceError
+from tests.processes.compare import LOSS, adamw, near, same_gradients, same_state, same_steps
+from tests.support.recurrent import CASES, Recurrent, batch_of, made
+
+
+@pytest.mark.parametrize(("case", "planned_first"), [(case, False) for case in CASES] + [("lstm", True)])
+def test_a_recurrent_network_trains_with_the_numbers_of_torch(one: DeviceMesh, case: str, planned_first: bool) -> None:
+    plain = made(case)
+    example = {"example_kwargs": batch_of(plain)} if planned_first else {}
+    parallel = autopar.compile(plain, one, outputs="global", **example)
+    optimizers = adamw(plain.parameters()), adamw(parallel.parameters())
+    same_steps(plain, parallel, batch_of(plain), optimizers, steps=2)
+    holds_its_own(parallel)
+
+
+@pytest.mark.parametrize("case", ["lstm", "gru", "rnn"])
+def test_the_state_goes_out_and_in_again(one: DeviceMesh, case: str) -> None:
+    plain = made(case)
+    parallel = autopar.compile(plain, one, outputs="global")
+    data, states = batch_of(plain), [batch_of(plain)["state"]] * 2
+    for _ in range(2):
+        losses = []
+        for place, model in enumerate((plain, parallel)):
+            loss, after = model(data["x"], data["y"], states[place])
+            states[place] = tuple(part.detach() for part in after) if isinstance(after, tuple) else after.detach()
+            loss.backward()
+            losses.append(loss)
+        near(losses[1], losses[0], LOSS, "loss")
+        for ours, wanted in zip(*(part if isinstance(part, tuple) else (part,) for part in states[::-1]), strict=True):
+            near(ours, wanted, LOSS, "state")
+    same_gradients(plain, parallel)
+
+
+@pytest.mark.parametrize("planned_first", [True, False], ids=["plain tensors", "DTensors"])
+def test_a_second_program_a_copy_and_a_loaded_state_are_right(one: DeviceMesh, planned_first: bool) -> None:
+    plain, other = made("lstm"), made("lstm", seed=5)
+    data = batch_of(plain)
+    example = {"example_kwargs": data} if planned_first else {}
+    parallel = autopar.compile(plain, one, outputs="global", **example)
+    parallel.load_state_dict(other.state_dict())
+    near(parallel(**data)[0], other(**data)[0], LOSS, "loss of what was loaded")
+    parallel.load_state_dict(plain.state_dict())
+    optimizers = adamw(plain.parameters()), adamw(parallel.parameters())
+    same_steps(plain, parallel, data, optimizers, steps=2)
+    plain.eval(), parallel.eval()
+    with torch.no_grad():
+        near(parallel(**data)[0], plain(**data)[0], LOSS, "loss of another program")
+    copied = made("lstm", seed=6)
+    copied.load_state_dict(parallel.state_dict() if planned_first else _whole(parallel.state_dict()))
+    same_state(plain, copied)
+    holds_its_own(parallel)
+
+
+def test_hooks_and_weak_references_of_parameters_see_the_laid_out_ones(one: DeviceMesh) -> None:
+    """Made before there is a plan, which puts another tensor into the same parameter."""
+    plain = nn.Linear(6, 4)
+    parallel = autopar.compile(plain, one, outputs="global")
+    called: list[str] = []
+    parallel.weight.register_post_accumulate_grad_hook(lambda parameter: called.append("accumulated"))
+    parallel.weight.register_hook(lambda gradient: called.append("made"))
+    seen, x = weakref.ref(parallel.weight), torch.randn(3, 6)
+    parallel(x).square().sum().backward()
+    assert called == ["made", "accumulated"]
+    assert seen() is parallel.weight and seen().grad is not None
+    with torch.no_grad():
+        parallel.weight.mul_(2)
+    near(seen(), 2 * plain.weight, 1e-6, "the parameter behind the reference")
+
+
+class Listed(nn.Module):
+    """Parameters in a `ParameterList`, in a plain list beside it, in a dictionary, and one of them tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = nn.ParameterList(torch.randn(6, 6) for _ in range(2))
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.kept[1]
+        self.listed = [*self.kept]
+        self.named = {"bias": self.tied.bias, "pair": (self.tied.weight, 3)}
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for weight in self.listed:
+            x = torch.tanh(x @ weight)
+        return functional.mse_loss(self.tied(x) + self.named["bias"] @ self.named["pair"][0], y)
+
+
+@pytest.mark.parametrize("planned_first", [True, False], ids=["plain tensors", "DTensors"])
+def test_parameters_in_lists_are_those_that_are_trained(one: DeviceMesh, planned_first: bool) -> None:
+    plain, data = Listed(), {"x": torch.randn(4, 6), "y": torch.randn(4, 6)}
+    parallel = autopar.compile(plain, one, **({"example_kwargs": data} if planned_first else {}))
+    same_steps(plain, parallel, data, steps=3)
+    assert parallel.listed[0] is parallel.kept[0] and parallel.listed[1] is parallel.tied.weight
+    assert parallel.named["bias"] is parallel.tied.bias and parallel.named["pair"][0] is parallel.kept[1]
+    parallel.eval()
+    plain.eval()
+    near(parallel(**data), plain(**data), LOSS, "loss of another program")
+
+
+class Weak(nn.Module):
+    """Reads a parameter by a weak reference only, which stays with the model that it was made for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+        self.seen = weakref.ref(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.seen()).square().sum()
+
+
+class Hidden(nn.Module):
+    """Layers in a plain list, which torch does not list among the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = [nn.Linear(6, 6)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](self.first(x)).square().sum()
+
+
+@pytest.mark.parametrize("kind", [Weak, Hidden])
+def test_a_trained_tensor_that_is_no_parameter_of_the_model_is_refused(one: DeviceMesh, kind: type[nn.Module]) -> None:
+    """It would count as a constant: right in the first step, never trained."""
+    plain = kind()
+    parallel = autopar.compile(plain, one)
+    with pytest.raises(TraceError, match=r"test_recurrent\.py:\d+ .*requires grad.* register"):
+        parallel(torch.randn(3, 6))
+
+
+def holds_its_own(parallel: Recurrent | Any) -> None:
+    """The second list holds the parameters that are trained, under a deep copy too."""
+    inner = parallel.inner
+    for name, listed in zip(inner._flat_weights_names, inner._flat_weights, strict=True):
+        assert listed is inner.get_parameter(name), name
+    assert copy.deepcopy(inner._flat_weights_names) == [name for name, _ in inner.named_parameters()]
+
+
+def _whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.full_tensor() for name, value in state.items()}

@@ -1,0 +1,151 @@
+"""What real scripts do on several ranks: own batches, seeds, outputs, sizes. With the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autopar
+from autopar import PlanMismatch
+from autopar.attach.tensors import mesh_of
+from autopar.here import hardware_or_here
+from autopar.measure.twin import traced
+from autopar.search import search
+from tests.processes.compare import near, same_gradients, whole
+from tests.processes.worker import Ranks
+
+POLICIES = ("data-parallel", "fsdp", "tensor-parallel")
+
+
+class Net(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(32, 64), nn.Linear(64, 16), nn.Dropout(p)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        made = self.b(self.drop(torch.tanh(self.a(x))))
+        return made if y is None else (functional.cross_entropy(made, y), made)
+
+
+def _net(p: float = 0.0) -> Net:
+    torch.manual_seed(0)
+    return Net(p)
+
+
+def _batch() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, other = torch.randn(16, 32, generator=generator), torch.randn(16, 16, generator=generator)
+    return x, torch.randint(0, 16, (16,), generator=generator), other
+
+
+def _compiled(ranks: Ranks, model: Net, policy: str, *args: Tensor, **options: Any) -> Any:
+    mesh = ranks.mesh()
+    plan = search(traced(model, args, {}), mesh_of(mesh), hardware_or_here("cpu-gloo", "cpu"), policy=policy)
+    return autopar.compile(model, mesh, plan=plan, **options)
+
+
+def _agree(ranks: Ranks, value: Tensor, what: str) -> None:
+    value = whole(value.detach()).contiguous()
+    every = [torch.empty_like(value) for _ in range(ranks.count)]
+    dist.all_gather(every, value)
+    assert all(one.equal(every[0]) for one in every), f"{what} differs between ranks"
+
+
+def check_every_output_has_its_gradient(ranks: Ranks) -> None:
+    x, y, other = _batch()
+    for policy in POLICIES:
+        plain = _net()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        for _ in range(2):
+            plain.zero_grad(), parallel.zero_grad()
+            for model in (plain, parallel):
+                loss, made = model(x, y)
+                (loss + (made - other).square().mean()).backward()
+            same_gradients(plain, parallel)
+
+
+def check_a_loss_outside_of_the_model(ranks: Ranks) -> None:
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        plain = _net()
+        parallel = _compiled(ranks, plain, policy, x)
+        wanted, ours = functional.cross_entropy(plain(x), y), functional.cross_entropy(parallel(x), y)
+        near(ours, wanted, 1e-5, "loss")
+        wanted.backward(), ours.backward()
+        same_gradients(plain, parallel)
+
+
+def check_other_batches_on_each_rank_are_refused(ranks: Ranks) -> None:
+    x, y, _ = _batch()
+    parallel = autopar.compile(_net(), ranks.mesh())
+    with pytest.raises(PlanMismatch, match=r"differs between ranks 0 and 1.*parallel\.from_local\(batch\)"):
+        parallel(x.chunk(ranks.count)[ranks.rank], y.chunk(ranks.count)[ranks.rank])
+    parallel(x, y)
+    with pytest.raises(PlanMismatch, match="differs between ranks"):
+        for _ in range(101):
+            parallel(x + ranks.rank, y)
+
+
+def check_parts_of_each_rank_are_the_whole_batch(ranks: Ranks) -> None:
+    x, y, _ = _batch()
+    mine = x.chunk(ranks.count)[ranks.rank], y.chunk(ranks.count)[ranks.rank]
+    for policy in POLICIES:
+        plain = _net()
+        plain(x, y)[0].backward()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        assert (parallel.data_rank, parallel.data_ranks) == (ranks.rank, ranks.count)
+        parallel(*parallel.from_local(mine))[0].backward()
+        same_gradients(plain, parallel)
+        local = _compiled(ranks, plain, policy, x, y, inputs="local")
+        local(*mine)[0].backward()
+        same_gradients(plain, local)
+        local.zero_grad()
+        functional.cross_entropy(local(*mine)[1], mine[1]).backward()  # the loss that DDP averages
+        same_gradients(plain, local)
+
+
+def check_seeds_of_ranks_do_not_matter(ranks: Ranks) -> None:
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        torch.manual_seed(100 + ranks.rank)
+        parallel = _compiled(ranks, _net(0.5), policy, x, y)
+        torch.manual_seed(100 + ranks.rank)
+        optimizer = torch.optim.AdamW(parallel.parameters(), 1e-2)
+        losses = list[Tensor]()
+        for _ in range(3):
+            loss, _ = parallel(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            _agree(ranks, loss, "loss")
+        for name, parameter in parallel.named_parameters():
+            _agree(ranks, parameter, name)
+        parallel.manual_seed(5)
+        first = parallel(x, y)[0].detach()
+        second = parallel(x, y)[0].detach()
+        parallel.manual_seed(5)
+        assert parallel(x, y)[0].equal(first) and not second.equal(first)
+
+
+def check_other_sizes_and_evaluation(ranks: Ranks) -> None:
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        plain = _net()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        layouts = None
+        for rows in (16, 8, 7, 16):
+            plain.zero_grad(), parallel.zero_grad()
+            plain(x[:rows], y[:rows])[0].backward(), parallel(x[:rows], y[:rows])[0].backward()
+            same_gradients(plain, parallel)
+            now = [getattr(parameter, "placements", None) for parameter in parallel.parameters()]
+            assert layouts in (None, now), "a parameter has moved"
+            layouts = now
+        with torch.no_grad():
+            plain.eval(), parallel.eval()
+            near(parallel(x[:6])[:3], plain(x[:6])[:3], 1e-5, "logits")
