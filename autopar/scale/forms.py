@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from autopar.decide import Holding, Referee
 from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
+from autopar.decide import Holding, Referee
 from autopar.graph import Node, TensorType
 from autopar.layout import local_type
 from autopar.liveness import holds_storage, liveness
