@@ -31,6 +31,7 @@ from autopar.attach.programs import (
     returned_types,
     varying,
 )
+from autopar.attach.scalars import share_numbers
 from autopar.attach.scaling import share_infinities
 from autopar.attach.tensors import (
     as_dtensor,
@@ -231,6 +232,7 @@ def attach(
 ) -> ParallelModule:
     """A ParallelModule beside `model`, which stays as it is. Nothing is planned yet."""
     share_infinities()
+    share_numbers()
     fresh: dict[int, Tensor] = {}
     for parameter in model.parameters():
         fresh[id(parameter)] = whole_parameter(parameter, device_mesh)

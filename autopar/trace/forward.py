@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from autopar._compat import FakeTensor, pytree
 from autopar.modules import replace_tensors, tensors_by_name
 from autopar.trace.lines import TraceError, line_here, line_of_node
+from autopar.trace.masked import Picked, rows_of
+from autopar.trace.origins import Origins
 from autopar.trace.tables import dense_lookup
 
 
@@ -32,7 +34,13 @@ def watch_forward(model: nn.Module) -> None:
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         try:
             with _Watch({id(value) for value in now.values()}):
-                return original(*args, **kwargs)
+                returned = original(*args, **kwargs)
+            if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
+                raise TraceError(
+                    "forward returns rows that a boolean mask picks, and how many there are depends on values; return "
+                    "all rows, and the mask beside them"
+                )
+            return returned
         finally:
             replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
 
@@ -71,6 +79,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, known: set[int]) -> None:
         super().__init__()
         self.known = known
+        self.origins = Origins()
         self.results: list[Any] = []  # held, so that their ids stay theirs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,9 +97,23 @@ class _Watch(TorchFunctionMode):
                 "leave that term out of the loss, or train the model without autopar"
             )
         args, kwargs = dense_lookup(func, args, kwargs or {})
-        result = func(*args, **kwargs)
+        result = self._result(func, args, kwargs)
         self.results.append(result)
         self.known |= {id(one) for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}
+        return result
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if (rows := rows_of(func, args, kwargs, self.origins)) is not None:
+            return rows
+        result = func(*args, **kwargs)
+        self.origins.made(func, args, kwargs, result)
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+                raise TraceError(
+                    f"the shape of what {getattr(func, '__name__', func)} gives depends on values{line_here()}, and a "
+                    "program has one shape; rows that a boolean mask picks are understood where each is treated by "
+                    "itself, and summed or averaged: write x[mask]"
+                )
         return result
 
     def _is_strange(self, value: torch.Tensor) -> bool:

@@ -80,6 +80,54 @@ def check_a_loss_outside_of_the_model(ranks: Ranks) -> None:
         same_gradients(plain, parallel)
 
 
+class _OfRows(Net):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        made, kept = self.b(torch.tanh(self.a(x))), x[:, 0] > 0
+        assert y is not None
+        return functional.cross_entropy(made[kept], y[kept]) + made[kept].square().mean()
+
+
+def check_losses_of_rows_that_a_mask_picks(ranks: Ranks) -> None:
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        torch.manual_seed(0)
+        plain = _OfRows()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        for batch in ((x, y), (-x, y), (x.flip(1), y)):
+            plain.zero_grad(), parallel.zero_grad()
+            wanted, ours = plain(*batch), parallel(*batch)
+            near(ours, wanted, 1e-5, "loss")
+            wanted.backward(), ours.backward()
+            same_gradients(plain, parallel)
+
+
+def check_numbers_of_split_tensors_are_those_of_the_whole(ranks: Ranks) -> None:
+    """What optimizers ask of gradients and parameters: one number of all of it."""
+    asked = {
+        "sum": lambda t: t.sum(),
+        "mean": lambda t: t.mean(),
+        "norm": lambda t: t.norm(),
+        "largest": lambda t: t.abs().max(),
+        "product": lambda t: (t * t).sum().sqrt(),
+        "any": lambda t: (t > 0.01).any(),
+        "all": lambda t: (t > 0.01).all(),
+        "least": lambda t: -t.min() * 2,
+        "ratio": lambda t: t.norm() / (t + 1).norm(),
+        "clamped": lambda t: t.sum().clamp(0),
+    }
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        plain = _net()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        plain(x, y)[0].backward(), parallel(x, y)[0].backward()
+        for ours, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None and theirs.grad is not None
+            for name, ask in asked.items():
+                for one, other in ((ours.double(), theirs.double()), (ours.grad.double(), theirs.grad.double())):
+                    assert ask(one).item() == pytest.approx(ask(other).item(), rel=1e-5, abs=1e-6), (policy, name)
+                    assert bool(ask(one) > 0.5) == bool(ask(other) > 0.5), (policy, name)
+
+
 def check_other_batches_on_each_rank_are_refused(ranks: Ranks) -> None:
     x, y, _ = _batch()
     parallel = autopar.compile(_net(), ranks.mesh())

@@ -1,0 +1,400 @@
+"""Rows that a boolean mask picks: how many there are depends on values, which a program cannot; what is made of them
+need not.
+
+`logits[mask]` becomes a `Picked`: the whole tensor beside the mask. What is done to each row by itself is done to all
+rows, a mean or loss counts those that were picked. Numbers and gradients are those of the picked rows alone: rows left
+out are replaced before anything is computed of them, and what comes of them is dropped, so a NaN there reaches nobody.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.trace.lines import TraceError, line_here
+from autopar.trace.origins import Origins
+from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OPERATORS, ROWWISE
+
+
+class Picked:
+    """The rows of `dense` (the dims of `mask`, then those of a row) where `mask` is true, in their order.
+
+    Stands for a tensor of shape [number of true, *dims of a row]; `count` is that number, as a tensor.
+    """
+
+    def __init__(self, dense: Tensor, mask: Tensor, key: Any, origins: Origins) -> None:
+        self.dense, self.mask, self.key, self.origins = dense, mask, key, origins
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return apply(func, args, kwargs or {})  # reached where no mode is in between
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The dims of one row."""
+        return tuple(self.dense.shape[self.mask.ndim :])
+
+    @property
+    def count(self) -> Tensor:
+        return self.mask.sum()
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return (self.count, *self.row)
+
+    @property
+    def ndim(self) -> int:
+        return 1 + len(self.row)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.dense.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.dense.device
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> Tensor:
+        return self.count * _product(self.row)
+
+    nelement = numel
+
+    def __len__(self) -> int:
+        raise _refused("len()")
+
+    def __bool__(self) -> bool:
+        raise _refused("bool()")
+
+    def __iter__(self) -> Any:
+        raise _refused("iterating over them")
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(torch.Tensor, name, None)
+        if name.startswith("__") or method is None or not callable(method):
+            raise _refused(f".{name}") if not name.startswith("__") else AttributeError(name)
+        return lambda *args, **kwargs: apply(method, (self, *args), kwargs)
+
+    def like(self, dense: Tensor) -> Picked:
+        """Of the same rows, something else."""
+        return Picked(dense, self.mask, self.key, self.origins)
+
+    def kept(self, value: Tensor | None = None, fill: Any = 0) -> Tensor:
+        """The whole tensor with `fill` in rows that were not picked."""
+        value = self.dense if value is None else value
+        return torch.where(_beside(self.mask, value), value, fill)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(self: Picked, *args: Any) -> Any:
+        return apply(getattr(torch.Tensor, name), (self, *args), {})
+
+    return method
+
+
+for _name in OPERATORS:
+    setattr(Picked, f"__{_name}__", _method(f"__{_name}__"))
+Picked.__hash__ = object.__hash__  # type: ignore[method-assign]  # `==` compares rows
+
+
+@dataclass(frozen=True)
+class Places:
+    """One of the tensors of indices that `nonzero(as_tuple=True)` or `where(mask)` gives."""
+
+    mask: Tensor
+    place: int
+
+
+def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Origins) -> Any:
+    """What `func` gives where it picks rows by a mask, or is asked of picked rows; None: neither. Raises TraceError."""
+    name = getattr(func, "__name__", "")
+    if name == "__getitem__" and not isinstance(args[0], Picked):
+        return _picks(*args, origins)
+    if name == "masked_select":
+        tensor, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])
+        return _pick(tensor, mask, origins)
+    is_indices = (name == "where" and len(args) == 1 and not kwargs) or (name == "nonzero" and kwargs.get("as_tuple"))
+    if is_indices and _is_mask(args[0]):
+        return tuple(Places(args[0], place) for place in range(args[0].ndim))
+    if name == "__setitem__" and isinstance(args[2], Picked):
+        return _set(*args, origins)
+    return apply(func, args, kwargs) if _all_picked((args, kwargs)) else None
+
+
+def _set(tensor: Tensor, index: Any, rows: Picked, origins: Origins) -> Tensor:
+    """`tensor[mask] = rows` of the same mask."""
+    if not _is_mask(index) or origins.of(index) != rows.key or rows.row != tuple(tensor.shape[index.ndim :]):
+        raise _refused("writing to other places")
+    return tensor.copy_(torch.where(_beside(index, tensor), rows.dense.to(tensor.dtype), tensor))
+
+
+def _picks(tensor: Any, index: Any, origins: Origins) -> Picked | None:
+    """`tensor[index]` where a mask of values stands in the index, or what `where(mask)` gave; None: it is an ordinary
+    one. Raises TraceError where the index has more to it than the mask in front.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(isinstance(part, Places) or _is_mask(part) for part in parts) or not isinstance(tensor, Tensor):
+        return None
+    if isinstance(parts[0], Places):
+        mask = parts[0].mask
+        given = parts[: mask.ndim]
+        if [isinstance(p, Places) and p.mask is mask and p.place for p in given] != list(range(mask.ndim)):
+            raise _refused("an index of some of its dims")
+        rest = parts[mask.ndim :]
+    else:
+        mask, rest = parts[0], parts[1:]
+    if not _is_mask(mask) or any(not (part is Ellipsis or part == slice(None)) for part in rest):
+        raise _refused("a mask among other indices")
+    return _pick(tensor, mask, origins)
+
+
+def _pick(tensor: Tensor, mask: Tensor, origins: Origins) -> Picked:
+    """The rows of `tensor` where `mask`, over its first dims, is true."""
+    if tensor.shape[: mask.ndim] != mask.shape:
+        raise TraceError(f"a mask of shape {list(mask.shape)} picks from {list(tensor.shape)}{line_here()}")
+    neutral = 0.5 if tensor.is_floating_point() or tensor.is_complex() else 0
+    dense = torch.where(
+        _beside(mask, tensor), tensor, torch.full((), neutral, dtype=tensor.dtype, device=tensor.device)
+    )
+    return Picked(dense, mask, origins.of(mask), origins)
+
+
+def _is_mask(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.dtype == torch.bool and part.ndim > 0
+
+
+def _beside(mask: Tensor, value: Tensor) -> Tensor:
+    """The mask with dims of one behind, to stand beside `value`."""
+    return mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
+
+
+def _refused(what: str) -> TraceError:
+    return TraceError(
+        f"how many rows a boolean mask picks depends on values, and {what} of such rows is not understood"
+        f"{line_here()}; keep all rows, and put zero for those left out (torch.where), or weigh them with the mask"
+    )
+
+
+# --- what is done to them --------------------------------------------------------------------------------------------
+
+
+def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func` of picked rows. Raises TraceError for what is not done row by row."""
+    name = _name_of(func)
+    every = _all_picked((args, kwargs))
+    first = every[0]
+    if any(one.key != first.key for one in every):
+        raise _refused("what puts rows of two masks together")
+    if name in ("cross_entropy", "nll_loss"):
+        return _class_loss(func, *args, **kwargs)
+    if name in LOSSES:
+        return _loss(func, first, args, kwargs)
+    if name in ELEMENTWISE:
+        _no_other_rows(first, args, kwargs)
+        return first.like(func(*_dense(args), **_dense(kwargs)))
+    if not isinstance(args[0], Picked):
+        raise _refused(name)
+    if name in ("reshape", "view", "flatten"):
+        return _reshaped(name, args[0], args[1:], kwargs)
+    if name == "getitem":
+        return _of_each_row(args[0], args[1])
+    if name in ("size", "numel", "dim"):
+        return getattr(args[0], name)(*args[1:], **kwargs)
+    if name in ROWWISE and len(args[0].row) >= ROWWISE[name]:
+        return args[0].like(func(args[0].dense, *args[1:], **kwargs))
+    if name in ALONG:
+        place, default = ALONG[name]
+        given = kwargs.get("dim", args[place] if len(args) > place else default)
+        if given is not None and not isinstance(given, bool):
+            return _along(func, name, place, given, args, kwargs)
+        return _whole(name, args[0], args[1:], kwargs)
+    raise _refused(name)
+
+
+def _name_of(func: Any) -> str:
+    told = getattr(func, "__name__", str(func))
+    if told.endswith("_") and not told.endswith("__"):
+        raise _refused(f"{told} in place")
+    return told.removeprefix("linalg_").strip("_")
+
+
+def _all_picked(values: Any) -> list[Picked]:
+    if isinstance(values, Picked):
+        return [values]
+    if isinstance(values, dict):
+        values = list(values.values())
+    return [one for value in values for one in _all_picked(value)] if isinstance(values, list | tuple) else []
+
+
+def _dense(values: Any) -> Any:
+    if isinstance(values, Picked):
+        return values.dense
+    if isinstance(values, dict):
+        return {name: _dense(value) for name, value in values.items()}
+    return type(values)(map(_dense, values)) if isinstance(values, list | tuple) else values
+
+
+def _no_other_rows(first: Picked, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """What is no row stands beside each: it has at most the dims of a row, and so do they all."""
+    dims = len(first.row)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Picked) and len(value.row) != dims:
+            raise _refused("what spreads one over another")
+        if isinstance(value, Tensor) and value.ndim > dims:
+            raise _refused("what puts a tensor of other rows beside them")
+
+
+def _along(func: Any, name: str, place: int, dim: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`func` along dims of a row, or over all rows (dim 0)."""
+    first: Picked = args[0]
+    ahead = first.mask.ndim - 1
+    news = 1 if name == "unsqueeze" else 0
+    dims = [one if one >= 0 else one + first.ndim + news for one in (dim if isinstance(dim, list | tuple) else [dim])]
+    if 0 in dims:
+        if dims != [0] or name not in ("sum", "mean") or kwargs.get("keepdim") or len(args) > place + 1:
+            raise _refused(f"{name} over rows")
+        over = tuple(range(first.mask.ndim))
+        total = first.kept().sum(over)
+        return total if name == "sum" else total / first.count
+    moved = [one + ahead for one in dims]
+    inner = list(_dense(tuple(args)))
+    told = moved if isinstance(dim, list | tuple) else moved[0]
+    if len(inner) > place:
+        inner[place] = told
+    else:
+        kwargs = {**kwargs, "dim": told}
+    made = func(*inner, **_dense(kwargs))
+    if isinstance(made, tuple):  # values and indices
+        return type(made)(tuple(map(first.like, made)))
+    return first.like(made)
+
+
+def _whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """One number of all rows."""
+    value, dtype = first.dense, kwargs.pop("dtype", None)
+    if (args and not (name == "norm" and list(args) == [2])) or (kwargs and name not in ("var", "std")):
+        raise _refused(f"{name} with these arguments")
+    match name:
+        case "sum":
+            return first.kept().sum(dtype=dtype)
+        case "mean":
+            return first.kept().sum(dtype=dtype) / first.numel()
+        case "max" | "amax":
+            return first.kept(fill=_bounds(value.dtype)[0]).max()
+        case "min" | "amin":
+            return first.kept(fill=_bounds(value.dtype)[1]).min()
+        case "norm" | "vector_norm":
+            return first.kept().norm()
+        case "any":
+            return first.kept(value.bool(), False).any()
+        case "all":
+            return first.kept(value.bool(), True).all()
+        case "var" | "std":
+            less = 1 if kwargs.get("unbiased", True) else 0
+            correction = kwargs.get("correction", less)
+            mean = first.kept().sum() / first.numel()
+            found = first.kept((value - mean) ** 2).sum() / (first.numel() - correction)
+            return found if name == "var" else found.sqrt()
+        case _:
+            raise _refused(name)
+
+
+def _bounds(dtype: torch.dtype) -> tuple[Any, Any]:
+    return (-torch.inf, torch.inf) if dtype.is_floating_point else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+
+
+def _product(sizes: Sequence[int]) -> int:
+    return torch.Size(sizes).numel()
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
+        raise _refused("a loss with size_average or reduce (use reduction)")
+    return given
+
+
+def _class_loss(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Cross entropy of rows of classes: rows that were left out have labels that are ignored."""
+    given = _arguments(func, args, kwargs)
+    scores, target = given.pop("input"), given.pop("target")
+    if not isinstance(scores, Picked) or not isinstance(target, Picked) or len(scores.row) != 1:
+        raise _refused("a class loss of other than picked rows of scores and their picked labels")
+    flat, reduction = scores.dense.reshape(-1, *scores.row), given.pop("reduction")
+    if target.row:  # probabilities of classes
+        made = func(flat, target.dense.reshape(-1, *target.row), reduction="none", **given)
+        return _reduced(scores.like(made.reshape(scores.mask.shape)), reduction)
+    labels = target.kept(fill=given["ignore_index"]).reshape(-1)
+    made = func(flat, labels, reduction=reduction, **given)
+    return scores.like(made.reshape(scores.mask.shape)) if reduction == "none" else made
+
+
+def _loss(func: Any, first: Picked, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    given = _arguments(func, args, kwargs)
+    reduction = given.pop("reduction")
+    _no_other_rows(first, (), given)
+    return _reduced(first.like(func(**_dense(given), reduction="none")), reduction)
+
+
+def _reduced(rows: Picked, reduction: str) -> Any:
+    match reduction:
+        case "none":
+            return rows
+        case "sum":
+            return _whole("sum", rows, (), {})
+        case "batchmean":
+            return _whole("sum", rows, (), {}) / rows.count
+        case _:
+            return _whole("mean", rows, (), {})
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _reshaped(name: str, rows: Picked, args: Sequence[Any], kwargs: dict[str, Any]) -> Picked:
+    if name == "flatten":
+        start, end = (*args, *(kwargs.get(one) for one in ("start_dim", "end_dim")[len(args) :]))
+        shape: tuple[Any, ...] = (-1,) if not start else (-1, _product(rows.row))
+        if start not in (None, 0, 1) or end not in (None, -1):
+            raise _refused(name)
+    else:
+        shape = tuple(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple) else tuple(args)
+    is_all = bool(shape) and (isinstance(shape[0], Tensor) or shape[0] == -1)
+    if (kwargs and name != "flatten") or not is_all:
+        raise _refused(name)
+    if shape == (-1,) and rows.row:
+        mask = _beside(rows.mask, rows.dense).expand_as(rows.dense)
+        return Picked(rows.dense, mask, ("each number of", rows.key, rows.row), rows.origins)
+    if _product(shape[1:]) != _product(rows.row):
+        raise _refused(name)
+    return rows.like(rows.dense.reshape(*rows.mask.shape, *shape[1:]))
+
+
+def _of_each_row(rows: Picked, index: Any) -> Picked:
+    """The same part of each row, or the rows that a further mask picks from them."""
+    if isinstance(index, Picked) and index.dtype == torch.bool and not index.row:
+        rows.origins.hold(index)
+        return Picked(rows.dense, rows.mask & index.dense, ("and", rows.key, id(index)), rows.origins)
+    head, *rest = index if isinstance(index, tuple) else (index,)
+    if any(not (part is None or part is Ellipsis or isinstance(part, int | slice)) for part in rest):
+        raise _refused("such an index")
+    if head is Ellipsis and sum(part is not None for part in rest) <= len(rows.row):
+        return rows.like(rows.dense[(Ellipsis, *rest)])
+    if head == slice(None):
+        return rows.like(rows.dense[(*[slice(None)] * rows.mask.ndim, *rest)])
+    raise _refused("an index of their number")

@@ -1,0 +1,61 @@
+"""Which tensors of a forward are one value computed twice: the masks of `x[y != -100]` and `y[y != -100]`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_PURE = """
+    eq ne lt le gt ge and or xor invert logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
+    getitem view reshape flatten unsqueeze squeeze transpose permute contiguous to bool float double long int detach
+    any all sum isnan isinf isfinite expand expand_as abs add sub mul div truediv argmax max min
+"""
+PURE = frozenset(_PURE.split())  # they give the same again from the same
+
+
+class Origins:
+    """Numbers of values: equal ones are the same function of the same. What is written to in place forgets them all."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, int] = {}
+        self._by_making: dict[Any, int] = {}
+        self._next = 0
+        self._held: list[Any] = []  # so that their ids stay theirs
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor, a new one where nothing is known of it."""
+        if id(tensor) not in self._by_id:
+            self._by_id[id(tensor)] = self._new()
+            self.hold(tensor)
+        return self._by_id[id(tensor)]
+
+    def hold(self, value: Any) -> None:
+        self._held.append(value)
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """`func` gave `result`; call it behind every function of torch."""
+        name = str(getattr(func, "__name__", func))
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+            self._by_id.clear()
+        elif name.strip("_") in PURE and isinstance(result, torch.Tensor):
+            try:
+                key = name.strip("_"), self._told(args), self._told(tuple(sorted(kwargs.items())))
+                number = self._by_making.get(key)
+            except TypeError:
+                return  # an argument that cannot be compared
+            self._by_making[key] = self._by_id[id(result)] = self._new() if number is None else number
+            self.hold(result)
+
+    def _told(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return "tensor", self.of(value)
+        if isinstance(value, list | tuple):
+            return tuple(map(self._told, value))
+        if isinstance(value, slice):
+            return "slice", value.start, value.stop, value.step
+        return type(value), value
+
+    def _new(self) -> int:
+        self._next += 1
+        return self._next

@@ -1,0 +1,157 @@
+"""Losses over rows that a boolean mask picks: with the numbers of plain PyTorch, whatever the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+import autopar
+from autopar.trace import TraceError
+
+Form = Callable[[Tensor, Tensor, Tensor], Tensor]  # scores [4, 6, 5], labels [4, 6] with -100, others [4, 6, 5]
+
+
+def _keep(y: Tensor) -> Tensor:
+    return y != -100
+
+
+def _written(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    made = t.clone()
+    made[_keep(y)] = z[_keep(y)]
+    return made.square().mean()
+
+
+def _narrower(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    rows, others = z[_keep(y)], t[_keep(y)]
+    further = others[:, 0] > 0
+    return (rows[further] - others[further]).square().mean()
+
+
+def _set_to_a_number(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    made = z * 1
+    made[~_keep(y)] = 0.0
+    return made.square().sum()
+
+
+def _by_number(rows: Tensor) -> Tensor:
+    return rows.square().sum() / rows.shape[0] / rows.numel()
+
+
+FORMS: dict[str, Form] = {
+    "cross entropy": lambda z, y, t: F.cross_entropy(z[_keep(y)], y[_keep(y)]),
+    "one mask for both": lambda z, y, t: (lambda m: F.cross_entropy(z[m], y[m]))(y != -100),
+    "flat": lambda z, y, t: F.cross_entropy(
+        z.reshape(-1, 5)[y.reshape(-1) != -100], y.reshape(-1)[y.reshape(-1) != -100]
+    ),
+    "sum of cross entropies": lambda z, y, t: F.cross_entropy(z[_keep(y)], y[_keep(y)], reduction="sum") / 7,
+    "cross entropies by themselves": lambda z, y, t: F.cross_entropy(
+        z[_keep(y)], y[_keep(y)], reduction="none"
+    ).square().mean(),
+    "smoothed": lambda z, y, t: F.cross_entropy(z[_keep(y)], y[_keep(y)], label_smoothing=0.1),
+    "weighed classes": lambda z, y, t: F.cross_entropy(
+        z[_keep(y)], y[_keep(y)], weight=torch.arange(1.0, 6, dtype=z.dtype)
+    ),
+    "some labels ignored": lambda z, y, t: F.cross_entropy(z[_keep(y)], y[_keep(y)], ignore_index=1),
+    "probabilities": lambda z, y, t: F.cross_entropy(z[_keep(y)], t[_keep(y)].softmax(-1)),
+    "likelihood": lambda z, y, t: F.nll_loss(z[_keep(y)].log_softmax(-1), y[_keep(y)]),
+    "picked likelihood": lambda z, y, t: -z.log_softmax(-1)[_keep(y)].gather(1, y[_keep(y)].unsqueeze(1)).mean(),
+    "mse": lambda z, y, t: F.mse_loss(z[_keep(y)], t[_keep(y)]),
+    "mse as a module": lambda z, y, t: nn.MSELoss()(z[_keep(y)], t[_keep(y)]),
+    "smooth l1, summed": lambda z, y, t: F.smooth_l1_loss(z[_keep(y)], t[_keep(y)], reduction="sum"),
+    "huber": lambda z, y, t: F.huber_loss(z[_keep(y)], t[_keep(y)], delta=0.3),
+    "logits": lambda z, y, t: F.binary_cross_entropy_with_logits(
+        z[_keep(y)], t[_keep(y)].sigmoid(), pos_weight=torch.arange(1.0, 6, dtype=z.dtype)
+    ),
+    "divergence": lambda z, y, t: F.kl_div(
+        z[_keep(y)].log_softmax(-1), t[_keep(y)].softmax(-1), reduction="batchmean"
+    ),
+    "by hand": lambda z, y, t: (z[_keep(y)] - t[_keep(y)]).abs().pow(1.5).mean(),
+    "sum over count": lambda z, y, t: (z - t).square().mean(-1)[_keep(y)].sum() / _keep(y).sum(),
+    "sum over its number": lambda z, y, t: _by_number(z[_keep(y)]),
+    "masked_select": lambda z, y, t: z.square().masked_select(_keep(y).unsqueeze(-1)).mean(),
+    "of values": lambda z, y, t: z[t > 0.3].exp().mean() + (1 - z)[t > 0.3].sum(),
+    "where": lambda z, y, t: z[torch.where(_keep(y))].square().sum(),
+    "nonzero": lambda z, y, t: z.reshape(-1, 5)[_keep(y).reshape(-1).nonzero(as_tuple=True)].square().mean(),
+    "along a row": lambda z, y, t: F.cosine_similarity(z[_keep(y)], t[_keep(y)], dim=-1).mean(),
+    "normalised": lambda z, y, t: (F.normalize(z[_keep(y)], dim=1) * t[_keep(y)]).sum(-1).square().mean(),
+    "part of a row": lambda z, y, t: (z[_keep(y)][:, 1:3] - t[_keep(y)][..., 0:1]).square().sum(),
+    "largest": lambda z, y, t: z[_keep(y)].max() - z[_keep(y)].amin(),
+    "largest of each": lambda z, y, t: z[_keep(y)].max(-1).values.mean() + z[_keep(y)].amax(dim=1).sum(),
+    "over rows": lambda z, y, t: z[_keep(y)].mean(0).square().sum() + z[_keep(y)].sum(dim=0).square().mean(),
+    "spread": lambda z, y, t: z[_keep(y)].std() + z[_keep(y)].var(dim=-1).mean() + z[_keep(y)].norm(),
+    "reshaped": lambda z, y, t: (z[_keep(y)].view(-1) * t[_keep(y)].flatten()).mean(),
+    "logs of what is positive": lambda z, y, t: (z[z > 0].log() / z[z > 0].sqrt()).mean(),
+    "its inverse": lambda z, y, t: (1 / (z[z > 0.1] - 0.05)).sum() + (2 - z[z > 0.1]).mean(),
+    "layers of it": lambda z, y, t: F.layer_norm(F.linear(z[_keep(y)], t[0, :5]), (5,)).pow(3).mean(),
+    "written": _written,
+    "narrower": _narrower,
+    "set to a number": _set_to_a_number,
+}  # fmt: skip
+
+
+class Masked(nn.Module):
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.inner, self.form = nn.Linear(8, 5), form
+
+    def forward(self, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+        return self.form(self.inner(x), y, t)
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, 5, (4, 6), generator=generator)
+    y[torch.rand(4, 6, generator=generator) < 0.2 * seed] = -100
+    x = torch.randn(4, 6, 8, generator=generator, dtype=torch.float64)
+    return x, y, torch.randn(4, 6, 5, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_loss_over_picked_rows_is_that_of_plain_pytorch(one: DeviceMesh, name: str) -> None:
+    torch.manual_seed(0)
+    plain = Masked(FORMS[name]).double()
+    parallel = autopar.compile(plain, one)
+    for seed in (1, 2, 3):
+        expected, found = plain(*batch(seed)), parallel(*batch(seed))
+        expected.backward()
+        found.backward()
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
+        for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+            assert theirs.grad is not None and theirs.grad.isfinite().all()
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
+            mine.grad = theirs.grad = None
+
+
+REFUSED: dict[str, tuple[Form, str]] = {
+    "two masks": (lambda z, y, t: (z[y > 1] * t[y > 2]).sum(), "rows of two masks"),
+    "a mask that changes": (lambda z, y, t: _changed(z, y, t), "rows of two masks"),
+    "a length": (lambda z, y, t: z[y > 1].sum() / len(z[y > 1]), r"len\(\)"),
+    "sorted": (lambda z, y, t: z[y > 1].sort(0).values.sum(), "sort"),
+    "the first rows": (lambda z, y, t: z[y > 1][:3].sum(), "an index of their number"),
+    "rows that meet": (lambda z, y, t: (z[y > 1] @ z[y > 1].T).sum(), r"\.T "),
+    "softmax over rows": (lambda z, y, t: z[y > 1].softmax(0).square().sum(), "softmax over rows"),
+    "other rows beside": (lambda z, y, t: (z[y > 1] + torch.ones(3, 5)).sum(), "other rows"),
+    "in place": (lambda z, y, t: z[y > 1].mul_(2).sum(), "mul_ in place"),
+    "places": (lambda z, y, t: z.reshape(-1, 5)[(y.reshape(-1) > 1).nonzero().squeeze(-1)].sum(), "nonzero gives"),
+    "unique": (lambda z, y, t: z.sum() * len(torch.unique(y)), "depends on values"),
+    "returned": (lambda z, y, t: z[y > 1], "returns rows that a boolean mask picks"),
+}
+
+
+def _changed(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    before, y = z[y > 1], y.clone()
+    y[:, 0] = 0
+    return (before * t[y > 1]).sum()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_rows_cannot_be_treated_so_is_refused_with_its_line(one: DeviceMesh, name: str) -> None:
+    form, told = REFUSED[name]
+    with pytest.raises(TraceError, match=told) as caught:
+        autopar.compile(Masked(form).double(), one)(*batch(1))
+    assert "test_masked.py" in str(caught.value) or name == "returned"
