@@ -40,11 +40,12 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     hooked, count = prepared.hooked
     if sum(map(len, hooked)) != count:
         refuse(parallel)
+    parameters = parameters_of(prepared)
     step = _step(state, prepared, call)
     if prepared.without_tangent and key.gradients:
         step.without_tangent = prepared.without_tangent
         step.again = _with_every_tangent(parallel, prepared, call, key, step)
-    outputs, written = prepared.runner(step, parameters_of(prepared))
+    outputs, written = prepared.runner(step, parameters)
     with torch.no_grad():
         for name, value in written:
             tensors, leaf = prepared.buffers[name]

@@ -24,7 +24,7 @@ def main() -> None:
     x = torch.linspace(-1, 1, 64).reshape(8, 8)
     losses: list[float] = []
     for _ in range(20):
-        loss = (parallel(x).full_tensor() - x[:, :1]).square().mean()
+        loss = (parallel(x) - x[:, :1]).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
