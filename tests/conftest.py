@@ -6,7 +6,9 @@ torch is not imported here: tests of solver/, cost_models/ and the plain values 
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 # Read by torch when it is imported, and inherited by the child processes of a test.
@@ -17,8 +19,22 @@ os.environ["AUTOPAR_PROFILES"] = "no profiles in tests"
 import numpy as np
 import pytest
 
+from tests.thinned import THINNED
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seen = Counter[tuple[str, str]]()
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        name = item.name.partition("[")[0]
+        every = THINNED.get(file, {}).get(name)
+        if every is not None and (every == 0 or seen[file, name] % every):
+            item.add_marker(pytest.mark.slow)
+        seen[file, name] += 1
 
 
 @pytest.fixture(autouse=True)
