@@ -1,4 +1,8 @@
-"""Streamed: an optimizer whose states lie on the host where the plan says so, and come to the device to be updated."""
+"""Optimizers for parallel modules; each is made around one that you have.
+
+Streamed: an optimizer whose states lie on the host where the plan says so, and come to the device to be updated.
+Whole: any optimizer, on whole copies of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,9 @@ from autopar.attach.tensors import as_dtensor, layout_of
 from autopar.emit.moves import settle
 from autopar.modules import tensors_by_name
 from autopar.steady import read_order
+from autopar.whole import Whole
+
+__all__ = ["Streamed", "Whole"]
 
 FETCH, STORE, WAIT = torch.ops.autopar.fetch, torch.ops.autopar.store, torch.ops.autopar.wait_copy
 

@@ -1,7 +1,7 @@
-"""Optimizers of the wrong model: made from the plain model, they would step its parameters, which never get a gradient.
+"""Optimizers that would do something else than they say: of the wrong model, or of whole matrices.
 
 DistributedDataParallel shares its parameters with the model that it wraps, so scripts written for it may make the
-optimizer before. A parallel module has parameters of its own. Such an optimizer would train nothing, without a word.
+optimizer before. A parallel module has parameters of its own: such an optimizer would train nothing, without a word.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import weakref
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,6 +29,7 @@ def refuse_optimizers_of(model: nn.Module, parallel: nn.Module) -> None:
 
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _refuse_whole_matrices(optimizer)
     found: list[tuple[str, nn.Module]] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -43,6 +45,20 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "that have no gradient, while the parallel module has them: its step would train nothing. Make the "
                 "optimizer behind autopar.compile, from the parallel module's parameters"
             )
+
+
+def _refuse_whole_matrices(optimizer: Optimizer) -> None:
+    """torch's optimizers that fail inside of DTensor where a parameter is split (torch 2.11 to 2.13)."""
+    if not isinstance(optimizer, (Adafactor, Rprop)):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, DTensor) and not all(where.is_replicate() for where in parameter.placements):
+                name = type(optimizer).__name__
+                raise RuntimeError(
+                    f"{name} does not run on parameters that are split; step it on whole copies: "
+                    f"autopar.optim.Whole(parallel.parameters(), torch.optim.{name}, lr=...)"
+                )
 
 
 register_optimizer_step_pre_hook(_refuse)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -44,6 +46,8 @@ from autopar.trace.reads import MISSING
 Planner = Callable[[Graph, Plan | None, Mapping[str, Layout]], Plan]
 
 KEPT = 64  # programs of a module; the one that was used longest ago goes first
+STATES = 8  # programs of one way of calling it, for states of the module
+TOLD_AT = 4  # so many of them are told of
 Slot = tuple[dict[str, Any], str]  # a module's own dict of parameters or buffers, and the name there
 
 
@@ -180,12 +184,24 @@ def prepare(parallel: nn.Module, state: State, call: Call, key: Key, *, training
         plan = _with_notes(plan, captured.notes)
         prepared = _prepared(parallel, state, call, captured, plan)
     kept = state.programs.setdefault(key, [])
+    if len(kept) + 1 in (TOLD_AT, STATES):
+        _tell_of_traces(kept[0].fits(), len(kept) + 1)
     kept.insert(0, prepared)
-    del kept[8:]
+    del kept[STATES:]
     state.calls.setdefault(call.shape, (dict(call.numbers), returned_types(prepared)))
     while len(state.programs) > KEPT:
         state.programs.popitem(last=False)
     return prepared
+
+
+def _tell_of_traces(changed: str | None, count: int) -> None:
+    """Warn that something keeps changing: correct, and slow."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(
+            f"the model is traced and planned for the {count}th time for calls of one kind, as {changed}; "
+            "what changes from step to step is better an argument of forward (a number will do) or a buffer",
+            stacklevel=2,
+        )
 
 
 def _layouts(parallel: nn.Module, state: State) -> dict[str, Layout]:

@@ -262,3 +262,13 @@ def test_a_loss_that_forward_keeps_as_an_attribute_is_there_with_its_gradient(on
             (loss + 0.1 * model.aux).backward()
         near(parallel.aux.detach(), plain.aux.detach(), 1e-5, "aux")
         same_gradients(plain, parallel)
+
+
+def test_a_value_that_changes_at_every_step_is_right_and_told_of(one: DeviceMesh) -> None:
+    plain = Base()
+    parallel = autopar.compile(plain, one)
+    x = torch.randn(4, 8)
+    with pytest.warns(UserWarning, match="planned for the 4th time .*beta was 0.2 and is 0.3.* argument of forward"):
+        for step in range(5):
+            plain.beta = parallel.beta = 0.1 * step + 0.0
+            near(parallel(x), plain(x), 1e-6, f"loss of step {step}")

@@ -1,0 +1,106 @@
+"""Optimizers that look at more than one number of a parameter at a time: as on one process, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.optim import Whole
+from tests.processes.boundary import POLICIES, _batch, _compiled, _net
+from tests.processes.compare import near, same_state
+from tests.processes.errors import refused
+from tests.processes.worker import Ranks
+
+
+class Lamb(torch.optim.Optimizer):
+    """You et al. 2020, algorithm 2, with states made as plain tensors, as third parties make them."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("m", torch.zeros(p.shape)), state.setdefault("v", torch.zeros(p.shape))
+                state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["v"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                update = state["m"] / (state["v"].sqrt() + 1e-6)
+                p.add_(update, alpha=-group["lr"] * float(p.norm() / update.norm()))
+
+
+class OneStep(torch.optim.Optimizer):
+    """SGD whose step is one number of all parameters and gradients, kept in its group (as D-Adaptation does)."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "d": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            squares = sum((p.grad * p.grad).sum().item() for p in group["params"])
+            largest = max(p.abs().max().item() for p in group["params"])
+            group["d"] = 0.5 * group["d"] + largest / (1 + squares**0.5)
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] * group["d"])
+
+
+WHOLE: tuple[Callable[..., torch.optim.Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Rprop, Lamb, OneStep)
+
+
+def _steps(models: tuple[nn.Module, nn.Module], optimizers: Any, batch: tuple[Tensor, Tensor], count: int = 3) -> None:
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.7) for one in optimizers]
+    for step in range(count):
+        losses: list[Tensor] = []
+        for model, optimizer, schedule in zip(models, optimizers, schedules, strict=True):
+            losses.append(model(*batch)[0])
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        near(losses[1], losses[0], 1e-5, f"loss of step {step}")
+
+
+def check_whole_copies_take_any_optimizer(ranks: Ranks) -> None:
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        for make in WHOLE:
+            plain = _net()
+            parallel = _compiled(ranks, plain, policy, x, y)
+            parallel(x, y)
+            optimizers = make(plain.parameters(), lr=0.01), Whole(parallel.parameters(), make, lr=0.01)
+            _steps((plain, parallel), optimizers, (x, y))
+            same_state(plain, parallel)
+            # it goes on from a state dict, with parameters that were loaded between steps
+            held = optimizers[1].state_dict()
+            with torch.no_grad():
+                for ours, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+                    ours.mul_(1.5), theirs.mul_(1.5)
+            further = Whole(parallel.parameters(), make, lr=0.01)
+            further.load_state_dict(held)
+            assert further.param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"]
+            _steps((plain, parallel), (optimizers[0], further), (x, y), 2)
+            same_state(plain, parallel)
+
+
+def check_one_number_of_all_parameters_is_the_same_on_every_rank(ranks: Ranks) -> None:
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        plain = _net()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        parallel(x, y)  # until then it looks at the plain model's values
+        _steps((plain, parallel), (OneStep(plain.parameters()), OneStep(parallel.parameters())), (x, y))
+        same_state(plain, parallel)
+
+
+def check_what_dtensors_do_not_run_says_what_does(ranks: Ranks) -> None:
+    x, y, _ = _batch()
+    for make in (torch.optim.Adafactor, torch.optim.Rprop):
+        parallel = _compiled(ranks, _net(), "fsdp", x, y)
+        parallel(x, y)[0].backward()
+        optimizer = make(parallel.parameters())
+        refused(RuntimeError, rf"{make.__name__} .*autopar\.optim\.Whole\(parallel\.parameters\(\)", optimizer.step)
