@@ -104,7 +104,7 @@ def _set_settings(groups: list[dict[str, Any]], like: list[dict[str, Any]]) -> N
 
 
 def _whole(value: Tensor) -> Tensor:
-    return value.detach().full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 def _version(value: Tensor) -> int:

@@ -117,9 +117,9 @@ class Places:
 
 def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Origins) -> Any:
     """What `func` gives where it picks rows by a mask, or is asked of picked rows; None: neither. Raises TraceError."""
-    name = getattr(func, "__name__", "")
-    if name == "__getitem__" and not isinstance(args[0], Picked):
-        return _picks(*args, origins)
+    name, of_rows = getattr(func, "__name__", ""), bool(_all_picked(args[:1]))
+    if name == "__getitem__" and not of_rows:
+        return _picks(args[0], args[1], origins)
     if name == "masked_select":
         tensor, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])
         return _pick(tensor, mask, origins)
@@ -127,14 +127,15 @@ def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Ori
     if is_indices and _is_mask(args[0]):
         return tuple(Places(args[0], place) for place in range(args[0].ndim))
     if name == "__setitem__" and isinstance(args[2], Picked):
-        return _set(*args, origins)
-    return apply(func, args, kwargs) if _all_picked((args, kwargs)) else None
+        return _set(args[0], args[1], args[2], origins)
+    return apply(func, args, kwargs) if of_rows or _all_picked((args, kwargs)) else None
 
 
 def _set(tensor: Tensor, index: Any, rows: Picked, origins: Origins) -> Tensor:
     """`tensor[mask] = rows` of the same mask."""
     if not _is_mask(index) or origins.of(index) != rows.key or rows.row != tuple(tensor.shape[index.ndim :]):
         raise _refused("writing to other places")
+    origins.forget()
     return tensor.copy_(torch.where(_beside(index, tensor), rows.dense.to(tensor.dtype), tensor))
 
 
@@ -284,15 +285,16 @@ def _whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any]
     value, dtype = first.dense, kwargs.pop("dtype", None)
     if (args and not (name == "norm" and list(args) == [2])) or (kwargs and name not in ("var", "std")):
         raise _refused(f"{name} with these arguments")
+    bounds = torch.finfo(value.dtype) if value.is_floating_point() else torch.iinfo(value.dtype)
     match name:
         case "sum":
             return first.kept().sum(dtype=dtype)
         case "mean":
             return first.kept().sum(dtype=dtype) / first.numel()
         case "max" | "amax":
-            return first.kept(fill=_bounds(value.dtype)[0]).max()
+            return first.kept(fill=bounds.min).max()
         case "min" | "amin":
-            return first.kept(fill=_bounds(value.dtype)[1]).min()
+            return first.kept(fill=bounds.max).min()
         case "norm" | "vector_norm":
             return first.kept().norm()
         case "any":
@@ -307,10 +309,6 @@ def _whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any]
             return found if name == "var" else found.sqrt()
         case _:
             raise _refused(name)
-
-
-def _bounds(dtype: torch.dtype) -> tuple[Any, Any]:
-    return (-torch.inf, torch.inf) if dtype.is_floating_point else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def _product(sizes: Sequence[int]) -> int:

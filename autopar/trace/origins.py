@@ -37,7 +37,7 @@ class Origins:
         """`func` gave `result`; call it behind every function of torch."""
         name = str(getattr(func, "__name__", func))
         if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
-            self._by_id.clear()
+            self.forget()
         elif name.strip("_") in PURE and isinstance(result, torch.Tensor):
             try:
                 key = name.strip("_"), self._told(args), self._told(tuple(sorted(kwargs.items())))
@@ -46,6 +46,10 @@ class Origins:
                 return  # an argument that cannot be compared
             self._by_making[key] = self._by_id[id(result)] = self._new() if number is None else number
             self.hold(result)
+
+    def forget(self) -> None:
+        """Something was written to in place."""
+        self._by_id.clear()
 
     def _told(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
