@@ -1,0 +1,47 @@
+"""Rows as a table, and how many of them are what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+VERDICTS = ("right", "refused", "wrong", "crash", "unusable")
+LITTLE = 0.2  # of the arithmetic: what may run whole on every rank in a plan that splits the work
+
+
+def mesh_name(row: Mapping[str, Any]) -> str:
+    return "x".join(map(str, row["mesh"]))
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table with a line for each mesh."""
+    lines = ["| mesh | scripts | right | refused | wrong | crash | right, at most 20 % whole on every rank |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for mesh in dict.fromkeys(map(mesh_name, rows)):
+        here = [row for row in rows if mesh_name(row) == mesh and row["verdict"] != "unusable"]
+        counts = [sum(row["verdict"] == verdict for row in here) for verdict in VERDICTS[:4]]
+        little = sum(row["verdict"] == "right" and row["share"] <= LITTLE for row in here)
+        lines.append(f"| {mesh} | {len(here)} | {' | '.join(map(str, counts))} | {little} |")
+    return "\n".join(lines)
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], told: Mapping[str, str]) -> str:
+    """The summary, then a line for each script: its verdict on each mesh, and what runs whole on every rank."""
+    meshes = list(dict.fromkeys(map(mesh_name, rows)))
+    of = {(row["name"], mesh_name(row)): row for row in rows}
+    head = ["script", *(f"{mesh}{what}" for mesh in meshes for what in ("", ", whole")), "told"]
+    lines = [summary(rows), "", f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        here = [of.get((name, mesh)) for mesh in meshes]
+        cells: list[str] = []
+        for row in here:
+            cells += ["", ""] if row is None else [row["verdict"], f"{row['share']:.0%}" if "share" in row else ""]
+        said = dict.fromkeys(row["told"] for row in here if row is not None and row.get("told"))
+        notes = "; ".join(part for part in (told.get(name, ""), *said) if part)
+        lines.append(f"| {name} | {' | '.join(cells)} | {_cell(notes)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    text = text.replace("|", "\\|")
+    return text if len(text) <= 240 else text[:237] + "..."
