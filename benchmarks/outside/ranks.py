@@ -12,19 +12,24 @@ from typing import Any
 
 from autopar.local_ranks import environment, local_ranks
 
+CATALOGUE = "benchmarks.outside.catalogue"
 START_S = 60  # imports, and the group
 
 
 def rows_of(
     names: Sequence[str], sizes: Sequence[int], *, packages: str | None, limit_s: float, dtypes: Sequence[str],
-    links: str,
+    links: str, catalogue: str = CATALOGUE,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The row of each script on a mesh of these sizes, in order; a group that breaks is replaced by a fresh one."""
+    """The row of each script on a mesh of these sizes, in order; a group that breaks is replaced by a fresh one.
+
+    `catalogue`: the module whose `scripts()` has them.
+    """
     left = list(names)
     while left:
         with tempfile.TemporaryDirectory() as folder:
             asked = {"names": left, "sizes": list(sizes), "packages": packages, "limit_s": limit_s}
-            Path(folder, "asked.json").write_text(json.dumps(asked | {"dtypes": list(dtypes), "links": links}))
+            asked |= {"dtypes": list(dtypes), "links": links, "catalogue": catalogue}
+            Path(folder, "asked.json").write_text(json.dumps(asked))
             done = 0
             for row in _session(folder, sizes, limit_s, len(left)):
                 yield row | {"mesh": list(sizes)}

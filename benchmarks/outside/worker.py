@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from benchmarks.outside import catalogue
 from benchmarks.outside.script import Script, use_packages
 from benchmarks.outside.trial import attempt, easy_links
 
@@ -59,7 +59,10 @@ def main(folder: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=limit)
     beside = dist.new_group(timeout=limit)  # what is said about an error does not meet a collective of the model
     mesh = autopar.init_mesh("cpu", **dict(zip(("data", "tensor"), given["sizes"], strict=False)))
-    scripts = {script.name: script for script in catalogue.scripts()}
+    scripts = {
+        script.name: script
+        for script in import_module(given.get("catalogue", "benchmarks.outside.catalogue")).scripts()
+    }
     for name in given["names"]:
         if rank == 0:
             Path(folder, "current").write_text(name)
