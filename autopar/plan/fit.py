@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.batch_norm import statistics_of
@@ -15,6 +16,7 @@ from autopar.saving.narrow import plain
 from autopar.work import FETCH, STORE
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 
+_EITHER_WAY = ("aten.add.Tensor", "aten.mul.Tensor")  # of two tensors: the same numbers whichever stands first
 AGAIN = "run `python -m autopar.search` again to make a new plan"
 
 
@@ -110,7 +112,16 @@ def _end(result: Result) -> str:
 
 
 def _operators(ours: Graph, theirs: Graph) -> str | None:
-    """The first operator that differs, with the lines it came from; None where the programs are the same."""
+    """The first operator that differs, with the lines it came from; None where the programs are the same but for the
+    order of operators that do not need each other: a model that goes over a set of names makes them in another order in
+    each process.
+    """
+    if (told := _first_difference(ours, theirs)) is None or _same_in_another_order(ours, theirs):
+        return None
+    return told
+
+
+def _first_difference(ours: Graph, theirs: Graph) -> str | None:
     was, now = list(_told(ours)), list(_told(theirs))
     for (node, mine), (other, yours) in zip(was, now, strict=False):
         if mine != yours:
@@ -154,6 +165,31 @@ def _told(graph: Graph) -> Iterable[tuple[Node, object]]:
     for node in graph.nodes:
         if not node.is_source:
             yield node, (node.op, place(node.args), place(node.kwargs), node.outputs, node.phase, node.target)
+
+
+def _same_in_another_order(ours: Graph, theirs: Graph) -> bool:
+    """Whether the graphs compute the same values, each as often, and give back the same ones."""
+    number: dict[object, int] = {}
+
+    def told(graph: Graph) -> tuple[Counter[int], Sequence[object]]:
+        at: dict[str, int] = {}
+
+        def value(ref: Ref) -> tuple[int, int]:
+            return at[ref.name], ref.index
+
+        for node in graph.nodes:
+            if node.is_source:
+                made: object = (node.op, node.target)
+            else:
+                args = map_refs(node.args, value)
+                if node.op in _EITHER_WAY and len(node.operands) == len(node.args) == 2:
+                    args = sorted(args)
+                made = repr((node.op, args, map_refs(node.kwargs, value), node.outputs, node.phase, node.target))
+            at[node.name] = number.setdefault(made, len(number))
+        ends = [(r.kind, r.target, r.ref and value(r.ref)) for r in graph.results]
+        return Counter(at.values()), ends
+
+    return told(ours) == told(theirs)
 
 
 def _where(node: Node) -> str:

@@ -156,7 +156,7 @@ SCRIPTS = [
     _pair("bart", **BART),
     _pair("pegasus", **BART),
     _pixels("vit", **VIT),
-    _pixels("beit", **VIT),
+    _pixels("beit", drop_path_rate=0.0, **VIT),
     _pixels("dinov2", **(VIT | {"mlp_ratio": 2})),
     _pixels("swin", embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, patch_size=4, drop_path_rate=0.0),
     _pixels("convnext", hidden_sizes=[16, 24, 32, 48], depths=[1, 1, 1, 1], told=""),

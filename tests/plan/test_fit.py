@@ -8,7 +8,9 @@ from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan import PlanMismatch
 from autopar.plan.store import check, dumps, loads
+from autopar.search import search
 from tests.plan.nets import MESH, Net, net_graph, trace
+from tests.support.machines import FAST
 
 
 def message(plan, graph: Graph, mesh: Mesh = MESH, **options) -> str:
@@ -147,3 +149,30 @@ def test_results_that_are_other_values_are_told(plan, graph):
     a, b = (i for i, r in enumerate(ends) if r.target in ("layers.0.norm.weight", "layers.0.norm.bias"))
     ends[a], ends[b] = replace(ends[a], ref=ends[b].ref), replace(ends[b], ref=ends[a].ref)
     assert "was another value than" in message(plan, Graph(graph.nodes, tuple(ends)))
+
+
+class Branches(nn.Module):
+    """Goes over names in an order of its own, as a set of them has in every process."""
+
+    def __init__(self, *order: str) -> None:
+        super().__init__()
+        self.order = order
+        self.parts = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})
+
+    def forward(self, x):
+        made = {name: torch.tanh(self.parts[name](x * (1 if name == "a" else 2))) for name in self.order}
+        return (made["a"] - made["b"]).square().mean()
+
+
+class Swapped(Branches):
+    def forward(self, x):
+        made = {name: torch.tanh(self.parts[name](x * (1 if name == "b" else 2))) for name in self.order}
+        return (made["a"] - made["b"]).square().mean()
+
+
+def test_the_order_of_operators_that_do_not_need_each_other_is_of_no_account():
+    one, other = (trace(Branches(*order), x=torch.zeros(16, 8)) for order in ("ab", "ba"))
+    assert one.digest != other.digest
+    plan = search(one, MESH, FAST)
+    check(plan, other, MESH)
+    assert "another model" in message(plan, trace(Swapped("a", "b"), x=torch.zeros(16, 8)))

@@ -197,3 +197,27 @@ def check_other_sizes_and_evaluation(ranks: Ranks) -> None:
         with torch.no_grad():
             plain.eval(), parallel.eval()
             near(parallel(x[:6])[:3], plain(x[:6])[:3], 1e-5, "logits")
+
+
+def check_operators_in_another_order_on_each_rank(ranks: Ranks) -> None:
+    """Of a model that goes over a set of names, whose order each process draws."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order = ("a", "b") if ranks.rank else ("b", "a")
+            self.parts = nn.ModuleDict({"a": nn.Linear(32, 16), "b": nn.Linear(32, 16)})
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = {name: torch.tanh(self.parts[name](x * len(name))) for name in self.order}
+            return (made["a"] - 2 * made["b"]).square().mean()
+
+    x, _, _ = _batch()
+    plain = Branches()
+    plain.order = ("a", "b")
+    parallel = autopar.compile(Branches(), ranks.mesh())
+    parallel.load_state_dict(plain.state_dict())
+    for _ in range(2):
+        plain.zero_grad(), parallel.zero_grad()
+        plain(x).backward(), parallel(x).backward()
+        same_gradients(plain, parallel)
