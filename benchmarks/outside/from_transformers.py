@@ -183,7 +183,7 @@ SCRIPTS = [
             "hidden_size": 32, "conv_dim": [16, 16], "conv_kernel": [10, 3], "conv_stride": [5, 2], "num_labels": 3,
             "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2,
             "hidden_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0, "final_dropout": 0.0,
-            "layerdrop": 0.0, "apply_spec_augment": False, "classifier_proj_size": 16,
+            "layerdrop": 0.0, "activation_dropout": 0.0, "apply_spec_augment": False, "classifier_proj_size": 16,
         }), _wav, optimizer=adamw, told="no dropout, no masked frames",
     ),
     Script(

@@ -25,6 +25,13 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def without_rule(row: Mapping[str, Any]) -> list[str]:
+    """Operators that run whole on every rank as nothing is known of them: their arithmetic is counted as one flop an entry."""
+    told = (note.partition(" has no sharding rule") for note in row.get("notes", []))
+    found = [name for name, mark, _ in told if mark]
+    return [name.removeprefix("aten.").removesuffix(".default") for name in found]
+
+
 def markdown(rows: Sequence[Mapping[str, Any]], told: Mapping[str, str]) -> str:
     """The summary, then a line for each script: its verdict on each mesh, and what runs whole on every rank."""
     meshes = list(dict.fromkeys(map(mesh_name, rows)))
@@ -37,6 +44,8 @@ def markdown(rows: Sequence[Mapping[str, Any]], told: Mapping[str, str]) -> str:
         for row in here:
             cells += ["", ""] if row is None else [row["verdict"], f"{row['share']:.0%}" if "share" in row else ""]
         said = dict.fromkeys(row["told"] for row in here if row is not None and row.get("told"))
+        without = dict.fromkeys(one for row in here if row is not None for one in without_rule(row))
+        said |= {f"no rule for {', '.join(without)}": None} if without else {}
         notes = "; ".join(part for part in (told.get(name, ""), *said) if part)
         lines.append(f"| {name} | {' | '.join(cells)} | {_cell(notes)} |")
     return "\n".join(lines) + "\n"
