@@ -26,7 +26,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def without_rule(row: Mapping[str, Any]) -> list[str]:
-    """Operators that run whole on every rank as nothing is known of them: their arithmetic is counted as one flop an entry."""
+    """Operators that run whole on every rank; what they compute is counted as one flop an entry."""
     told = (note.partition(" has no sharding rule") for note in row.get("notes", []))
     found = [name for name, mark, _ in told if mark]
     return [name.removeprefix("aten.").removesuffix(".default") for name in found]
