@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 VERDICTS = ("right", "refused", "wrong", "crash", "unusable")
+NO_DROPOUT = "no dropout"
 LITTLE = 0.2  # of the arithmetic: what may run whole on every rank in a plan that splits the work
 
 
@@ -46,6 +47,8 @@ def markdown(rows: Sequence[Mapping[str, Any]], told: Mapping[str, str]) -> str:
         said = dict.fromkeys(row["told"] for row in here if row is not None and row.get("told"))
         without = dict.fromkeys(one for row in here if row is not None for one in without_rule(row))
         said |= {f"no rule for {', '.join(without)}": None} if without else {}
+        if any(row.get("dropped") for row in here if row is not None) and told.get(name) != NO_DROPOUT:
+            said = {NO_DROPOUT: None} | said
         notes = "; ".join(part for part in (told.get(name, ""), *said) if part)
         lines.append(f"| {name} | {' | '.join(cells)} | {_cell(notes)} |")
     return "\n".join(lines) + "\n"
