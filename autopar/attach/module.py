@@ -44,6 +44,7 @@ from autopar.attach.tensors import (
     to_host,
     whole_parameter,
 )
+from autopar.attach.wrappers import parallel_class
 from autopar.batch_norm import GLOBAL
 from autopar.emit import Program
 from autopar.modules import aliases, computed_tensors, replace_tensors, tensors_by_name, with_tensors
@@ -241,7 +242,7 @@ def attach(
     fresh |= {id(tensor): tensor.detach().clone() for tensor in computed_tensors(model)}
     beside = with_tensors(model, fresh)
     model_class = type(model)
-    beside.__class__ = type(f"Parallel{model_class.__name__}", (ParallelModule, model_class), {})
+    beside.__class__ = parallel_class(model_class, ParallelModule)
     take_plain_tensors(beside)
     parallel = cast(ParallelModule, beside)
     state = State(model_class, device_mesh, planner, outputs, inputs, backend, precision, batch_norm)
