@@ -1,4 +1,4 @@
-"""Optimizers that would do something else than they say: of the wrong model, or of whole matrices.
+"""Optimizers that would do something else than they say: of the wrong model, whole matrices, another rank's states.
 
 DistributedDataParallel shares its parameters with the model that it wraps, so scripts written for it may make the
 optimizer before. A parallel module has parameters of its own: such an optimizer would train nothing, without a word.
@@ -7,6 +7,7 @@ optimizer before. A parallel module has parameters of its own: such an optimizer
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -15,8 +16,13 @@ from torch.optim import Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar.attach.tensors import refuse_pieces_of_others
+
 # Parameter of a plain model -> its name, and the parallel module beside that model.
 _BESIDE: Any = WeakIdKeyDictionary()
+
+# Optimizer -> its states as they were looked at; loading puts others in their place.
+_LOOKED_AT: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
 def refuse_optimizers_of(model: nn.Module, parallel: nn.Module) -> None:
@@ -30,6 +36,11 @@ def refuse_optimizers_of(model: nn.Module, parallel: nn.Module) -> None:
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _refuse_whole_matrices(optimizer)
+    if _LOOKED_AT.get(optimizer) is not optimizer.state:
+        for states in optimizer.state.values():
+            for name, value in states.items() if isinstance(states, Mapping) else ():
+                refuse_pieces_of_others(f"{name} of an optimizer", value)
+        _LOOKED_AT[optimizer] = optimizer.state
     found: list[tuple[str, nn.Module]] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -180,6 +180,7 @@ def _cut_to_layouts(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
     """
     for name, held in module._parameters.items():
         value = state_dict.get(prefix + name)
+        refuse_pieces_of_others(prefix + name, value)
         if isinstance(value, DTensor) and not isinstance(held, DTensor):
             state_dict[prefix + name] = value.full_tensor()
         if not isinstance(held, DTensor) or not isinstance(value, Tensor):
@@ -188,6 +189,21 @@ def _cut_to_layouts(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
             become(held, nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad))
         if not isinstance(value, DTensor) and value.shape == held.shape:
             state_dict[prefix + name] = piece_as(value, held)
+
+
+def refuse_pieces_of_others(name: str, value: Any) -> None:
+    """Raises RuntimeError for a DTensor that came out of a file with the piece of the rank that has written it."""
+    if not isinstance(value, DTensor) or not any(isinstance(placement, Shard) for placement in value.placements):
+        return
+    mesh, rank = value.device_mesh, dist.get_rank()
+    here = (mesh.mesh == rank).nonzero().flatten().tolist()
+    if mesh.size() <= dist.get_world_size() and list(mesh.get_coordinate() or ()) == here:
+        return
+    raise RuntimeError(
+        f"{name} holds the piece of one rank among {mesh.size()}, and not of this one: torch.save of a state dict on "
+        "one rank leaves out what the others have. Save parallel.full_state_dict() (for an optimizer, torch's "
+        "get_optimizer_state_dict with full_state_dict=True), or let all ranks write with torch.distributed.checkpoint"
+    )
 
 
 def piece_as(value: Tensor, held: DTensor) -> DTensor:

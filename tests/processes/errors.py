@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -182,6 +183,30 @@ def check_plans_of_something_else(ranks: Ranks) -> None:
         refused(PlanMismatch, f"{mine.name}.*", run(net(Logits), x))
     mine.unlink()
     refused(FileNotFoundError, mine.name, run(net(Logits), x))
+
+
+def check_pieces_that_another_rank_has_saved(ranks: Ranks) -> None:
+    """What scripts for DistributedDataParallel do: rank 0 saves state dicts, all ranks load them."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512))
+    x, file = torch.randn(16, 512), ranks.folder / "rank0.pt"
+    parallel = autopar.compile(plain, ranks.mesh(), example_inputs=(x,), hardware=FAST)
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    parallel(x).square().mean().backward()
+    optimizer.step()
+    split = [name for name, tensor in parallel.named_parameters() if isinstance(tensor, DTensor)]
+    assert split
+    if ranks.rank == 0:
+        torch.save((parallel.state_dict(), optimizer.state_dict()), file)
+    dist.barrier()
+    weights, states = torch.load(file, weights_only=True)
+    if ranks.rank == 0:
+        parallel.load_state_dict(weights)
+    else:
+        told = rf"holds the piece of one rank among {ranks.count}, and not of this one.*full_state_dict\(\)"
+        refused(RuntimeError, told, lambda: parallel.load_state_dict(weights))
+        optimizer.load_state_dict(states)
+        refused(RuntimeError, told, optimizer.step)
 
 
 def check_inference_has_no_backward(ranks: Ranks) -> None:
