@@ -131,6 +131,20 @@ def node_strategies(node: Node, types: tuple[TensorType, ...], rule: Rule | None
     return _undominated(found)
 
 
+def strategy_of(node: Node, types: tuple[TensorType, ...], roles: tuple[str, ...], mesh: Mesh) -> Strategy | None:
+    """The strategy of an operator that splits as `roles` say; None where its rule has no such one."""
+    rule = rule_of(node, types)
+    known = set[str]() if rule is None else {*rule.splittable, *map(_linear_role, rule.linear)}
+    for role, size in zip(roles, mesh.sizes, strict=True):
+        if role and (size == 1 or role not in known):
+            return None
+    if rule is not None and (
+        not _is_even(rule, roles, mesh) or len({rule.bodies[r] for r in roles if r in rule.bodies}) > 1
+    ):
+        return None
+    return make_strategy(node, types, rule, roles, mesh, *flops_of(node, types))
+
+
 def _linear_role(positions: frozenset[int]) -> str:
     return "+" + ",".join(map(str, sorted(positions)))
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.batch_norm import statistics_of
 from autopar.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
-from autopar.layout import Layout, encode, local_shape
+from autopar.layout import Layout, Partial, encode, local_shape, replicated
 from autopar.mesh import Mesh
 from autopar.plan.plan import RESIDENCES, Choice, Plan, PlanMismatch
 from autopar.reshard import Reshard
 from autopar.rules.bodies import BODIES
-from autopar.saving.narrow import plain
+from autopar.saving.narrow import false_claim_of, plain
+from autopar.strategy import Strategy, operand_types, signature_of, strategy_of
 from autopar.work import FETCH, STORE
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 
@@ -30,10 +31,13 @@ def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, o
     own graph; operators, arguments, shapes and the names of inputs, parameters and buffers do. Nor does what the plan
     runs again, offloads or fetches. `outputs`: as in `search`, if it matters.
     """
-    ours = plain(plan.graph)
 
     def fail(told: str) -> None:
         raise PlanMismatch(f"{origin} was made for {told}")
+
+    if (claim := false_claim_of(plan.graph)) is not None:
+        raise PlanMismatch(f"{origin} was edited: node %{claim[0].name} ({claim[0].op}) {claim[1]}; {AGAIN}")
+    ours = plain(plan.graph)
 
     if mesh != plan.mesh:
         fail(f"mesh {plan.mesh}, this mesh is {mesh}; use a mesh with those names and sizes, or {AGAIN}")
@@ -48,6 +52,44 @@ def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, o
         fail(f"{ends[0]}, this model {ends[1]}; {AGAIN}")
     if (nodes := _operators(ours, graph)) is not None:
         fail(f"another model: {nodes}; {AGAIN}")
+    if (told := _no_strategy(plan)) is not None:
+        raise PlanMismatch(f"{origin} was edited, or made by another autopar: {told}; {AGAIN}")
+
+
+def _no_strategy(plan: Plan) -> str | None:
+    """The first operator that is split, or result that is delivered, as no rule has it; None where all are."""
+    node_of, mesh = plan.graph.by_name, plan.mesh
+    known: dict[object, Strategy | None] = {}
+    whole = replicated(mesh)
+    for node in plan.graph.nodes:
+        choice, told = plan.choices[node.name], f"%{node.name} ({node.op}) is not computed as its rule says"
+        ways = (choice.takes, choice.gives, choice.body, choice.body_axes, choice.body_size)
+        if node.is_source or node.op in (STORE, FETCH):
+            (layout,) = choice.gives
+            taken = () if node.is_source else (layout,)
+            may_be_split = node.op not in ("buffer", "constant") or layout == whole
+            if ways != (taken, (layout,), "", (), 1) or any(choice.roles) or not may_be_split:
+                return told
+            if any(isinstance(placement, Partial) for placement in layout) and node.is_source:
+                return told
+            continue
+        types = operand_types(node, node_of)
+        key = signature_of(node, types), choice.roles
+        if key not in known:
+            known[key] = strategy_of(node, types, choice.roles, mesh)
+        right = known[key]
+        if right is None or ways != (right.takes, right.gives, right.body, right.body_axes, right.body_size):
+            return told
+    held = {node.target: plan.choices[node.name].gives[0] for node in plan.graph.nodes if node.op == "parameter"}
+    for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
+        if delivery is None:
+            continue
+        told = f"the {result.kind} {result.target} is delivered as nobody expects it"
+        if result.kind == "gradient" and delivery.layout != held.get(result.target):
+            return told
+        if any(isinstance(placement, Partial) for placement in delivery.layout):
+            return told
+    return None
 
 
 def _batch_norms(ours: Graph, theirs: Graph) -> tuple[str, str] | None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from autopar.graph import Graph, Node, Phase, Ref, map_refs
 from autopar.saving.once import is_gathered_once
 from autopar.saving.widen import OFFLOAD, RECOMPUTE, SAVE, again_name, looks_at_source
-from autopar.work import FETCH, STORE
+from autopar.work import FETCH, STORE, draws
 
 
 def narrowed(
@@ -131,3 +131,36 @@ def plain(graph: Graph) -> Graph:
             kept.append(replace(node, args=args, kwargs=kwargs))
     results = tuple(replace(r, ref=None if r.ref is None else traced(r.ref)) for r in graph.results)
     return Graph(tuple(kept), results) if len(kept) < len(graph.nodes) else graph
+
+
+def false_claim_of(graph: Graph) -> tuple[Node, str] | None:
+    """(node, cause) of the first node that `plain` would leave out though it is not what it claims to be: a copy of
+    another node, a way to the host or back, a share. None where all are.
+    """
+    nodes: dict[str, Node] = {}
+    instead: dict[Ref, Ref] = {}
+
+    def traced(ref: Ref) -> Ref:
+        return instead.get(ref, ref)
+
+    def call(node: Node) -> object:
+        kwargs = tuple((key, map_refs(arg, traced)) for key, arg in node.kwargs)
+        return node.op, repr((map_refs(node.args, traced), kwargs)), node.outputs
+
+    for node in graph.nodes:
+        if node.op in (STORE, FETCH) or is_gathered_once(node):
+            operand = nodes.get(node.operands[0].name) if len(node.operands) == 1 else None
+            if operand is None or node.outputs != (operand.outputs[node.operands[0].index],) or len(node.args) != 1:
+                return node, "is not what it moves"
+            instead[Ref(node.name)] = traced(node.operands[0])
+        elif not node.is_source and node.target:
+            first = nodes.get(node.target)
+            if first is None or first.is_source or first.phase != "forward" or node.phase != "backward":
+                return node, f"says that it repeats {node.target!r}, which it cannot"
+            if call(first) != call(node):
+                return node, f"says that it repeats %{first.name}, and is another call"
+            if draws(first):
+                return node, f"repeats %{first.name}, which draws random numbers"
+            instead |= {Ref(node.name, i): Ref(node.target, i) for i in range(len(node.outputs))}
+        nodes[node.name] = node
+    return None

@@ -11,6 +11,7 @@ import contextlib
 import random
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,7 +83,9 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
         own = super(made, self).__getattribute__("__dict__")
         path = path_of.get(id(self))
         if path is not None and name in own:
-            if (path, name) not in reads.attributes and (path, name) not in reads.written:
+            if holds_references(own[name]):
+                pass
+            elif (path, name) not in reads.attributes and (path, name) not in reads.written:
                 reads.attributes[path, name] = own[name]
                 if isinstance(own[name], (list, dict, set)):
                     reads.contents[path, name] = snapshot(own[name])
@@ -102,7 +105,7 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
         own = super(made, self).__getattribute__("__dict__")
         is_tensor_slot = any(name in own.get(kept, ()) for kept in ("_parameters", "_buffers", "_modules"))
         is_new = own.get(name, MISSING) is not value
-        is_ours = name in OF_EVERY_MODULE or is_tensor_slot
+        is_ours = name in OF_EVERY_MODULE or is_tensor_slot or _looks_at_parameters(value)
         if reads.is_open and path is not None and is_new and not is_ours:
             before, _, _ = reads.written.get((path, name), (own.get(name, MISSING), None, ""))
             reads.written[path, name] = before, value, _line_outside_torch()
@@ -111,6 +114,19 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
     made: Any = type(kind.__name__, (kind,), {"__getattribute__": __getattribute__, "__setattr__": __setattr__})
     made.__qualname__, made.__module__ = kind.__qualname__, kind.__module__
     return made
+
+
+def holds_references(value: Any) -> bool:
+    """Whether it is a list of weak references: torch's recurrent layers note so which parameters they have flattened,
+    and note it anew where they find others, as any trace does.
+    """
+    return isinstance(value, list) and any(isinstance(part, weakref.ref) for part in value)
+
+
+def _looks_at_parameters(value: Any) -> bool:
+    return isinstance(value, list) and (
+        holds_references(value) or (bool(value) and all(isinstance(part, nn.Parameter) for part in value))
+    )
 
 
 def _line_outside_torch() -> str:
