@@ -7,7 +7,7 @@ optimizer before. A parallel module has parameters of its own: such an optimizer
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from torch import nn
@@ -21,7 +21,8 @@ from autopar.attach.tensors import refuse_pieces_of_others
 # Parameter of a plain model -> its name, and the parallel module beside that model.
 _BESIDE: Any = WeakIdKeyDictionary()
 
-# Optimizer -> its states as they were looked at; loading puts others in their place.
+# Optimizer -> its states as they were looked at, and how its first parameter lay: loading puts others in their place,
+# and planning lays parameters out.
 _LOOKED_AT: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
@@ -36,11 +37,12 @@ def refuse_optimizers_of(model: nn.Module, parallel: nn.Module) -> None:
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _refuse_whole_matrices(optimizer)
-    if _LOOKED_AT.get(optimizer) is not optimizer.state:
-        for states in optimizer.state.values():
-            for name, value in states.items() if isinstance(states, Mapping) else ():
-                refuse_pieces_of_others(f"{name} of an optimizer", value)
-        _LOOKED_AT[optimizer] = optimizer.state
+    first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    seen = optimizer.state, getattr(first, "_spec", None)
+    known = _LOOKED_AT.get(optimizer, (None, None))
+    if known[0] is not seen[0] or known[1] is not seen[1]:
+        _look_at_states(optimizer)
+        _LOOKED_AT[optimizer] = seen
     found: list[tuple[str, nn.Module]] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -70,6 +72,23 @@ def _refuse_whole_matrices(optimizer: Optimizer) -> None:
                     f"{name} does not run on parameters that are split; step it on whole copies: "
                     f"autopar.optim.Whole(parallel.parameters(), torch.optim.{name}, lr=...)"
                 )
+
+
+def _look_at_states(optimizer: Optimizer) -> None:
+    """What was loaded into an optimizer is refused where it is another rank's, and laid out as the parameter where it
+    was made or loaded before there was a plan.
+    """
+    for parameter, states in optimizer.state.items():
+        for name, value in list(states.items()) if isinstance(states, MutableMapping) else ():
+            refuse_pieces_of_others(f"{name} of an optimizer", value)
+            if (
+                isinstance(value, DTensor)
+                and isinstance(parameter, DTensor)
+                and value.shape == parameter.shape
+                and value.device_mesh == parameter.device_mesh
+                and value.placements != parameter.placements
+            ):
+                states[name] = value.redistribute(placements=parameter.placements)
 
 
 register_optimizer_step_pre_hook(_refuse)

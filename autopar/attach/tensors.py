@@ -8,6 +8,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -195,8 +196,8 @@ def refuse_pieces_of_others(name: str, value: Any) -> None:
     """Raises RuntimeError for a DTensor that came out of a file with the piece of the rank that has written it."""
     if not isinstance(value, DTensor) or not any(isinstance(placement, Shard) for placement in value.placements):
         return
-    mesh, rank = value.device_mesh, dist.get_rank()
-    here = (mesh.mesh == rank).nonzero().flatten().tolist()
+    mesh = value.device_mesh
+    here = [*np.argwhere(np.array(mesh.mesh.tolist()) == dist.get_rank()).flatten()]
     if mesh.size() <= dist.get_world_size() and list(mesh.get_coordinate() or ()) == here:
         return
     raise RuntimeError(

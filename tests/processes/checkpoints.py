@@ -57,6 +57,40 @@ def check_load(ranks: Ranks) -> None:
     near(torch.tensor(_steps(parallel, optimizer, range(3, 6))), torch.tensor(wanted), 10 * LOSS, "losses after")
 
 
+def check_states_loaded_before_the_plan_lie_as_it_has_them(ranks: Ranks) -> None:
+    """As scripts do that load right behind compile, without example inputs."""
+    batches = torch.randn(6, 16, 512).unbind()
+    wanted: list[float] = []
+    for planned in (True, False):
+        torch.manual_seed(int(planned))
+        plain = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512))
+        example = {"example_inputs": (batches[0],)} if planned else {}
+        parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST, **example)
+        optimizer = adamw(parallel.parameters())
+        losses: list[float] = []
+        if not planned:
+            model_state, optimizer_state = get_state_dict(parallel, optimizer)
+            dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=ranks.folder / "early")
+            set_state_dict(parallel, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+        for number, x in enumerate(batches if planned else batches[3:]):
+            if number == 3 and planned:
+                model_state, optimizer_state = get_state_dict(parallel, optimizer)
+                dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=ranks.folder / "early")
+            loss = (parallel(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        wanted = losses if planned else wanted
+    near(torch.tensor(losses), torch.tensor(wanted[3:]), LOSS, "losses")
+    split = 0
+    for parameter, states in optimizer.state.items():
+        placements = getattr(parameter, "placements", None)
+        split += placements is not None and any(placement.is_shard() for placement in placements)
+        assert getattr(states["exp_avg"], "placements", None) == placements
+    assert split, "a plan that splits no parameter shows nothing"
+
+
 # --- from one residence to another -----------------------------------------------------------------------------------
 
 FROZEN = "half-frozen"  # and tied

@@ -98,6 +98,10 @@ def test_a_run_goes_on_in_another_residence_on_one_rank_and_on_two(tmp_path: Pat
     run_checks("checkpoints", 1, tmp_path, ["check_load_in_the_other_residence"])
 
 
+def test_states_that_are_loaded_early_lie_as_the_plan_has_them(tmp_path: Path) -> None:
+    run_checks("checkpoints", 2, tmp_path, ["check_states_loaded_before_the_plan_lie_as_it_has_them"])
+
+
 def test_a_script_runs_under_torchrun(tmp_path: Path) -> None:
     """Without the launcher of these tests: torchrun's own environment, and a profile and memory found by themselves."""
     command = [
