@@ -42,6 +42,7 @@ RANDOM = (
     "aten.cauchy.",
     "aten.dropout.",
     "aten.exponential.",
+    "aten.feature_alpha_dropout.",
     "aten.feature_dropout.",
     "aten.geometric.",
     "aten.log_normal.",
