@@ -62,6 +62,9 @@ class ParallelModule(nn.Module):
 
     _autopar: State
 
+    def __init_subclass__(cls) -> None:
+        """Not the model's: that one is for classes that its author writes."""
+
     @torch.compiler.disable  # the program is compiled already (backend=), and planning cannot be
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._autopar

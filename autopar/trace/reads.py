@@ -74,6 +74,14 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
                 module.__class__ = classes[id(module)]
 
 
+class _Unannounced(nn.Module):
+    """In front of a class, subclasses are made without its `__init_subclass__`, which may ask for arguments or keep
+    lists: it is for those that authors write.
+    """
+
+    def __init_subclass__(cls) -> None: ...
+
+
 def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
     seen_of_class: set[str] = set()
 
@@ -111,7 +119,8 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
             reads.written[path, name] = before, value, _line_outside_torch()
         super(made, self).__setattr__(name, value)
 
-    made: Any = type(kind.__name__, (kind,), {"__getattribute__": __getattribute__, "__setattr__": __setattr__})
+    body = {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
+    made: Any = type(kind.__name__, (_Unannounced, kind), body)
     made.__qualname__, made.__module__ = kind.__qualname__, kind.__module__
     return made
 

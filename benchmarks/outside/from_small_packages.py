@@ -173,7 +173,7 @@ SCRIPTS = [
             conv_kernel_size=7),
     _script("axial-attention", "axial_attention:AxialAttention", _rows(32, 8, 8), dim=32, dim_index=1, heads=4,
             num_dimensions=2),
-    _script("minGRU", "minGRU_pytorch.minGRULM:minGRULM", _sentences, _next_word, num_tokens=100, dim=32, depth=2),
+    _script("minGRU", "minGRU_pytorch.minLM:minLM", _sentences, _next_word, num_tokens=100, dim=32, depth=2),
     _script("lambda-networks", "lambda_networks:LambdaLayer", _rows(16, 8, 8), dim=16, dim_out=16, n=8, dim_k=8,
             heads=4, dim_u=1),
     _script("linear-attention-transformer", "linear_attention_transformer:LinearAttentionTransformerLM", _sentences,

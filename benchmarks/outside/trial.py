@@ -216,7 +216,10 @@ def attempt(script: Script, mesh: DeviceMesh, dtype: str, hardware: Hardware | N
     """The row of one script in one dtype; called by all ranks together."""
     kind = getattr(torch, dtype)
     torch.manual_seed(0)
-    plain = cast(script.model(), kind)
+    try:
+        plain = cast(script.model(), kind)
+    except Exception as error:
+        return {"verdict": "unusable", "told": sentence(error)}
     dropped = without_dropout(plain)
     drawn = batches(script, kind)
     wanted, why = None, [""]

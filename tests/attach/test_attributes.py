@@ -1,5 +1,7 @@
 """What forward leaves on its modules: forgotten where every call makes it alike, refused where calls build on it."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,3 +92,25 @@ def test_what_forward_draws_and_keeps_is_there_after_every_call(one: DeviceMesh)
         parallel(torch.randn(4, 6))
         kept.append(parallel.mask)
     assert kept[0].shape == (6,) and not kept[0].equal(kept[1])
+
+
+class Named(nn.Linear):
+    """A layer whose subclasses are kept under a name that they must give."""
+
+    known: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, name: str) -> None:
+        Named.known[name] = cls
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x))
+
+
+def test_classes_that_ask_their_subclasses_for_a_name_are_left_alone(one: DeviceMesh) -> None:
+    x = torch.randn(4, 6)
+    for plain in (Named(6, 6), nn.Sequential(nn.Linear(6, 6), Named(6, 6))):
+        parallel = autopar.compile(plain, one)
+        assert isinstance(parallel, type(plain)) and Named.known == {}
+        near(parallel(x), plain(x), LOSS, "output")
+        plain(x).sum().backward(), parallel(x).sum().backward()
+        same_gradients(plain, parallel)
