@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
+from autopar.trace.configurations import own_names
 from autopar.trace.reads import MISSING, SCALARS, Cell, Reads, snapshot
 
 Place = tuple[Mapping[str, Any], str]  # where a value is found
@@ -68,7 +69,7 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
             value = written[path, name][0]
         elif name != "training":  # which the trace may have set
             value = vars(module).get(name, MISSING)
-        _add(guards, vars(module), name, value, called)
+        _add(guards, vars(module), name, value, called, (reads, reads.attributes[path, name]))
     for path, module in modules.items():
         for key, child in module._modules.items():
             _add(guards, module._modules, key, child, f"{path}.{key}" if path else key)
@@ -83,18 +84,30 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
     return guards
 
 
-def _add(guards: Guards, place: Mapping[str, Any], key: str, value: Any, called: str) -> None:
+def _add(
+    guards: Guards,
+    place: Mapping[str, Any],
+    key: str,
+    value: Any,
+    called: str,
+    traced: tuple[Reads, Any] | None = None,
+) -> None:
+    """`traced`: what was read, and what stood for the value in the copy that was traced."""
     if (id(place), key) in guards.named:
         return
     guards.named[id(place), key] = called
     if value is MISSING or isinstance(value, (*SCALARS, type, nn.Module)) or not _may_change(value):
         guards.fixed.append((place, key))
         guards.values.append(value)
-    elif (own := _own_names(value)) is not None:  # a configuration: what it is, and the numbers and text in it
+    elif (own := own_names(value)) is not None:  # a configuration: what it is, and what was read of it
         guards.fixed.append((place, key))
         guards.values.append(value)
-        for name, part in list(own.items()):
-            if isinstance(part, SCALARS):
+        read = None if traced is None else traced[0].inside.read(traced[1])
+        for name in list(own) if read is None else read:
+            part = own.get(name, MISSING)
+            if read is not None and traced is not None:
+                _add(guards, own, name, part, f"{called}.{name}", (traced[0], vars(traced[1]).get(name)))
+            elif isinstance(part, SCALARS):
                 _add(guards, own, name, part, f"{called}.{name}")
     else:
         guards.changing.append(((place, key), snapshot(value)))
@@ -108,12 +121,6 @@ def _may_change(value: Any) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return not all(isinstance(part, SCALARS) for part in value)
     return not isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type(np.sin)))
-
-
-def _own_names(value: Any) -> dict[str, Any] | None:
-    if isinstance(value, (list, tuple, dict, set, frozenset, np.ndarray, Tensor, nn.Module)):
-        return None
-    return getattr(value, "__dict__", None)
 
 
 def _told(value: Any) -> str:

@@ -21,7 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autopar.trace.configurations import Configurations, Unannounced
+
 MISSING = object()
+
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 # What every module has; `training` alone says something about what forward computes.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -33,7 +36,8 @@ class Reads:
     """`attributes`: (module path, name) -> its value when it was first read, MISSING where there was none. `written`:
     likewise -> (what was there before the trace, what was written last, the line that wrote it). `contents`: snapshots
     of what may change in place, as it was first read. `names`: (where, name, value) of what functions and classes of
-    the user's see outside the instance: class attributes, globals, variables of enclosing functions.
+    the user's see outside the instance: class attributes, globals, variables of enclosing functions. `inside`: what
+    is read of configurations and other objects that modules hold.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -41,6 +45,7 @@ class Reads:
     written: dict[tuple[str, str], tuple[Any, Any, str]] = field(default_factory=dict)
     contents: dict[tuple[str, str], Any] = field(default_factory=dict)
     names: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
+    inside: Configurations = field(default_factory=Configurations)
 
     def changed_inside(self) -> list[str]:
         """Attributes whose contents the trace changed: lists that grew, and the like."""
@@ -74,14 +79,6 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
                 module.__class__ = classes[id(module)]
 
 
-class _Unannounced(nn.Module):
-    """In front of a class, subclasses are made without its `__init_subclass__`, which may ask for arguments or keep
-    lists: it is for those that authors write.
-    """
-
-    def __init_subclass__(cls) -> None: ...
-
-
 def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
     seen_of_class: set[str] = set()
 
@@ -94,6 +91,7 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
             if holds_references(own[name]):
                 pass
             elif (path, name) not in reads.attributes and (path, name) not in reads.written:
+                reads.inside.watch(own[name], lambda: reads.is_open)
                 reads.attributes[path, name] = own[name]
                 if isinstance(own[name], (list, dict, set)):
                     reads.contents[path, name] = snapshot(own[name])
@@ -120,7 +118,7 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
         super(made, self).__setattr__(name, value)
 
     body = {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
-    made: Any = type(kind.__name__, (_Unannounced, kind), body)
+    made: Any = type(kind.__name__, (Unannounced, kind), body)
     made.__qualname__, made.__module__ = kind.__qualname__, kind.__module__
     return made
 

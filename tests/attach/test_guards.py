@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.utils import parametrize
+from transformers import GPT2Config
 
 import autopar
 from autopar.trace import TraceError
@@ -272,3 +273,34 @@ def test_a_value_that_changes_at_every_step_is_right_and_told_of(one: DeviceMesh
         for step in range(5):
             plain.beta = parallel.beta = 0.1 * step + 0.0
             near(parallel(x), plain(x), 1e-6, f"loss of step {step}")
+
+
+class Configured(Base):
+    """Reads numbers of its configuration, one by another name, and one of what the configuration holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = GPT2Config(n_layer=1, n_embd=8)
+        self.config.part = GPT2Config(n_inner=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.config.hidden_size * self.config.initializer_range + self.config.part.n_inner
+        return (self.hidden(x) * scale).square().mean()
+
+
+def test_of_a_configuration_what_forward_reads_counts(one: DeviceMesh) -> None:
+    plain = Configured()
+    parallel = autopar.compile(plain, one)
+    x = torch.randn(4, 8)
+    parallel(x)
+    parallel.config.dtype, parallel.config.part.n_layer, parallel.config.n_head = torch.float16, 9, 4
+    near(parallel(x), plain(x), 1e-6, "loss")
+    assert len(parallel._autopar.prepared()) == 1
+    for number, change in enumerate(("n_embd", "part")):
+        for model in (plain, parallel):
+            if change == "part":
+                model.config.part.n_inner = 5
+            else:
+                model.config.n_embd = 3
+        near(parallel(x), plain(x), 1e-6, change)
+        assert len(parallel._autopar.prepared()) == number + 2
