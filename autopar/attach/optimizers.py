@@ -80,7 +80,7 @@ def _look_at_states(optimizer: Optimizer) -> None:
     """
     for parameter, states in optimizer.state.items():
         for name, value in list(states.items()) if isinstance(states, MutableMapping) else ():
-            refuse_pieces_of_others(f"{name} of an optimizer", value)
+            refuse_pieces_of_others(f"{name} of an optimizer", value, parameter)
             if (
                 isinstance(value, DTensor)
                 and isinstance(parameter, DTensor)

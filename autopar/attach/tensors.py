@@ -181,7 +181,7 @@ def _cut_to_layouts(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
     """
     for name, held in module._parameters.items():
         value = state_dict.get(prefix + name)
-        refuse_pieces_of_others(prefix + name, value)
+        refuse_pieces_of_others(prefix + name, value, held)
         if isinstance(value, DTensor) and not isinstance(held, DTensor):
             state_dict[prefix + name] = value.full_tensor()
         if not isinstance(held, DTensor) or not isinstance(value, Tensor):
@@ -192,8 +192,12 @@ def _cut_to_layouts(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
             state_dict[prefix + name] = piece_as(value, held)
 
 
-def refuse_pieces_of_others(name: str, value: Any) -> None:
-    """Raises RuntimeError for a DTensor that came out of a file with the piece of the rank that has written it."""
+def refuse_pieces_of_others(name: str, value: Any, held: Any) -> None:
+    """Raises RuntimeError for a DTensor that came out of a file with the piece of the rank that has written it; `held`
+    is the parameter that it is for.
+    """
+    if isinstance(held, DTensor) and isinstance(value, DTensor) and held.device_mesh is value.device_mesh:
+        return  # no file brings the mesh of this process
     if not isinstance(value, DTensor) or not any(isinstance(placement, Shard) for placement in value.placements):
         return
     mesh = value.device_mesh

@@ -82,7 +82,7 @@ def check_calls(ranks: Ranks) -> None:
     plain(**data)  # batch norm counts the call
     same_steps(plain, parallel, data, steps=2)  # none of this did any harm
     refused(
-        PlanMismatch, "is float64.* the plan was made for float32.* compile again", lambda: parallel.double()(**data)
+        PlanMismatch, "is float64.* the plan has it as float32.* compile again", lambda: parallel.double()(**data)
     )
 
 
