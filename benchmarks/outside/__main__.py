@@ -15,11 +15,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import sys
+from datetime import date
 from pathlib import Path
 
+import torch
+
 from benchmarks.outside import catalogue, ranks
-from benchmarks.outside.report import markdown, summary
+from benchmarks.outside.report import HEAD, markdown, summary
 from benchmarks.outside.script import use_packages
 
 MESHES = {1: (1,), 2: (2,), 4: (2, 2)}
@@ -37,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="leave out what has a row there")
     parser.add_argument("--limit-s", type=float, default=180.0, help="for one script")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--machine", help="what the table says it ran on")
     given = parser.parse_args(argv)
     if given.install:
         print(f"pip install --no-deps --target {given.packages or 'DIR'} {catalogue.PACKAGES}")
@@ -63,6 +69,9 @@ def main(argv: list[str] | None = None) -> int:
     told = {script.name: script.told for script in catalogue.scripts()}
     text = markdown(rows, told)
     if given.output:
+        command = f"python -m benchmarks.outside --packages DIR --rows rows.jsonl -o {given.output}"
+        machine = given.machine or f"{os.cpu_count()} cores of {platform.machine()}"
+        text = HEAD.format(command=command, day=date.today(), torch=torch.__version__, machine=machine) + text
         given.output.write_text(text)
     print(text if not given.output else summary(rows))
     return 0

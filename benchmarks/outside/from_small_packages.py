@@ -78,6 +78,7 @@ class Graphs(nn.Module):
 
         made = {
             "GCN": lambda a, b: g.GCNConv(a, b),
+            "GCN without added loops": lambda a, b: g.GCNConv(a, b, add_self_loops=False),
             "GAT": lambda a, b: g.GATConv(a, b // 4, heads=4),
             "SAGE": lambda a, b: g.SAGEConv(a, b),
             "GIN": lambda a, b: g.GINConv(nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Linear(b, b))),
@@ -188,7 +189,7 @@ SCRIPTS = [
     Script("einops layers", ("einops",), _einops, lambda n: images(n, 16), of_x, cross_entropy, adamw),
     *(
         Script(f"torch-geometric/{kind}", ("torch_geometric",), lambda kind=kind: Graphs(kind), _nodes, of_x,
-               cross_entropy, adamw) for kind in ("GCN", "GAT", "SAGE", "GIN")
+               cross_entropy, adamw) for kind in ("GCN", "GCN without added loops", "GAT", "SAGE", "GIN")
     ),
     _script("neuraloperator/FNO", "neuralop.models:FNO", _rows(1, 16, 16), n_modes=(6, 6), in_channels=1,
             out_channels=1, hidden_channels=16, n_layers=2),
@@ -197,7 +198,7 @@ SCRIPTS = [
             uno_scalings=[[1.0, 1.0], [0.5, 0.5], [2, 2]], channel_mlp_skip="linear"),
     *(
         _script(f"segmentation-models/{kind}", f"segmentation_models_pytorch:{kind}", _segments, cross_entropy,
-                encoder_name="resnet18", encoder_weights=None, classes=4) for kind in ("Unet", "FPN", "DeepLabV3Plus")
+                encoder_name="resnet18", encoder_weights=None, classes=4) for kind in ("Unet", "DeepLabV3Plus")
     ),
     _script("monai/UNet", "monai.networks.nets:UNet", VOLUME, spatial_dims=3, in_channels=1, out_channels=2,
             channels=(4, 8, 16), strides=(2, 2), num_res_units=1),

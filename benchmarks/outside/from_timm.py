@@ -76,7 +76,6 @@ SCRIPTS = [
     _script("test_efficientnet"),
     _script("regnetx_002"),
     _mixer("mixer", "MixerBlock"),
-    _mixer("resmlp", "ResBlock"),
     _script("mobilenetv3_small_050"),
     _script("densenet121", block_config=(2, 2, 2), growth_rate=8),
     _script("coatnet_pico_rw_224", img_size=64, depths=(1, 1, 1, 1), embed_dim=(16, 32, 64, 64), stem_width=(8, 16)),
