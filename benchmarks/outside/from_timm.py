@@ -42,6 +42,16 @@ def _mixer(name: str, block: str) -> Script:
     return Script(f"timm/{name}", ("timm", "torchvision"), model, images, call=of_x, loss=cross_entropy)
 
 
+def _pools() -> Script:
+    def model() -> nn.Module:
+        from timm.models import metaformer
+
+        sizes: dict[str, Any] = {"depths": (1, 1, 1, 1), "dims": (16, 24, 32, 48)}
+        return metaformer.MetaFormer(num_classes=10, token_mixers=metaformer.Pooling, **sizes)
+
+    return Script("timm/poolformer", ("timm", "torchvision"), model, images, call=of_x, loss=cross_entropy)
+
+
 NO_PATHS = "no stochastic depth"
 SCRIPTS = [
     _script("convnext_atto", depths=(1, 1, 2, 1), dims=(16, 24, 32, 48)),
@@ -83,8 +93,8 @@ SCRIPTS = [
     _script("beit_base_patch16_224", img_size=64, depth=2, embed_dim=48, num_heads=3),
     _script("cait_xxs24_224", img_size=64, depth=2, embed_dim=48, num_heads=3, depth_token_only=1),
     _script("xcit_nano_12_p16_224", img_size=64, depth=2, embed_dim=32, num_heads=2, cls_attn_layers=1),
-    _script("poolformer_s12", depths=(1, 1, 1, 1), dims=(16, 24, 32, 48)),
-    _script("ghostnet_050"),
+    _pools(),
+    _script("ghostnet_050", drop_rate=0.0),
     _script("levit_128s", 64, img_size=64, embed_dim=(32, 48, 64), depth=(1, 1, 1), num_heads=(2, 3, 4)),
     _script("efficientformer_l1", 224, depths=(1, 1, 1, 1), embed_dims=(16, 24, 32, 48), num_vit=1),
     _script("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(16, 32, 40, 64)),
