@@ -100,7 +100,7 @@ SCRIPTS = [
     _script("pvt_v2_b0", depths=(1, 1, 1, 1), embed_dims=(16, 32, 40, 64)),
     _script("mobilevit_xxs"),
     _script("edgenext_xx_small", depths=(1, 1, 2, 1), dims=(16, 24, 32, 48)),
-    _script("repvgg_a0"),
+    _script("repvgg_a0", 96),
     _script("test_nfnet"),
     _class("convmixer", "convmixer:ConvMixer", dim=32, depth=2, kernel_size=5),
     _script("hrnet_w18_small"),

@@ -30,6 +30,7 @@ STEPS, ROWS, EVAL_ROWS = 3, 4, 3
 # Relative to the largest entry: of the loss, of a gradient, of a weight or buffer, of an output.
 WITHIN = {"float32": (1e-5, 1e-4, 1e-5, 1e-4), "float64": (1e-9, 1e-9, 1e-9, 1e-9)}
 INSIDE_FLOAT32 = (1e-6, 1e-5, 1e-6, 1e-5)  # a float64 model that computes a part of itself in float32 or narrower
+DIFFER = "ranks differ"
 LEAST = 1e-3  # of the largest gradient: the unit of gradients that are smaller still
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 REFUSALS = (autopar.TraceError, autopar.PlanMismatch, autopar.Infeasible, autopar.NoAnswerInTime)
@@ -249,6 +250,6 @@ def attempt(script: Script, mesh: DeviceMesh, dtype: str, hardware: Hardware | N
     limits = INSIDE_FLOAT32 if narrower_than(plan, dtype) else WITHIN[dtype]
     off = [f"{what} by {by:.2g} ({at})" for (what, by, at), most in zip(found, limits, strict=True) if not by <= most]
     if not same:
-        off.append("ranks differ")
+        off.append(DIFFER)
     row["off"] = {what: [by, at] for what, by, at in found}
     return row | {"verdict": "wrong" if off else "right", "told": "; ".join(off)}

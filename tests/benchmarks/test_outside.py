@@ -5,6 +5,7 @@ import pytest
 from benchmarks.outside import catalogue
 from benchmarks.outside.ranks import rows_of
 from benchmarks.outside.report import markdown, summary
+from benchmarks.outside.worker import is_rounding
 
 
 @pytest.mark.slow
@@ -30,6 +31,21 @@ def test_a_page_counts_and_tells() -> None:
     text = markdown(rows, {"a": "no dropout"})
     assert "| a | right | 10% | right | 50% | no dropout |" in text
     assert "| b | refused |  | crash |  | TraceError: x \\| y; no end |" in text
+
+
+@pytest.mark.parametrize(
+    ("after", "told", "verdict", "rounds"),
+    [
+        (1e-12, "", "right", True),
+        (3e-9, "gradient by 3e-09", "wrong", True),
+        (0.5, "gradient by 0.5", "wrong", False),
+        (3e-9, "gradient by 3e-09; ranks differ", "wrong", False),
+    ],
+)
+def test_rounding_shrinks_with_the_precision(after: float, told: str, verdict: str, rounds: bool) -> None:
+    row = {"verdict": "wrong", "told": "gradient by 0.5", "off": {"gradient": [0.5, "a"]}}
+    again = {"verdict": verdict, "told": told, "off": {"gradient": [after, "a"]}}
+    assert is_rounding(row, again) == rounds
 
 
 def test_every_script_has_a_name_of_its_own() -> None:
