@@ -146,6 +146,7 @@ def compile(
             if kept is not None and kept.exists():
                 with contextlib.suppress(PlanMismatch):  # cut short or edited: found again, and written anew
                     known = Plan.load(kept)
+                    check(known, graph, mesh, origin=str(kept))
                     if room is None or _still_good(known, room):
                         return known
             wanted: dict[str, Any] = {

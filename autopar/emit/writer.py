@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +35,22 @@ RENAMED = {
 
 
 def target_of(op: str) -> Any:
-    """`aten.mm.default` -> torch.ops.aten.mm.default; `autopar.einsum` -> our function."""
-    op = RENAMED.get(op, op)
-    namespace, name, *overload = op.split(".")
+    """`aten.mm.default` -> torch.ops.aten.mm.default; `autopar.einsum` -> our function. Raises ValueError for a name
+    of anything else: names come out of files.
+    """
+    namespace, _, rest = RENAMED.get(op, op).partition(".")
+    name, _, overload = rest.partition(".")
     if namespace == "autopar":
-        return getattr(ops, name)
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload[0] if overload else "default")
+        found = vars(ops).get(name)
+        if isinstance(found, types.FunctionType) and found.__module__ == ops.__name__ and not name.startswith("_"):
+            return found
+    elif all(part.isidentifier() and not part.startswith("__") for part in (namespace, name, overload or "default")):
+        operators = getattr(torch.ops, namespace, None)
+        packet = getattr(operators, name, None) if type(operators) is type(torch.ops.aten) else None
+        found = getattr(packet, overload or "default", None) if type(packet) is type(torch.ops.aten.mm) else None
+        if type(found) is type(torch.ops.aten.mm.default):
+            return found
+    raise ValueError(f"{op!r} is no operator of torch or of autopar")
 
 
 class Writer:

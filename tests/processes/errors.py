@@ -81,9 +81,7 @@ def check_calls(ranks: Ranks) -> None:
     parallel.zero_grad()
     plain(**data)  # batch norm counts the call
     same_steps(plain, parallel, data, steps=2)  # none of this did any harm
-    refused(
-        PlanMismatch, "is float64.* the plan has it as float32.* compile again", lambda: parallel.double()(**data)
-    )
+    refused(PlanMismatch, "is float64.* the plan has it as float32.* compile again", lambda: parallel.double()(**data))
 
 
 def check_a_rank_that_differs(ranks: Ranks) -> None:
