@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._version import __version__
-from autopar.attach.agree import agreed, least_of, text_from
+from autopar.attach.agree import agreed, least_of, same_everywhere, text_from
 from autopar.attach.calls import by_name
 from autopar.attach.module import ParallelModule, attach, plan_module
 from autopar.attach.tensors import mesh_of
@@ -109,12 +109,21 @@ def compile(
     _known("backend", backend, BACKENDS)
     _known("batch_norm", batch_norm, STATISTICS)
     _known("optimizer", optimizer, tuple(OPTIMIZER_STATES))
-    machine = hardware_or_here(hardware, device_mesh.device_type)
-    limit = memory_bytes(memory, machine, device_mesh.device_type)
-    ways = ways_named(spare)
-    if profile is not None:
-        _can_profile(profile, machine, device_mesh.device_type)
-    given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+
+    def read() -> tuple[Hardware, float, tuple[str, ...] | None, Plan | None]:
+        machine = hardware_or_here(hardware, device_mesh.device_type)
+        if profile is not None:
+            _can_profile(profile, machine, device_mesh.device_type)
+        room = memory_bytes(memory, machine, device_mesh.device_type)
+        return machine, room, ways_named(spare), Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+
+    # files may be other ones on another rank's machine, or not there
+    machine, limit, ways, given = agreed(read, device_mesh)
+    settings: dict[str, object] = {  # hardware is not among them: rank 0 alone searches
+        "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
+        "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
+        "precision": precision, "spare": ways, "keep": sorted((keep or {}).items()),
+    }  # fmt: skip
 
     def planner(graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:
         has_loss = any(
@@ -125,6 +134,8 @@ def compile(
             if outputs == "global" or (outputs == "auto" and inputs == "global" and not has_loss)
             else "sharded"
         )
+        if like is None:
+            same_everywhere(settings, device_mesh)
         if given is not None and like is None:
             ready, wanted = given, _outputs_that_matter(outputs, graph)
             agreed(lambda: check(ready, graph, mesh, outputs=wanted), device_mesh)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -15,7 +16,11 @@ from autopar.trace import TraceError
 
 Result = TypeVar("Result")
 
-KNOWN = {kind.__name__: kind for kind in (Infeasible, NoAnswerInTime, PlanMismatch, TraceError, ValueError)}
+_KINDS = (
+    Infeasible, NoAnswerInTime, PlanMismatch, TraceError, ValueError, TypeError, KeyError, AttributeError, MemoryError,
+    FileNotFoundError, PermissionError, IsADirectoryError, OSError, NotImplementedError,
+)  # fmt: skip
+KNOWN: dict[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
 
 
 def agreed(work: Callable[[], Result], device_mesh: DeviceMesh) -> Result:
@@ -38,6 +43,24 @@ def agreed(work: Callable[[], Result], device_mesh: DeviceMesh) -> Result:
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
+
+
+def same_everywhere(settings: Mapping[str, object], device_mesh: DeviceMesh) -> None:
+    """Raises ValueError on all ranks where one of them was told something else than rank 0."""
+    if device_mesh.size() == 1:
+        return
+    mine = [[name, repr(value)] for name, value in settings.items()]
+    theirs = json.loads(text_from(0, json.dumps(mine), device_mesh))
+
+    def compare() -> None:
+        for (name, here), (_, there) in zip(mine, theirs, strict=True):
+            if here != there:
+                raise ValueError(
+                    f"autopar.compile has {name} {here} on rank {dist.get_rank()} and {there} on rank 0; every rank "
+                    "must be told the same, from the same files"
+                )
+
+    agreed(compare, device_mesh)
 
 
 def text_from(rank: int, text: str | None, device_mesh: DeviceMesh) -> str:

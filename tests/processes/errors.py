@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Infeasible, PlanMismatch, TraceError
+from autopar.attach.tensors import mesh_of
+from autopar.measure.twin import traced
+from autopar.search import search
 from tests.processes.compare import near, same_steps
 from tests.processes.models import Logits, Net, batch, net
 from tests.processes.worker import Ranks
@@ -112,6 +115,25 @@ class Branching(nn.Module):
         if made.sum() > 0:  # this line
             made = made * 2
         return made.sum()
+
+
+def check_a_rank_that_is_told_something_else(ranks: Ranks) -> None:
+    """Another plan file on one node, another keyword, or no file: the same error everywhere, before anything runs."""
+    last, data = ranks.rank == ranks.count - 1, batch()
+    searched = [(traced(net(), (), data), policy) for policy in ("fsdp", "data-parallel")]
+    plans = [search(graph, mesh_of(ranks.mesh()), FAST, policy=policy) for graph, policy in searched]
+    path = ranks.folder / f"told-{ranks.rank}.plan.json"
+    plans[last].save(path)
+    for options, told in (
+        ({"plan": path}, "has a plan of digest '[0-9a-f]{8}' on rank . and '[0-9a-f]{8}' on rank 0"),
+        ({"batch_norm": "local" if last else "global"}, "has batch_norm 'local' on rank . and 'global' on rank 0"),
+        ({"spare": "offload" if last else "none"}, r"has spare \('offload',\) on rank . and \(\) on rank 0"),
+        ({"keep": {"head": "host"} if last else None}, r"has keep \[\('head', 'host'\)\] on rank . and \[\] on rank 0"),
+    ):
+        parallel = autopar.compile(net(), ranks.mesh(), hardware=FAST, **options)
+        refused(ValueError, told, lambda p=parallel: p(**data))
+    path = ranks.folder / ("is-not-there.json" if last else path.name)
+    refused(FileNotFoundError, "is-not-there", lambda: autopar.compile(net(), ranks.mesh(), plan=path))
 
 
 def check_a_model_that_cannot_be_captured(ranks: Ranks) -> None:

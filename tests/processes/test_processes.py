@@ -25,7 +25,12 @@ FIRST = {
     ],
     "complexes": ["training"],
     "copies": ["a_copy_trains_by_itself", "torch_compile_leaves_the_program_as_it_is"],
-    "errors": ["arguments", "a_rank_that_differs", "a_model_that_cannot_be_captured", "too_little_memory"],
+    "errors": [
+        "a_rank_that_is_told_something_else",
+        "a_rank_that_differs",
+        "a_model_that_cannot_be_captured",
+        "too_little_memory",
+    ],
     "habits": ["a_script_with_a_seed_for_each_rank"],
     "memory": ["lookups"],
     "norms": ["local_ones_are_those_of_ddp", "what_is_refused"],
