@@ -15,6 +15,7 @@ from autopar.attach import batches
 from autopar.attach.agree import text_from
 from autopar.attach.calls import Call, Caller
 from autopar.attach.copies import copied, copied_shallowly, unpicklable, unshareable
+from autopar.attach.dtensors import mend_dtensors
 from autopar.attach.full_state import full_state, received_state
 from autopar.attach.hooks import carry
 from autopar.attach.inputs import local_input, type_of
@@ -31,7 +32,6 @@ from autopar.attach.programs import (
     returned_types,
     varying,
 )
-from autopar.attach.scalars import share_numbers
 from autopar.attach.scaling import share_infinities
 from autopar.attach.tensors import (
     as_dtensor,
@@ -236,7 +236,7 @@ def attach(
 ) -> ParallelModule:
     """A ParallelModule beside `model`, which stays as it is. Nothing is planned yet."""
     share_infinities()
-    share_numbers()
+    mend_dtensors()
     fresh: dict[int, Tensor] = {}
     for parameter in model.parameters():
         fresh[id(parameter)] = whole_parameter(parameter, device_mesh)

@@ -128,6 +128,37 @@ def check_numbers_of_split_tensors_are_those_of_the_whole(ranks: Ranks) -> None:
                     assert bool(ask(one) > 0.5) == bool(ask(other) > 0.5), (policy, name)
 
 
+def check_data_that_is_set_is_what_trains_on(ranks: Ranks) -> None:
+    """SGD by hand, clamped weights, and averages that are swapped in and out."""
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        plain = _net()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        parallel(x, y)
+        for step in range(3):
+            losses: list[Tensor] = []
+            for model in (plain, parallel):
+                kept = {name: p.data.clone() for name, p in model.named_parameters()}
+                for p in model.parameters():
+                    p.data = 0.5 * p.data
+                averaged = model(x, y)[0].detach()
+                for name, p in model.named_parameters():
+                    p.data = kept[name]
+                loss = model(x, y)[0]
+                loss.backward()
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.data = (p.data - 0.1 * p.grad).clamp(-0.15, 0.15)
+                    p.grad = None
+                losses += [loss, averaged]
+            near(losses[2], losses[0], 1e-5, f"loss of step {step}")
+            near(losses[3], losses[1], 1e-5, f"loss of half the weights in step {step}")
+        for ours, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+            near(ours, theirs, 1e-5, "a parameter")
+            ours.data = theirs.data + 1  # a plain tensor, whole
+            near(ours, theirs + 1, 1e-6, "a parameter that was set whole")
+
+
 def check_other_batches_on_each_rank_are_refused(ranks: Ranks) -> None:
     x, y, _ = _batch()
     parallel = autopar.compile(_net(), ranks.mesh())
