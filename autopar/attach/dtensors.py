@@ -4,20 +4,28 @@ A sum, norm or maximum over a DTensor that is split is a DTensor whose ranks eac
 rank its own term: optimizers that adapt their step by one number over all parameters (D-Adaptation, Prodigy, LARS,
 L-BFGS) then step otherwise on each rank. Here the terms are put together first.
 
-`parameter.data = value` changes the wrapper and not the piece that it holds: the parameter keeps its old values. So do
-averages of weights that are swapped in, clamped weights, and SGD by hand. Here the piece is changed.
+`parameter.data = value` changes the wrapper and not the piece that it holds: the parameter keeps its old values. So
+do averages of weights that are swapped in, clamped weights, and SGD by hand. Here the piece is changed.
+
+A number of DTensors beside a plain tensor (a penalty on the parameters, added to a loss) makes a DTensor, whose
+gradient the plain tensor's backward cannot take. Here it becomes a plain number first.
+
+Norms over what is split are held in parts, which sums and further sums over them take for terms. Here a norm is put
+together where it is made. Numbers print as numbers do.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from autopar._compat import dtensor_handlers
 
 ITEM = torch.ops.aten._local_scalar_dense.default
+NORM = torch.ops.aten.linalg_vector_norm.default
 DATA: Any = torch.Tensor.data
 
 
@@ -26,7 +34,11 @@ def mend_dtensors() -> None:
     what their `data` is set to.
     """
     dtensor_handlers[ITEM] = _item
+    dtensor_handlers[NORM] = _norm
     DTensor.data = property(DATA.__get__, _set_data)  # type: ignore[assignment, method-assign]
+    DTensor.__format__ = _format  # type: ignore[method-assign]
+    for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
+        setattr(DTensor, f"__{name}__", _arithmetic(getattr(torch.Tensor, f"__{name}__")))
 
 
 def _item(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> int | float | complex | bool:
@@ -44,3 +56,57 @@ def _set_data(held: DTensor, value: torch.Tensor) -> None:
             value = value.redistribute(placements=placements)
     DATA.__set__(held, value)
     held._local_tensor, held._spec = value._local_tensor.detach(), value._spec
+
+
+def _format(held: DTensor, spec: str) -> str:
+    return format(held.item(), spec) if held.ndim == 0 else object.__format__(held, spec)
+
+
+def _arithmetic(plain: Any) -> Any:
+    """An operator of numbers made of DTensors."""
+
+    @functools.wraps(plain)
+    def method(held: DTensor, other: Any) -> Any:
+        if held.ndim == 0 and isinstance(other, torch.Tensor) and not isinstance(other, DTensor):
+            return plain(held.full_tensor(), other)
+        return plain(held, other)
+
+    return method
+
+
+def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Of each rank's piece, then of those: |x|_p = (sum of |x_r|_p ** p) ** (1 / p), or the largest, or the least."""
+    given = dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False))
+    x, p, dim, keepdim = given["x"], given.get("ord", 2), given.get("dim"), given.get("keepdim", False)
+    if any(type(one) not in (Shard, Replicate) for one in x.placements):  # terms, and pieces in turns
+        x = x.redistribute(placements=[one if type(one) is Shard else Replicate() for one in x.placements])
+    dims = {d % x.ndim for d in ([dim] if isinstance(dim, int) else dim or range(x.ndim))} if x.ndim else set[int]()
+    together = {float("inf"): "max", float("-inf"): "min"}.get(p, "sum")
+    placements, ends = list[Any](), list[Any]()
+    for one in x.placements:
+        if isinstance(one, Shard) and one.dim in dims:
+            placements.append(Partial(together)), ends.append(Replicate())
+        else:
+            gone = 0 if keepdim or not isinstance(one, Shard) else sum(d < one.dim for d in dims)
+            placements.append(Shard(one.dim - gone) if isinstance(one, Shard) else one), ends.append(placements[-1])
+    local, rest = x.to_local(), (p, dim, keepdim)
+    if local.numel() == 0 and x.numel():
+        empty = {"max": 0.0, "min": float("inf"), "sum": 0.0}[together]
+        made = op(
+            torch.zeros([max(size, 1) for size in local.shape], dtype=x.dtype, device=local.device), *rest, **kwargs
+        )
+        made = torch.full_like(made, empty)
+    else:
+        made = op(local, *rest, **kwargs)
+    if placements == ends:
+        return _as(made, x, placements, keepdim, dims)
+    has_root = together == "sum" and p != 0
+    found = _as(made.abs().pow(p) if has_root else made, x, placements, keepdim, dims).redistribute(placements=ends)
+    return found.pow(1 / p) if has_root else found
+
+
+def _as(local: torch.Tensor, x: DTensor, placements: list[Any], keepdim: bool, dims: set[int]) -> DTensor:
+    """`local` as a piece of what is left of `x` without `dims`."""
+    shape = torch.Size(1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from autopar._compat import global_forward_hooks, global_forward_pre_hooks
 
 COMPUTE = "torch.nn.utils."  # weight norm, spectral norm, pruning: they compute weights, and are traced with the rest
+# What transformers hangs on embeddings for checkpoints: that their output requires grad, which it does in a program.
+FOR_CHECKPOINTS = "enable_input_require_grads.<locals>.make_inputs_require_grads"
 KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -37,9 +39,9 @@ def refuse(parallel: nn.Module) -> None:
             continue
         for kind in KINDS:
             for hook in getattr(module, kind).values():
-                if type(hook).__module__.startswith(COMPUTE):
-                    continue
                 told = getattr(hook, "__qualname__", type(hook).__name__)
+                if type(hook).__module__.startswith(COMPUTE) or told.endswith(FOR_CHECKPOINTS):
+                    continue
                 raise RuntimeError(
                     f"module {name} has the hook {told} ({kind.strip('_')}), which a compiled step would never call: "
                     "remove it, return what it looks at, or register it on the whole model or on parameters"

@@ -15,6 +15,7 @@ from autopar.attach import batches
 from autopar.attach.agree import text_from
 from autopar.attach.calls import Call, Caller
 from autopar.attach.copies import copied, copied_shallowly, unpicklable, unshareable
+from autopar.attach.draws import draw_whole
 from autopar.attach.dtensors import mend_dtensors
 from autopar.attach.full_state import full_state, received_state
 from autopar.attach.hooks import carry
@@ -237,6 +238,7 @@ def attach(
     """A ParallelModule beside `model`, which stays as it is. Nothing is planned yet."""
     share_infinities()
     mend_dtensors()
+    draw_whole()
     fresh: dict[int, Tensor] = {}
     for parameter in model.parameters():
         fresh[id(parameter)] = whole_parameter(parameter, device_mesh)

@@ -159,6 +159,57 @@ def check_data_that_is_set_is_what_trains_on(ranks: Ranks) -> None:
             near(ours, theirs + 1, 1e-6, "a parameter that was set whole")
 
 
+def check_penalties_outside_of_the_model(ranks: Ranks) -> None:
+    """Sums and norms of parameters beside a loss that is made outside; numbers print as numbers do."""
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        plain = _net()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        parallel(x, y)
+        terms: tuple[Any, ...] = (
+            lambda model: 1e-2 * sum(p.pow(2).sum() for p in model.parameters()),
+            lambda model: sum(p.norm() for p in model.parameters()) * 1e-2,
+            lambda model: sum(((p - p.detach() / 2) ** 2).sum() for p in model.parameters()),
+            lambda model: sum(p.norm(dim=0).sum() + p.abs().max() for p in model.parameters()),
+            lambda model: torch.linalg.vector_norm(model.a.weight, dim=1).sum() - model.b.weight.norm(1),
+        )
+        for number, term in enumerate(terms):
+            losses: list[Tensor] = []
+            for model in (plain, parallel):
+                model.zero_grad()
+                losses.append(functional.cross_entropy(model(x, y)[1], y) + term(model))
+                losses[-1].backward()
+            assert type(losses[1]) is Tensor
+            near(losses[1], losses[0], 1e-5, f"loss with penalty {number}")
+            same_gradients(plain, parallel)
+            norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) for model in (plain, parallel)]
+            assert f"{norms[0]:.3f}" == f"{norms[1]:.3f}"
+
+
+def check_random_numbers_outside_of_the_model(ranks: Ranks) -> None:
+    """Each number its own, equal on all ranks, whatever their seeds."""
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        torch.manual_seed(7 + ranks.rank)
+        parallel = _compiled(ranks, _net(), policy, x, y)
+        parallel(x, y)
+        weight = parallel.a.weight
+        ways: dict[str, Any] = {
+            "initialised": lambda w=weight: nn.init.xavier_uniform_(w),
+            "cut off": lambda w=weight: nn.init.trunc_normal_(w),
+            "noise": lambda w=weight: torch.randn_like(w),
+            "dropped": lambda w=weight: functional.dropout(torch.ones_like(w), 0.5),
+            "coins": lambda w=weight: torch.bernoulli(torch.full_like(w, 0.5)),
+        }
+        for name, draw in ways.items():
+            with torch.no_grad():
+                drawn = draw()
+            _agree(ranks, drawn, name)
+            found = whole(drawn.detach())
+            assert not any(a.equal(b) for dim in (0, 1) for a, b in [found.chunk(2, dim)]), (policy, name)
+            assert found.double().std() > 0.1 * found.abs().double().max(), (policy, name)
+
+
 def check_other_batches_on_each_rank_are_refused(ranks: Ranks) -> None:
     x, y, _ = _batch()
     parallel = autopar.compile(_net(), ranks.mesh())
