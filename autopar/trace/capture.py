@@ -22,6 +22,7 @@ from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, p
 from autopar.modules import aliases, computed_tensors, with_tensors
 from autopar.trace.ambient import autocast_as, autocast_for, check_regions, insert_autocast, without_autocast
 from autopar.trace.forward import no_unknown_constants, watch_forward
+from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import TraceError, naming_the_line
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
@@ -144,7 +145,13 @@ def capture(
     with naming_the_line(), ExitStack() as stack:
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         without_onednn = torch.backends.mkldnn.flags(False, None, None, None)  # type: ignore[arg-type]
-        with autocast_as(autocast), without_onednn, watching(fake_model, reads), warnings.catch_warnings():
+        with (
+            autocast_as(autocast),
+            without_onednn,
+            watching(fake_model, reads),
+            functions_kept() as functions,
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
             exported = torch.export.export(fake_model, *pytree.tree_unflatten(cast, spec), strict=False)
         no_unknown_constants(exported)
@@ -152,6 +159,7 @@ def capture(
         if random_state() != drawn:
             _refuse_drawing(fake_model, pytree.tree_unflatten(cast, spec), mode)
         inner = exported.module(check_guards=False)
+        with_functions(inner, functions)
         if precision is not None:
             stored = dict(fake_copy(model, mode).named_parameters(remove_duplicate=False))
             insert_casts(inner, stored, fakes, precision)

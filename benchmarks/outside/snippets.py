@@ -215,6 +215,33 @@ def _bag() -> nn.Module:
     return Bag()
 
 
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -0.5 * grad
+
+
+class Domains(nn.Module):
+    """Features that a second head shall not tell domains by: its gradient is reversed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(392, 32), nn.ReLU())
+        self.classes, self.domains = nn.Linear(32, 10), nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        made = self.features(x)
+        return self.classes(made), self.domains(Reverse.apply(made))
+
+
+def _domain_loss(out: Any, batch: Batch) -> Tensor:
+    return functional.cross_entropy(out[0], batch["y"]) + functional.cross_entropy(out[1], batch["y"] % 2)
+
+
 def _triplets(out: Any, batch: Batch) -> Tensor:
     return functional.triplet_margin_loss(out, out.roll(1, 0), out.roll(2, 0))
 
@@ -272,6 +299,7 @@ SCRIPTS = [
         "snippet/triplets", (), lambda: nn.Sequential(nn.Flatten(), nn.Linear(48, 64), nn.PReLU(), nn.Linear(64, 16)),
         lambda n: {"x": torch.randn(n, 3, 4, 4)}, of_x, _triplets,
     ),
+    Script("snippet/reversed gradients", (), Domains, lambda n: images(n, 16), of_x, _domain_loss),
     Script(
         "snippet/encoder layers norm first", (), lambda: nn.TransformerEncoder(
             nn.TransformerEncoderLayer(32, 4, 64, 0.0, "gelu", batch_first=True, norm_first=True), 2,

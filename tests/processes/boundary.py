@@ -303,3 +303,29 @@ def check_operators_in_another_order_on_each_rank(ranks: Ranks) -> None:
         plain.zero_grad(), parallel.zero_grad()
         plain(x).backward(), parallel(x).backward()
         same_gradients(plain, parallel)
+
+
+def check_a_backward_that_is_no_derivative(ranks: Ranks) -> None:
+    class Reverse(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+            ctx.save_for_backward(x)
+            ctx.factor = factor
+            return x.cos()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return -ctx.factor * grad * ctx.saved_tensors[0].square().mean(), None
+
+    class Reversed(Net):
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+            made = self.b(Reverse.apply(self.a(x), 3.0))
+            return made if y is None else (functional.cross_entropy(made, y), made)
+
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        torch.manual_seed(0)
+        plain = Reversed()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        plain(x, y)[0].backward(), parallel(x, y)[0].backward()
+        same_gradients(plain, parallel)

@@ -1,0 +1,140 @@
+"""Functions with a backward of their own: `torch.autograd.Function`.
+
+`torch.export` keeps the operators of their forward alone, whose derivative is another one: a reversed gradient, a
+straight-through estimator or a fused operator would train wrongly, and nothing would say so. So while a model is
+exported, each application of such a function is one operator of ours; in what was exported it is the function again,
+so that AOTAutograd sees its backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar._compat import pytree
+from autopar.trace.ambient import autocast_state
+from autopar.trace.lines import TraceError, line_here
+
+_LIBRARY = torch.library.Library("autopar_functions", "DEF")
+_LIBRARY.define("apply(Tensor[] tensors, int number) -> Tensor[]")
+_CALLABLES = (nn.Module, types.FunctionType, types.MethodType, functools.partial)
+_here = threading.local()  # applications: those of the export that runs in this thread
+
+
+@dataclass
+class _Application:
+    """One function applied to arguments, of which the tensors are left out."""
+
+    kind: type[torch.autograd.Function]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    given: list[Any] = field(default_factory=list[Any])  # the leaves of what it returns
+    given_spec: pytree.TreeSpec | None = None
+
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
+        rest = iter(tensors)
+        args = pytree.tree_unflatten([next(rest) if leaf is Tensor else leaf for leaf in self.leaves], self.spec)
+        self.given, self.given_spec = pytree.tree_flatten(_ORIGINAL(self.kind, *args))
+        return [leaf for leaf in self.given if isinstance(leaf, Tensor)]
+
+
+def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `Function.apply` is while a model is exported."""
+    applications: list[_Application] | None = getattr(_here, "applications", None)
+    is_inside = getattr(_here, "is_inside", False)
+    if applications is None or is_inside or kwargs or kind.__module__.startswith("torch."):
+        return _ORIGINAL(kind, *args, **kwargs)
+    leaves, spec = pytree.tree_flatten(args)
+    if any(isinstance(leaf, _CALLABLES) for leaf in leaves):
+        raise TraceError(
+            f"{kind.__name__}{line_here()}, which has a backward of its own, is given a module or function, whose "
+            "parameters a program would not train; call that without it"
+        )
+    if any(enabled for _, enabled, _ in autocast_state()):
+        raise TraceError(
+            f"{kind.__name__}{line_here()} has a backward of its own, which is not traced under autocast; call the "
+            "model without it, or compile it with precision="
+        )
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    application = _Application(kind, [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    applications.append(application)
+    made = iter(torch.ops.autopar_functions.apply(tensors, len(applications) - 1))
+    assert application.given_spec is not None
+    given = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in application.given]
+    return pytree.tree_unflatten(given, application.given_spec)
+
+
+def _shapes(tensors: list[Tensor], number: int) -> list[Tensor]:
+    application: _Application = _here.applications[number]
+    versions = [tensor._version for tensor in tensors]
+    _here.is_inside = True
+    try:
+        with torch.no_grad():
+            made = application(tensors)
+    finally:
+        _here.is_inside = False
+    if versions != [tensor._version for tensor in tensors]:
+        raise TraceError(
+            f"{application.kind.__name__} has a backward of its own and changes its arguments in place; let it return "
+            "new tensors"
+        )
+    return [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in made]
+
+
+torch.library.register_fake("autopar_functions::apply", _shapes, lib=_LIBRARY)
+
+# The function itself is changed, not the name: `swish = Swish.apply`, at the head of a module, was bound long ago.
+_FUNCTION: types.FunctionType = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_CODE = _FUNCTION.__code__
+_ORIGINAL = types.FunctionType(_CODE, _FUNCTION.__globals__, "apply", _FUNCTION.__defaults__, _FUNCTION.__closure__)
+
+
+class _Instead:
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Runs among torch's names, and with the one free variable of the code whose place it takes."""
+        assert __class__
+        from sys import modules
+
+        return modules["autopar.trace.functions"]._applied(cls, args, kwargs)
+
+
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def functions_kept() -> Iterator[list[_Application]]:
+    """While a model is exported within, functions with a backward of their own are operators, which `with_functions`
+    needs the list for.
+    """
+    with _lock:
+        _here.applications = []
+        _FUNCTION.__code__ = _Instead.apply.__func__.__code__
+        try:
+            yield _here.applications
+        finally:
+            _FUNCTION.__code__ = _CODE
+            _here.applications = None
+
+
+def with_functions(module: torch.fx.GraphModule, applications: list[_Application]) -> None:
+    """Put the functions in the place of their operators, in an exported module and those inside of it."""
+    if not applications:
+        return
+
+    def applied(tensors: list[Tensor], number: int) -> list[Tensor]:
+        return applications[number](tensors)
+
+    for part in module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            for node in part.graph.find_nodes(op="call_function", target=torch.ops.autopar_functions.apply.default):
+                node.target = applied
+            part.recompile()

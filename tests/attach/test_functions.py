@@ -1,0 +1,153 @@
+"""Functions with a backward of their own: it is what runs, also where it is no derivative of their forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar.trace import TraceError
+from tests.processes.compare import LOSS, near, same_gradients
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.factor * grad, None
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through; with a second result that is no tensor, and one without a gradient."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, int]:
+        return x.round(), (x.abs() < 1).to(x.dtype), 3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, int]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class Scan(torch.autograd.Function):
+    """In-place steps on its own copy, which autograd could not go back through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        made = x.clone()
+        for i in range(1, x.shape[1]):
+            made[:, i].add_(made[:, i - 1].mul(made[:, i]))
+        ctx.save_for_backward(x)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+class Doubled(torch.autograd.Function):
+    """Applies another one inside."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: list[Tensor], x: Tensor) -> Tensor:
+        return 2 * reverse(x, 5.0) + parts[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad * 7
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+reverse = Reverse.apply  # bound before anything is traced
+
+
+class Net(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.b, self.what = nn.Linear(6, 6), nn.Linear(6, 6), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        match self.what:
+            case "reverse":
+                h = reverse(h, 3.0)
+            case "rounded":
+                h, inside, count = Rounded.apply(2 * h)
+                h = h * inside * count
+            case "scan":
+                h = Scan.apply(h)
+            case "doubled":
+                h = Doubled.apply([x], h)
+            case "twice":
+                h = reverse(reverse(h, 0.5).sin(), 2.0)
+            case "in place":
+                h = InPlace.apply(h + 1)
+            case "calls":
+                h = Calls.apply(h, self.b)
+        return self.b(h).square().mean()
+
+
+@pytest.mark.parametrize("what", ["reverse", "rounded", "scan", "doubled", "twice"])
+def test_the_backward_that_is_written_is_the_one_that_runs(one: DeviceMesh, what: str) -> None:
+    torch.manual_seed(0)
+    plain = Net(what)
+    parallel = autopar.compile(plain, one)
+    for rows in (4, 3):
+        x = torch.randn(rows, 6)
+        plain.zero_grad(), parallel.zero_grad()
+        wanted, ours = plain(x), parallel(x)
+        near(ours, wanted, LOSS, "loss")
+        wanted.backward(), ours.backward()
+        same_gradients(plain, parallel)
+    plain.eval(), parallel.eval()
+    with torch.no_grad():
+        near(parallel(x), plain(x), LOSS, "loss in eval")
+    assert torch.autograd.Function.apply.__func__.__code__.co_filename.endswith("function.py")
+
+
+@pytest.mark.parametrize(
+    ("what", "told"), [("in place", "changes its arguments in place"), ("calls", "is given a module or function")]
+)
+def test_what_could_not_be_trained_is_refused(one: DeviceMesh, what: str, told: str) -> None:
+    parallel = autopar.compile(Net(what), one)
+    with pytest.raises(TraceError, match=told):
+        parallel(torch.randn(4, 6))
+
+
+def test_autocast_with_a_backward_of_its_own_is_refused(one: DeviceMesh) -> None:
+    parallel = autopar.compile(Net("reverse"), one)
+    with pytest.raises(TraceError, match="not traced under autocast"), torch.autocast("cpu", torch.bfloat16):
+        parallel(torch.randn(4, 6))
