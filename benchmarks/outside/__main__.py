@@ -68,6 +68,8 @@ def main(argv: list[str] | None = None) -> int:
             print(mesh, row["name"], row["verdict"], share, f"{row['seconds']} s", row["told"], file=sys.stderr)
     told = {script.name: script.told for script in catalogue.scripts()}
     text = markdown(rows, told)
+    if given.packages:
+        text = text.replace(f"{given.packages.rstrip('/')}/", "")
     if given.output:
         command = f"python -m benchmarks.outside --packages DIR --rows rows.jsonl -o {given.output}"
         machine = given.machine or f"{os.cpu_count()} cores of {platform.machine()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -179,8 +180,11 @@ SCRIPTS = [
             heads=4, dim_u=1),
     _script("linear-attention-transformer", "linear_attention_transformer:LinearAttentionTransformerLM", _sentences,
             _next_word, num_tokens=100, dim=32, heads=4, depth=1, max_seq_len=16, causal=True),
-    _script("efficientnet-pytorch", "efficientnet_pytorch:EfficientNet.from_name", PICTURE, cross_entropy,
-            model_name="efficientnet-b0", num_classes=10, image_size=32, drop_connect_rate=0.0, dropout_rate=0.0),
+    replace(_script(
+        "efficientnet-pytorch", "efficientnet_pytorch:EfficientNet.from_name", lambda n: images(n, 64), cross_entropy,
+        model_name="efficientnet-b0", num_classes=10, image_size=64, drop_connect_rate=0.0, dropout_rate=0.0,
+        told="no dropped paths",
+    ), clip=1.0),
     _script("vector-quantize/VectorQuantize", "vector_quantize_pytorch:VectorQuantize", _rows(16, 32), _quantized,
             dim=32, codebook_size=16, learnable_codebook=True, ema_update=False),
     _script("vector-quantize/FSQ", "vector_quantize_pytorch:FSQ", _rows(16, 32), lambda out, b: functional.mse_loss(
