@@ -121,3 +121,14 @@ def _set(state: AutocastState, *, cache: bool) -> None:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, getattr(torch, dtype))
     torch.set_autocast_cache_enabled(cache)
+
+
+@contextlib.contextmanager
+def distributions_as_they_come() -> Iterator[None]:
+    """torch.distributions look at the values of their arguments, which a trace does not have: not within here."""
+    checks = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(checks)

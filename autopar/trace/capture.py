@@ -20,7 +20,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, pytree
 from autopar.modules import aliases, computed_tensors, with_tensors
-from autopar.trace.ambient import autocast_as, autocast_for, check_regions, insert_autocast, without_autocast
+from autopar.trace.ambient import (
+    autocast_as,
+    autocast_for,
+    check_regions,
+    distributions_as_they_come,
+    insert_autocast,
+    without_autocast,
+)
 from autopar.trace.forward import no_unknown_constants, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import TraceError, naming_the_line
@@ -150,6 +157,7 @@ def capture(
             without_onednn,
             watching(fake_model, reads),
             functions_kept() as functions,
+            distributions_as_they_come(),
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
