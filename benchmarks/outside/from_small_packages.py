@@ -202,7 +202,7 @@ SCRIPTS = [
             uno_scalings=[[1.0, 1.0], [0.5, 0.5], [2, 2]], channel_mlp_skip="linear"),
     *(
         _script(f"segmentation-models/{kind}", f"segmentation_models_pytorch:{kind}", _segments, cross_entropy,
-                encoder_name="resnet18", encoder_weights=None, classes=4) for kind in ("Unet", "DeepLabV3Plus")
+                encoder_name="resnet18", encoder_weights=None, classes=4) for kind in ("Unet", "FPN", "DeepLabV3Plus")
     ),
     _script("monai/UNet", "monai.networks.nets:UNet", VOLUME, spatial_dims=3, in_channels=1, out_channels=2,
             channels=(4, 8, 16), strides=(2, 2), num_res_units=1),
