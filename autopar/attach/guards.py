@@ -16,17 +16,20 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from autopar.trace.configurations import own_names
-from autopar.trace.reads import MISSING, SCALARS, Cell, Reads, snapshot
+from autopar.trace.configurations import FEW, own_names
+from autopar.trace.reads import CONTAINERS, MISSING, SCALARS, Cell, Reads, is_users_class, snapshot
 
+KEPT = ("_modules", "_parameters", "_buffers")
+HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # what is put in there, into empty ones too, is called
 Place = tuple[Mapping[str, Any], str]  # where a value is found
 
 
 @dataclass
 class Guards:
-    """`fixed`: places of values that only assignment changes, and those values. `changing`: likewise of values that
-    may change in place, with snapshots. `modules`, `classes`: of the parts of the model, which parametrizations change.
-    `named`: what to call each place.
+    """`fixed`: places of values that only assignment changes, and those values. `changing`: likewise of values that may
+    change in place, with snapshots. `modules`, `classes`: of the parts of the model, which parametrizations change.
+    `kept`, `keys`: the names under which each module holds parts, parameters and buffers. `named`: what to call
+    each place.
     """
 
     fixed: list[Place]
@@ -34,6 +37,8 @@ class Guards:
     changing: list[tuple[Place, Any]]
     modules: list[nn.Module]
     classes: list[type]
+    kept: list[dict[str, Any]]
+    keys: list[list[str]]
     named: dict[tuple[int, str], str]
 
     def broken(self) -> str | None:
@@ -48,6 +53,8 @@ class Guards:
                     self.values[number] = now  # equal: found by identity the next time
         if [*map(type, self.modules)] != self.classes:
             return "the class of a module has changed"
+        if [*map(list, self.kept)] != self.keys:
+            return "a module, parameter or buffer was added or taken away"
         for (place, key), was in self.changing:
             if snapshot(place.get(key, MISSING)) != was:
                 return f"{self.named[id(place), key]} has changed"
@@ -56,7 +63,7 @@ class Guards:
 
 def guards_of(reads: Reads, model: nn.Module) -> Guards:
     """What is compared from now on, of a model whose copy was traced."""
-    guards = Guards([], [], [], [*model.modules()][1:], [], {})
+    guards = Guards([], [], [], [*model.modules()][1:], [], [], [], {})
     guards.classes = [*map(type, guards.modules)]  # (class and forward of the whole module are ours)
     modules = dict(model.named_modules(remove_duplicate=False))
     written = reads.written
@@ -79,6 +86,10 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
                     _add(guards, getattr(module, kind), key, None, f"{path}.{key}" if path else key)
         if path:
             _add(guards, vars(module), "forward", vars(module).get("forward", MISSING), f"{path}.forward")
+    parts = [*model.modules()]
+    guards.kept = [getattr(module, kind) for module in parts for kind in KEPT if getattr(module, kind)]
+    guards.kept += [module._modules for module in parts if isinstance(module, HOLDERS) and not module._modules]
+    guards.keys = [*map(list, guards.kept)]
     for place, name, value in reads.names:
         _add(guards, place, name, value, f"the variable {name}")
     return guards
@@ -96,6 +107,10 @@ def _add(
     if (id(place), key) in guards.named:
         return
     guards.named[id(place), key] = called
+    if is_users_class(value):
+        for name, part in vars(value).items():
+            if not name.startswith("__") and isinstance(part, (*SCALARS, *CONTAINERS)):
+                _add(guards, vars(value), name, part, f"{called}.{name}")
     if value is MISSING or isinstance(value, (*SCALARS, type, nn.Module)) or not _may_change(value):
         guards.fixed.append((place, key))
         guards.values.append(value)
@@ -105,12 +120,22 @@ def _add(
         read = None if traced is None else traced[0].inside.read(traced[1])
         for name in list(own) if read is None else read:
             part = own.get(name, MISSING)
+            owner = next((one for one in type(value).__mro__ if name in vars(one)), None)
+            if name not in own and owner is not None:  # of its class, until it is set on the object
+                if not isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS)):
+                    continue
+                _add(guards, vars(owner), name, vars(owner)[name], f"{called}.{name}")
             if read is not None and traced is not None:
                 _add(guards, own, name, part, f"{called}.{name}", (traced[0], vars(traced[1]).get(name)))
             elif isinstance(part, SCALARS):
                 _add(guards, own, name, part, f"{called}.{name}")
     else:
         guards.changing.append(((place, key), snapshot(value)))
+        for number, part in enumerate(value if isinstance(value, (list, tuple)) and len(value) <= FEW else ()):
+            if own_names(part) is not None:
+                stood = traced[1][number] if traced is not None and isinstance(traced[1], (list, tuple)) else None
+                inside = None if stood is None else (traced[0], stood)  # type: ignore[index]
+                _add(guards, {"": part}, "", part, f"{called}[{number}]", inside)
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if not isinstance(cell.cell_contents, (types.FunctionType, nn.Module)):

@@ -22,6 +22,9 @@ PLAIN = (
 )  # fmt: skip
 
 
+FEW = 32  # objects in a list are looked at, at most
+
+
 def own_names(value: Any) -> dict[str, Any] | None:
     """The attributes of a configuration or the like; None for what is no such object."""
     return None if isinstance(value, PLAIN) else getattr(value, "__dict__", None)
@@ -40,6 +43,9 @@ class Configurations:
 
     def watch(self, value: Any, is_open: Callable[[], bool]) -> None:
         """Note from now on what is read of `value` while `is_open` says so."""
+        if isinstance(value, (list, tuple)) and len(value) <= FEW:
+            for part in value:
+                self.watch(part, is_open)
         if own_names(value) is None or id(value) in self._read or type(value).__module__.startswith("torch"):
             return
         with contextlib.suppress(TypeError):  # a class of C, or with slots: any of it may have been read
@@ -55,8 +61,7 @@ class Configurations:
             self._read[id(value)] = None
         elif not name.startswith("__"):
             name = getattr(type(value), "attribute_map", {}).get(name, name)
-            if name in own or not hasattr(type(value), name):
-                seen.add(name)
+            seen.add(name)
 
 
 class Unannounced:

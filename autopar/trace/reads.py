@@ -7,7 +7,9 @@ and of enclosing functions is read off their code, as far as it is plain numbers
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import enum
 import random
 import sys
 import types
@@ -26,6 +28,7 @@ from autopar.trace.configurations import Configurations, Unannounced
 MISSING = object()
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+CONTAINERS = (list, tuple, dict, set, np.ndarray)
 # What every module has; `training` alone says something about what forward computes.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 FUNCTIONS = 2000  # of the user's code are looked at, at most
@@ -99,11 +102,12 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
             name in own.get(kept, ()) for kept in ("_parameters", "_buffers", "_modules")
         ):
             owner = next((one for one in kind.__mro__ if name in vars(one)), None)
-            if owner is None and (path, name) not in reads.written:
-                reads.attributes.setdefault((path, name), MISSING)
-            elif owner is not None and name not in seen_of_class and isinstance(vars(owner)[name], SCALARS):
-                seen_of_class.add(name)
-                reads.names.append((vars(owner), name, vars(owner)[name]))
+            if owner is None or isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS)):
+                if (path, name) not in reads.written:
+                    reads.attributes.setdefault((path, name), MISSING)
+                if owner is not None and name not in seen_of_class:
+                    seen_of_class.add(name)
+                    reads.names.append((vars(owner), name, vars(owner)[name]))
         return super(made, self).__getattribute__(name)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
@@ -199,10 +203,22 @@ def _names_seen(functions: set[Any], reads: Reads) -> None:
                     see(inside, part, inside[part])
 
 
+def is_users_class(value: Any) -> bool:
+    """Whether it is a class of the user's that settings may be kept in."""
+    if not isinstance(value, type) or issubclass(value, (nn.Module, Tensor, torch.autograd.Function, enum.Enum)):
+        return False
+    file = getattr(sys.modules.get(value.__module__), "__file__", None) or "<"
+    return value.__module__ == "__main__" or not (is_torchs(file) or "site-packages" in file)
+
+
 def _inside(value: Any) -> Mapping[str, Any] | None:
-    """The names of a module of the user's, or of a plain object such as an argparse.Namespace."""
+    """The names of a module or class of the user's, or of a plain object such as an argparse.Namespace."""
     if isinstance(value, types.ModuleType):
         return None if is_torchs(getattr(value, "__file__", None) or "<") else vars(value)
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return vars(value)
+    if is_users_class(value):
+        return vars(value)
     if isinstance(value, (type, types.FunctionType, nn.Module, Tensor)) or not hasattr(value, "__dict__"):
         return None
     return None if is_torchs(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "") else vars(value)

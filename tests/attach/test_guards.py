@@ -1,5 +1,8 @@
 """What a program was traced with may change between calls: another program runs then, with the numbers of torch."""
 
+import argparse
+import copy
+import math
 import random
 import types
 from collections.abc import Callable
@@ -304,3 +307,73 @@ def test_of_a_configuration_what_forward_reads_counts(one: DeviceMesh) -> None:
                 model.config.n_embd = 3
         near(parallel(x), plain(x), 1e-6, change)
         assert len(parallel._autopar.prepared()) == number + 2
+
+
+class Settings:
+    rate, table, sizes = 1.0, {"k": 1.0}, [1]
+
+    def __init__(self) -> None:
+        self.own = 1.0
+
+
+class Shared:
+    rate, table = 1.0, {"k": 1.0}
+
+
+SPACE, LOOSE = argparse.Namespace(rate=1.0), types.SimpleNamespace(rate=1.0)
+
+
+class Kept(nn.Module):
+    """Numbers kept wherever scripts keep them."""
+
+    scale, table = 1.0, {"k": 1.0}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.more = nn.Linear(4, 1), nn.Sequential()
+        self.settings, self.chosen, self.listed, self.paired = Settings(), Shared, [Settings()], (Settings(),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        settings, first, second = self.settings, self.listed[0], self.paired[0]
+        factors = (
+            self.scale, self.table["k"], settings.rate, settings.table["k"], len(settings.sizes), settings.own,
+            self.chosen.rate, Shared.table["k"], first.own, second.own, SPACE.rate, LOOSE.rate,
+        )  # fmt: skip
+        return self.more(self.inner(x)).sum() * math.prod(factors)
+
+
+OF_ONE: dict[str, Callable[[Any], object]] = {
+    "of the class of the model, set on it": lambda m: _set(m, "scale", 3.0),
+    "of the class of settings, set on them": lambda m: _set(m.settings, "rate", 2.0),
+    "of settings": lambda m: _set(m.settings, "own", 2.0),
+    "of settings in a list": lambda m: _set(m.listed[0], "own", 2.0),
+    "of settings in a tuple": lambda m: _set(m.paired[0], "own", 2.0),
+    "a part that is added": lambda m: m.more.append(nn.Tanh()),
+}
+OF_ALL: dict[str, Callable[[], object]] = {
+    "in a table of the class of the model": lambda: Kept.table.__setitem__("k", 2.0),
+    "in a table of the class of settings": lambda: Settings.table.__setitem__("k", 2.0),
+    "in a list of the class of settings": lambda: Settings.sizes.append(1),
+    "of a class that is held": lambda: _set(Shared, "rate", 2.0),
+    "in a table of a global class": lambda: Shared.table.__setitem__("k", 2.0),
+    "of a global namespace": lambda: _set(SPACE, "rate", 2.0),
+    "of another global namespace": lambda: _set(LOOSE, "rate", 2.0),
+}
+
+
+@pytest.mark.parametrize("name", [*OF_ONE, *OF_ALL])
+def test_settings_are_seen_wherever_they_are_kept(one: DeviceMesh, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for owner, keys in ((Kept, ["table"]), (Settings, ["table", "sizes"]), (Shared, ["rate", "table"])):
+        for key in keys:
+            monkeypatch.setattr(owner, key, copy.copy(getattr(owner, key)))
+    monkeypatch.setattr(SPACE, "rate", 1.0), monkeypatch.setattr(LOOSE, "rate", 1.0)
+    plain = Kept()
+    parallel, x = autopar.compile(plain, one), torch.randn(2, 4)
+    near(parallel(x), plain(x), 1e-6, "the loss before")
+    if name in OF_ALL:
+        OF_ALL[name]()
+    else:
+        OF_ONE[name](plain), OF_ONE[name](parallel)
+    for _ in range(2):
+        near(parallel(x), plain(x), 1e-6, name)
+    assert len(parallel._autopar.prepared()) == 2
