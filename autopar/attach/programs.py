@@ -47,7 +47,7 @@ Planner = Callable[[Graph, Plan | None, Mapping[str, Layout]], Plan]
 
 KEPT = 64  # programs of a module; the one that was used longest ago goes first
 STATES = 8  # programs of one way of calling it, for states of the module
-TOLD_AT = 4  # so many of them are told of
+TOLD_AT, KINDS_TOLD_AT = 4, 16  # so many of them, and so many ways of calling it, are told of
 Slot = tuple[dict[str, Any], str]  # a module's own dict of parameters or buffers, and the name there
 
 
@@ -189,14 +189,24 @@ def prepare(parallel: nn.Module, state: State, call: Call, key: Key, *, training
     kept.insert(0, prepared)
     del kept[STATES:]
     state.calls.setdefault(call.shape, (dict(call.numbers), returned_types(prepared)))
+    if len(state.programs) == KINDS_TOLD_AT and not kept[1:] and _is_first_rank():
+        warnings.warn(
+            f"calls of {KINDS_TOLD_AT} kinds (shapes, arguments, modes) were traced and planned, each by itself; pad "
+            "inputs to a few lengths where every batch has another",
+            stacklevel=2,
+        )
     while len(state.programs) > KEPT:
         state.programs.popitem(last=False)
     return prepared
 
 
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def _tell_of_traces(changed: str | None, count: int) -> None:
     """Warn that something keeps changing: correct, and slow."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if _is_first_rank():
         warnings.warn(
             f"the model is traced and planned for the {count}th time for calls of one kind, as {changed}; "
             "what changes from step to step is better an argument of forward (a number will do) or a buffer",

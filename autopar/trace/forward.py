@@ -21,6 +21,9 @@ from autopar.trace.origins import Origins
 from autopar.trace.tables import dense_lookup
 
 
+REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
 def watch_forward(model: nn.Module) -> None:
     """Have `model`, a copy that is only traced, run its forward in here."""
     original = model.forward
@@ -78,7 +81,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self, known: set[int]) -> None:
         super().__init__()
-        self.known = known
+        self.known, self.registered = known, frozenset(known)
         self.origins = Origins()
         self.results: list[Any] = []  # held, so that their ids stay theirs
 
@@ -96,11 +99,25 @@ class _Watch(TorchFunctionMode):
                 f"forward takes gradients itself{line_here()}, and gradients of gradients are not built; "
                 "leave that term out of the loss, or train the model without autopar"
             )
+        self._refuse_what_is_not_traced(func, args)
         args, kwargs = dense_lookup(func, args, kwargs or {})
         result = self._result(func, args, kwargs)
         self.results.append(result)
         self.known |= {id(one) for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}
         return result
+
+    def _refuse_what_is_not_traced(self, func: Any, args: Any) -> None:
+        """A program has no hooks, and its parameters train or do not train as they did before the call."""
+        if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
+            raise TraceError(
+                f"forward registers a hook on a tensor{line_here()}, which a program would never call; scale or change "
+                "gradients in a torch.autograd.Function"
+            )
+        if func in (REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_) and id(args[0]) in self.registered:
+            raise TraceError(
+                f"forward sets requires_grad of a parameter{line_here()}, which a program does not do; set it before "
+                "the call, or detach what is computed of it"
+            )
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (rows := rows_of(func, args, kwargs, self.origins)) is not None:

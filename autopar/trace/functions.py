@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._compat import pytree
 from autopar.trace.ambient import autocast_state
@@ -48,6 +49,8 @@ class _Application:
 
 def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `Function.apply` is while a model is exported."""
+    if kind is CheckpointFunction:  # what is computed again is the plan's to say
+        return args[0](*args[2:])
     applications: list[_Application] | None = getattr(_here, "applications", None)
     is_inside = getattr(_here, "is_inside", False)
     if applications is None or is_inside or kwargs or kind.__module__.startswith("torch."):

@@ -1,11 +1,13 @@
 """What forward leaves on its modules: forgotten where every call makes it alike, refused where calls build on it."""
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.trace import TraceError
@@ -114,3 +116,60 @@ def test_classes_that_ask_their_subclasses_for_a_name_are_left_alone(one: Device
         near(parallel(x), plain(x), LOSS, "output")
         plain(x).sum().backward(), parallel(x).sum().backward()
         same_gradients(plain, parallel)
+
+
+class Refused(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.inner, self.what = nn.Linear(6, 1), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "freezes":
+            self.inner.weight.requires_grad = False
+        elif self.what == "freezes a part":
+            self.inner.requires_grad_(False)
+        made = self.inner(x)
+        if self.what == "scales a gradient":
+            made.register_hook(lambda gradient: 0.1 * gradient)
+        return made.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("freezes", "sets requires_grad of a parameter at .*test_attributes"),
+        ("freezes a part", "sets requires_grad of a parameter at .*test_attributes"),
+        ("scales a gradient", "registers a hook on a tensor at .*test_attributes"),
+    ],
+)
+def test_what_forward_does_to_gradients_by_the_way_is_refused(one: DeviceMesh, what: str, told: str) -> None:
+    with pytest.raises(TraceError, match=told):
+        autopar.compile(Refused(what), one)(torch.randn(3, 6))
+
+
+@dataclass
+class Parts:
+    loss: Tensor
+    rest: dict[str, Tensor]
+
+
+class Answers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Parts:
+        x = x.clone().requires_grad_()
+        made = checkpoint(lambda value: torch.tanh(self.first(value)), x, use_reentrant=True)
+        return Parts(self.second(made).square().mean(), {"made": made})
+
+
+def test_dataclasses_come_back_and_checkpoints_of_either_kind_are_traced(one: DeviceMesh) -> None:
+    plain, x = Answers(), torch.randn(3, 6)
+    parallel = autopar.compile(plain, one)
+    wanted, ours = plain(x), parallel(x)
+    assert isinstance(ours, Parts)
+    near(ours.rest["made"], wanted.rest["made"], LOSS, "an output")
+    near(ours.loss, wanted.loss, LOSS, "loss")
+    wanted.loss.backward(), ours.loss.backward()
+    same_gradients(plain, parallel)
