@@ -20,7 +20,6 @@ from autopar.trace.masked import Picked, rows_of
 from autopar.trace.origins import Origins
 from autopar.trace.tables import dense_lookup
 
-
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
