@@ -68,7 +68,7 @@ def _no_strategy(plan: Plan) -> str | None:
             (layout,) = choice.gives
             taken = () if node.is_source else (layout,)
             may_be_split = node.op not in ("buffer", "constant") or layout == whole
-            if ways != (taken, (layout,), "", (), 1) or any(choice.roles) or not may_be_split:
+            if ways != (taken, (layout,), "", (), 1) or not may_be_split or (node.is_source and any(choice.roles)):
                 return told
             if any(isinstance(placement, Partial) for placement in layout) and node.is_source:
                 return told
