@@ -4,6 +4,10 @@ file -> test -> n; 0: not at all. Chosen by time (2026-11-22): what is left out 
 """
 
 THINNED: dict[str, dict[str, int]] = {
+    "attach/test_complex.py": {
+        "test_a_model_of_complex_numbers_trains_as_plain_pytorch_does": 2,
+        "test_what_is_asked_of_a_complex_weight_has_its_gradient": 3,
+    },
     "attach/test_masked.py": {
         "test_a_loss_over_picked_rows_is_that_of_plain_pytorch": 4,
     },
@@ -21,6 +25,7 @@ THINNED: dict[str, dict[str, int]] = {
     "benchmarks/test_replay.py": {
         "test_copied_layers_are_what_a_longer_model_gives": 3,
         "test_the_command_prints_published_predicted_and_error": 0,
+        "test_torch_recomputes_the_same_products_and_frees_about_the_same_memory": 0,
     },
     "elixir/test_placing.py": {
         "test_the_search_is_never_worse_than_elixir_and_both_fit": 0,
@@ -28,14 +33,19 @@ THINNED: dict[str, dict[str, int]] = {
     "measure/test_memory.py": {
         "test_local_batch_norms_move_and_hold_what_their_plan_says": 2,
         "test_what_a_step_holds_is_what_its_plan_says": 4,
-        "test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says": 6,
+        "test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says": 12,
     },
     "measure/test_twin.py": {
         "test_what_moves_is_what_was_planned_to_the_byte": 2,
     },
     "plans/test_best_plans.py": {
-        "test_the_best_plan_in_little_memory_is_right": 7,
+        "test_price_and_memory_add_up_again": 3,
+        "test_the_best_plan_in_little_memory_is_right": 12,
         "test_the_best_plan_is_right_and_proven": 3,
+        "test_the_best_plan_is_right_in_float64": 4,
+    },
+    "plans/test_global_meaning.py": {
+        "test_norms_mean_the_whole": 2,
     },
     "plans/test_local_batch_norm.py": {
         "test_any_legal_plan_normalises_each_part_of_the_batch": 3,
@@ -78,6 +88,7 @@ THINNED: dict[str, dict[str, int]] = {
         "test_without_overlap_a_plan_takes_and_holds_what_it_says": 4,
     },
     "saving/test_updates.py": {
+        "test_a_program_that_ends_makes_its_updates_first": 0,
         "test_optimizers_that_take_one_number_at_a_time_may_be_wrapped": 4,
         "test_training_gives_the_same_bits_as_with_updates_that_are_waited_for": 4,
     },
@@ -115,13 +126,14 @@ THINNED: dict[str, dict[str, int]] = {
     },
     "sparing/test_exhaustive.py": {
         "test_the_programs_have_all_that_there_is_to_choose": 0,
-        "test_the_solver_finds_the_best_of_all_combinations": 5,
+        "test_the_solver_finds_the_best_of_all_combinations": 10,
     },
     "sparing/test_keep.py": {
         "test_any_picks_cost_what_the_problem_says": 3,
     },
     "sparing/test_modes.py": {
         "test_no_chain_leaves_its_region": 3,
+        "test_random_operators_and_readers_of_changed_buffers_never_run_again": 3,
     },
     "timeline/test_events.py": {
         "test_collectives_come_in_the_order_of_the_emitted_program": 3,
@@ -130,6 +142,7 @@ THINNED: dict[str, dict[str, int]] = {
         "test_what_is_played_is_launched_and_waited_for_as_in_the_emitted_program": 3,
         "test_with_overlap_the_same_work_is_done_within_its_bounds": 3,
         "test_without_overlap_a_random_plan_takes_and_holds_what_it_says": 3,
+        "test_without_overlap_the_best_plan_takes_and_holds_what_it_says": 3,
     },
     "trace/test_capture.py": {
         "test_capture_leaves_the_model_as_it_is": 3,
