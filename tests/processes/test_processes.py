@@ -92,6 +92,7 @@ def test_the_code_can_be_compiled(tmp_path: Path) -> None:
     run_checks("inductor", 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_continues_on_two(tmp_path: Path) -> None:
     run_checks("checkpoints", 4, tmp_path, ["check_save"])
     run_checks("checkpoints", 2, tmp_path, ["check_load"])
