@@ -23,6 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from autopar._compat import dtensor_handlers
+from autopar.attach.tensors import over_pieces
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 NORM = torch.ops.aten.linalg_vector_norm.default
@@ -107,6 +108,5 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tenso
 
 def _as(local: torch.Tensor, x: DTensor, placements: list[Any], keepdim: bool, dims: set[int]) -> DTensor:
     """`local` as a piece of what is left of `x` without `dims`."""
-    shape = torch.Size(1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, x.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
+    return over_pieces(local, shape, placements, x.device_mesh)

@@ -66,8 +66,13 @@ def part_of(value: Tensor, layout: Layout, mesh: Mesh, coordinate: Sequence[int]
 
 
 def as_dtensor(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh: DeviceMesh) -> DTensor:
-    """A DTensor over local pieces, without any communication. A piece on the host stays there, whatever the mesh is of:
-    as torch's FSDP has it with CPUOffloadPolicy.
+    """A DTensor over local pieces, without any communication."""
+    return over_pieces(local, shape, placements_of(layout), device_mesh)
+
+
+def over_pieces(local: Tensor, shape: Sequence[int], placements: Sequence[Any], device_mesh: DeviceMesh) -> DTensor:
+    """A DTensor over local pieces. A piece on the host stays there, whatever the mesh is of, as torch's FSDP has it
+    with CPUOffloadPolicy.
     """
     stride: list[int] = []
     step = 1
@@ -76,7 +81,7 @@ def as_dtensor(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh:
         step *= max(size, 1)
     is_here = local.is_meta or local.device.type == device_mesh.device_type
     made = DTensor.from_local(
-        local if is_here else local.to("meta"), device_mesh, placements_of(layout), run_check=False,
+        local if is_here else local.to("meta"), device_mesh, placements, run_check=False,
         shape=torch.Size(shape), stride=tuple(stride),
     )  # fmt: skip
     return made if is_here else DTensor(local, made._spec, requires_grad=False)
