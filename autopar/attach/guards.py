@@ -28,7 +28,7 @@ Place = tuple[Mapping[str, Any], str]  # where a value is found
 class Guards:
     """`fixed`: places of values that only assignment changes, and those values. `changing`: likewise of values that may
     change in place, with snapshots. `modules`, `classes`: of the parts of the model, which parametrizations change.
-    `kept`, `keys`: the names under which each module holds parts, parameters and buffers. `named`: what to call
+    `kept`, `sizes`: where each module holds parts, parameters and buffers, and how many. `named`: what to call
     each place.
     """
 
@@ -38,7 +38,7 @@ class Guards:
     modules: list[nn.Module]
     classes: list[type]
     kept: list[dict[str, Any]]
-    keys: list[list[str]]
+    sizes: list[int]
     named: dict[tuple[int, str], str]
 
     def broken(self) -> str | None:
@@ -53,7 +53,7 @@ class Guards:
                     self.values[number] = now  # equal: found by identity the next time
         if [*map(type, self.modules)] != self.classes:
             return "the class of a module has changed"
-        if [*map(list, self.kept)] != self.keys:
+        if [*map(len, self.kept)] != self.sizes:  # each that was there is compared above
             return "a module, parameter or buffer was added or taken away"
         for (place, key), was in self.changing:
             if snapshot(place.get(key, MISSING)) != was:
@@ -89,7 +89,7 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
     parts = [*model.modules()]
     guards.kept = [getattr(module, kind) for module in parts for kind in KEPT if getattr(module, kind)]
     guards.kept += [module._modules for module in parts if isinstance(module, HOLDERS) and not module._modules]
-    guards.keys = [*map(list, guards.kept)]
+    guards.sizes = [*map(len, guards.kept)]
     for place, name, value in reads.names:
         _add(guards, place, name, value, f"the variable {name}")
     return guards
