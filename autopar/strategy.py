@@ -126,7 +126,7 @@ def node_strategies(node: Node, types: tuple[TensorType, ...], rule: Rule | None
     ]
     found: list[Strategy] = []
     for roles in itertools.product(*per_axis):
-        if _is_even(rule, roles, mesh) and len({rule.bodies[r] for r in roles if r in rule.bodies}) <= 1:
+        if _is_possible(rule, roles, mesh):
             found.append(make_strategy(node, types, rule, roles, mesh, flops, kind))
     return _undominated(found)
 
@@ -138,9 +138,7 @@ def strategy_of(node: Node, types: tuple[TensorType, ...], roles: tuple[str, ...
     for role, size in zip(roles, mesh.sizes, strict=True):
         if role and (size == 1 or role not in known):
             return None
-    if rule is not None and (
-        not _is_even(rule, roles, mesh) or len({rule.bodies[r] for r in roles if r in rule.bodies}) > 1
-    ):
+    if rule is not None and not _is_possible(rule, roles, mesh):
         return None
     return make_strategy(node, types, rule, roles, mesh, *flops_of(node, types))
 
@@ -153,7 +151,10 @@ def _linear_positions(role: str) -> set[int]:
     return {int(position) for position in role[1:].split(",")}
 
 
-def _is_even(rule: Rule, roles: tuple[str, ...], mesh: Mesh) -> bool:
+def _is_possible(rule: Rule, roles: tuple[str, ...], mesh: Mesh) -> bool:
+    """Whether sizes divide, and one local body at most stands in for the operator."""
+    if len({rule.bodies[role] for role in roles if role in rule.bodies}) > 1:
+        return False
     parts: dict[str, int] = {}
     for role, size in zip(roles, mesh.sizes, strict=True):
         parts[role] = parts.get(role, 1) * size

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from autopar.attach.agree import text_from
+from autopar.attach.tensors import piece_as
 
 SEEDS = 2**31
 
@@ -88,11 +90,7 @@ class Whole(torch.optim.Optimizer):
         _set_settings(self.param_groups, self.optimizer.param_groups)  # some change their own
         self._steps += 1
         for parameter, copy in self._copies.items():
-            if isinstance(parameter, DTensor):
-                whole, mesh = copy.detach(), parameter.device_mesh
-                parameter.copy_(distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None))
-            else:
-                parameter.copy_(copy)
+            parameter.copy_(piece_as(copy, parameter) if isinstance(parameter, DTensor) else copy)
             self._written[parameter] = _version(parameter)
             copy.grad = None
         return loss
@@ -113,10 +111,6 @@ def _version(value: Tensor) -> int:
 
 def _agreed_seed(parameters: list[Tensor]) -> int:
     """The seed of rank 0."""
-    seed = torch.initial_seed() % SEEDS
     split = next((p for p in parameters if isinstance(p, DTensor)), None)
-    if split is None or not dist.is_initialized():
-        return seed
-    held = torch.tensor([seed], device=split.to_local().device)
-    dist.broadcast(held, 0)
-    return int(held)
+    seed = str(torch.initial_seed())
+    return int(seed if split is None else text_from(0, seed, split.device_mesh)) % SEEDS

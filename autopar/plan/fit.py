@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.batch_norm import statistics_of
 from autopar.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
-from autopar.layout import Layout, Partial, encode, local_shape, replicated
+from autopar.layout import Layout, Partial, encode, local_shape
 from autopar.mesh import Mesh
 from autopar.plan.plan import RESIDENCES, Choice, Plan, PlanMismatch
 from autopar.reshard import Reshard
 from autopar.rules.bodies import BODIES
 from autopar.saving.narrow import false_claim_of, plain
-from autopar.strategy import Strategy, operand_types, signature_of, strategy_of
+from autopar.strategy import Strategy, moved, operand_types, signature_of, source_strategies, strategy_of
 from autopar.work import FETCH, STORE
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 
@@ -60,26 +60,15 @@ def _no_strategy(plan: Plan) -> str | None:
     """The first operator that is split, or result that is delivered, as no rule has it; None where all are."""
     node_of, mesh = plan.graph.by_name, plan.mesh
     known: dict[object, Strategy | None] = {}
-    whole = replicated(mesh)
     for node in plan.graph.nodes:
-        choice, told = plan.choices[node.name], f"%{node.name} ({node.op}) is not computed as its rule says"
-        ways = (choice.takes, choice.gives, choice.body, choice.body_axes, choice.body_size)
-        if node.is_source or node.op in (STORE, FETCH):
-            (layout,) = choice.gives
-            taken = () if node.is_source else (layout,)
-            may_be_split = node.op not in ("buffer", "constant") or layout == whole
-            if ways != (taken, (layout,), "", (), 1) or not may_be_split or (node.is_source and any(choice.roles)):
-                return told
-            if any(isinstance(placement, Partial) for placement in layout) and node.is_source:
-                return told
-            continue
-        types = operand_types(node, node_of)
-        key = signature_of(node, types), choice.roles
+        choice, types = plan.choices[node.name], operand_types(node, node_of)
+        key = signature_of(node, types), choice.roles, choice.gives
         if key not in known:
-            known[key] = strategy_of(node, types, choice.roles, mesh)
+            known[key] = _legal(node, types, choice, mesh)
         right = known[key]
+        ways = (choice.takes, choice.gives, choice.body, choice.body_axes, choice.body_size)
         if right is None or ways != (right.takes, right.gives, right.body, right.body_axes, right.body_size):
-            return told
+            return f"%{node.name} ({node.op}) is not computed as its rule says"
     held = {node.target: plan.choices[node.name].gives[0] for node in plan.graph.nodes if node.op == "parameter"}
     for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
         if delivery is None:
@@ -90,6 +79,16 @@ def _no_strategy(plan: Plan) -> str | None:
         if any(isinstance(placement, Partial) for placement in delivery.layout):
             return told
     return None
+
+
+def _legal(node: Node, types: tuple[TensorType, ...], choice: Choice, mesh: Mesh) -> Strategy | None:
+    """The strategy that a choice has to be, by its roles, or of a source by its layout; None where there is none."""
+    if node.is_source:
+        given = choice.roles, choice.gives
+        return next((one for one in source_strategies(node, mesh) if (one.roles, one.gives) == given), None)
+    if node.op in (STORE, FETCH):
+        return moved(node, choice.gives[0], mesh)
+    return strategy_of(node, types, choice.roles, mesh)
 
 
 def _batch_norms(ours: Graph, theirs: Graph) -> tuple[str, str] | None:

@@ -60,25 +60,18 @@ SCRIPTS = [
     _script("vit_relpos_small_patch16_224", img_size=64, depth=2, embed_dim=48, num_heads=3),
     _script("deit_tiny_distilled_patch16_224", img_size=64, depth=2, embed_dim=48, num_heads=3),
     _script("eva02_tiny_patch14_224", 56, img_size=56, depth=2, embed_dim=48, num_heads=3),
-    _script(
-        "swin_tiny_patch4_window7_224",
-        img_size=64,
-        window_size=4,
-        embed_dim=24,
-        depths=(2, 2),
-        num_heads=(2, 4),
-        drop_path_rate=0.0,
-        told=NO_PATHS,
-    ),
-    _script(
-        "swinv2_tiny_window8_256",
-        img_size=64,
-        window_size=4,
-        embed_dim=24,
-        depths=(2, 2),
-        num_heads=(2, 4),
-        drop_path_rate=0.0,
-        told=NO_PATHS,
+    *(
+        _script(
+            name,
+            img_size=64,
+            window_size=4,
+            embed_dim=24,
+            depths=(2, 2),
+            num_heads=(2, 4),
+            drop_path_rate=0.0,
+            told=NO_PATHS,
+        )
+        for name in ("swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256")
     ),
     _script("resnet10t"),
     _script("resnext50_32x4d", layers=(1, 1, 1, 1)),
