@@ -12,11 +12,15 @@ gradient the plain tensor's backward cannot take. Here it becomes a plain number
 
 Norms over what is split are held in parts, which sums and further sums over them take for terms. Here a norm is put
 together where it is made. Numbers print as numbers do.
+
+`torch.save` writes the piece that a rank holds, and nothing of the others': a checkpoint that rank 0 alone writes lacks
+the rest of the model. Here it says so.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -38,6 +42,7 @@ def mend_dtensors() -> None:
     dtensor_handlers[NORM] = _norm
     DTensor.data = property(DATA.__get__, _set_data)  # type: ignore[assignment, method-assign]
     DTensor.__format__ = _format  # type: ignore[method-assign]
+    DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
     for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
         setattr(DTensor, f"__{name}__", _arithmetic(getattr(torch.Tensor, f"__{name}__")))
 
@@ -61,6 +66,16 @@ def _set_data(held: DTensor, value: torch.Tensor) -> None:
 
 def _format(held: DTensor, spec: str) -> str:
     return format(held.item(), spec) if held.ndim == 0 else object.__format__(held, spec)
+
+
+def _reduce(held: DTensor, protocol: Any) -> Any:
+    warnings.warn(
+        f"a tensor {list(held.shape)} is saved as the piece {list(held._local_tensor.shape)} that this rank holds; the "
+        "file has nothing of the other ranks' pieces, and the plain model does not load it. Save "
+        "parallel.full_state_dict(), called on all ranks, or use torch.distributed.checkpoint",
+        stacklevel=2,
+    )
+    return torch.Tensor.__reduce_ex__(held, protocol)
 
 
 def _arithmetic(plain: Any) -> Any:

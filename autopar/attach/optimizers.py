@@ -10,13 +10,13 @@ import weakref
 from collections.abc import MutableMapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.attach.tensors import refuse_pieces_of_others
+from autopar.attach.tensors import piece_as, refuse_pieces_of_others
 
 # Parameter of a plain model -> its name, and the parallel module beside that model.
 _BESIDE: Any = WeakIdKeyDictionary()
@@ -76,18 +76,16 @@ def _refuse_whole_matrices(optimizer: Optimizer) -> None:
 
 def _look_at_states(optimizer: Optimizer) -> None:
     """What was loaded into an optimizer is refused where it is another rank's, and laid out as the parameter where it
-    was made or loaded before there was a plan.
+    is whole, or was made or loaded before there was a plan. The count of steps, which has no dims, stays as it is.
     """
     for parameter, states in optimizer.state.items():
         for name, value in list(states.items()) if isinstance(states, MutableMapping) else ():
             refuse_pieces_of_others(f"{name} of an optimizer", value, parameter)
-            if (
-                isinstance(value, DTensor)
-                and isinstance(parameter, DTensor)
-                and value.shape == parameter.shape
-                and value.device_mesh == parameter.device_mesh
-                and value.placements != parameter.placements
-            ):
+            if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                continue
+            if not isinstance(value, DTensor):
+                states[name] = value if name == "step" else piece_as(value, parameter)
+            elif value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
                 states[name] = value.redistribute(placements=parameter.placements)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -217,7 +218,9 @@ def check_pieces_that_another_rank_has_saved(ranks: Ranks) -> None:
     split = [name for name, tensor in parallel.named_parameters() if isinstance(tensor, DTensor)]
     assert split
     if ranks.rank == 0:
-        torch.save((parallel.state_dict(), optimizer.state_dict()), file)
+        with warnings.catch_warnings(record=True) as told:
+            torch.save((parallel.state_dict(), optimizer.state_dict()), file)
+        assert any("saved as the piece" in str(one.message) and "full_state_dict()" in str(one.message) for one in told)
     dist.barrier()
     weights, states = torch.load(file, weights_only=True)
     if ranks.rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -104,3 +105,20 @@ def check_what_dtensors_do_not_run_says_what_does(ranks: Ranks) -> None:
         parallel(x, y)[0].backward()
         optimizer = make(parallel.parameters())
         refused(RuntimeError, rf"{make.__name__} .*autopar\.optim\.Whole\(parallel\.parameters\(\)", optimizer.step)
+
+
+def check_states_of_the_plain_model_s_optimizer_are_laid_out(ranks: Ranks) -> None:
+    """Loaded before there is a plan, and behind the first call."""
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        for early in (True, False):
+            plain = _net()
+            theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
+            plain(x, y)[0].backward(), theirs.step(), theirs.zero_grad()
+            parallel = _compiled(ranks, copy.deepcopy(plain), policy, x, y)
+            ours = torch.optim.AdamW(parallel.parameters(), lr=0.01)
+            if not early:
+                parallel(x, y)
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            _steps((plain, parallel), (theirs, ours), (x, y))
+            same_state(plain, parallel)
