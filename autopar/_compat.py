@@ -5,12 +5,15 @@ Tried on torch 2.11.0, 2.12.0 and 2.13.0. Each entry is executed by tests/test_c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed._functional_collectives as functional_collectives
 from torch._C._distributed_c10d import HashStore
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
 from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
@@ -20,6 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # Without `functional_collectives` imported, a raw `_c10d_functional` op that meets autograd gives silently wrong
 # gradients.
+
+
+def default_store() -> Any:
+    """Where the processes of the default group find each other; a `clone` of it belongs to another thread."""
+    return _get_default_store()
+
 
 # Operator -> what DTensor does for it instead of looking for layouts: called with (operator, args, kwargs).
 dtensor_handlers = DTensor._op_dispatcher._custom_op_handlers
@@ -33,6 +42,7 @@ __all__ = [
     "LocalTensorMode",
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
+    "default_store",
     "dtensor_handlers",
     "functional_collectives",
     "fx_graph_cse",

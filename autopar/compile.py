@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
+import time
+import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._version import __version__
-from autopar.attach.agree import agreed, least_of, same_everywhere, text_from
+from autopar.attach.agree import agreed, found_by_rank_zero, least_of, same_everywhere, text_from
 from autopar.attach.calls import by_name
 from autopar.attach.module import ParallelModule, attach, plan_module
 from autopar.attach.tensors import mesh_of
+from autopar.attach.watch import PATIENCE_S
 from autopar.batch_norm import STATISTICS
 from autopar.graph import Graph, TensorType
 from autopar.here import check_size, hardware_or_here, is_here, memory_bytes
@@ -59,6 +62,7 @@ def compile(
     backend: str = "eager",
     time_limit_s: float = 60.0,
     profile: float | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> ParallelModule:
     """Find the fastest plan for training `model` on `device_mesh` that fits in memory, and return a module that runs
     it.
@@ -96,6 +100,9 @@ def compile(
     backend: "eager" runs the generated code as it is, "inductor" compiles it.
     profile: seconds for which rank 0 may time the operators that strategies need on its device, before it plans; they
     are kept on disk, so that the next time it has them. 0 uses what is known. Default: formulas only.
+    patience_s: how many seconds beyond its longest step a rank waits for another one in a call, before every rank ends
+    with a sentence that names both; ten times as many before the first step and around state dicts. Infinite: as long
+    as the process group waits. Planning may take as long as it likes.
 
     Raises ValueError for arguments that do not fit, TraceError for a model that cannot be captured, Infeasible where no
     plan fits in memory, PlanMismatch for a plan made for something else.
@@ -109,6 +116,8 @@ def compile(
     _known("backend", backend, BACKENDS)
     _known("batch_norm", batch_norm, STATISTICS)
     _known("optimizer", optimizer, tuple(OPTIMIZER_STATES))
+    if isinstance(patience_s, bool) or not patience_s > 0:
+        raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
 
     def read() -> tuple[Hardware, float, tuple[str, ...] | None, Plan | None]:
         machine = hardware_or_here(hardware, device_mesh.device_type)
@@ -154,30 +163,30 @@ def compile(
                 question = ask(graph, mesh, machine, optimizer=optimizer, profile=timing)
             measured = "" if question is None else question.measured_digest
             kept = _cached_path(cache, graph, mesh, machine, asked, ways, settled, optimizer, brought, fixed, measured)
-            if kept is not None and kept.exists():
-                with contextlib.suppress(PlanMismatch):  # cut short or edited: found again, and written anew
-                    known = Plan.load(kept)
-                    check(known, graph, mesh, origin=str(kept))
-                    if room is None or _still_good(known, room):
-                        return known
+            if kept is not None and (known := _kept_plan(kept, graph, mesh)) is not None:
+                enough_time = time_limit_s <= known.search.get("cut_at_s", math.inf)  # type: ignore[operator]
+                if enough_time and (room is None or _still_good(known, room)):
+                    return known
             wanted: dict[str, Any] = {
                 "memory": room, "spare": ways, "keep": settled, "outputs": brought, "fixed": fixed,
                 "time_limit_s": time_limit_s, "simulation": True,
             }  # fmt: skip
+            began = time.monotonic()
             if like is not None and (same := same_choices(like, graph, room, machine, brought)) is not None:
                 found = same
             elif question is None:
                 found = search(graph, mesh, machine, optimizer=optimizer, **wanted)
             else:
                 found = answer(question, **wanted)
+            if time.monotonic() - began >= time_limit_s:
+                found = replace(found, search={**found.search, "cut_at_s": time_limit_s})
             if kept is not None:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                found.save(kept)
+                _keep(found, kept)
             return found
 
         return _on_rank_zero(find, graph, mesh, device_mesh)
 
-    parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm)
+    parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s)
     if example_inputs is not None or example_kwargs is not None:
         positional, named = by_name(type(model).forward.__get__(model), example_inputs or (), example_kwargs or {})
         plan_module(parallel, positional, named)
@@ -218,8 +227,7 @@ def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) 
     """Rank 0 finds the plan, the others receive it and check it against their graph; an error anywhere reaches all."""
     if mesh.ranks == 1:
         return find()
-    is_zero = dist.get_rank() == 0
-    found = agreed(lambda: find() if is_zero else None, device_mesh)
+    found = found_by_rank_zero(find, device_mesh)
     text = text_from(0, None if found is None else dumps(found), device_mesh)
 
     def receive() -> Plan:
@@ -243,6 +251,30 @@ def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:
 def _still_good(plan: Plan, room: float) -> bool:
     """What is free is never twice the same: a plan that fits is the best one, unless there is far more room now."""
     return plan.peak_bytes["hbm"] <= room and plan.memory_limit is not None and room <= 1.1 * plan.memory_limit
+
+
+def _kept_plan(path: Path, graph: Graph, mesh: Mesh) -> Plan | None:
+    """The plan of an earlier search. None where there is none, or another thing (a pipe would be waited for)."""
+    try:
+        if not path.is_file():
+            return None
+        known = Plan.load(path)
+        check(known, graph, mesh, origin=str(path))
+    except PlanMismatch:  # cut short or edited: found again, and written anew
+        return None
+    except OSError as error:
+        warnings.warn(f"the plan kept in {path} cannot be read ({error}); it is found again", stacklevel=2)
+        return None
+    return known
+
+
+def _keep(plan: Plan, path: Path) -> None:
+    """Training goes on where this fails: the plan is found again next time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plan.save(path)
+    except OSError as error:
+        warnings.warn(f"the plan cannot be kept in {path.parent} ({error}); training goes on without", stacklevel=2)
 
 
 def _cached_path(

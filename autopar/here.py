@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import re
+import tempfile
 from pathlib import Path
 
 import torch
@@ -86,8 +87,12 @@ def operators_path() -> Path:
 
 
 def _profiles() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("AUTOPAR_PROFILES") or Path(cache) / "autopar" / "profiles")
+    given = os.environ.get("AUTOPAR_PROFILES")
+    home = os.path.expanduser("~")
+    if home == "~":  # no HOME, and a user whom the system does not know, as in containers
+        home = os.path.join(tempfile.gettempdir(), f"autopar-{os.getuid()}")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache")
+    return Path(given or Path(cache) / "autopar" / "profiles")
 
 
 def is_here(hardware: Hardware, device_type: str) -> bool:
@@ -112,7 +117,7 @@ def hardware_or_here(hardware: str | Path | Hardware | None, device_type: str, *
         return hardware
     if hardware is not None:
         return Hardware.load(hardware)
-    if calibrated and (path := calibrated_path(device_type)).exists():
+    if calibrated and (path := calibrated_path(device_type)).is_file():
         return Hardware.load(path)
     if device_type == "cpu":
         return Hardware.load("cpu-gloo")

@@ -101,6 +101,18 @@ def check_fx_graph_cse() -> None:
     assert sum(node.target is torch.sin for node in merged.graph.nodes) == 1
 
 
+def check_default_store() -> None:
+    dist.init_process_group("gloo", store=_compat.HashStore(), rank=0, world_size=1)
+    try:
+        other = _compat.default_store().clone()
+        assert other.add("counted", 1) == 1 and _compat.default_store().add("counted", 1) == 2
+        assert other.check(["counted"]) and not other.check(["nothing"])
+        other.set("key", "value")
+        assert other.compare_set("key", "", "later") == b"value" and other.compare_set("new", "", "first") == b"first"
+    finally:
+        dist.destroy_process_group()
+
+
 def check_global_forward_hooks() -> None:
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert len(_compat.global_forward_hooks) == 1

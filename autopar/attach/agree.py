@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar._compat import default_store
 from autopar.plan import PlanMismatch
 from autopar.search import Infeasible, NoAnswerInTime
 from autopar.trace import TraceError
 
 Result = TypeVar("Result")
+TELL_S = 60.0  # of waiting, then twice as long, and so on
 
 _KINDS = (
     Infeasible, NoAnswerInTime, PlanMismatch, TraceError, ValueError, TypeError, KeyError, AttributeError, MemoryError,
-    FileNotFoundError, PermissionError, IsADirectoryError, OSError, NotImplementedError,
+    FileNotFoundError, PermissionError, IsADirectoryError, OSError, NotImplementedError, torch.OutOfMemoryError,
 )  # fmt: skip
 KNOWN: dict[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
 
@@ -43,6 +47,43 @@ def agreed(work: Callable[[], Result], device_mesh: DeviceMesh) -> Result:
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
+
+
+def found_by_rank_zero(work: Callable[[], Result], device_mesh: DeviceMesh) -> Result | None:
+    """What `work` returns on rank 0; None on the others, which wait for it on the store, where no timeout of a process
+    group ends them. An error is raised on all ranks.
+    """
+    if device_mesh.size() == 1:
+        return work()
+    rank, store = dist.get_rank(), default_store()
+    key = f"autopar/found/{store.add(f'autopar/sought/{rank}', 1)}"
+    result, error = None, None
+    if rank == 0:
+        try:
+            result = work()
+        except Exception as caught:  # raised below, once the others know
+            error = caught
+        store.set(key, "")
+    began, told_s = time.monotonic(), TELL_S
+    while rank != 0 and not _is_there(key, store):
+        time.sleep(min(0.5, 0.01 + (time.monotonic() - began) / 10))
+        if rank == 1 and time.monotonic() - began > told_s:
+            logging.getLogger("autopar").warning("rank 0 has been looking for a plan for %.0f s", told_s)
+            told_s *= 2
+
+    def outcome() -> Result | None:
+        if error is not None:
+            raise error
+        return result
+
+    return agreed(outcome, device_mesh)
+
+
+def _is_there(key: str, store: Any) -> bool:
+    try:
+        return store.check([key])
+    except dist.DistError as error:
+        raise RuntimeError("rank 0 has ended while it looked for a plan; what it wrote last says why") from error
 
 
 def same_everywhere(settings: Mapping[str, object], device_mesh: DeviceMesh) -> None:

@@ -45,6 +45,7 @@ from autopar.attach.tensors import (
     to_host,
     whole_parameter,
 )
+from autopar.attach.watch import PATIENCE_S
 from autopar.attach.wrappers import parallel_class
 from autopar.batch_norm import GLOBAL
 from autopar.emit import Program
@@ -52,6 +53,8 @@ from autopar.modules import aliases, computed_tensors, replace_tensors, tensors_
 from autopar.plan import Plan, PlanMismatch
 from autopar.trace import TraceError, flatten_inputs
 from autopar.trace.ambient import ambient_state
+
+NEW = "the first forward of its kind"  # ranks compare what they pass then, and each gets an error of its own
 
 
 class ParallelModule(nn.Module):
@@ -74,12 +77,13 @@ class ParallelModule(nn.Module):
         call = call_of(self, args, kwargs)
         key = Key(call.key, torch.is_grad_enabled(), ambient_state())
         prepared = found(state, key)
-        if prepared is None:
-            state.same_batches.compare(call.key, call.tensors, is_new=True)
-            prepared, call = _new_program(self, call, key)
-        else:
-            state.same_batches.compare(call.key, call.tensors, is_new=False)
-        return invoke(self, prepared, call, key)
+        with state.watch.call(NEW if prepared is None else prepared.told):
+            if prepared is None:
+                state.same_batches.compare(call.key, call.tensors, is_new=True)
+                prepared, call = _new_program(self, call, key)
+            else:
+                state.same_batches.compare(call.key, call.tensors, is_new=False)
+            return invoke(self, prepared, call, key)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward" and "_autopar" in vars(self):
@@ -163,7 +167,8 @@ class ParallelModule(nn.Module):
         none holds one piece of one tensor at a time beside its own.
         """
         keep = not rank0_only or self._autopar.device_mesh.size() == 1 or torch.distributed.get_rank() == 0
-        return full_state(self.state_dict(), self._autopar.device_mesh, keep=keep)
+        with self._autopar.watch.call("full_state_dict", alone=True):
+            return full_state(self.state_dict(), self._autopar.device_mesh, keep=keep)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None = None, strict: bool = True) -> Any:
         """`load_state_dict` of what rank 0 alone has; what other ranks give is not read. All ranks have to call it.
@@ -171,8 +176,9 @@ class ParallelModule(nn.Module):
         Whole tensors are sent one after the other, and each rank keeps its pieces. Where all ranks have the state dict,
         `load_state_dict` takes it as it is.
         """
-        received = received_state(state_dict, self.state_dict(), self._autopar.device_mesh)
-        return self.load_state_dict(received, strict=strict)
+        with self._autopar.watch.call("load_full_state_dict", alone=True):
+            received = received_state(state_dict, self.state_dict(), self._autopar.device_mesh)
+            return self.load_state_dict(received, strict=strict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         self._autopar.updates.finish()
@@ -234,6 +240,7 @@ def attach(
     precision: Any = None,
     inputs: str = "global",
     batch_norm: str = GLOBAL,
+    patience_s: float = PATIENCE_S,
 ) -> ParallelModule:
     """A ParallelModule beside `model`, which stays as it is. Nothing is planned yet."""
     share_infinities()
@@ -250,7 +257,8 @@ def attach(
     beside.__class__ = parallel_class(model_class, ParallelModule)
     take_plain_tensors(beside)
     parallel = cast(ParallelModule, beside)
-    state = State(model_class, device_mesh, planner, outputs, inputs, backend, precision, batch_norm)
+    state = State(model_class, device_mesh, planner, outputs, inputs, backend, precision, batch_norm, patience_s)
+    state.watch.begin()
     state.own_forward = vars(parallel).pop("forward", None)
     object.__setattr__(parallel, "_autopar", state)
     refuse_optimizers_of(model, parallel)
@@ -265,7 +273,9 @@ def plan_module(
     `held`: somebody may hold parameters already, so that each has to stay the object that it is.
     """
     call = call_of(parallel, args, kwargs)
-    _first_program(parallel, call, Key(call.key, True, ambient_state()), held=held)
+    key = Key(call.key, True, ambient_state())
+    with parallel._autopar.watch.call(NEW):
+        _first_program(parallel, call, key, held=held)
 
 
 def call_of(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -287,7 +297,11 @@ def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool
     training = parallel.training or any(parameter.requires_grad for parameter in parallel.parameters())
     main = prepare(parallel, state, call, key, training=training)
     with torch.inference_mode(False):  # parameters made here are trained later
-        _lay_out(parallel, main.plan)
+        try:
+            _lay_out(parallel, main.plan)
+        except Exception:  # no memory, on some rank: nothing may run on what lies otherwise than it was planned
+            state.programs.clear(), state.calls.clear()
+            raise
         if not held and not main.plan.residence and all(map(is_whole, main.plan.parameters.values())):
             _make_plain(parallel)
     state.plan, state.main = main.plan, main

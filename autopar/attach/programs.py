@@ -30,6 +30,7 @@ from autopar.attach.guards import Guards, guards_of
 from autopar.attach.run import Runner
 from autopar.attach.tensors import layout_of, mesh_of
 from autopar.attach.updates import Updates
+from autopar.attach.watch import PATIENCE_S, Watch
 from autopar.batch_norm import parts_of
 from autopar.emit import Program, emit, forward_only
 from autopar.emit.seeded import pieces_of
@@ -59,7 +60,7 @@ class Prepared:
     `buffers`: where they are found, in the order of the program. `trained`: which parameters required grad. `same`:
     slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there were. `without_tangent`:
     outputs whose gradient the program does not take. `writes`: attributes that forward sets, as `Reads.written` has
-    them; `sets`: where, and to what, those that are no tensors.
+    them; `sets`: where, and to what, those that are no tensors. `told`: the call in words.
     """
 
     plan: Plan
@@ -79,6 +80,7 @@ class Prepared:
     modules: Mapping[str, nn.Module]
     sets: list[tuple[dict[str, Any], str, Any]]
     checked: list[tuple[Any, Any]]
+    told: str
 
     def fits(self) -> str | None:
         """None where this program still means what the module does; else what has changed, in words."""
@@ -108,6 +110,7 @@ class State:
         backend: str,
         precision: Any,
         batch_norm: str,
+        patience_s: float = PATIENCE_S,
     ):
         self.model_class = model_class
         self.device_mesh = device_mesh
@@ -118,6 +121,7 @@ class State:
         self.precision = precision
         self.batch_norm = batch_norm
         self.updates = Updates()
+        self.watch = Watch(device_mesh, patience_s, self)
         self.same_batches = SameBatches(device_mesh)
         self.own_forward: Callable[..., Any] | None = None  # of the model, where it is not its class's
         self.caller: Caller | None = None
@@ -145,6 +149,7 @@ class State:
             self.backend,
             self.precision,
             self.batch_norm,
+            self.watch.patience_s,
         )
         made.plan, made.seed, made.drawing_calls = self.plan, self.seed, self.drawing_calls
         made.own_forward = copy.deepcopy(self.own_forward, memo)
@@ -157,6 +162,12 @@ class Key(NamedTuple):
     call: Hashable
     gradients: bool
     ambient: AmbientState
+
+
+def told_of(call: Call, key: Key) -> str:
+    """A call in words, equal on ranks that run one program for it."""
+    given = ", ".join(f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in call.tensors)
+    return f"forward of {given or 'nothing'} {'with' if key.gradients else 'without'} gradients"
 
 
 def found(state: State, key: Key) -> Prepared | None:
@@ -178,11 +189,12 @@ def prepare(parallel: nn.Module, state: State, call: Call, key: Key, *, training
     if not key.gradients:
         graph = forward_only(graph)
     with torch.inference_mode(False):  # parameters made here are trained later
-        plan = state.planner(graph, state.plan, {} if state.plan is None else _layouts(parallel, state))
+        with state.watch.planning():
+            plan = state.planner(graph, state.plan, {} if state.plan is None else _layouts(parallel, state))
         if state.plan is not None and not key.gradients:
             plan = resident(plan, state.plan.residence)
         plan = _with_notes(plan, captured.notes)
-        prepared = _prepared(parallel, state, call, captured, plan)
+        prepared = _prepared(parallel, state, call, key, captured, plan)
     kept = state.programs.setdefault(key, [])
     if len(kept) + 1 in (TOLD_AT, STATES):
         _tell_of_traces(kept[0].fits(), len(kept) + 1)
@@ -302,7 +314,7 @@ def as_user_class(parallel: Any) -> Iterator[None]:
         object.__setattr__(parallel, "_autopar", state)
 
 
-def _prepared(parallel: nn.Module, state: State, call: Call, captured: Captured, plan: Plan) -> Prepared:
+def _prepared(parallel: nn.Module, state: State, call: Call, key: Key, captured: Captured, plan: Plan) -> Prepared:
     runner = _runner(state, plan)
     program = runner.program
     slots, buffers = _slots(parallel, "_parameters"), _slots(parallel, "_buffers")
@@ -341,6 +353,7 @@ def _prepared(parallel: nn.Module, state: State, call: Call, captured: Captured,
         modules,
         sets,
         [(MISSING, None)] * len(held),
+        told_of(call, key),
     )
 
 
@@ -364,4 +377,4 @@ def _runner(state: State, plan: Plan) -> Runner:
     assert coordinate is not None
     coordinates = tuple(torch.tensor(index, device=device) for index in coordinate)
     pieces = pieces_of(program.drawing, state.mesh, coordinate)
-    return Runner(program, state.mesh, coordinates, pieces, state.updates)
+    return Runner(program, state.mesh, coordinates, pieces, state.updates, state.watch)

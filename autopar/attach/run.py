@@ -14,6 +14,7 @@ from torch import Tensor
 
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
 from autopar.attach.updates import Updates
+from autopar.attach.watch import Watch
 from autopar.emit import Program
 from autopar.emit.moves import settle
 from autopar.graph import Node
@@ -33,6 +34,7 @@ class Runner:
     coordinates: tuple[Tensor, ...]
     pieces: tuple[int, ...]
     updates: Updates
+    watch: Watch
 
     @property
     def parameters(self) -> tuple[Node, ...]:
@@ -121,44 +123,48 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        runner, step, parameters = ctx.runner, ctx.step, ctx.parameters
-        if runner.program.backward is None:
-            raise RuntimeError(
-                "this call ran the inference program, which has no backward; call the module in grad mode"
-            )
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward was called with create_graph=True, and gradients of a program have none of their own: second "
-                "derivatives (gradient penalties, Hessians) are not built; take them of the model without autopar"
-            )
-        if ctx.saved is None:
-            raise RuntimeError("backward ran a second time through the same forward; call the module again first")
-        if any(one._version != version for one, version in ctx.versions):
-            raise RuntimeError(
-                "a parameter or an input was changed in place between forward and backward, which needs what it was: "
-                "call backward before the optimizer's step, or the module again after it"
-            )
-        runner.updates.finish()  # of parameters whose next gradients are made now
-        saved, ctx.saved = ctx.saved, None
-        given = {
-            target: (gradients[place], layout)
-            for target, (place, layout) in runner.outputs.items()
-            if gradients[place] is not None
-        }
-        names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
-        if step.without_tangent & given.keys():
-            saved.clear()
-            assert step.again is not None
-            runner, step, held = step.again()
-            with _drawing_from(ctx.drawn), without_autocast():
-                outputs = runner.program.forward(*map(local_of, held), *step.others, *runner.coordinates, *step.seeds)
-            saved = list(outputs[len(runner.program.results) :])
-        program = runner.program
-        with without_autocast():
-            made = program.backward(saved, *runner.tangents(given, step.device_mesh), *runner.coordinates, *step.seeds)
-        settle()  # gradients on the host have arrived, and parameters there have been read
-        by_name = {result.target: value for (result, _), value in zip(program.gradients, made, strict=True)}
-        return None, None, *(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
+        runner = ctx.runner
+        with runner.watch.call("backward"):
+            return _backward(ctx, gradients)
+
+
+def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    runner, step, parameters = ctx.runner, ctx.step, ctx.parameters
+    if runner.program.backward is None:
+        raise RuntimeError("this call ran the inference program, which has no backward; call the module in grad mode")
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward was called with create_graph=True, and gradients of a program have none of their own: second "
+            "derivatives (gradient penalties, Hessians) are not built; take them of the model without autopar"
+        )
+    if ctx.saved is None:
+        raise RuntimeError("backward ran a second time through the same forward; call the module again first")
+    if any(one._version != version for one, version in ctx.versions):
+        raise RuntimeError(
+            "a parameter or an input was changed in place between forward and backward, which needs what it was: "
+            "call backward before the optimizer's step, or the module again after it"
+        )
+    runner.updates.finish()  # of parameters whose next gradients are made now
+    saved, ctx.saved = ctx.saved, None
+    given = {
+        target: (gradients[place], layout)
+        for target, (place, layout) in runner.outputs.items()
+        if gradients[place] is not None
+    }
+    names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
+    if step.without_tangent & given.keys():
+        saved.clear()
+        assert step.again is not None
+        runner, step, held = step.again()
+        with _drawing_from(ctx.drawn), without_autocast():
+            outputs = runner.program.forward(*map(local_of, held), *step.others, *runner.coordinates, *step.seeds)
+        saved = list(outputs[len(runner.program.results) :])
+    program = runner.program
+    with without_autocast():
+        made = program.backward(saved, *runner.tangents(given, step.device_mesh), *runner.coordinates, *step.seeds)
+    settle()  # gradients on the host have arrived, and parameters there have been read
+    by_name = {result.target: value for (result, _), value in zip(program.gradients, made, strict=True)}
+    return None, None, *(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
 
 
 def _random_states(runner: Runner) -> list[tuple[torch.Generator, Tensor]]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar import layout as plain
+from autopar.attach.agree import agreed
 from autopar.attach.hooks import carry
 from autopar.emit.moves import host_like
 from autopar.layout import Layout
@@ -105,21 +106,28 @@ def whole_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Para
 def parameter_on(
     mesh: Mesh, device_mesh: DeviceMesh, whole: nn.Parameter, layout: Layout, *, on_host: bool = False
 ) -> nn.Parameter:
-    """The parameter as a DTensor. Rank 0's values win, as they do under DDP; a meta parameter stays on meta."""
+    """The parameter as a DTensor. Rank 0's values win, as they do under DDP; a meta parameter stays on meta. Where
+    there is no memory for it on one rank, it is left as it is on all.
+    """
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     value = whole.detach()
-    value = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):  # in pieces where an earlier call had no memory for those behind it
+        value = value.to_local() if is_whole(layout_of(value)) else value.full_tensor()
     if value.is_meta:
         shape = plain.local_shape(tuple(value.shape), layout, mesh)
         assert shape is not None
         local = torch.empty(shape, dtype=value.dtype, device="meta")
     else:
-        local = piece_of(from_rank_zero(value, device_mesh), layout, mesh, coordinate)
-        if local.data_ptr() == value.data_ptr():
-            local = local.clone()  # the user's model keeps its own values
-    if on_host:
-        local = to_host(local)
+        sent = from_rank_zero(value, device_mesh)
+
+        def piece() -> Tensor:
+            mine = piece_of(sent, layout, mesh, coordinate)
+            if mine.data_ptr() == value.data_ptr():
+                mine = mine.clone()  # the user's model keeps its own values
+            return to_host(mine) if on_host else mine
+
+        local = agreed(piece, device_mesh)
     made = as_dtensor(local, whole.shape, layout, device_mesh)
     return nn.Parameter(made, requires_grad=whole.requires_grad)
 
@@ -166,12 +174,12 @@ def relaid(local: Tensor, shape: Sequence[int], before: Layout, after: Layout, d
 
 
 def from_rank_zero(value: Tensor, device_mesh: DeviceMesh) -> Tensor:
-    """Rank 0's values, on this rank's device."""
-    value = value.to(device_mesh.device_type).contiguous()
-    if device_mesh.size() > 1:
-        value = value.clone()
-        dist.broadcast(value, src=0)
-    return value
+    """Rank 0's values, on this rank's device; where there is no memory for them on one rank, all raise."""
+    if device_mesh.size() == 1:
+        return value.to(device_mesh.device_type).contiguous()
+    sent = agreed(lambda: value.to(device_mesh.device_type).contiguous().clone(), device_mesh)
+    dist.broadcast(sent, src=0)
+    return sent
 
 
 def take_plain_tensors(module: nn.Module) -> None:

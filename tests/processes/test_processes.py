@@ -31,6 +31,10 @@ FIRST = {
         "a_model_that_cannot_be_captured",
         "too_little_memory",
     ],
+    "faults": [
+        "too_little_memory_for_the_pieces_of_one_rank",
+        "rank_zero_may_plan_for_longer_than_the_group_waits",
+    ],
     "habits": ["a_script_with_a_seed_for_each_rank"],
     "memory": ["lookups"],
     "norms": ["local_ones_are_those_of_ddp"],

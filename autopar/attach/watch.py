@@ -1,0 +1,320 @@
+"""Calls of a parallel module are made by all ranks or by none. A thread of each rank tells the others which call it is
+in, and where they do not go together (another call, none at all, an error on one, a frozen process), every rank ends
+with a sentence, where it would wait for the timeout of its process group.
+
+What is told goes through the store of the process group, about once a second. A call itself writes a few attributes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sys
+import threading
+import time
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar._compat import default_store
+from autopar.attach.verdict import Judge, Report, ended, loads
+
+PATIENCE_S = 60.0
+ALONE = 9  # times the patience more, before the first step and around state dicts: one rank prepares, or writes, alone
+TOLD = 8  # calls that a report has
+GRACE_S = 5.0  # for a rank that ends by itself, and for rank 0, whose process may hold the store, until others know
+LOST = re.compile("(?i)connection|closed by peer|reset by peer|broken pipe|nccl|remote process")
+OURS = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<")
+WAITS = os.path.join("torch", "distributed", "tensor")
+
+
+class Watch:
+    """One module's calls on this rank. `patience_s`: how long a rank waits for another one beyond its longest step;
+    infinite: as long as the process group does. `owner`: without it no further call comes. On one rank it does nothing.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, patience_s: float, owner: object) -> None:
+        self.patience_s, self.owner = patience_s, weakref.ref(owner)
+        self._teller: _Teller | None = None
+        self._is_told = device_mesh.size() == 1 or patience_s == float("inf")
+        self._main = threading.get_ident()
+        self._calls, self._sum = 0, 0
+        self._told: deque[tuple[int, int, str]] = deque(maxlen=TOLD)
+        self._within: tuple[str, float] | None = None  # what, since when
+        self._planning = self._alone = False
+        self._longest_s, self._ended, self._ended_s = 0.0, 0, 0.0
+        self._failed: tuple[int, str, float] | None = None
+
+    def begin(self) -> None:
+        """Tell the others of this rank from now on; all ranks have to."""
+        if not self._is_told:
+            self._is_told = True
+            self._teller = _Teller(self)
+            self._teller.start()
+
+    @contextlib.contextmanager
+    def call(self, what: str, *, alone: bool = False) -> Iterator[None]:
+        """All ranks have to make this call. `alone`: one of them may make others wait before, within and behind."""
+        if self._within is not None:  # a part of a call
+            yield
+            return
+        self.begin()
+        now = time.monotonic()
+        if self._ended and not self._alone and not alone:
+            self._longest_s = max(self._longest_s, now - self._ended_s)
+        self._calls += 1
+        self._sum = zlib.crc32(what.encode(), self._sum)
+        self._told.append((self._calls, self._sum, what))
+        self._alone = self._alone or alone
+        self._within = what, now
+        try:
+            yield
+        except BaseException as error:
+            self._failed = self._calls, f"{type(error).__name__}: {error}"[:200], time.monotonic()
+            if self._teller is not None and LOST.search(str(error)) and (told := self._teller.lost()):
+                error.add_note(f"autopar: {told}")
+            raise
+        finally:
+            self._ended_s = time.monotonic()
+            if not alone:
+                self._longest_s = max(self._longest_s, self._ended_s - self._within[1])
+                self._ended, self._alone = self._ended + 1, False
+            self._within = None
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Rank 0 searches, for as long as it takes; how long says nothing of a step."""
+        before, self._planning = self._planning, True
+        try:
+            yield
+        finally:
+            self._planning = before
+            if self._within is not None:
+                self._within = self._within[0], time.monotonic()
+
+    def report(self, beat: int, waits: tuple[str, float] | None, dead: tuple[int, ...]) -> Report:
+        """What this rank is doing. `waits`: in an operation of DTensors outside of calls, and since when."""
+        now = time.monotonic()
+        what, since = self._within or waits or ("", now)
+        has_stepped = self._ended > 1 and not self._alone  # forward and backward
+        slack = self._longest_s + (0.0 if has_stepped else ALONE * self.patience_s)
+        if self._planning:
+            slack = float("inf")
+        failed = self._failed and (*self._failed[:2], now - self._failed[2])
+        at = _where(sys._current_frames().get(self._main))
+        return Report(beat, self._calls, tuple(self._told), what, now - since, slack, at, failed, "", dead)
+
+    def dtensor_operation(self) -> tuple[int, int] | None:
+        """Which one the calling thread is in, if any."""
+        frame = sys._current_frames().get(self._main)
+        while frame is not None:
+            if WAITS in frame.f_code.co_filename:
+                return id(frame), frame.f_lasti
+            frame = frame.f_back
+        return None
+
+
+class _Teller:
+    """Two threads that tell the others of a `Watch`, and end this process where the ranks do not go together: one that
+    talks through the store, and one that sees whether that still answers.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._patience_s = watch, watch.patience_s
+        self._every_s = min(1.0, watch.patience_s / 5)
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._store = default_store().clone()
+        self._name = f"autopar/watch/{self._store.add(f'autopar/watches/{self._rank}', 1)}"
+        self._judge = Judge(watch.patience_s)
+        self._neighbours: dict[int, tuple[int, str]] = {}
+        self._dead: tuple[int, ...] = ()
+        self._waits: tuple[tuple[int, int], float] | None = None
+        self._beat = 0
+        self._answered_s = self._hub_s = time.monotonic()
+        self._hub_beat = -1
+        self._process, self._ends, self._lock = os.getpid(), threading.Event(), threading.Lock()
+        self._store.set(self._key("process", self._rank), json.dumps([_machine(), *_process(os.getpid())]))
+        self._store.set(self._key("report", self._rank), watch.report(0, None, ()).dumps())
+        self._at_exit = util.Finalize(None, self._leave, exitpriority=100)
+
+    def start(self) -> None:
+        for loop in (self._talk, self._guard):
+            threading.Thread(target=loop, name=f"autopar-watch{loop.__name__}", daemon=True).start()
+
+    def _key(self, what: str, rank: int | str = "") -> str:
+        return f"{self._name}/{what}/{rank}"
+
+    def _talk(self) -> None:
+        left = ""
+        while not left and not self._ends.wait(self._every_s):
+            if not dist.is_initialized():
+                left = "its process group is destroyed"
+            elif self._watch.owner() is None:
+                left = "its parallel module is gone"
+            with self._lock, contextlib.suppress(RuntimeError):  # of a store that is gone; the guard sees to the rest
+                self._exchange(left)
+        self._ends.set()
+        self._at_exit.cancel()
+
+    def _guard(self) -> None:
+        while not self._ends.wait(self._every_s):
+            now = time.monotonic()
+            self._find_dead()
+            within = self._watch.report(0, self._waiting(), ())
+            silent_s = now - self._answered_s
+            patience_s = 5.0 if 0 in self._dead else self._patience_s
+            if within.within and within.for_s > patience_s and silent_s > patience_s:
+                self._end(
+                    f"rank {self._rank} has waited {within.for_s:.0f} s in {within.within}, and the store of the "
+                    f"process group, which rank 0 or torchrun holds, has not answered for {silent_s:.0f} s",
+                    is_known=False,
+                )
+
+    def _find_dead(self) -> None:
+        self._dead = tuple(rank for rank, process in self._neighbours.items() if not _runs(*process))
+
+    def lost(self) -> str | None:
+        """Whose process is gone, where an operation has lost its partner; it may not quite be yet."""
+        try:
+            self._neighbours = self._neighbours or self._on_this_machine()
+        except RuntimeError:
+            return "the store of the process group is gone, which rank 0 or torchrun holds"
+        for _ in range(10):
+            self._find_dead()
+            if told := ended({}, self._rank, self._dead):
+                return told
+            time.sleep(0.05)
+        return None
+
+    def _waiting(self) -> tuple[str, float] | None:
+        """In which operation of DTensors the rank has been for how long."""
+        operation, now = self._watch.dtensor_operation(), time.monotonic()
+        if operation is None:
+            self._waits = None
+        elif self._waits is None or self._waits[0] != operation:
+            self._waits = operation, now
+        return self._waits and ("an operation of a DTensor", self._waits[1])
+
+    def _exchange(self, left: str = "") -> None:
+        """Tell, look for a verdict, and on one rank find it."""
+        self._beat += 1
+        waits = self._waits and ("an operation of a DTensor", self._waits[1])
+        mine = replace(self._watch.report(self._beat, waits, self._dead), left=left)
+        self._store.set(self._key("report", self._rank), mine.dumps())
+        reports = self._read()
+        if self._store.check([self._key("verdict")]):
+            self._end(self._store.get(self._key("verdict")).decode())
+        now = self._answered_s = time.monotonic()
+        told = self._judge.verdict(reports, now) if len(reports) > 1 else None
+        if told is not None:
+            self._end(self._store.compare_set(self._key("verdict"), "", told).decode())
+
+    def _read(self) -> dict[int, Report]:
+        """The reports that this rank judges: on rank 0 all; on another one its own, and where rank 0 is silent, all."""
+        now, ranks = time.monotonic(), range(self._ranks)
+        self._neighbours = self._neighbours or self._on_this_machine()
+        if not self._neighbours:
+            return {}
+        if self._rank != 0:
+            hub = loads(self._store.get(self._key("report", 0)))
+            if hub.beat != self._hub_beat:
+                self._hub_beat, self._hub_s = hub.beat, now
+            if now - self._hub_s < self._patience_s + 2 * self._every_s and 0 not in self._dead and not hub.left:
+                return {}
+        return {rank: loads(self._store.get(self._key("report", rank))) for rank in ranks}
+
+    def _on_this_machine(self) -> dict[int, tuple[int, str]]:
+        """Rank -> its process, of those that run where this one does; empty until all ranks have begun."""
+        keys = [self._key("process", rank) for rank in range(self._ranks)]
+        machine, found = _machine(), dict[int, tuple[int, str]]()
+        if not self._store.check(keys):
+            return found
+        for rank, key in enumerate(keys):
+            where, pid, began = json.loads(self._store.get(key))
+            if where == machine:
+                found[rank] = pid, began
+        return found
+
+    def _leave(self) -> None:
+        """At exit: tell the others that no call will come."""
+        if os.getpid() != self._process or self._ends.is_set():
+            return
+        error = getattr(sys, "last_value", None)
+        why = "" if error is None else f" with {type(error).__name__}: {error}"[:200]
+        if self._lock.acquire(timeout=GRACE_S):  # else the store does not answer
+            try:
+                self._exchange(f"its script has ended{why}")
+                told = error and self._told_of_others()
+            except RuntimeError:  # the store is gone, which is worth a word only where something has failed
+                self._find_dead()
+                told = error and (ended({}, self._rank, self._dead) or "the store of its process group is gone")
+            if told:
+                os.write(2, f"autopar: rank {self._rank} ends, and {told}\n".encode())
+        self._ends.set()
+
+    def _told_of_others(self) -> str | None:
+        """Why an error may have come here: what is known of the rank that ended, or failed, first."""
+        self._find_dead()
+        reports = {rank: loads(self._store.get(self._key("report", rank))) for rank in range(self._ranks)}
+        return ended(reports, self._rank, self._dead)
+
+    def _end(self, told: str, *, is_known: bool = True) -> None:
+        """Say why, and end the process, whatever its other threads wait for. Rank 0 waits until the others know, whose
+        store may be in its process.
+        """
+        self._ends.set()
+        flushed = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flushed.start()
+        os.write(2, f"autopar: rank {self._rank} ends: {told}\n".encode())
+        if is_known:
+            self._store.set(self._key("ended", self._rank), "")
+            until, others = time.monotonic() + GRACE_S, [self._key("ended", rank) for rank in range(self._ranks)]
+            while self._rank == 0 and time.monotonic() < until and not self._store.check(others):
+                time.sleep(0.05)
+        flushed.join(1.0)
+        os._exit(1)
+
+
+def _where(frame: Any) -> str:
+    """The innermost line of a stack that is the user's."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(OURS):
+            return f"{os.path.relpath(file) if file.startswith(os.getcwd()) else file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _machine() -> str:
+    """Equal for processes that see each other's numbers."""
+    boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    return f"{boot.read_text().strip()} {os.readlink(space)}" if boot.exists() and space.exists() else str(os.getpid())
+
+
+def _process(pid: int) -> tuple[int, str]:
+    """A process: its number, and when it began, as numbers are given again."""
+    return pid, _stat(pid)[19] if _stat(pid) else ""
+
+
+def _runs(pid: int, began: str) -> bool:
+    found = _stat(pid)
+    return bool(found) and found[19] == began and found[0] not in "ZX"
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux tells of a process, from its state on; nothing where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,66 @@
+"""What goes wrong on one rank is told on all, and leaves nothing half done."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import autopar
+from tests.processes.compare import adamw, same_state, same_steps
+from tests.processes.errors import refused
+from tests.processes.launch import COLLECTIVE_S
+from tests.processes.models import batch, net
+from tests.processes.worker import Ranks
+from tests.support.machines import FAST
+
+tensors: Any = importlib.import_module("autopar.attach.tensors")
+
+
+def check_too_little_memory_for_the_pieces_of_one_rank(ranks: Ranks) -> None:
+    """Laying parameters out fails in the middle: on all ranks, and the next call does it."""
+    for count in (1, 3):
+        plain = net()
+        parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST)
+        optimizer = adamw(parallel.parameters())
+        piece_of, made = tensors.piece_of, list[int]()
+
+        def too_much(*args: Any, count: int = count, made: list[int] = made, piece_of: Any = piece_of) -> Tensor:
+            made.append(1)
+            if len(made) == count and ranks.rank == 1:
+                raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+            return piece_of(*args)
+
+        tensors.piece_of = too_much
+        try:
+            refused(torch.OutOfMemoryError, "Tried to allocate 2.00 GiB", lambda p=parallel: p(**batch()))
+        finally:
+            tensors.piece_of = piece_of
+        assert len(made) == count
+        same_state(plain, parallel)
+        same_steps(plain, parallel, batch(), (adamw(plain.parameters()), optimizer), steps=3)
+
+
+def check_rank_zero_may_plan_for_longer_than_the_group_waits(ranks: Ranks) -> None:
+    compiling: Any = importlib.import_module("autopar.compile")
+    find, group, waits_s = compiling.search, dist.group.WORLD, 3.0
+    assert group is not None
+
+    def slow(*args: Any, **wanted: Any) -> Any:
+        time.sleep(1.5 * waits_s)
+        return find(*args, **wanted)
+
+    plain = net()
+    parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST, patience_s=waits_s)
+    compiling.search = slow
+    group.set_timeout(timedelta(seconds=waits_s))
+    try:
+        same_steps(plain, parallel, batch(), steps=2)
+    finally:
+        compiling.search = find
+        group.set_timeout(timedelta(seconds=COLLECTIVE_S))

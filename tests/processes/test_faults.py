@@ -1,0 +1,35 @@
+"""One rank does something wrong, and all end, with a reason: a part of `python -m benchmarks.faults`."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.faults import CELLS, Cell, outcomes
+
+FIRST = [
+    Cell("raise and go on", "forward", 2, "plain", 1),
+    Cell("freeze", "optimizer", 2, "plain", 0),
+    Cell("an extra call", "backward", 2, "plain", 1),
+]
+# Each fault and each place a few times, on each rank, under both launchers.
+MORE = [
+    Cell(fault, place, 2 if number % 4 else 4, ("plain", "torchrun")[number // 3 % 2], number % 2)
+    for number, (fault, place) in enumerate(CELLS)
+    if number % 3 == 0
+]
+
+
+def all_end(cells: list[Cell]) -> None:
+    found = [*outcomes(cells, at_once=len(FIRST))]
+    assert len(found) == len(cells)
+    assert all(one.is_right and one.seconds >= 0 for one in found), "\n".join(map(str, found))
+
+
+def test_all_ranks_end_with_a_reason() -> None:
+    all_end(FIRST)
+
+
+@pytest.mark.slow
+def test_all_ranks_end_with_a_reason_wherever_it_happens() -> None:
+    assert {fault for fault, _ in CELLS} == {cell.fault for cell in MORE + FIRST}
+    all_end(MORE)
