@@ -41,8 +41,8 @@ class Share:
     seen: int = 1
 
     def of(self, nbytes: Any) -> Any:
-        """Bytes of the storage below `nbytes` that are seen."""
-        return nbytes if self.below == self.seen else nbytes * self.below // self.seen
+        """Bytes of the storage below `nbytes` that are seen; of what has no elements none."""
+        return nbytes if self.below == self.seen or not self.seen else nbytes * self.below // self.seen
 
     def at_most(self, nbytes: Any, whole: int) -> Any:
         """The same, where the layout may split what was expanded, which leaves what lies below as it is. `whole`: bytes

@@ -41,6 +41,7 @@ from autopar.plan import Plan
 from autopar.saving.resident import resident
 from autopar.trace import Captured, TraceError, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
+from autopar.trace.interrupts import interruptible
 from autopar.trace.reads import MISSING
 
 # How a graph becomes a plan: (graph, the training plan if there is one, layouts of the parameters then) -> plan.
@@ -184,8 +185,9 @@ def prepare(parallel: nn.Module, state: State, call: Call, key: Key, *, training
 
     Raises what `autopar.compile` says.
     """
-    with ambient_as(key.ambient):
+    with ambient_as(key.ambient), interruptible() as check:
         captured, graph = _capture(parallel, state, call, key, training)
+        check()
     if not key.gradients:
         graph = forward_only(graph)
     with torch.inference_mode(False):  # parameters made here are trained later

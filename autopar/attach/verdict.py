@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-SETTLED_S = 2.0  # what still is so behind this long has not only been told late
+SETTLED_S = 4.0  # what still is so behind this long has not only been told late
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,29 @@ class Judge:
                 del known[next(iter(known))]
         for rank in {rank for report in reports.values() for rank in report.dead}:
             self.dead.setdefault(rank, now_s)
-        dead = {rank for rank, since in self.dead.items() if now_s - since > 2 * SETTLED_S}
+        dead = {rank for rank, since in self.dead.items() if now_s - since > SETTLED_S}
         return self._other_calls() or _failed(reports) or _gone(reports, dead) or self._silent(reports, now_s)
 
     def _other_calls(self) -> str | None:
         first = min(self.told)
-        for rank, known in self.told.items():
-            for number in sorted(known.keys() & self.told[first].keys()):
-                if known[number][0] != self.told[first][number][0]:
+        others, theirs = {**self.told}, self.told[first]
+        del others[first]
+        for rank, known in others.items():
+            for number in sorted(known.keys() & theirs.keys()):
+                (sum_, what), (wanted, wanted_what) = known.pop(number), theirs[number]
+                if sum_ != wanted:
                     return (
-                        f"call {number} is {known[number][1]} on rank {rank} and {self.told[first][number][1]} on rank "
-                        f"{first}; every rank has to make the same calls, evaluation too"
+                        f"call {number} is {what} on rank {rank} and {wanted_what} on rank {first}; every rank has to "
+                        "make the same calls, evaluation too"
                     )
         return None
 
     def _silent(self, reports: Mapping[int, Report], now_s: float) -> str | None:
-        mute = [rank for rank, (_, since) in self.heard.items() if now_s - since > self.patience_s]
+        mute = [
+            rank
+            for rank, (_, since) in self.heard.items()
+            if now_s - since > self.patience_s and not reports[rank].left
+        ]
         for rank, report in reports.items():
             if not report.within or report.left or rank in mute:
                 continue

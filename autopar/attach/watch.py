@@ -222,7 +222,7 @@ class _Teller:
 
     def _read(self) -> dict[int, Report]:
         """The reports that this rank judges: on rank 0 all; on another one its own, and where rank 0 is silent, all."""
-        now, ranks = time.monotonic(), range(self._ranks)
+        now = time.monotonic()
         self._neighbours = self._neighbours or self._on_this_machine()
         if not self._neighbours:
             return {}
@@ -232,7 +232,11 @@ class _Teller:
                 self._hub_beat, self._hub_s = hub.beat, now
             if now - self._hub_s < self._patience_s + 2 * self._every_s and 0 not in self._dead and not hub.left:
                 return {}
-        return {rank: loads(self._store.get(self._key("report", rank))) for rank in ranks}
+        return self._reports()
+
+    def _reports(self) -> dict[int, Report]:
+        told = self._store.multi_get([self._key("report", rank) for rank in range(self._ranks)])
+        return {rank: loads(one) for rank, one in enumerate(told)}
 
     def _on_this_machine(self) -> dict[int, tuple[int, str]]:
         """Rank -> its process, of those that run where this one does; empty until all ranks have begun."""
@@ -240,8 +244,8 @@ class _Teller:
         machine, found = _machine(), dict[int, tuple[int, str]]()
         if not self._store.check(keys):
             return found
-        for rank, key in enumerate(keys):
-            where, pid, began = json.loads(self._store.get(key))
+        for rank, told in enumerate(self._store.multi_get(keys)):
+            where, pid, began = json.loads(told)
             if where == machine:
                 found[rank] = pid, began
         return found
@@ -266,8 +270,7 @@ class _Teller:
     def _told_of_others(self) -> str | None:
         """Why an error may have come here: what is known of the rank that ended, or failed, first."""
         self._find_dead()
-        reports = {rank: loads(self._store.get(self._key("report", rank))) for rank in range(self._ranks)}
-        return ended(reports, self._rank, self._dead)
+        return ended(self._reports(), self._rank, self._dead)
 
     def _end(self, told: str, *, is_known: bool = True) -> None:
         """Say why, and end the process, whatever its other threads wait for. Rank 0 waits until the others know, whose
@@ -277,13 +280,18 @@ class _Teller:
         flushed = threading.Thread(target=sys.stdout.flush, daemon=True)
         flushed.start()
         os.write(2, f"autopar: rank {self._rank} ends: {told}\n".encode())
-        if is_known:
-            self._store.set(self._key("ended", self._rank), "")
-            until, others = time.monotonic() + GRACE_S, [self._key("ended", rank) for rank in range(self._ranks)]
-            while self._rank == 0 and time.monotonic() < until and not self._store.check(others):
-                time.sleep(0.05)
-        flushed.join(1.0)
-        os._exit(1)
+        try:
+            if is_known:
+                self._store.set(self._key("ended", self._rank), "")
+                self._wait_for_others()
+            flushed.join(1.0)
+        finally:  # whatever the store says
+            os._exit(1)
+
+    def _wait_for_others(self) -> None:
+        until, others = time.monotonic() + GRACE_S, [self._key("ended", rank) for rank in range(self._ranks)]
+        while self._rank == 0 and time.monotonic() < until and not self._store.check(others):
+            time.sleep(0.05)
 
 
 def _where(frame: Any) -> str:

@@ -11,15 +11,13 @@ import logging
 import math
 import os
 import resource
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,6 +41,7 @@ from autopar.search.limits import size
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer, ask
 from autopar.search.spare import NEEDS_OPTIM, SPARES
 from autopar.trace import Captured, TraceError, capture, graph_of
+from autopar.trace.interrupts import interruptible
 from cost_models.hardware import Hardware, known_hardware
 from cost_models.whole_file import write_whole
 
@@ -138,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status. Unless it is 0, a sentence on stderr says why, no file is written."""
     try:
         given = _parser().parse_args(arguments)
-        with _interruptible() as check, _seldom_collected():
+        with interruptible() as check, _seldom_collected():
             return _search(given, check)
     except (BadArgument, TraceError) as error:
         return _say(error, BAD_ARGUMENTS)
@@ -166,32 +165,6 @@ def _seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], None]]:
-    """Gives a function that raises KeyboardInterrupt if Ctrl-C was pressed before.
-
-    Python drops the exception where it arises in a weak reference's callback, of which tracing runs many.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # signals are the main thread's
-        return
-    pressed: list[int] = []
-
-    def press(number: int, frame: object) -> NoReturn:
-        pressed.append(number)
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, press)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:

@@ -15,6 +15,9 @@ class TraceError(RuntimeError):
 
 
 STACK = r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)'
+VALUE_ERRORS = re.compile("(?i)data.?dependent|dynamicoutputshape|numpy|tolist")
+VALUES = "Control flow and shapes may not depend on tensor values; rewrite that line without them."
+BY_ITSELF = "Call the model with these inputs without autopar: it should run there first."
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
 
 
@@ -29,9 +32,10 @@ def naming_the_line() -> Iterator[None]:
         reason = re.split(r"\n\s*\n|\nThe following|\nUser code|\nFor more", str(error).strip())[0].replace("\n", " ")[
             :400
         ]
+        advice = VALUES if VALUE_ERRORS.search(f"{type(error).__name__} {error}") else BY_ITSELF
+        end = "" if reason.endswith(".") else "."
         raise TraceError(
-            f"the model cannot be captured as one graph{line_of(error)}: {type(error).__name__}: {reason} "
-            "Control flow and shapes may not depend on tensor values; rewrite that line without them."
+            f"the model cannot be captured as one graph{line_of(error)}: {type(error).__name__}: {reason}{end} {advice}"
         ) from error
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -159,6 +159,22 @@ def test_a_model_without_trainable_parameters_runs(one: DeviceMesh) -> None:
     plain = net(Logits).requires_grad_(False).eval()
     parallel = autopar.compile(plain, one)
     near(parallel(batch()["x"]), plain(batch()["x"]), 1e-5, "logits", 1e-6)
+
+
+def test_a_parameter_without_elements_takes_no_memory(one: DeviceMesh) -> None:
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prompt, self.linear = nn.Parameter(torch.empty(0, 4)), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(torch.cat([x, self.prompt])).square().sum()
+
+    plain, x = Prompted(), torch.randn(3, 4)
+    parallel = autopar.compile(plain, one)
+    plain(x).backward(), parallel(x).backward()
+    near(parallel.linear.weight.grad, plain.linear.weight.grad, 1e-5, "gradient")
+    assert parallel.prompt.grad is None or parallel.prompt.grad.shape == (0, 4)
 
 
 def test_a_cache_is_used_and_mended(one: DeviceMesh, tmp_path: Path) -> None:

@@ -74,8 +74,8 @@ def test_a_process_that_is_gone_is_given_the_time_of_a_report() -> None:
 
 
 def test_an_error_on_one_rank_is_told_once_it_has_settled() -> None:
-    waits = made((*STEP, "forward"), for_s=2.5)
-    failed = replace(made((*STEP, "forward")), failed=(3, "MemoryError: no", 2.5))
+    waits = made((*STEP, "forward"), for_s=SETTLED_S + 1)
+    failed = replace(made((*STEP, "forward")), failed=(3, "MemoryError: no", SETTLED_S + 1))
     assert verdict({0: waits, 1: failed}) == (
         "call 3 failed on rank 1 (MemoryError: no), and rank 0 waits in call 3, forward"
     )
@@ -102,6 +102,8 @@ def test_a_frozen_rank_is_told_of_whatever_the_step_takes() -> None:
         told = judge.verdict({0: replace(waits, beat=second, for_s=float(second)), 1: frozen}, float(second))
         assert (told is not None) == (second > 60)
     assert told is not None and "nothing was heard of rank 1 for as long" in told
+    judge, left = Judge(60.0), replace(frozen, left="its script has ended")
+    assert all(judge.verdict({0: replace(waits, calls=2, beat=s), 1: left}, float(s)) is None for s in range(80))
 
 
 def test_what_may_have_ended_another_rank() -> None:
