@@ -30,6 +30,7 @@ from autopar.plan.fit import check
 from autopar.plan.store import dumps, loads
 from autopar.price import OPTIMIZER_STATES
 from autopar.search import answer, ask, search
+from autopar.search.kept import priced_again, still_good
 from autopar.search.same import same_choices
 from autopar.search.spare import SPARES
 from cost_models.hardware import Hardware
@@ -158,7 +159,8 @@ def compile(
                 with contextlib.suppress(PlanMismatch):  # cut short or edited: found again, and written anew
                     known = Plan.load(kept)
                     check(known, graph, mesh, origin=str(kept))
-                    if room is None or _still_good(known, room):
+                    known = priced_again(known, machine, optimizer, str(kept))
+                    if room is None or still_good(known, room):
                         return known
             wanted: dict[str, Any] = {
                 "memory": room, "spare": ways, "keep": settled, "outputs": brought, "fixed": fixed,
@@ -238,11 +240,6 @@ def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:
     """A plan that leaves outputs in pieces cannot give whole ones; a plan that makes them whole can give either."""
     in_pieces = any(r.kind == "output" and r.ref is not None and graph.type_of(r.ref).shape for r in graph.results)
     return outputs if outputs == "global" and in_pieces else None
-
-
-def _still_good(plan: Plan, room: float) -> bool:
-    """What is free is never twice the same: a plan that fits is the best one, unless there is far more room now."""
-    return plan.peak_bytes["hbm"] <= room and plan.memory_limit is not None and room <= 1.1 * plan.memory_limit
 
 
 def _cached_path(
