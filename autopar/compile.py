@@ -174,6 +174,8 @@ def compile(
                 found = answer(question, **wanted)
             if kept is not None:
                 kept.parent.mkdir(parents=True, exist_ok=True)
+                if kept.is_symlink():  # where a plan is kept is not for the folder to choose
+                    kept.unlink()
                 found.save(kept)
             return found
 

@@ -31,9 +31,12 @@ def read_whole(path: str | Path) -> bytes:
 
 def write_whole(path: str | Path, text: Iterable[str]) -> None:
     """Write a string, or pieces of one, as UTF-8. Whoever looks at `path` sees the old file or the whole new one,
-    also after a crash; links are followed. Whatever goes wrong is raised, and leaves no draft behind.
+    also after a crash; links are followed. Whatever goes wrong is raised, and leaves no draft behind; a device is never
+    replaced by a file.
     """
     target = Path(os.path.realpath(path))
+    if target.is_char_device() or target.is_block_device():
+        raise OSError(errno.EINVAL, "it is a device, not a file", str(path))
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         with draft.open("x", encoding="utf-8", newline="\n") as file:

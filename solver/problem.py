@@ -201,6 +201,6 @@ def _check_magnitude(problem: Problem) -> None:
     for resource, nbytes in held.items():
         if nbytes >= EXACT:
             raise ValueError(
-                f"the usages of {resource} may add up to {nbytes:g} bytes; from 2^53 on they cannot be counted exactly, "
-                "use a larger unit than bytes"
+                f"the usages of {resource} may add up to {nbytes:g} bytes; they are exact below 2^53 only: "
+                "use a larger unit"
             )

@@ -16,6 +16,7 @@ from autopar.strategy import Strategy, moved, operand_types, signature_of, sourc
 from autopar.work import FETCH, STORE
 from cost_models.steps import Compute, Step
 
+NO_CALL = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, StopIteration, ValueError)
 _EITHER_WAY = ("aten.add.Tensor", "aten.mul.Tensor")  # of two tensors: the same numbers whichever stands first
 
 
@@ -48,6 +49,13 @@ def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, o
         fail(f"{shortened(ends[0], 350)}, this model {ends[1]}")
     if (nodes := _operators(ours, graph)) is not None:
         fail(f"another model: {nodes}")
+    check_rules(plan, origin)
+
+
+def check_rules(plan: Plan, origin: str = "the plan") -> None:
+    """Raise PlanMismatch, naming the first operator, unless each is split as its rule has it: all that can be known of
+    a plan where the model is not.
+    """
     if (told := _no_strategy(plan)) is not None:
         raise PlanMismatch(f"{origin} was edited, or made by another autopar: {shortened(told)}; {AGAIN}")
 
@@ -60,7 +68,10 @@ def _no_strategy(plan: Plan) -> str | None:
         choice, types = plan.choices[node.name], operand_types(node, node_of)
         key = signature_of(node, types), choice.roles, choice.gives
         if key not in known:
-            known[key] = _legal(node, types, choice, mesh)
+            try:
+                known[key] = _legal(node, types, choice, mesh)
+            except NO_CALL as error:  # a rule reads the arguments by their places
+                return f"%{node.name} ({node.op}) cannot be called like that ({type(error).__name__} in its rule)"
         right = known[key]
         ways = (choice.takes, choice.gives, choice.body, choice.body_axes, choice.body_size)
         if right is None or ways != (right.takes, right.gives, right.body, right.body_axes, right.body_size):
@@ -240,10 +251,12 @@ def _same_in_another_order(ours: Graph, theirs: Graph) -> bool:
 
 
 def _where(node: Node) -> str:
-    return f"{node.module or 'the model'}" + (f" ({node.source})" if node.source else f" %{node.name}")
+    module, source = shortened(node.module or "the model", 100), shortened(node.source, 150)
+    return f"{module} ({source})" if source else f"{module} %{shortened(node.name, 100)}"
 
 
 def _call(node: Node) -> str:
     made = ", ".join(str(type) for type in node.outputs if type is not None)
     plain = [repr(arg) for arg in node.args if not isinstance(arg, Ref)]
-    return f"{node.op}({', '.join([*(f'%{ref.name}' for ref in node.operands), *plain])[:80]}) -> {made}"
+    given = ", ".join([*(f"%{ref.name}" for ref in node.operands), *plain])[:80]
+    return f"{shortened(node.op, 80)}({given}) -> {shortened(made, 150)}"

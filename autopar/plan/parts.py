@@ -74,10 +74,30 @@ def _check_nodes(graph: Graph) -> None:
         is_backward |= node.phase == "backward"
         if is_backward and node.phase == "forward":
             raise _Flaw(place, "is of the forward pass, and stands behind nodes of backward")
-    phase_of = {node.name: node.phase for node in graph.nodes if not node.is_source}
+    _check_results(graph)
+
+
+def _check_results(graph: Graph) -> None:
+    """Each stands once; gradients are those of parameters, and all else is made in forward."""
+    parameters = {node.target: node.outputs[0] for node in graph.nodes if node.op == "parameter"}
+    seen: set[tuple[str, str]] = set()
     for number, result in enumerate(graph.results):
-        if result.kind != "gradient" and result.ref is not None and phase_of.get(result.ref.name) == "backward":
-            raise _Flaw(f"results[{number}] ({result.kind} {result.target})", "is made in backward")
+        place, of = f"results[{number}] ({result.kind} {result.target})", None
+        if (result.kind, result.target) in seen:
+            raise _Flaw(place, "stands there twice")
+        seen.add((result.kind, result.target))
+        if result.kind == "gradient" and (of := parameters.get(result.target)) is None:
+            raise _Flaw(place, "is of a parameter that the graph does not have")
+        if result.ref is None:
+            continue
+        node = graph.by_name[result.ref.name]
+        type = node.outputs[result.ref.index]
+        if type is None:
+            raise _Flaw(place, "is a result that does not exist")
+        if of is not None and type.shape != of.shape:
+            raise _Flaw(place, f"is {type}, and the parameter is {of}")
+        if result.kind != "gradient" and node.phase == "backward" and not node.is_source:
+            raise _Flaw(place, "is made in backward")
 
 
 def _check_host(plan: Plan) -> None:

@@ -53,3 +53,14 @@ def test_a_kept_plan_that_contradicts_itself_is_made_anew(
     assert found.choices == honest.choices and found.peak_bytes == honest.peak_bytes
     if "outputs" not in lie:
         assert found.gap <= honest.gap and Plan.load(file) == found
+
+
+def test_a_link_in_the_cache_chooses_no_file_to_be_written(one: DeviceMesh, tmp_path: Path, room: list[float]) -> None:
+    cache, mine = tmp_path / "cache", tmp_path / "mine"
+    honest = compiled(one, cache)
+    (file,) = cache.glob("*.plan.json")
+    file.unlink()
+    mine.write_text("mine")
+    file.symlink_to(mine)
+    assert compiled(one, cache) == honest
+    assert mine.read_text() == "mine" and not file.is_symlink() and Plan.load(file) == honest
