@@ -60,9 +60,10 @@ def _curve(name: str, entry: Any) -> tuple[Curve, str]:
     if not isinstance(points, list):
         raise ValueError(f"{figure}: points are {cut(points)}, must be a list")
     numbers: list[tuple[float, float]] = []
-    for point in cast(list[Any], points):
-        if not isinstance(point, list) or len(pair := cast(list[Any], point)) != 2:
-            raise ValueError(f"{figure}: {cut(point)} is not a point [size, rate]")
+    for point in cast(list[object], points):
+        pair = cast(list[Any], point) if isinstance(point, list) else []
+        if len(pair) != 2:
+            raise ValueError(f"{figure}: {cut(cast(object, point))} is not a point [size, rate]")
         numbers.append((_number(figure, pair[0]), _number(figure, pair[1])))
     try:
         base_s, residual = _number(figure, entry["base_s"]), _number(figure, entry["residual"])

@@ -85,9 +85,9 @@ def _held(what: str, holder: Any, resource: Any, start: Any, end: Any) -> tuple[
 
 
 def _number_of(number: Any, matrices: list[Array], what: str) -> Array:
-    if not 0 <= whole(number, what) < len(matrices):
-        raise ValueError(f"{what} has costs number {number}, but there are {len(matrices)} matrices")
-    return matrices[number]
+    if not 0 <= (place := whole(number, what)) < len(matrices):
+        raise ValueError(f"{what} has costs number {place}, but there are {len(matrices)} matrices")
+    return matrices[place]
 
 
 def _matrix(rows: Any, what: str, forbids: bool = True) -> Array:

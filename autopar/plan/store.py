@@ -237,8 +237,13 @@ def _is_shallow(content: Json) -> bool:
     """Whether what follows can go down into all of it."""
     level: list[Json] = [content]
     for _ in range(DEEPEST):
-        inside = [part for part in level if isinstance(part, (dict, list))]
+        inside: list[Json] = []
+        for part in level:
+            if isinstance(part, dict):
+                inside += cast("dict[str, Json]", part).values()
+            elif isinstance(part, list):
+                inside += cast("list[Json]", part)
         if not inside:
             return True
-        level = [one for part in inside for one in (part.values() if isinstance(part, dict) else part)]  # pyright: ignore
+        level = inside
     return False
