@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +27,12 @@ from autopar.here import check_size, hardware_or_here, is_here, memory_bytes
 from autopar.layout import Layout
 from autopar.measure.operators import profiler
 from autopar.mesh import Mesh
-from autopar.plan import Plan, PlanMismatch
+from autopar.plan import Plan
 from autopar.plan.fit import check
 from autopar.plan.store import dumps, loads
 from autopar.price import OPTIMIZER_STATES
 from autopar.search import answer, ask, search
+from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.same import same_choices
 from autopar.search.spare import SPARES
 from cost_models.hardware import Hardware
@@ -163,9 +163,9 @@ def compile(
                 question = ask(graph, mesh, machine, optimizer=optimizer, profile=timing)
             measured = "" if question is None else question.measured_digest
             kept = _cached_path(cache, graph, mesh, machine, asked, ways, settled, optimizer, brought, fixed, measured)
-            if kept is not None and (known := _kept_plan(kept, graph, mesh)) is not None:
-                enough_time = time_limit_s <= known.search.get("cut_at_s", math.inf)  # type: ignore[operator]
-                if enough_time and (room is None or _still_good(known, room)):
+            if kept is not None:
+                known = kept_plan(kept, graph, mesh, machine, optimizer)
+                if known is not None and lasting(known, time_limit_s) and (room is None or still_good(known, room)):
                     return known
             wanted: dict[str, Any] = {
                 "memory": room, "spare": ways, "keep": settled, "outputs": brought, "fixed": fixed,
@@ -179,9 +179,9 @@ def compile(
             else:
                 found = answer(question, **wanted)
             if time.monotonic() - began >= time_limit_s:
-                found = replace(found, search={**found.search, "cut_at_s": time_limit_s})
+                found = replace(found, search={**found.search, CUT: time_limit_s})
             if kept is not None:
-                _keep(found, kept)
+                keep_plan(found, kept)
             return found
 
         return _on_rank_zero(find, graph, mesh, device_mesh)
@@ -246,35 +246,6 @@ def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:
     """A plan that leaves outputs in pieces cannot give whole ones; a plan that makes them whole can give either."""
     in_pieces = any(r.kind == "output" and r.ref is not None and graph.type_of(r.ref).shape for r in graph.results)
     return outputs if outputs == "global" and in_pieces else None
-
-
-def _still_good(plan: Plan, room: float) -> bool:
-    """What is free is never twice the same: a plan that fits is the best one, unless there is far more room now."""
-    return plan.peak_bytes["hbm"] <= room and plan.memory_limit is not None and room <= 1.1 * plan.memory_limit
-
-
-def _kept_plan(path: Path, graph: Graph, mesh: Mesh) -> Plan | None:
-    """The plan of an earlier search. None where there is none, or another thing (a pipe would be waited for)."""
-    try:
-        if not path.is_file():
-            return None
-        known = Plan.load(path)
-        check(known, graph, mesh, origin=str(path))
-    except PlanMismatch:  # cut short or edited: found again, and written anew
-        return None
-    except OSError as error:
-        warnings.warn(f"the plan kept in {path} cannot be read ({error}); it is found again", stacklevel=2)
-        return None
-    return known
-
-
-def _keep(plan: Plan, path: Path) -> None:
-    """Training goes on where this fails: the plan is found again next time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plan.save(path)
-    except OSError as error:
-        warnings.warn(f"the plan cannot be kept in {path.parent} ({error}); training goes on without", stacklevel=2)
 
 
 def _cached_path(

@@ -189,7 +189,7 @@ class Resharder:
         steps: list[dict[int, float]] = []
         for i, layout in enumerate(layouts):
             reached: dict[int, float] = {}
-            for nearby in _neighbours(layout, len(type.shape)):
+            for nearby in neighbours(layout, len(type.shape)):
                 if (j := index.get(nearby)) is not None:
                     step = self._step(type, layout, nearby)
                     ranks = self.mesh.size(step.axis)
@@ -231,8 +231,8 @@ def all_layouts(type: TensorType, mesh: Mesh) -> tuple[Layout, ...]:
     return tuple(found)
 
 
-def _neighbours(layout: Layout, ndim: int) -> list[Layout]:
-    """Layouts one step away."""
+def neighbours(layout: Layout, ndim: int) -> list[Layout]:
+    """Layouts one step away: what a single collective, or a slice, makes of a value in `layout`."""
     found: list[Layout] = []
     for axis, before in enumerate(layout):
         inner = {p.dim for p in layout[axis + 1 :] if isinstance(p, Shard)}

@@ -34,6 +34,7 @@ NAMES = re.compile(
 )
 INTENSITY = "flops_per_byte"
 OVER = ("bytes", INTENSITY)
+PLAUSIBLE_SIZE = (1e-9, 1e18)  # bytes, or flops per byte
 PLAUSIBLE_RATE = (1e2, 1e19)  # flops or bytes per second
 SLACK = 1e-6  # of a slope, for points that were rounded
 
@@ -56,13 +57,14 @@ class Curve:
         if not self.points:
             raise ValueError("points are missing")
         for size, rate in self.points:
-            if not (isfinite(size) and size > 0):
-                raise ValueError(f"a point at {size}, must be positive")
+            if not PLAUSIBLE_SIZE[0] <= size <= PLAUSIBLE_SIZE[1]:
+                low, high = PLAUSIBLE_SIZE
+                raise ValueError(f"a point at {size}, must lie between {low:g} and {high:g}")
             if not (isfinite(rate) and PLAUSIBLE_RATE[0] <= rate <= PLAUSIBLE_RATE[1]):
                 low, high = PLAUSIBLE_RATE
                 raise ValueError(f"the rate at {size:g} is {rate}, must lie between {low:g} and {high:g}")
         for (size, rate), (size_2, rate_2) in pairwise(self.points):
-            if size_2 <= size:
+            if size_2 <= size * (1 + SLACK):
                 raise ValueError(f"points must rise in size, {size_2:g} follows {size:g}")
             slope = log(rate_2 / rate) / log(size_2 / size)
             if slope > 1 + SLACK:

@@ -27,19 +27,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
 from itertools import pairwise
-from math import isfinite
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from cost_models.curves import NAMES, Curve, check_name
 from cost_models.steps import MATRIX_KINDS, TIERS
-from cost_models.whole_file import write_whole
+from cost_models.whole_file import read_whole, write_whole
 
 # A figure outside its range is a slip of the pen (GB for bytes, us for seconds), not a machine.
 PLAUSIBLE = {
@@ -51,6 +50,10 @@ PLAUSIBLE = {
     "slowdown": (0.1, 1e4),
 }
 SLOWS = ("matrix", "memory")  # what a slowdown is of
+_SLOWDOWN = re.compile(rf"({'|'.join(SLOWS)})\.[1-9][0-9]{{0,8}}")
+DTYPES = (
+    "float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8",
+)  # fmt: skip
 PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}  # what complex numbers are made of
 
 
@@ -111,13 +114,15 @@ class Hardware:
             if missing := [name for name in known if name not in names]:
                 raise ValueError(f"{part}.{missing[0]} is missing")
         for figure, value in self.figures.items():
-            _check(figure, value)
+            check_figure(figure, value)
         for name, curve in self.curves.items():
             check_name(name, curve.over)
         for name in self.slowdown:
-            what, _, ranks = name.partition(".")
-            if what not in SLOWS or not ranks.isdigit() or int(ranks) < 1:
-                raise ValueError(f"slowdown.{name} is not a figure of a hardware profile")
+            if _SLOWDOWN.fullmatch(name) is None:
+                raise ValueError(f"{cut(f'slowdown.{name}')} is not a figure of a hardware profile")
+        for dtype in (*self.flops_per_s, *self.achieved_flops_per_s):
+            if dtype not in DTYPES:
+                raise ValueError(f"{cut(dtype)} is no dtype with a rate of its own; known are {', '.join(DTYPES)}")
 
     @cached_property
     def figures(self) -> dict[str, float]:
@@ -234,16 +239,24 @@ class Hardware:
         """The profile of that name, or the one in that TOML file (a Path, or a string ending in ".toml").
 
         Raises ValueError for an unknown name, listing the known ones, and for a figure that is missing, not a number,
-        not positive, absurd, unknown or without a source, naming the figure and the file; FileNotFoundError where
-        there is no such file.
+        not positive, absurd, unknown or without a source, naming the figure and the file; OSError where there is no
+        such file, or something else than a file.
         """
+        from cost_models.hardware_file import parsed
+
         if isinstance(name_or_path, Path) or name_or_path.endswith(".toml"):
-            path = Path(name_or_path)
-            return _parsed(path.read_text(encoding="utf-8"), str(path))
-        if name_or_path not in (known := known_hardware()):
-            raise ValueError(f"no hardware profile {name_or_path!r}; known profiles: {', '.join(known)}")
-        file = resources.files("cost_models") / "profiles" / f"{name_or_path}.toml"
-        return _parsed(file.read_text(encoding="utf-8"), str(file))
+            return parsed(read_whole(name_or_path), str(name_or_path))
+        return cls.known(name_or_path)
+
+    @classmethod
+    def known(cls, name: str) -> Hardware:
+        """The profile of that name, and never a file's: for names that come out of files. Raises ValueError."""
+        from cost_models.hardware_file import parsed
+
+        if name not in (known := known_hardware()):
+            raise ValueError(f"no hardware profile {cut(name)}; known profiles: {', '.join(known)}")
+        file = resources.files("cost_models") / "profiles" / f"{name}.toml"
+        return parsed(file.read_bytes(), str(file))
 
     def save(self, path: str | Path) -> None:
         """Write the profile as TOML, so that `load(path)` gives it back: how a calibrated machine is kept.
@@ -274,7 +287,15 @@ def known_hardware() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
-def _check(figure: str, value: object) -> None:
+def cut(value: object) -> str:
+    """As it stands in a message."""
+    if isinstance(value, int) and abs(value) >= 10**50:
+        return f"a number of {value.bit_length()} bits"
+    told = repr(value)
+    return told if len(told) <= 80 else f"{told[:77]}..."
+
+
+def check_figure(figure: str, value: object) -> None:
     """Raise ValueError if `value` cannot be the figure of that name."""
     kind = figure.rpartition(".")[2]
     if figure.startswith("slowdown."):
@@ -286,135 +307,9 @@ def _check(figure: str, value: object) -> None:
     elif kind == "launch_s":
         kind = "latency_s"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{figure} is {value!r}, must be a number")
+        raise ValueError(f"{figure} is {cut(value)}, must be a number")
     low, high = PLAUSIBLE[kind]
-    if not (isfinite(value) and low <= value <= high):
-        raise ValueError(f"{figure} is {value}, must lie between {low:g} and {high:g}")
+    if not low <= value <= high:  # nan does not either
+        raise ValueError(f"{figure} is {cut(value)}, must lie between {low:g} and {high:g}")
     if kind in ("ranks_per_node", "capacity_bytes") and value != int(value):
         raise ValueError(f"{figure} is {value}, must be a whole number")
-
-
-def _flatten(table: Mapping[str, Any], prefix: str, values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Collect every `{ value, source }` of a TOML document under its dotted name."""
-    for key, entry in table.items():
-        figure = prefix + key
-        if not isinstance(entry, dict):
-            raise ValueError(f'{figure} is {entry!r}, must be a table {{ value = ..., source = "..." }}')
-        entry = cast(dict[str, Any], entry)
-        if "value" not in entry and "source" not in entry:
-            _flatten(entry, figure + ".", values, sources)
-            continue
-        if extra := sorted(set(entry) - {"value", "source"}):
-            raise ValueError(f"{figure} has an unknown key {extra[0]!r}")
-        if "value" not in entry:
-            raise ValueError(f"{figure} has no value")
-        source = entry.get("source")
-        if not isinstance(source, str) or not source.strip():
-            raise ValueError(f"{figure} has no source: say where the number comes from")
-        values[figure], sources[figure] = entry["value"], source
-
-
-def _curve(name: str, entry: Any) -> tuple[Curve, str]:
-    """One `{ over, base_s, points, residual, source }`, and the source."""
-    figure = f"curves.{name}"
-    if not isinstance(entry, dict):
-        raise ValueError(f"{figure} is {entry!r}, must be a table with points and a source")
-    entry = cast(dict[str, Any], entry)
-    if wrong := sorted({"over", "base_s", "points", "residual", "source"} ^ set(entry)):
-        raise ValueError(f"{figure} has {'an unknown key' if wrong[0] in entry else 'no'} {wrong[0]}")
-    source, over, points = entry["source"], entry["over"], entry["points"]
-    if not isinstance(source, str) or not source.strip():
-        raise ValueError(f"{figure} has no source: say where the number comes from")
-    if not isinstance(points, list):
-        raise ValueError(f"{figure}: points are {points!r}, must be a list")
-    numbers: list[tuple[float, float]] = []
-    for point in cast(list[Any], points):
-        if not isinstance(point, list) or len(pair := cast(list[Any], point)) != 2:
-            raise ValueError(f"{figure}: {point!r} is not a point [size, rate]")
-        numbers.append((_number(figure, pair[0]), _number(figure, pair[1])))
-    try:
-        base_s, residual = _number(figure, entry["base_s"]), _number(figure, entry["residual"])
-        check_name(name, str(over))
-        return Curve(tuple(numbers), base_s, residual, str(over)), source
-    except ValueError as error:
-        told = str(error)
-        raise ValueError(told if told.startswith("curves.") else f"{figure}: {told}") from error
-
-
-def _number(figure: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{figure}: {value!r} must be a number")
-    return float(value)
-
-
-def _curve_entries(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of the table of curves, under their dotted names."""
-    found: dict[str, Any] = {}
-    for key, entry in table.items():
-        if isinstance(entry, dict) and not {"points", "source", "base_s"} & set(inner := cast(dict[str, Any], entry)):
-            found |= _curve_entries(inner, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = entry
-    return found
-
-
-def _parsed(text: str, origin: str) -> Hardware:
-    """The profile in `text`; errors name the figure and `origin`, the file."""
-    try:
-        document = tomllib.loads(text)
-        name = document.pop("name", None)
-        if not isinstance(name, str) or not name:
-            raise ValueError("name is missing")
-        values: dict[str, Any] = {}
-        sources: dict[str, str] = {}
-        table = document.pop("curves", {})
-        if not isinstance(table, dict):
-            raise ValueError(f"curves is {table!r}, must be a table")
-        curves: dict[str, Curve] = {}
-        for curve_name, entry in _curve_entries(cast(dict[str, Any], table)).items():
-            curves[curve_name], sources[f"curves.{curve_name}"] = _curve(curve_name, entry)
-        _flatten(document, "", values, sources)
-        overlaps = values.pop("overlaps", False)
-        if not isinstance(overlaps, bool):
-            raise ValueError(f"overlaps is {overlaps!r}, must be true or false")
-        unread = dict(values)
-
-        def take(figure: str) -> float:
-            if figure not in unread:
-                raise ValueError(f"{figure} is missing")
-            value = unread.pop(figure)
-            _check(figure, value)
-            return value
-
-        def by_key(table: str) -> dict[str, float]:
-            prefix = table + "."
-            return {figure.removeprefix(prefix): take(figure) for figure in values if figure.startswith(prefix)}
-
-        hardware = Hardware(
-            name=name,
-            ranks_per_node=int(take("ranks_per_node")),
-            launch_s=take("launch_s"),
-            vector_flops_per_s=take("vector_flops_per_s"),
-            flops_per_s=by_key("flops_per_s"),
-            achieved_flops_per_s=by_key("achieved_flops_per_s"),
-            tiers={
-                tier: Tier(int(take(f"tiers.{tier}.capacity_bytes")), take(f"tiers.{tier}.bytes_per_s"))
-                for tier in TIERS
-            },
-            links={
-                reach: Link(take(f"links.{reach}.latency_s"), take(f"links.{reach}.bytes_per_s"))
-                for reach in ("intra", "inter")
-            },
-            host_link=HostLink(take("host_link.h2d_bytes_per_s"), take("host_link.d2h_bytes_per_s")),
-            curves=curves,
-            slowdown=by_key("slowdown"),
-            overlaps=overlaps,
-            sources=sources,
-        )
-        if "float32" not in hardware.flops_per_s:
-            raise ValueError("flops_per_s.float32 is missing")
-        if unread:
-            raise ValueError(f"{min(unread)} is not a figure of a hardware profile")
-    except ValueError as error:  # includes a TOML syntax error
-        raise ValueError(f"hardware profile {origin}: {error}") from error
-    return hardware

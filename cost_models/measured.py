@@ -2,16 +2,19 @@
 
 One row per operator, its arguments, and what the time holds for (`Where`). SQLite in WAL mode: any number of processes
 may read and write at once, and none loses what another wrote. Nothing in the file is believed: a row with nonsense in
-it is left out with a warning, a file that is no database is set aside, and whatever goes wrong costs measurements,
-never the search.
+it, or whose digest is not that of its values, is left out with a warning; a file that is no database is set aside; one
+with anything in it but our table (a view, a trigger) is not used, as reading it could run what others wrote. Whatever
+goes wrong costs measurements, never the search.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import secrets
 import sqlite3
+import stat
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -25,10 +28,11 @@ T = TypeVar("T")
 
 Key = tuple[str, str]  # the operator, and its arguments: types, memory order and constants, as text
 
-VERSION = 1
+VERSION = 2
 OURS = 0x61757470  # PRAGMA application_id: "autp"
 BUSY_S = 30.0  # how long to wait for other processes
-LONGEST_S = 1e5  # of one operator
+SHORTEST_S, LONGEST_S = 1e-10, 1e5  # of one operator
+BESIDE = ("-wal", "-shm", "-journal")  # files that SQLite keeps beside a database
 
 TABLE = f"""
 CREATE TABLE operators (
@@ -40,16 +44,18 @@ CREATE TABLE operators (
     precision TEXT NOT NULL CHECK (typeof(precision) = 'text' AND length(precision) > 0),
     seconds REAL NOT NULL CHECK (typeof(seconds) = 'real' AND seconds > 0 AND seconds < {LONGEST_S}),
     measured_at REAL NOT NULL,
+    digest TEXT NOT NULL,
     PRIMARY KEY (operator, arguments, device, torch, threads, precision)
 ) WITHOUT ROWID
-"""
+""".strip()
+OURS_ALONE = ("table", "operators", TABLE)
 FIND = """
-SELECT operator, arguments, seconds FROM operators
+SELECT operator, arguments, seconds, digest FROM operators
 WHERE device = ? AND torch = ? AND threads = ? AND precision = ? ORDER BY operator, arguments
 """
 KEEP = """
-INSERT INTO operators VALUES (?, ?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT DO UPDATE SET seconds = excluded.seconds, measured_at = excluded.measured_at
+INSERT INTO operators VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO UPDATE SET seconds = excluded.seconds, measured_at = excluded.measured_at, digest = excluded.digest
 """
 
 
@@ -72,6 +78,10 @@ class Where:
 
 class _Unusable(Exception):
     """A database that is healthy, but not ours to read: the message says why."""
+
+
+class _Older(Exception):
+    """A database that an older autopar has written: the message says of which version."""
 
 
 class Store:
@@ -113,9 +123,10 @@ class Store:
         wrong: list[str] = []
         for row in self._try(read, []):
             match row:
-                case str(operator), str(arguments), float(seconds) if (
-                    operator and arguments and 0 < seconds < LONGEST_S
-                ):
+                case str(operator), str(arguments), float(seconds), digest if (
+                    operator and arguments and SHORTEST_S < seconds < LONGEST_S
+                    and digest == _digest((operator, arguments), where, seconds)
+                ):  # fmt: skip
                     found[operator, arguments] = seconds
                 case _:
                     wrong.append(repr(row))
@@ -128,9 +139,12 @@ class Store:
         that is none, or a key with an empty part.
         """
         for key, value in seconds.items():
-            if not (all(key) and 0 < value < LONGEST_S):
+            if not (all(key) and SHORTEST_S < value < LONGEST_S):
                 raise ValueError(f"{' '.join(key)}: {value} seconds cannot be kept")
-        rows = [(*key, *astuple(where), float(value), time.time()) for key, value in seconds.items()]
+        rows = [
+            (*key, *astuple(where), float(value), time.time(), _digest(key, where, float(value)))
+            for key, value in seconds.items()
+        ]
 
         def write(connection: sqlite3.Connection) -> None:
             connection.execute("BEGIN IMMEDIATE")
@@ -159,11 +173,15 @@ class Store:
                 return work(self._connection)
             except _Unusable as why:
                 self._give_up(str(why))
+            except _Older as why:
+                self._set_aside(str(why))
             except sqlite3.Error as error:
                 if _is_damage(error):
-                    self._set_aside(error)
+                    self._set_aside(f"{error}"[:200])
                 else:
-                    self._give_up(f"{error}")
+                    self._give_up(f"{error}"[:200])
+            except UnicodeDecodeError:  # sqlite3 quotes the schema in its error, and that is no text
+                self._set_aside("its schema is damaged")
             except OSError as error:
                 self._give_up(f"{error.strerror}")
         self._give_up("it was damaged twice in a row")
@@ -174,7 +192,7 @@ class Store:
         self.close()
         _warn(f"the measured operators in {self.path} are not used, and nothing is kept there: {why}")
 
-    def _set_aside(self, error: sqlite3.Error) -> None:
+    def _set_aside(self, why: str) -> None:
         """Rename the file, with the two that SQLite keeps beside it, unless another process just did."""
         self.close()
         aside = f"{self.path}.broken-{secrets.token_hex(3)}"
@@ -182,16 +200,18 @@ class Store:
             with _alone_in(self.path.parent):
                 if self._file is not None and _inode(self.path) == self._file:
                     os.replace(self.path, aside)
-                    for tail in ("-wal", "-shm"):
+                    for tail in BESIDE:
                         with suppress(FileNotFoundError):
                             os.replace(f"{self.path}{tail}", f"{aside}{tail}")
-                    _warn(f"the measured operators in {self.path} cannot be read ({error}); the file is now {aside}")
+                    _warn(f"the measured operators in {self.path} cannot be read ({why}); the file is now {aside}")
         except OSError as trouble:
-            self._give_up(f"it is damaged ({error}) and cannot be moved away ({trouble.strerror})")
+            self._give_up(f"it cannot be read ({why}) and cannot be moved away ({trouble.strerror})")
 
 
 def _warn(text: str) -> None:
-    warnings.warn(text, MeasuredWarning, stacklevel=2)
+    """On one line: what SQLite says of a damaged file has pieces of it."""
+    shown = "".join(c if c.isprintable() else " " for c in text)
+    warnings.warn(shown, MeasuredWarning, stacklevel=2)
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
@@ -222,23 +242,37 @@ def _is_damage(error: sqlite3.Error) -> bool:
 def _opened(path: Path) -> sqlite3.Connection:
     """A connection to a database of our schema, made if there is none. Raises sqlite3.Error, OSError, _Unusable."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    for one in (path, *(Path(f"{path}{tail}") for tail in BESIDE)):
+        if one.exists() and not stat.S_ISREG(one.stat().st_mode):
+            raise _Unusable(f"{one.name} is a folder, a pipe or a device, not a file")
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
     connection.text_factory = _text
     try:
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA cell_size_check = ON")
         if _is_empty(connection):
             _make(connection)
         found = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if found != OURS:
             raise _Unusable("it is the database of another program")
+        if 0 < version < VERSION:
+            raise _Older(f"it is of version {version}, this autopar writes version {VERSION}")
         if version != VERSION:
             raise _Unusable(f"it is of version {version}, this autopar writes version {VERSION}")
+        if connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall() != [OURS_ALONE]:
+            raise _Unusable("it has something else in it than our table, which is not to be run")
         _waiting(lambda: connection.execute("PRAGMA journal_mode = WAL").fetchone())
         connection.execute("PRAGMA synchronous = NORMAL")
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _digest(key: Key, where: Where, seconds: float) -> str:
+    """Of a row: SQLite has no check sums, and a bit that flips in a time makes another time."""
+    return hashlib.sha256(repr((*key, *astuple(where), seconds)).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def _text(value: bytes) -> str:

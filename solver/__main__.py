@@ -15,9 +15,10 @@ from types import FrameType
 from typing import Any, cast
 
 from solver.contest import contest_problem
+from solver.document import read_as
 from solver.driver import solve
 from solver.problem import Problem
-from solver.store import problem_from_document, read_document, solution_document
+from solver.store import problem_from_document, solution_document
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="auto", help="auto, highs, lagrange, pulp_highs or exhaustive")
     given = parser.parse_args(arguments)
     try:
-        problem = _problem(read_document(given.file))
+        problem = read_as(given.file, _problem)
         with _until_pressed() as stop:
             solution = solve(
                 problem,
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
                 stop=stop,
             )
     except (ValueError, OSError) as error:
-        print(f"{given.file}: {error}", file=sys.stderr)
+        print(f"python -m solver: {error}", file=sys.stderr)
         return 2
     if solution.explanation is not None:
         print(solution.explanation.text, file=sys.stderr)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from solver.document import cut, fields, listed, numbers, read_as, whole
 from solver.problem import Array, Edge, Problem, Usage
-from solver.store import read_document, write_whole
+from solver.store import write_whole
 
 RESOURCE = "memory"
 FORBIDDEN = 10**18
@@ -21,23 +22,22 @@ _ABOVE_IS_FORBIDDEN = 1e17  # sums of real costs stay below, sums of forbidden o
 
 def read_contest(path: str | Path) -> Problem:
     """The problem in a .json or .json.gz file. Raises ValueError naming what is wrong with it, OSError."""
-    return contest_problem(read_document(path))
+    return read_as(path, contest_problem)
 
 
 def contest_problem(document: Any) -> Problem:
     """The problem in a parsed file. Raises ValueError naming what is wrong with it."""
-    body = _field(document, "problem", "the file")
-    nodes, edges = _field(body, "nodes", "problem"), _field(body, "edges", "problem")
-    intervals = _list(nodes, "intervals", "problem.nodes")
-    costs = [_costs(cost, f"costs of node {k}") for k, cost in enumerate(_list(nodes, "costs", "problem.nodes"))]
-    usages = [_numbers(use, f"usages of node {k}") for k, use in enumerate(_list(nodes, "usages", "problem.nodes"))]
+    body = fields(fields(document, "the file", ("problem",))["problem"], "problem", ("nodes", "edges"), _MAY)
+    nodes = fields(body["nodes"], "problem.nodes", ("intervals", "costs", "usages"))
+    intervals = listed(nodes["intervals"], "problem.nodes.intervals")
+    costs = [_costs(one, f"costs of node {k}") for k, one in enumerate(listed(nodes["costs"], "problem.nodes.costs"))]
+    uses = listed(nodes["usages"], "problem.nodes.usages")
+    usages = [_numbers(use, f"usages of node {k}") for k, use in enumerate(uses)]
     if not len(intervals) == len(costs) == len(usages):
         raise ValueError(f"{len(intervals)} intervals, {len(costs)} costs and {len(usages)} usages; one each per node")
     held: list[Usage] = []
     for item, (interval, nbytes) in enumerate(zip(intervals, usages, strict=True)):
-        if not isinstance(interval, list) or len(cast(list[Any], interval)) != 2:
-            raise ValueError(f"interval of node {item} is {interval!r}; two instants are needed")
-        start, end = (int(v) for v in _numbers(interval, f"interval of node {item}"))
+        start, end = _pair(interval, f"interval of node {item}")
         if end < start:
             raise ValueError(f"interval of node {item} is [{start}, {end}): it ends before it starts")
         if len(nbytes) != len(costs[item]):
@@ -45,26 +45,28 @@ def contest_problem(document: Any) -> Problem:
         if start < end:
             held.append(Usage(item, RESOURCE, start, end, nbytes))
     limit = body.get("usage_limit")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
-        raise ValueError(f"usage_limit is {limit!r}; a number of bytes is needed")
+    if limit is not None and type(limit) not in (int, float):
+        raise ValueError(f"usage_limit is {cut(limit)}; a number of bytes is needed")
     return Problem(
         costs=tuple(costs),
-        edges=_edges(edges, costs),
+        edges=_edges(body["edges"], costs),
         usages=tuple(held),
-        limits={} if limit is None else {RESOURCE: limit},
+        limits={} if limit is None else {RESOURCE: float(_numbers([limit], "usage_limit")[0])},
         names=tuple(f"node {k}" for k in range(len(costs))),
     )
 
 
+_MAY = ("usage_limit", "name")
+
+
 def _edges(edges: Any, costs: list[Array]) -> tuple[Edge, ...]:
-    ends, matrices = _list(edges, "nodes", "problem.edges"), _list(edges, "costs", "problem.edges")
+    told = fields(edges, "problem.edges", ("nodes", "costs"))
+    ends, matrices = (listed(told[name], f"problem.edges.{name}") for name in ("nodes", "costs"))
     if len(ends) != len(matrices):
         raise ValueError(f"{len(ends)} edges have ends but {len(matrices)} have costs")
     found: list[Edge] = []
     for number, (pair, flat) in enumerate(zip(ends, matrices, strict=True)):
-        if not isinstance(pair, list) or len(cast(list[Any], pair)) != 2:
-            raise ValueError(f"edge {number} joins {pair!r}; two node numbers are needed")
-        src, dst = (int(v) for v in _numbers(pair, f"ends of edge {number}"))
+        src, dst = _pair(pair, f"ends of edge {number}")
         if not (0 <= src < len(costs) and 0 <= dst < len(costs)):
             raise ValueError(f"edge {number} joins nodes {src} and {dst}, but the nodes are 0 to {len(costs) - 1}")
         n, m = len(costs[src]), len(costs[dst])
@@ -75,31 +77,14 @@ def _edges(edges: Any, costs: list[Array]) -> tuple[Edge, ...]:
     return tuple(found)
 
 
-def _field(where: Any, name: str, what: str) -> Any:
-    if not isinstance(where, dict) or name not in where:
-        raise ValueError(f"{what} has no field {name!r}")
-    return cast(dict[str, Any], where)[name]
-
-
-def _list(where: Any, name: str, what: str) -> list[Any]:
-    found = _field(where, name, what)
-    if not isinstance(found, list):
-        raise ValueError(f"{what}.{name} is not a list")
-    return cast(list[Any], found)
+def _pair(value: Any, what: str) -> tuple[int, int]:
+    if len(pair := listed(value, what)) != 2:
+        raise ValueError(f"{what} are {cut(value)}; two whole numbers are needed")
+    return whole(pair[0], what), whole(pair[1], what)
 
 
 def _numbers(values: Any, what: str) -> Array:
-    try:
-        array = np.array(values, dtype=np.float64)
-    except OverflowError as error:
-        raise ValueError(f"{what} overflow: a number beyond 2^63 is in them") from error
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}: {error}") from error
-    if array.ndim != 1:
-        raise ValueError(f"{what} are not a flat list of numbers")
-    if not np.isfinite(array).all() or np.abs(array).max(initial=0.0) >= 2.0**63:
-        raise ValueError(f"{what} overflow: a number beyond 2^63 is in them")
-    return array
+    return numbers(values, what, most=2.0**63)
 
 
 def _costs(values: Any, what: str) -> Array:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+EXACT = 2.0**53  # below, sums of whole numbers lose nothing
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]  # numbers of options, or of positions
 
@@ -191,3 +192,15 @@ def _check_magnitude(problem: Problem) -> None:
         total += largest[id(array)]
     if total > 1e300:
         raise ValueError(f"the costs may add up to {total:g}, which overflows; use a larger unit of cost")
+    held: dict[str, float] = {}
+    most: dict[int, float] = {}
+    for usage in (*problem.usages, *problem.edge_usages):
+        if id(usage.nbytes) not in most:
+            most[id(usage.nbytes)] = float(usage.nbytes.max())
+        held[usage.resource] = held.get(usage.resource, 0.0) + most[id(usage.nbytes)]
+    for resource, nbytes in held.items():
+        if nbytes >= EXACT:
+            raise ValueError(
+                f"the usages of {resource} may add up to {nbytes:g} bytes; they are exact below 2^53 only: "
+                "use a larger unit"
+            )

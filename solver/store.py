@@ -10,12 +10,13 @@ import gzip
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from solver.document import cut, fields, listed, numbers, read_as, whole
 from solver.problem import Array, Edge, EdgeUsage, Problem, Usage
 from solver.solution import Solution
 
@@ -44,34 +45,79 @@ def problem_document(problem: Problem) -> dict[str, Any]:
 
 def problem_from_document(document: Any) -> Problem:
     """The problem again. Raises ValueError naming what is wrong."""
-    body = cast(dict[str, Any], document) if isinstance(document, dict) else {}
-    if body.get("format") != FORMAT:
+    if not isinstance(document, dict) or cast(dict[str, Any], document).get("format") != FORMAT:
         raise ValueError(f"this is not a problem file: its field 'format' is not {FORMAT!r}")
-    if missing := [name for name in ("costs", "matrices", "edges", "usages", "limits") if name not in body]:
-        raise ValueError(f"the problem file has no field {missing[0]!r}")
-    try:
-        matrices: list[Array] = [_array(matrix) for matrix in cast(list[Any], body["matrices"])]
-        return Problem(
-            costs=tuple(_array(cost) for cost in cast(list[Any], body["costs"])),
-            edges=tuple(Edge(src, dst, matrices[int(k)]) for src, dst, k in body["edges"]),
-            usages=tuple(Usage(u, r, start, end, np.array(held)) for u, r, start, end, held in body["usages"]),
-            edge_usages=tuple(
-                EdgeUsage(e, r, start, end, np.array(held)) for e, r, start, end, held in body.get("edge_usages", [])
-            ),
-            limits=body["limits"],
-            names=tuple(body.get("names", ())),
-        )
-    except (TypeError, IndexError, AttributeError, OverflowError) as error:
-        raise ValueError(f"the problem file is malformed: {error}") from error
+    body = fields(document, "the problem file", _NEEDS, _MAY)
+    shared = enumerate(listed(body["matrices"], "matrices"))
+    matrices = [_matrix(matrix, f"matrices[{k}]") for k, matrix in shared]
+    return Problem(
+        costs=tuple(_costs(cost, f"costs[{k}]") for k, cost in enumerate(listed(body["costs"], "costs"))),
+        edges=tuple(
+            Edge(whole(src, what), whole(dst, what), _number_of(k, matrices, what))
+            for what, (src, dst, k) in _rows(body["edges"], "edges", 3)
+        ),
+        usages=tuple(
+            Usage(*_held(what, item, resource, start, end), numbers(held, f"bytes of {what}"))
+            for what, (item, resource, start, end, held) in _rows(body["usages"], "usages", 5)
+        ),
+        edge_usages=tuple(
+            EdgeUsage(*_held(what, edge, resource, start, end), _matrix(held, f"bytes of {what}", forbids=False))
+            for what, (edge, resource, start, end, held) in _rows(body.get("edge_usages", []), "edge_usages", 5)
+        ),
+        limits=_limits(body["limits"]),
+        names=tuple(_text(name, "a name") for name in listed(body.get("names", []), "names")),
+    )
+
+
+_NEEDS = ("format", "costs", "matrices", "edges", "usages", "limits")
+_MAY = ("edge_usages", "names")
+
+
+def _rows(value: Any, what: str, length: int) -> Iterator[tuple[str, list[Any]]]:
+    for number, row in enumerate(listed(value, what)):
+        if len(parts := listed(row, f"{what}[{number}]")) != length:
+            raise ValueError(f"{what}[{number}] has {len(parts)} entries, not {length}")
+        yield f"{what}[{number}]", parts
+
+
+def _held(what: str, holder: Any, resource: Any, start: Any, end: Any) -> tuple[int, str, int, int]:
+    return whole(holder, what), _text(resource, what), whole(start, what), whole(end, what)
+
+
+def _number_of(number: Any, matrices: list[Array], what: str) -> Array:
+    if not 0 <= (place := whole(number, what)) < len(matrices):
+        raise ValueError(f"{what} has costs number {place}, but there are {len(matrices)} matrices")
+    return matrices[place]
+
+
+def _matrix(rows: Any, what: str, forbids: bool = True) -> Array:
+    read = _costs if forbids else numbers
+    made = [read(row, f"row {k} of {what}") for k, row in enumerate(listed(rows, what))]
+    if len({len(row) for row in made}) != 1:
+        raise ValueError(f"{what} has no rows, or rows of different lengths")
+    return np.array(made)
+
+
+def _costs(values: Any, what: str) -> Array:
+    """null forbids."""
+    return numbers([np.inf if value is None else value for value in listed(values, what)], what, most=np.inf)
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError(f"{what} is {cut(value)}, not a text that can be shown")
+    return value
+
+
+def _limits(limits: Any) -> dict[str, float]:
+    if not isinstance(limits, dict):
+        raise ValueError(f"limits is {cut(limits)}, not an object")
+    told = cast(dict[str, Any], limits)
+    return {_text(name, "a limit"): float(numbers([value], "limits", most=np.inf)[0]) for name, value in told.items()}
 
 
 def _nullable(values: Array) -> list[float | None]:
     return [None if value == np.inf else value for value in values.tolist()]
-
-
-def _array(values: Any) -> Array:
-    array = np.array(values, dtype=np.float64)  # null becomes nan
-    return np.where(np.isnan(array), np.inf, array)
 
 
 def write_problem(problem: Problem, path: str | Path) -> None:
@@ -79,19 +125,9 @@ def write_problem(problem: Problem, path: str | Path) -> None:
     write_whole(path, json.dumps(problem_document(problem), allow_nan=False).encode())
 
 
-def read_document(path: str | Path) -> Any:
-    """Parsed JSON of a .json or .json.gz file. Raises ValueError naming the file, OSError."""
-    path = Path(path)
-    try:
-        raw = path.read_bytes()
-        return json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from error
-
-
 def read_problem(path: str | Path) -> Problem:
     """Read what `write_problem` wrote. Raises ValueError naming what is wrong, OSError."""
-    return problem_from_document(read_document(path))
+    return read_as(path, problem_from_document)
 
 
 def solution_document(solution: Solution) -> Mapping[str, Any]:

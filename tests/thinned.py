@@ -27,8 +27,14 @@ THINNED: dict[str, dict[str, int]] = {
         "test_the_command_prints_published_predicted_and_error": 0,
         "test_torch_recomputes_the_same_products_and_frees_about_the_same_memory": 0,
     },
+    "cost_models/test_mutants.py": {
+        "test_a_damaged_profile_is_refused_or_says_what_it_says": 13,
+    },
     "elixir/test_placing.py": {
         "test_the_search_is_never_worse_than_elixir_and_both_fit": 0,
+    },
+    "measure/test_forged_store.py": {
+        "test_a_damaged_database_loses_times_and_changes_none": 10,
     },
     "measure/test_memory.py": {
         "test_local_batch_norms_move_and_hold_what_their_plan_says": 2,
@@ -37,6 +43,11 @@ THINNED: dict[str, dict[str, int]] = {
     },
     "measure/test_twin.py": {
         "test_what_moves_is_what_was_planned_to_the_byte": 2,
+    },
+    "plan/test_mutants.py": {
+        "test_a_damaged_plan_is_refused_or_the_same": 20,
+        "test_a_forged_plan_is_refused_or_runs_as_the_model_does": 10,
+        "test_the_commands_say_it_in_one_sentence": 5,
     },
     "plans/test_best_plans.py": {
         "test_price_and_memory_add_up_again": 3,
@@ -114,6 +125,11 @@ THINNED: dict[str, dict[str, int]] = {
     },
     "solver/test_exactness.py": {
         "test_presolve_keeps_a_cheapest_solution": 4,
+    },
+    "solver/test_mutants.py": {
+        "test_a_damaged_archive_is_refused": 4,
+        "test_a_damaged_contest_file_is_refused_or_says_what_it_says": 13,
+        "test_a_damaged_problem_is_refused_or_says_what_it_says": 13,
     },
     "solver/test_pipeline.py": {
         "test_no_cut_is_cheaper_and_none_is_missed": 3,

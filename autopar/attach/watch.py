@@ -47,7 +47,8 @@ class Watch:
     def __init__(self, device_mesh: DeviceMesh, patience_s: float, owner: object) -> None:
         self.patience_s, self.owner = patience_s, weakref.ref(owner)
         self._teller: _Teller | None = None
-        self._is_told = device_mesh.size() == 1 or patience_s == float("inf")
+        alone = device_mesh.size() == 1 or dist.get_backend() == "fake"
+        self._is_told = alone or patience_s == float("inf")
         self._main = threading.get_ident()
         self._calls, self._sum = 0, 0
         self._told: deque[tuple[int, int, str]] = deque(maxlen=TOLD)

@@ -137,7 +137,12 @@ class _Emitter:
         }
 
     def placeholder(self, name: str) -> fx.Node:
-        return self.graph.placeholder(name)
+        """A parameter of the function that is written, under the name that fx makes of `name`: what stands in the
+        target is copied into the code as it is.
+        """
+        made = self.graph.placeholder(name)
+        made.target = made.name
+        return made
 
     def add_coordinates(self) -> None:
         self.writer.coordinates = {axis: self.placeholder(f"coordinate_{axis}") for axis in self.plan.mesh.names}

@@ -145,8 +145,8 @@ def _price(plan: Plan, tier: str) -> Iterator[str]:
     most, amount = plan.peak_bytes[tier] / 4, GIB  # a step from here, not to another place
     saved = inf
     if tier == DEVICE and isinstance(fastest := plan.search.get("fastest_bytes"), int):
-        most = min(most, fastest - (plan.memory_limit or 0.0))
-        saved = (plan.step_seconds - float(plan.search.get("fastest_s", 0.0))) * 1e3
+        most, fastest_s = min(most, fastest - (plan.memory_limit or 0.0)), plan.search.get("fastest_s")
+        saved = (plan.step_seconds - (fastest_s if isinstance(fastest_s, float) else 0.0)) * 1e3
     while amount > max(most, 1):
         amount //= 4
     saved = min(saved, price * amount / GIB)

@@ -1,27 +1,23 @@
-"""Does a plan fit: its parts to each other, and the whole to a model, inputs and mesh?"""
+"""Does a plan fit a model, its inputs and a mesh?"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autopar.batch_norm import statistics_of
 from autopar.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
-from autopar.layout import Layout, Partial, encode, local_shape
+from autopar.layout import Partial, Replicate
 from autopar.mesh import Mesh
-from autopar.plan.plan import RESIDENCES, Choice, Plan, PlanMismatch
-from autopar.reshard import Reshard
-from autopar.rules.bodies import BODIES
+from autopar.plan.plan import AGAIN, Choice, Plan, PlanMismatch, shortened
 from autopar.saving.narrow import false_claim_of, plain
 from autopar.strategy import Strategy, moved, operand_types, signature_of, source_strategies, strategy_of
 from autopar.work import FETCH, STORE
-from cost_models.steps import Comm, Compute, Loop, Move, Step
+from cost_models.steps import Compute, Step
 
+NO_CALL = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, StopIteration, ValueError)
 _EITHER_WAY = ("aten.add.Tensor", "aten.mul.Tensor")  # of two tensors: the same numbers whichever stands first
-AGAIN = "run `python -m autopar.search` again to make a new plan"
-
-
-# --- a plan against what is to run -----------------------------------------------------------------------------------
 
 
 def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, origin: str = "the plan") -> None:
@@ -32,28 +28,36 @@ def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, o
     runs again, offloads or fetches. `outputs`: as in `search`, if it matters.
     """
 
-    def fail(told: str) -> None:
-        raise PlanMismatch(f"{origin} was made for {told}")
+    def fail(told: str, instead: str = "") -> None:
+        raise PlanMismatch(f"{origin} was made for {shortened(told)}; {instead}{AGAIN}")
 
     if (claim := false_claim_of(plan.graph)) is not None:
-        raise PlanMismatch(f"{origin} was edited: node %{claim[0].name} ({claim[0].op}) {claim[1]}; {AGAIN}")
+        told = shortened(f"node %{claim[0].name} ({claim[0].op}) {claim[1]}")
+        raise PlanMismatch(f"{origin} was edited: {told}; {AGAIN}")
     ours = plain(plan.graph)
 
     if mesh != plan.mesh:
-        fail(f"mesh {plan.mesh}, this mesh is {mesh}; use a mesh with those names and sizes, or {AGAIN}")
+        fail(f"mesh {plan.mesh}, this mesh is {mesh}", "use a mesh with those names and sizes, or ")
     if outputs is not None and outputs != plan.outputs:
-        fail(f"outputs={plan.outputs!r}, this call asks for outputs={outputs!r}; ask for the former, or {AGAIN}")
+        fail(f"outputs={plan.outputs!r}, this call asks for outputs={outputs!r}", "ask for the former, or ")
     if (norms := _batch_norms(ours, graph)) is not None:
-        fail(f"batch_norm={norms[0]!r}, this call asks for batch_norm={norms[1]!r}; ask for the former, or {AGAIN}")
+        fail(f"batch_norm={norms[0]!r}, this call asks for batch_norm={norms[1]!r}", "ask for the former, or ")
     for op, subject, wanted in _SOURCES:
         if (told := _sources(ours, graph, op)) is not None:
-            fail(f"{told[0]}, this {subject} {told[1]}; {wanted}{AGAIN}")
+            fail(f"{shortened(told[0], 200)}, this {subject} {shortened(told[1], 190)}", wanted)
     if (ends := _results(ours, graph)) is not None:
-        fail(f"{ends[0]}, this model {ends[1]}; {AGAIN}")
+        fail(f"{shortened(ends[0], 350)}, this model {ends[1]}")
     if (nodes := _operators(ours, graph)) is not None:
-        fail(f"another model: {nodes}; {AGAIN}")
+        fail(f"another model: {nodes}")
+    check_rules(plan, origin)
+
+
+def check_rules(plan: Plan, origin: str = "the plan") -> None:
+    """Raise PlanMismatch, naming the first operator, unless each is split as its rule has it: all that can be known of
+    a plan where the model is not.
+    """
     if (told := _no_strategy(plan)) is not None:
-        raise PlanMismatch(f"{origin} was edited, or made by another autopar: {told}; {AGAIN}")
+        raise PlanMismatch(f"{origin} was edited, or made by another autopar: {shortened(told)}; {AGAIN}")
 
 
 def _no_strategy(plan: Plan) -> str | None:
@@ -64,11 +68,16 @@ def _no_strategy(plan: Plan) -> str | None:
         choice, types = plan.choices[node.name], operand_types(node, node_of)
         key = signature_of(node, types), choice.roles, choice.gives
         if key not in known:
-            known[key] = _legal(node, types, choice, mesh)
+            try:
+                known[key] = _legal(node, types, choice, mesh)
+            except NO_CALL as error:  # a rule reads the arguments by their places
+                return f"%{node.name} ({node.op}) cannot be called like that ({type(error).__name__} in its rule)"
         right = known[key]
         ways = (choice.takes, choice.gives, choice.body, choice.body_axes, choice.body_size)
         if right is None or ways != (right.takes, right.gives, right.body, right.body_axes, right.body_size):
             return f"%{node.name} ({node.op}) is not computed as its rule says"
+        if tuple(map(_untimed, choice.steps)) != right.steps:
+            return f"%{node.name} ({node.op}) has other steps than its layouts make"
     held = {node.target: plan.choices[node.name].gives[0] for node in plan.graph.nodes if node.op == "parameter"}
     for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
         if delivery is None:
@@ -78,7 +87,15 @@ def _no_strategy(plan: Plan) -> str | None:
             return told
         if any(isinstance(placement, Partial) for placement in delivery.layout):
             return told
+        is_whole = all(isinstance(placement, Replicate) for placement in delivery.layout)
+        if not is_whole and (result.kind == "buffer" or (result.kind == "output" and plan.outputs == "global")):
+            return told
     return None
+
+
+def _untimed(step: Step) -> Step:
+    """The step without the time that somebody measured, which is a claim as any other prediction."""
+    return step if not isinstance(step, Compute) or step.seconds is None else replace(step, seconds=None)
 
 
 def _legal(node: Node, types: tuple[TensorType, ...], choice: Choice, mesh: Mesh) -> Strategy | None:
@@ -234,123 +251,12 @@ def _same_in_another_order(ours: Graph, theirs: Graph) -> bool:
 
 
 def _where(node: Node) -> str:
-    return f"{node.module or 'the model'}" + (f" ({node.source})" if node.source else f" %{node.name}")
+    module, source = shortened(node.module or "the model", 100), shortened(node.source, 150)
+    return f"{module} ({source})" if source else f"{module} %{shortened(node.name, 100)}"
 
 
 def _call(node: Node) -> str:
     made = ", ".join(str(type) for type in node.outputs if type is not None)
     plain = [repr(arg) for arg in node.args if not isinstance(arg, Ref)]
-    return f"{node.op}({', '.join([*(f'%{ref.name}' for ref in node.operands), *plain])[:80]}) -> {made}"
-
-
-# --- the parts of a plan against each other --------------------------------------------------------------------------
-
-
-class _Flaw(Exception):
-    """(place, cause)"""
-
-
-def flaw_of(plan: Plan) -> tuple[str, str] | None:
-    """(place, cause) of the first contradiction in a plan, such as ("nodes[3] (%mm)", "has layout 'S0', which ...").
-
-    What emit relies on: one layout per operand and result, each of which the mesh can hold, and layout changes that
-    lead from what is given to what is taken.
-    """
-    try:
-        _check_parts(plan)
-    except _Flaw as flaw:
-        place, cause = flaw.args
-        return place, cause
-    return None
-
-
-def _check_parts(plan: Plan) -> None:
-    given: dict[Ref, tuple[TensorType | None, Layout]] = {}
-    _check_host(plan)
-    for number, node in enumerate(plan.graph.nodes):
-        place = f"nodes[{number}] (%{node.name})"
-        choice = plan.choices[node.name]
-        operands = node.operands
-        counts = (len(choice.takes), len(choice.reads), len(choice.gives), len(choice.roles))
-        if counts != (len(operands), len(operands), len(node.outputs), len(plan.mesh.names)):
-            raise _Flaw(place, "has a choice made for another number of operands, results or mesh axes")
-        _check_body(choice, plan.mesh, place)
-        for ref, takes, read in zip(operands, choice.takes, choice.reads, strict=True):
-            _check_way(plan.mesh, *given[ref], read, takes, place)
-        for index, (type, layout) in enumerate(zip(node.outputs, choice.gives, strict=True)):
-            _local(plan.mesh, type, layout, place)
-            given[Ref(node.name, index)] = type, layout
-    for number, (result, delivery) in enumerate(zip(plan.graph.results, plan.deliveries, strict=True)):
-        place = f"results[{number}] ({result.kind} {result.target})"
-        if (result.ref is None) != (delivery is None):
-            raise _Flaw(place, "has a value or a delivery, but not both")
-        if result.ref is not None and delivery is not None:
-            _check_way(plan.mesh, *given[result.ref], delivery.changes, delivery.layout, place)
-
-
-def _check_host(plan: Plan) -> None:
-    """What lies on the host is read by fetches alone, as it lies there."""
-    parameters = {node.target: node.name for node in plan.graph.nodes if node.op == "parameter"}
-    for name, where in plan.residence.items():
-        if name not in parameters:
-            raise _Flaw(f"residence.{name}", "is of a parameter that the graph does not have")
-        if where not in RESIDENCES[1:]:
-            raise _Flaw(f"residence.{name}", f"is {where!r}, not {' or '.join(RESIDENCES[1:])}")
-    on_host = {parameters[name] for name, where in plan.residence.items() if where == "host"}
-    on_host |= {node.name for node in plan.graph.nodes if node.op == STORE}
-    for number, node in enumerate(plan.graph.nodes):
-        place = f"nodes[{number}] (%{node.name})"
-        if node.op == FETCH and not (len(node.operands) == 1 and node.operands[0].name in on_host):
-            raise _Flaw(place, "fetches what does not lie on the host")
-        if node.op == FETCH and any(plan.choices[node.name].reads):
-            raise _Flaw(place, "changes the layout of what lies on the host")
-        if node.op != FETCH and (wrong := [ref.name for ref in node.operands if ref.name in on_host]):
-            raise _Flaw(place, f"reads %{wrong[0]}, which lies on the host, without a fetch")
-
-
-def _check_body(choice: Choice, mesh: Mesh, place: str) -> None:
-    if choice.body and choice.body not in BODIES:
-        raise _Flaw(place, f"runs the local body {choice.body!r}, which this autopar does not have")
-    comms = [*_comms(choice.steps)]
-    if unknown := sorted({*choice.body_axes, *(comm.axis for comm in comms)} - {*mesh.names}):
-        raise _Flaw(place, f"works over axis {unknown[0]!r}, which the mesh {mesh} does not have")
-    for comm in comms:
-        if comm.ranks != mesh.size(comm.axis):
-            raise _Flaw(place, f"has a {comm.collective} of {comm.ranks} ranks over {comm.axis!r} on mesh {mesh}")
-
-
-def _local(mesh: Mesh, type: TensorType | None, layout: Layout, place: str) -> tuple[int, ...]:
-    if len(layout) != len(mesh.names):
-        raise _Flaw(place, f"has layout {encode(layout)!r} on a mesh of {len(mesh.names)} axes")
-    shape = () if type is None else local_shape(type.shape, layout, mesh)
-    if shape is None:
-        raise _Flaw(place, f"has layout {encode(layout)!r}, which does not divide {type} on mesh {mesh}")
-    return shape
-
-
-def _check_way(
-    mesh: Mesh, type: TensorType | None, at: Layout, changes: Sequence[Reshard], end: Layout, place: str
-) -> None:
-    if type is None:
-        raise _Flaw(place, "reads a result that does not exist")
-    for change in changes:
-        axis = mesh.names.index(change.axis) if change.axis in mesh.names else None
-        local = TensorType(_local(mesh, type, at, place), type.dtype)
-        if axis is None or at[axis] != change.before or local != change.local:
-            told = f"{change.axis}: {encode((change.before,))} -> {encode((change.after,))} of {change.local}"
-            raise _Flaw(place, f"has the layout change ({told}) where the value is {type} in {encode(at)!r}")
-        at = (*at[:axis], change.after, *at[axis + 1 :])
-    _local(mesh, type, at, place)
-    if at != end:
-        raise _Flaw(place, f"takes a value in {encode(end)!r}, but its layout changes lead to {encode(at)!r}")
-
-
-def _comms(steps: Iterable[Step]) -> Iterator[Comm]:
-    for step in steps:
-        match step:
-            case Comm():
-                yield step
-            case Loop():
-                yield from _comms(step.body)
-            case Compute() | Move():
-                pass
+    given = ", ".join([*(f"%{ref.name}" for ref in node.operands), *plain])[:80]
+    return f"{shortened(node.op, 80)}({given}) -> {shortened(made, 150)}"

@@ -18,10 +18,18 @@ from cost_models.hardware import Hardware
 from cost_models.steps import Comm, Step, received_bytes
 
 RESIDENCES = ("device", "host", "stream")  # where a parameter, its gradient and its optimizer states live
+OUTPUTS = ("sharded", "global")  # how outputs are delivered: in pieces, or whole on every rank
+AGAIN = "run `python -m autopar.search` again to make a new plan"
 
 
 class PlanMismatch(ValueError):
     """A plan does not fit the model, the inputs, the mesh or this version; the message says which part differs."""
+
+
+def shortened(told: object, most: int = 800) -> str:
+    """What goes into a message: names come out of files, and may be as long as somebody likes."""
+    text = str(told)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +170,9 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read and check. Raises PlanMismatch where the file is cut short, edited or of another version."""
+        """Read and check. Raises PlanMismatch where the file is cut short, edited or of another version, and OSError
+        where there is no file to be read.
+        """
         from autopar.plan.store import load
 
         return load(Path(path))

@@ -12,6 +12,7 @@ from pathlib import Path
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.graph import Graph
 from autopar.plan import Plan, PlanMismatch
+from autopar.plan.fit import check_rules
 from autopar.saving import plain
 from autopar.scale.grow import Sources, growth_where_possible, usual_sources
 from autopar.scale.report import report, spelled
@@ -81,7 +82,8 @@ def _scale(given: argparse.Namespace) -> int:
             f"{given.plan} recomputes values, keeps some on the host, or keeps gathered weights (zero1, zero2), and "
             "how that grows is not known; make a plan with python -m autopar.search ... --spare none"
         )
-    hardware = _hardware(given.hardware or plan.hardware, plan)
+    check_rules(plan, str(given.plan))
+    hardware = _hardware(given.hardware, plan)
     progress(f"read {given.plan}: {len(plan.graph.nodes):,} operators on {plan.mesh}")
     try:
         growth, why_not = growth_where_possible(plan.graph, _sources(given.grow, plan.graph))
@@ -114,9 +116,9 @@ def _plan(path: str) -> Plan:
         ) from error
 
 
-def _hardware(name: str, plan: Plan) -> Hardware:
+def _hardware(name: str | None, plan: Plan) -> Hardware:
     try:
-        hardware = Hardware.load(name)
+        hardware = Hardware.known(plan.hardware) if name is None else Hardware.load(name)
     except OSError as error:
         raise BadArgument(f"hardware profile {name} cannot be read: {error.strerror}") from error
     except PlanMismatch:

@@ -62,13 +62,11 @@ def instead(path: Path, what: str) -> None:
             os.mkfifo(path)
         case "a folder":
             path.mkdir()
-        case "a dangling link":
-            path.symlink_to(path.with_name("nowhere"))
         case _:
-            path.symlink_to("/dev/zero")
+            path.symlink_to(path.with_name("nowhere"))
 
 
-@pytest.mark.parametrize("what", ["a pipe", "a folder", "a dangling link", "a device"])
+@pytest.mark.parametrize("what", ["a pipe", "a folder", "a dangling link"])
 def test_what_is_no_file_is_not_waited_for(one: DeviceMesh, tmp_path: Path, what: str) -> None:
     wanted = autopar.compile(net(), one, cache=tmp_path, example_kwargs=batch()).plan
     (kept,) = tmp_path.glob("*.plan.json")
@@ -109,6 +107,7 @@ def test_no_home_is_no_error() -> None:
     script = (
         "import os, autopar\n"
         "from autopar.here import hardware_or_here, operators_path\n"
+        "hardware_or_here(None, 'cpu')  # imports what it needs, while it may read it\n"
         "os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
         "print(hardware_or_here(None, 'cpu').name, operators_path())"
     )

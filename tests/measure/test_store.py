@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cost_models.measured import VERSION, MeasuredWarning, Store, Where
+from cost_models.measured import VERSION, MeasuredWarning, Store, Where, _digest
 
 ROOT = Path(__file__).parents[2]
 HERE = Where("NVIDIA H200", "2.13.0+cu130", 0, "highest")
@@ -220,7 +220,7 @@ def test_the_database_of_another_program_is_left_alone(path: Path) -> None:
 
 def test_a_folder_in_its_place_is_told(path: Path) -> None:
     path.mkdir(parents=True)
-    refuses(path, "unable to open database file")
+    refuses(path, "operators.sqlite3 is a folder, a pipe or a device, not a file")
 
 
 def test_a_file_in_the_place_of_its_folder_is_told(path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_folder_that_may_not_be_written_is_told(path: Path) -> None:
 
 # --- nonsense --------------------------------------------------------------------------------------------------------
 
-ROW = (*MM, *astuple(HERE), 1e-3, 0.0)
+ROW = (*MM, *astuple(HERE), 1e-3, 0.0, _digest(MM, HERE, 1e-3))
 
 
 def with_value(place: int, value: object) -> tuple[object, ...]:
@@ -246,7 +246,7 @@ def with_value(place: int, value: object) -> tuple[object, ...]:
 
 NONSENSE = [with_value(0, ""), with_value(1, ""), with_value(1, b"\xff\xfe"), with_value(6, -1.0), with_value(6, 0.0),
             with_value(6, float("inf")), with_value(6, "soon"), with_value(6, b"1"), with_value(6, 1e9)]  # fmt: skip
-PUT = "INSERT INTO operators VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+PUT = "INSERT INTO operators VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 @pytest.mark.parametrize("row", [*NONSENSE, with_value(0, None), with_value(2, None), with_value(6, None)], ids=repr)

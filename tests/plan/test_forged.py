@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from autopar.emit import emit
 from autopar.emit.writer import target_of
-from autopar.graph import Graph, Node, Ref, Result, TensorType
+from autopar.graph import Graph, Node, Ref, Result, TensorType, map_refs
 from autopar.layout import Partial, Replicate, Shard
 from autopar.plan import Plan, PlanMismatch
 from autopar.plan.plan import Choice
@@ -18,6 +19,7 @@ from autopar.reshard import Reshard
 from autopar.saving.narrow import plain
 from autopar.search import search
 from autopar.work import FETCH, STORE
+from cost_models.steps import Compute, Step
 from tests.plan.nets import MESH, net_graph
 from tests.support.machines import FAST
 
@@ -26,10 +28,9 @@ Forge = Callable[[Plan], Plan]
 
 @pytest.fixture(scope="module")
 def spared() -> Plan:
-    """In little memory: with copies in backward, and ways to the host and back."""
+    """With copies in backward, and ways to the host and back, settled by name: memory has more than one way out."""
     graph = net_graph(batch=64, length=32)
-    free = search(graph, MESH, FAST)
-    return search(graph, MESH, FAST, memory=0.8 * free.peak_bytes["hbm"], spare=("recompute", "offload"))
+    return search(graph, MESH, FAST, keep={"layers.0": "recompute", "layers.1": "offload"})
 
 
 def copies(plan: Plan) -> list[Node]:
@@ -149,6 +150,58 @@ def stray(plan: Plan, op: str, *args: Any, target: str = "", phase: str = "forwa
     return replace(plan, graph=Graph(nodes, plan.graph.results), choices={**plan.choices, "stray": choice})
 
 
+def renamed(plan: Plan, old: str, new: str) -> Plan:
+    """The node has another name, wherever it is read."""
+
+    def name(ref: Ref) -> Ref:
+        return replace(ref, name=new) if ref.name == old else ref
+
+    nodes = tuple(
+        replace(
+            node,
+            name=new if node.name == old else node.name,
+            args=map_refs(node.args, name),
+            kwargs=tuple((key, map_refs(arg, name)) for key, arg in node.kwargs),
+        )
+        for node in plan.graph.nodes
+    )
+    results = tuple(replace(result, ref=result.ref and name(result.ref)) for result in plan.graph.results)
+    choices = {new if of == old else of: choice for of, choice in plan.choices.items()}
+    return replace(plan, graph=Graph(nodes, results), choices=choices)
+
+
+def source(plan: Plan, op: str = "input") -> str:
+    return first(plan, lambda node, _: node.op == op).name
+
+
+def out_of_order(plan: Plan) -> Plan:
+    """A parameter in pieces of pieces, gathered over the outer axis first: every byte arrives, in another place."""
+    node = first(plan, lambda n, _: n.op == "parameter" and n.target == "head.weight")
+    (type,) = node.outputs
+    assert type is not None
+    split = (Shard(0), Shard(0))
+    half = TensorType((type.shape[0] // MESH.ranks, *type.shape[1:]), type.dtype)
+    rows = replace(half, shape=(half.shape[0] * MESH.sizes[0], *half.shape[1:]))
+    swapped = (
+        Reshard("data", Shard(0), Replicate(), half),
+        Reshard("tensor", Shard(0), Replicate(), rows),
+    )
+    forged = with_choice(plan, node, gives=(split,))
+    choices = dict(forged.choices)
+    for reader in plan.graph.nodes:
+        reads = [*choices[reader.name].reads]
+        for place, ref in enumerate(reader.operands):
+            if ref.name == node.name:
+                reads[place] = swapped
+        choices[reader.name] = replace(choices[reader.name], reads=tuple(reads))
+    return replace(forged, choices=choices)
+
+
+def with_steps(plan: Plan, change: Callable[[Step], Step]) -> Plan:
+    node = product(plan)
+    return with_choice(plan, node, steps=tuple(map(change, plan.choices[node.name].steps)))
+
+
 def of_copy(**changes: Any) -> Forge:
     return lambda plan: with_node(plan, copies(plan)[0], **changes)
 
@@ -248,6 +301,24 @@ KINDS: dict[str, Forge] = {
     ),
     "a gradient delivered in terms": lambda p: delivered(p, "gradient", layout=(Partial("sum"), Partial("sum"))),
     "an output delivered in terms": lambda p: delivered(p, "output", layout=(Partial("sum"), Replicate()), changes=()),
+    "a name that is code": lambda p: renamed(p, source(p), "x=__import__('os').abort()"),
+    "a name that is a word of Python's": lambda p: renamed(p, source(p), "lambda"),
+    "a name that is the function's own": lambda p: renamed(p, source(p), "self"),
+    "a way to the host before it is made": lambda p: with_node(
+        p, first(p, lambda n, _: n.op == FETCH and n.phase == "backward"), phase="forward"
+    ),
+    "pieces put together in another order": out_of_order,
+    "fewer flops": lambda p: with_steps(p, lambda s: replace(s, flops=0.0) if isinstance(s, Compute) else s),
+    "another dtype that is computed in": lambda p: with_steps(
+        p, lambda s: replace(s, dtype="int8") if isinstance(s, Compute) else s
+    ),
+    "no steps": lambda p: with_choice(p, product(p), steps=()),
+    "an output in pieces that shall be whole": lambda p: delivered(
+        replace(p, outputs="global"), "output", layout=(Shard(0), Replicate()), changes=()
+    ),
+    "a peak of nothing": lambda p: replace(p, peak_bytes={}),
+    "a time that is none": lambda p: replace(p, step_seconds=float("nan")),
+    "a bound above the plan": lambda p: replace(p, bound=2 * p.step_seconds),
     "another mesh": lambda p: replace(p, mesh=replace(p.mesh, sizes=(2, 4))),
     "a residence of nobody": lambda p: replace(p, residence={"nobody": "host"}),
 }  # fmt: skip
@@ -273,3 +344,11 @@ def test_a_forged_plan_is_refused(spared: Plan, kind: str) -> None:
 def test_a_name_that_is_no_operator_is_never_followed(op: str) -> None:
     with pytest.raises(ValueError, match="is no operator of torch or of autopar"):
         target_of(op)
+
+
+def test_no_name_is_copied_into_the_program(spared: Plan) -> None:
+    """The last door: a plan that was never read, with a default argument in the name of an input."""
+    plan = renamed(spared, source(spared), "x=__import__('no_module_of_that_name')")
+    program = emit(plan, {axis: "0" for axis in MESH.names})
+    assert "=__import__" not in program.code.partition("):")[0]
+    emit(renamed(spared, source(spared), "torch"), {axis: "0" for axis in MESH.names})

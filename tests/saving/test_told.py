@@ -12,7 +12,8 @@ import pytest
 
 from autopar.graph import Node
 from autopar.plan import Plan, PlanMismatch
-from autopar.plan.fit import check, flaw_of
+from autopar.plan.fit import check
+from autopar.plan.parts import flaw_of
 from autopar.plan.store import dumps, loads
 from autopar.plan.tell import modes_of
 from autopar.reshard import Reshard

@@ -1,0 +1,174 @@
+"""Do the parts of a plan fit each other? What emit relies on, of any plan that was read."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Iterable, Iterator, Sequence
+
+from autopar.graph import Graph, Ref, TensorType
+from autopar.layout import Layout, encode, local_shape
+from autopar.mesh import Mesh
+from autopar.plan.plan import RESIDENCES, Choice, Plan
+from autopar.reshard import Reshard, neighbours
+from autopar.rules.bodies import BODIES
+from autopar.work import FETCH, STORE
+from cost_models.steps import Comm, Compute, Loop, Move, Step
+
+
+class _Flaw(Exception):
+    """(place, cause)"""
+
+
+def flaw_of(plan: Plan) -> tuple[str, str] | None:
+    """(place, cause) of the first contradiction in a plan, such as ("nodes[3] (%mm)", "has layout 'S0', which ...").
+
+    What emit relies on: names that can stand in a program, one layout per operand and result, each of which the mesh
+    can hold, and layout changes that lead from what is given to what is taken, each of them one that exists.
+    """
+    try:
+        _check_parts(plan)
+    except _Flaw as flaw:
+        place, cause = flaw.args
+        return place, cause
+    return None
+
+
+def _check_parts(plan: Plan) -> None:
+    given: dict[Ref, tuple[TensorType | None, Layout]] = {}
+    _check_nodes(plan.graph)
+    _check_host(plan)
+    for number, node in enumerate(plan.graph.nodes):
+        place = f"nodes[{number}] (%{node.name})"
+        choice = plan.choices[node.name]
+        operands = node.operands
+        counts = (len(choice.takes), len(choice.reads), len(choice.gives), len(choice.roles))
+        if counts != (len(operands), len(operands), len(node.outputs), len(plan.mesh.names)):
+            raise _Flaw(place, "has a choice made for another number of operands, results or mesh axes")
+        _check_body(choice, plan.mesh, place)
+        for ref, takes, read in zip(operands, choice.takes, choice.reads, strict=True):
+            _check_way(plan.mesh, *given[ref], read, takes, place)
+        for index, (type, layout) in enumerate(zip(node.outputs, choice.gives, strict=True)):
+            _local(plan.mesh, type, layout, place)
+            given[Ref(node.name, index)] = type, layout
+    for number, (result, delivery) in enumerate(zip(plan.graph.results, plan.deliveries, strict=True)):
+        place = f"results[{number}] ({result.kind} {result.target})"
+        if (result.ref is None) != (delivery is None):
+            raise _Flaw(place, "has a value or a delivery, but not both")
+        if result.ref is not None and delivery is not None:
+            _check_way(plan.mesh, *given[result.ref], delivery.changes, delivery.layout, place)
+
+
+def _check_nodes(graph: Graph) -> None:
+    """Names become those of variables; sources are one tensor each; backward follows forward."""
+    is_backward = False
+    for number, node in enumerate(graph.nodes):
+        place = f"nodes[{number}] (%{node.name})"
+        if not node.name.isidentifier() or keyword.iskeyword(node.name) or node.name == "self":
+            raise _Flaw(place, "has a name that no variable can have")
+        if node.is_source and (len(node.outputs) != 1 or node.outputs[0] is None or node.args or node.kwargs):
+            raise _Flaw(place, f"is a {node.op}, and not one tensor that is there from the start")
+        if node.op in (STORE, FETCH) and (len(node.outputs) != 1 or node.outputs[0] is None):
+            raise _Flaw(place, f"is {node.op} of {len(node.outputs)} results, and not of one tensor")
+        if node.is_source:
+            continue
+        is_backward |= node.phase == "backward"
+        if is_backward and node.phase == "forward":
+            raise _Flaw(place, "is of the forward pass, and stands behind nodes of backward")
+    _check_results(graph)
+
+
+def _check_results(graph: Graph) -> None:
+    """Each stands once; gradients are those of parameters, and all else is made in forward."""
+    parameters = {node.target: node.outputs[0] for node in graph.nodes if node.op == "parameter"}
+    seen: set[tuple[str, str]] = set()
+    for number, result in enumerate(graph.results):
+        place, of = f"results[{number}] ({result.kind} {result.target})", None
+        if (result.kind, result.target) in seen:
+            raise _Flaw(place, "stands there twice")
+        seen.add((result.kind, result.target))
+        if result.kind == "gradient" and (of := parameters.get(result.target)) is None:
+            raise _Flaw(place, "is of a parameter that the graph does not have")
+        if result.ref is None:
+            continue
+        node = graph.by_name[result.ref.name]
+        type = node.outputs[result.ref.index]
+        if type is None:
+            raise _Flaw(place, "is a result that does not exist")
+        if of is not None and type.shape != of.shape:
+            raise _Flaw(place, f"is {type}, and the parameter is {of}")
+        if result.kind != "gradient" and node.phase == "backward" and not node.is_source:
+            raise _Flaw(place, "is made in backward")
+
+
+def _check_host(plan: Plan) -> None:
+    """What lies on the host is read by fetches alone, as it lies there."""
+    parameters = {node.target: node.name for node in plan.graph.nodes if node.op == "parameter"}
+    for name, where in plan.residence.items():
+        if name not in parameters:
+            raise _Flaw(f"residence.{name}", "is of a parameter that the graph does not have")
+        if where not in RESIDENCES[1:]:
+            raise _Flaw(f"residence.{name}", f"is {where!r}, not {' or '.join(RESIDENCES[1:])}")
+    on_host = {parameters[name] for name, where in plan.residence.items() if where == "host"}
+    on_host |= {node.name for node in plan.graph.nodes if node.op == STORE}
+    for number, node in enumerate(plan.graph.nodes):
+        place = f"nodes[{number}] (%{node.name})"
+        if node.op == FETCH and not (len(node.operands) == 1 and node.operands[0].name in on_host):
+            raise _Flaw(place, "fetches what does not lie on the host")
+        if node.op == FETCH and any(plan.choices[node.name].reads):
+            raise _Flaw(place, "changes the layout of what lies on the host")
+        if node.op != FETCH and (wrong := [ref.name for ref in node.operands if ref.name in on_host]):
+            raise _Flaw(place, f"reads %{wrong[0]}, which lies on the host, without a fetch")
+
+
+def _check_body(choice: Choice, mesh: Mesh, place: str) -> None:
+    if choice.body and choice.body not in BODIES:
+        raise _Flaw(place, f"runs the local body {choice.body!r}, which this autopar does not have")
+    comms = [*_comms(choice.steps)]
+    if unknown := sorted({*choice.body_axes, *(comm.axis for comm in comms)} - {*mesh.names}):
+        raise _Flaw(place, f"works over axis {unknown[0]!r}, which the mesh {mesh} does not have")
+    for comm in comms:
+        if comm.ranks != mesh.size(comm.axis):
+            raise _Flaw(place, f"has a {comm.collective} of {comm.ranks} ranks over {comm.axis!r} on mesh {mesh}")
+
+
+def _local(mesh: Mesh, type: TensorType | None, layout: Layout, place: str) -> tuple[int, ...]:
+    if len(layout) != len(mesh.names):
+        raise _Flaw(place, f"has layout {encode(layout)!r} on a mesh of {len(mesh.names)} axes")
+    shape = () if type is None else local_shape(type.shape, layout, mesh)
+    if shape is None:
+        raise _Flaw(place, f"has layout {encode(layout)!r}, which does not divide {type} on mesh {mesh}")
+    return shape
+
+
+def _check_way(
+    mesh: Mesh, type: TensorType | None, at: Layout, changes: Sequence[Reshard], end: Layout, place: str
+) -> None:
+    if type is None:
+        raise _Flaw(place, "reads a result that does not exist")
+    for change in changes:
+        axis = mesh.names.index(change.axis) if change.axis in mesh.names else None
+        local = TensorType(_local(mesh, type, at, place), type.dtype)
+        if axis is None or at[axis] != change.before or local != change.local:
+            told = f"{change.axis}: {encode((change.before,))} -> {encode((change.after,))} of {change.local}"
+            raise _Flaw(place, f"has the layout change ({told}) where the value is {type} in {encode(at)!r}")
+        after = (*at[:axis], change.after, *at[axis + 1 :])
+        if after not in neighbours(at, len(type.shape)):
+            told = f"{change.axis}: {encode((change.before,))} -> {encode((change.after,))}"
+            raise _Flaw(
+                place, f"has the layout change ({told}) of a value in {encode(at)!r}, which no collective makes"
+            )
+        at = after
+    _local(mesh, type, at, place)
+    if at != end:
+        raise _Flaw(place, f"takes a value in {encode(end)!r}, but its layout changes lead to {encode(at)!r}")
+
+
+def _comms(steps: Iterable[Step]) -> Iterator[Comm]:
+    for step in steps:
+        match step:
+            case Comm():
+                yield step
+            case Loop():
+                yield from _comms(step.body)
+            case Compute() | Move():
+                pass

@@ -1,0 +1,93 @@
+"""Plans in a cache, for the next time. What a file says that its plan takes is computed again; only then is it asked
+whether it fits. Training goes on where the cache cannot be read or written.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from autopar.assemble import DEVICE
+from autopar.decide import refereed
+from autopar.events import Staged
+from autopar.graph import Graph
+from autopar.mesh import Mesh
+from autopar.plan import Plan, PlanMismatch
+from autopar.plan.fit import check
+from autopar.plan.plan import AGAIN
+from autopar.price import Pricer
+from cost_models.hardware import Hardware
+from cost_models.simulator import play
+
+ROOM = 1.1  # times the room that a plan was searched for: with more than that there may be a better one
+CUT = "cut_at_s"  # among the facts of a search that its time limit has ended
+
+
+def kept_plan(path: Path, graph: Graph, mesh: Mesh, hardware: Hardware, optimizer: str) -> Plan | None:
+    """What an earlier search has found. None where there is none, or something else: damaged, a pipe, a device."""
+    try:
+        if not path.is_file():
+            return None
+        known = Plan.load(path)
+        check(known, graph, mesh, origin=str(path))
+        return priced_again(known, hardware, optimizer, str(path))
+    except PlanMismatch:  # cut short or edited: found again, and written anew
+        return None
+    except OSError as error:
+        warnings.warn(f"the plan kept in {path} cannot be read ({error}); it is found again", stacklevel=2)
+        return None
+
+
+def keep_plan(plan: Plan, path: Path) -> None:
+    """For the next time; a warning where it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink():  # where a plan is kept is not for the folder to choose
+            path.unlink()
+        plan.save(path)
+    except OSError as error:
+        warnings.warn(f"the plan cannot be kept in {path.parent} ({error}); training goes on without", stacklevel=2)
+
+
+def lasting(plan: Plan, time_limit_s: float) -> bool:
+    """Whether a search with this limit would find nothing better: one that was cut short had no less time."""
+    cut_at_s = plan.search.get(CUT, math.inf)
+    return isinstance(cut_at_s, (int, float)) and time_limit_s <= cut_at_s
+
+
+def priced_again(plan: Plan, hardware: Hardware, optimizer: str, origin: str) -> Plan:
+    """The plan with times and peaks by the referee, and the timeline, on this machine: what a file says of them counts
+    for nothing. Bound, limit, candidates, notes and the times that operators were measured to take stay claims.
+
+    Raises PlanMismatch where it was made for another machine or optimizer, or claims a bound that it is below itself.
+    """
+    if (plan.hardware_digest, plan.optimizer) != (hardware.digest, optimizer):
+        raise PlanMismatch(
+            f"{origin} was made for {plan.hardware} with figures {plan.hardware_digest[:8]} and {plan.optimizer}, here "
+            f"are {hardware.name} with {hardware.digest[:8]} and {optimizer}; {AGAIN}"
+        )
+    pricer = Pricer.on(plan.mesh, hardware, optimizer, plan.bucket_bytes)
+    found = refereed(
+        plan.graph, plan.choices, plan.deliveries, pricer, objective=None, bound=plan.bound, memory=plan.memory_limit,
+        outputs=plan.outputs, residence=plan.residence,
+    )  # fmt: skip
+    played, peaks = found.predicted_seconds, dict(found.peak_bytes)
+    if hardware.overlaps and plan.prefetch is not None:
+        timeline = play(Staged(plan, pricer).events(overlap=True, prefetch=plan.prefetch))
+        played, peaks[DEVICE] = timeline.seconds, max(peaks[DEVICE], timeline.memory[DEVICE].peak_bytes)
+    if plan.bound > found.step_seconds * (1 + 1e-6):
+        raise PlanMismatch(
+            f"{origin} was edited: it says that every plan takes {plan.bound:.6g} s a step at least, and takes "
+            f"{found.step_seconds:.6g} s itself; {AGAIN}"
+        )
+    return replace(
+        plan, hardware=hardware.name, step_seconds=found.step_seconds, seconds_by=found.seconds_by, peak_bytes=peaks,
+        simulated_seconds=None if plan.simulated_seconds is None else played,
+    )  # fmt: skip
+
+
+def still_good(plan: Plan, room: float) -> bool:
+    """What is free is never twice the same: a plan that fits is the best one, unless there is far more room now."""
+    return plan.peak_bytes[DEVICE] <= room and plan.memory_limit is not None and room <= ROOM * plan.memory_limit
