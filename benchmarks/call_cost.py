@@ -1,7 +1,8 @@
 """What a call of a parallel module costs beside its program: `python -m benchmarks.call_cost`.
 
 On one process, of a GPT-2 with 148 parameters: microseconds to read the call, to find its program again and to compare
-what it was traced with (the guards), and to gather what the program reads; beside one forward of the plain module.
+what it was traced with (the guards), to gather what the program reads, and to announce a step (a forward and its
+backward) to other ranks; beside one forward of the plain module.
 Processor time of one thread, so that other work on the machine counts little.
 """
 
@@ -53,6 +54,14 @@ def main() -> None:
     print(f"read the call          {microseconds(lambda: call_of(parallel, (), kwargs)):8.1f} us")
     print(f"find it, guards        {microseconds(lambda: found(state, key)):8.1f} us")
     print(f"gather parameters      {microseconds(lambda: parameters_of(prepared)):8.1f} us")
+
+    def announced() -> None:
+        for _ in range(2):
+            with state.watch.call(prepared.told):
+                pass
+
+    print(f"announce a step        {microseconds(announced):8.1f} us, and each second")
+    print(f"  tell where it is     {microseconds(lambda: state.watch.report(1, None, ()).dumps()):8.1f} us")
     print(f"plain forward          {microseconds(lambda: model(**kwargs), 5):8.1f} us")
     print(f"parallel forward       {microseconds(lambda: parallel(**kwargs), 5):8.1f} us")
 
