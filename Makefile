@@ -27,7 +27,7 @@ test: $(READY) ## tests that are not marked slow
 	$(PYTEST) -m "not slow"
 
 test-all: $(READY) ## all tests
-	$(PYTEST)
+	$(PYTEST) --durations=40
 
 lint: $(READY) ## ruff: rules and formatting
 	$(BIN)/ruff check .

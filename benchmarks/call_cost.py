@@ -61,7 +61,7 @@ def main() -> None:
                 pass
 
     print(f"announce a step        {microseconds(announced):8.1f} us, and each second")
-    print(f"  tell where it is     {microseconds(lambda: state.watch.report(1, None, ()).dumps()):8.1f} us")
+    print(f"  tell where it is     {microseconds(lambda: state.watch._calls.report(1, None, ()).dumps()):8.1f} us")
     print(f"plain forward          {microseconds(lambda: model(**kwargs), 5):8.1f} us")
     print(f"parallel forward       {microseconds(lambda: parallel(**kwargs), 5):8.1f} us")
 

@@ -77,7 +77,7 @@ class ParallelModule(nn.Module):
         call = call_of(self, args, kwargs)
         key = Key(call.key, torch.is_grad_enabled(), ambient_state())
         prepared = found(state, key)
-        with state.watch.call(NEW if prepared is None else prepared.told):
+        with state.watch.call(NEW, alone=True) if prepared is None else state.watch.call(prepared.told):
             if prepared is None:
                 state.same_batches.compare(call.key, call.tensors, is_new=True)
                 prepared, call = _new_program(self, call, key)
@@ -274,7 +274,7 @@ def plan_module(
     """
     call = call_of(parallel, args, kwargs)
     key = Key(call.key, True, ambient_state())
-    with parallel._autopar.watch.call(NEW):
+    with parallel._autopar.watch.call(NEW, alone=True):
         _first_program(parallel, call, key, held=held)
 
 

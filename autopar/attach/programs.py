@@ -122,7 +122,7 @@ class State:
         self.precision = precision
         self.batch_norm = batch_norm
         self.updates = Updates()
-        self.watch = Watch(device_mesh, patience_s, self)
+        self.watch = Watch(device_mesh, patience_s)
         self.same_batches = SameBatches(device_mesh)
         self.own_forward: Callable[..., Any] | None = None  # of the model, where it is not its class's
         self.caller: Caller | None = None
@@ -191,7 +191,7 @@ def prepare(parallel: nn.Module, state: State, call: Call, key: Key, *, training
     if not key.gradients:
         graph = forward_only(graph)
     with torch.inference_mode(False):  # parameters made here are trained later
-        with state.watch.planning():
+        with state.watch.working():
             plan = state.planner(graph, state.plan, {} if state.plan is None else _layouts(parallel, state))
         if state.plan is not None and not key.gradients:
             plan = resident(plan, state.plan.residence)
@@ -260,7 +260,7 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
 
     def trace() -> tuple[Captured, Graph]:
         hooks.refuse(parallel)
-        with as_user_class(parallel), torch.inference_mode(False), torch.enable_grad():
+        with state.watch.working(), as_user_class(parallel), torch.inference_mode(False), torch.enable_grad():
             captured = capture(
                 parallel,
                 call.args,

@@ -6,15 +6,17 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+TOGETHER = 10  # times the patience of ranks that all are in one call: it may just be a long one
 SETTLED_S = 4.0  # what still is so behind this long has not only been told late
 
 
 @dataclass(frozen=True)
 class Report:
     """One rank at one moment. `told`: (number, checksum of all until then, what it is) of its last calls. `within`: the
-    call that it is in, `""` outside; `for_s`: since when. `slack_s`: what its patience is longer by. `at`: the user's
-    line that its main thread is at. `failed`: (number, error, seconds since) of a call that has raised. `left`: why no
-    further call will come. `dead`: ranks of its machine whose process is gone. `beat` grows with each report.
+    call that it is in, `""` outside; `for_s`: since when. `slack_s`: what its patience is longer by. `works`: it traces
+    or searches, for as long as it takes. `at`: the user's line that its main thread is at. `failed`: (number, error,
+    seconds since) of a call that has raised. `left`: why no further call will come. `dead`: ranks of its machine whose
+    process is gone. `beat` grows with each report.
     """
 
     beat: int
@@ -23,6 +25,7 @@ class Report:
     within: str = ""
     for_s: float = 0.0
     slack_s: float = 0.0
+    works: bool = False
     at: str = ""
     failed: tuple[int, str, float] | None = None
     left: str = ""
@@ -89,7 +92,8 @@ class Judge:
             waited = f"rank {rank} has waited {report.for_s:.0f} s in {_call(report)}"
             if mute and report.for_s > self.patience_s:
                 return f"{waited}; nothing was heard of {_named(mute)} for as long: frozen, or the machine is gone"
-            if report.for_s <= self.patience_s + report.slack_s:
+            works = any(other.works and other.calls == report.calls for other in reports.values())
+            if works or report.for_s <= self.patience_s + report.slack_s:
                 continue
             more = "; if that is meant, give autopar.compile a longer patience_s"
             behind = [
@@ -97,8 +101,10 @@ class Judge:
                 for one, other in reports.items()
                 if one != rank and (other.calls < report.calls or not other.within) and not other.left
             ]
-            if not behind:
+            if not behind and report.for_s > TOGETHER * self.patience_s + report.slack_s:
                 return f"{waited}, and so have all others{more}"
+            if not behind:
+                continue
             other = reports[behind[0]]
             now = f"in {_call(other)}" if other.within else f"behind call {other.calls}{_at(other)}"
             return f"{waited} for {_named(behind)}: rank {behind[0]} is {now}{more}"

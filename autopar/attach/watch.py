@@ -40,37 +40,55 @@ WAITS = os.path.join("torch", "distributed", "tensor")
 
 
 class Watch:
-    """One module's calls on this rank. `patience_s`: how long a rank waits for another one beyond its longest step;
-    infinite: as long as the process group does. `owner`: without it no further call comes. On one rank it does nothing.
+    """One module's calls on this rank, for as long as a module, or a backward to come, holds it. `patience_s`: how long
+    a rank waits for another one beyond its longest step; infinite: as long as the process group does. On one rank it
+    does nothing.
     """
 
-    def __init__(self, device_mesh: DeviceMesh, patience_s: float, owner: object) -> None:
-        self.patience_s, self.owner = patience_s, weakref.ref(owner)
-        self._teller: _Teller | None = None
+    def __init__(self, device_mesh: DeviceMesh, patience_s: float = PATIENCE_S) -> None:
+        self.patience_s = patience_s
         alone = device_mesh.size() == 1 or dist.get_backend() == "fake"
         self._is_told = alone or patience_s == float("inf")
-        self._main = threading.get_ident()
-        self._calls, self._sum = 0, 0
-        self._told: deque[tuple[int, int, str]] = deque(maxlen=TOLD)
-        self._within: tuple[str, float] | None = None  # what, since when
-        self._planning = self._alone = False
-        self._longest_s, self._ended, self._ended_s = 0.0, 0, 0.0
-        self._failed: tuple[int, str, float] | None = None
+        self._calls = _Calls(patience_s)
 
     def begin(self) -> None:
         """Tell the others of this rank from now on; all ranks have to."""
         if not self._is_told:
             self._is_told = True
-            self._teller = _Teller(self)
-            self._teller.start()
+            self._calls.teller = _Teller(self._calls, weakref.ref(self))
+            self._calls.teller.start()
+
+    def call(self, what: str, *, alone: bool = False) -> contextlib.AbstractContextManager[None]:
+        """All ranks have to make this call. `alone`: one of them may make others wait before, within and behind, as it
+        prepares something, or writes it.
+        """
+        self.begin()
+        return self._calls.call(what, alone)
+
+    def working(self) -> contextlib.AbstractContextManager[None]:
+        """This rank traces, or rank 0 searches: for as long as it takes, and the others wait."""
+        return self._calls.working()
+
+
+class _Calls:
+    """What there is to tell of a `Watch`."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.patience_s = patience_s
+        self.teller: _Teller | None = None
+        self._main = threading.get_ident()
+        self._calls, self._sum = 0, 0
+        self._told: deque[tuple[int, int, str]] = deque(maxlen=TOLD)
+        self._within: tuple[str, float] | None = None  # what, since when
+        self._works = self._alone = False
+        self._longest_s, self._ended, self._ended_s = 0.0, 0, 0.0
+        self._failed: tuple[int, str, float] | None = None
 
     @contextlib.contextmanager
-    def call(self, what: str, *, alone: bool = False) -> Iterator[None]:
-        """All ranks have to make this call. `alone`: one of them may make others wait before, within and behind."""
+    def call(self, what: str, alone: bool) -> Iterator[None]:
         if self._within is not None:  # a part of a call
             yield
             return
-        self.begin()
         now = time.monotonic()
         if self._ended and not self._alone and not alone:
             self._longest_s = max(self._longest_s, now - self._ended_s)
@@ -83,7 +101,7 @@ class Watch:
             yield
         except BaseException as error:
             self._failed = self._calls, f"{type(error).__name__}: {error}"[:200], time.monotonic()
-            if self._teller is not None and LOST.search(str(error)) and (told := self._teller.lost()):
+            if self.teller is not None and LOST.search(str(error)) and (told := self.teller.lost()):
                 error.add_note(f"autopar: {told}")
             raise
         finally:
@@ -94,13 +112,12 @@ class Watch:
             self._within = None
 
     @contextlib.contextmanager
-    def planning(self) -> Iterator[None]:
-        """Rank 0 searches, for as long as it takes; how long says nothing of a step."""
-        before, self._planning = self._planning, True
+    def working(self) -> Iterator[None]:
+        before, self._works = self._works, True
         try:
             yield
         finally:
-            self._planning = before
+            self._works = before
             if self._within is not None:
                 self._within = self._within[0], time.monotonic()
 
@@ -110,11 +127,10 @@ class Watch:
         what, since = self._within or waits or ("", now)
         has_stepped = self._ended > 1 and not self._alone  # forward and backward
         slack = self._longest_s + (0.0 if has_stepped else ALONE * self.patience_s)
-        if self._planning:
-            slack = float("inf")
         failed = self._failed and (*self._failed[:2], now - self._failed[2])
         at = _where(sys._current_frames().get(self._main))
-        return Report(beat, self._calls, tuple(self._told), what, now - since, slack, at, failed, "", dead)
+        told = tuple(self._told)
+        return Report(beat, self._calls, told, what, now - since, slack, self._works, at, failed, "", dead)
 
     def dtensor_operation(self) -> tuple[int, int] | None:
         """Which one the calling thread is in, if any."""
@@ -131,22 +147,22 @@ class _Teller:
     talks through the store, and one that sees whether that still answers.
     """
 
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._patience_s = watch, watch.patience_s
-        self._every_s = min(1.0, watch.patience_s / 5)
+    def __init__(self, calls: _Calls, watch: weakref.ref[Watch]) -> None:
+        self._calls, self._watch, self._patience_s = calls, watch, calls.patience_s
+        self._every_s = min(1.0, calls.patience_s / 5)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._store = default_store().clone()
         self._name = f"autopar/watch/{self._store.add(f'autopar/watches/{self._rank}', 1)}"
-        self._judge = Judge(watch.patience_s)
+        self._judge = Judge(calls.patience_s)
         self._neighbours: dict[int, tuple[int, str]] = {}
         self._dead: tuple[int, ...] = ()
         self._waits: tuple[tuple[int, int], float] | None = None
-        self._beat = 0
+        self._beat, self._has_store = 0, True
         self._answered_s = self._hub_s = time.monotonic()
         self._hub_beat = -1
         self._process, self._ends, self._lock = os.getpid(), threading.Event(), threading.Lock()
         self._store.set(self._key("process", self._rank), json.dumps([_machine(), *_process(os.getpid())]))
-        self._store.set(self._key("report", self._rank), watch.report(0, None, ()).dumps())
+        self._store.set(self._key("report", self._rank), calls.report(0, None, ()).dumps())
         self._at_exit = util.Finalize(None, self._leave, exitpriority=100)
 
     def start(self) -> None:
@@ -161,10 +177,14 @@ class _Teller:
         while not left and not self._ends.wait(self._every_s):
             if not dist.is_initialized():
                 left = "its process group is destroyed"
-            elif self._watch.owner() is None:
+            elif self._watch() is None:
                 left = "its parallel module is gone"
-            with self._lock, contextlib.suppress(RuntimeError):  # of a store that is gone; the guard sees to the rest
-                self._exchange(left)
+            try:
+                with self._lock:
+                    self._exchange(left)
+            except RuntimeError:  # the store is gone, as rank 0 has ended; torch writes a page for each further try
+                self._has_store = False
+                return
         self._ends.set()
         self._at_exit.cancel()
 
@@ -172,7 +192,7 @@ class _Teller:
         while not self._ends.wait(self._every_s):
             now = time.monotonic()
             self._find_dead()
-            within = self._watch.report(0, self._waiting(), ())
+            within = self._calls.report(0, self._waiting(), ())
             silent_s = now - self._answered_s
             patience_s = 5.0 if 0 in self._dead else self._patience_s
             if within.within and within.for_s > patience_s and silent_s > patience_s:
@@ -200,7 +220,7 @@ class _Teller:
 
     def _waiting(self) -> tuple[str, float] | None:
         """In which operation of DTensors the rank has been for how long."""
-        operation, now = self._watch.dtensor_operation(), time.monotonic()
+        operation, now = self._calls.dtensor_operation(), time.monotonic()
         if operation is None:
             self._waits = None
         elif self._waits is None or self._waits[0] != operation:
@@ -211,7 +231,7 @@ class _Teller:
         """Tell, look for a verdict, and on one rank find it."""
         self._beat += 1
         waits = self._waits and ("an operation of a DTensor", self._waits[1])
-        mine = replace(self._watch.report(self._beat, waits, self._dead), left=left)
+        mine = replace(self._calls.report(self._beat, waits, self._dead), left=left)
         self._store.set(self._key("report", self._rank), mine.dumps())
         reports = self._read()
         if self._store.check([self._key("verdict")]):
@@ -257,15 +277,18 @@ class _Teller:
             return
         error = getattr(sys, "last_value", None)
         why = "" if error is None else f" with {type(error).__name__}: {error}"[:200]
-        if self._lock.acquire(timeout=GRACE_S):  # else the store does not answer
+        told = None
+        if self._has_store and self._lock.acquire(timeout=GRACE_S):  # else it does not answer
             try:
                 self._exchange(f"its script has ended{why}")
                 told = error and self._told_of_others()
-            except RuntimeError:  # the store is gone, which is worth a word only where something has failed
-                self._find_dead()
-                told = error and (ended({}, self._rank, self._dead) or "the store of its process group is gone")
-            if told:
-                os.write(2, f"autopar: rank {self._rank} ends, and {told}\n".encode())
+            except RuntimeError:
+                self._has_store = False
+        if not self._has_store and error is not None:
+            self._find_dead()
+            told = ended({}, self._rank, self._dead) or "the store of its process group is gone"
+        if told:
+            os.write(2, f"autopar: rank {self._rank} ends, and {told}\n".encode())
         self._ends.set()
 
     def _told_of_others(self) -> str | None:
@@ -300,7 +323,7 @@ def _where(frame: Any) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(OURS):
-            return f"{os.path.relpath(file) if file.startswith(os.getcwd()) else file}:{frame.f_lineno}"
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

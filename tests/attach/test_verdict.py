@@ -28,7 +28,9 @@ def verdict(reports: Mapping[int, Report], *, after_s: float = 0.0, patience_s: 
 
 
 def test_a_report_is_read_as_it_was_told() -> None:
-    told = made(STEP, for_s=2.5, slack_s=float("inf"), at="train.py:3", failed=(2, "ValueError: no", 1.0), dead=(3, 4))
+    told = made(
+        STEP, for_s=2.5, slack_s=4.5, works=True, at="train.py:3", failed=(2, "ValueError: no", 1.0), dead=(3, 4)
+    )
     assert loads(told.dumps()) == told
     assert loads(made(()).dumps()) == made(())
 
@@ -91,12 +93,18 @@ def test_silence_is_told_of_behind_the_patience() -> None:
         "if that is meant, give autopar.compile a longer patience_s"
     )
     assert verdict({0: replace(waits, slack_s=10.0), 1: idle}) is None, "a step takes as long"
-    assert verdict({0: replace(waits, slack_s=float("inf")), 1: idle}) is None, "rank 0 plans"
-    assert "and so have all others" in (verdict({0: waits, 1: waits}) or "")
+    planning = replace(waits, works=True)
+    assert verdict({0: planning, 1: waits}) is None and verdict({0: waits, 1: planning}) is None, (
+        "for as long as it takes"
+    )
+    assert verdict({0: waits, 1: replace(idle, works=True)}) is not None, "in another call"
+    assert verdict({0: waits, 1: waits}) is None, "a long step of all"
+    stuck = replace(waits, for_s=601.0)
+    assert "and so have all others" in (verdict({0: stuck, 1: stuck}) or "")
 
 
 def test_a_frozen_rank_is_told_of_whatever_the_step_takes() -> None:
-    waits, frozen = made((*STEP, "forward"), for_s=70.0, slack_s=float("inf")), made(STEP)
+    waits, frozen = made((*STEP, "forward"), for_s=70.0, slack_s=1e9), made(STEP)
     judge = Judge(60.0)
     for second in range(0, 80, 10):
         told = judge.verdict({0: replace(waits, beat=second, for_s=float(second)), 1: frozen}, float(second))
