@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
 from autopar.attach.updates import Updates
-from autopar.attach.watch import Watch
+from autopar.attach.watch import BACKWARD, Watch
 from autopar.emit import Program
 from autopar.emit.moves import settle
 from autopar.graph import Node
@@ -124,7 +124,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         runner = ctx.runner
-        with runner.watch.call("backward"):
+        with runner.watch.call(BACKWARD):
             return _backward(ctx, gradients)
 
 

@@ -32,11 +32,15 @@ from autopar.attach.verdict import Judge, Report, ended, loads
 
 PATIENCE_S = 60.0
 ALONE = 9  # times the patience more, before the first step and around state dicts: one rank prepares, or writes, alone
+BACKWARD = "backward"
 TOLD = 8  # calls that a report has
 GRACE_S = 5.0  # for a rank that ends by itself, and for rank 0, whose process may hold the store, until others know
 LOST = re.compile("(?i)connection|closed by peer|reset by peer|broken pipe|nccl|remote process")
 OURS = (os.path.dirname(torch.__file__), str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "<")
 WAITS = os.path.join("torch", "distributed", "tensor")
+
+
+LIVE: weakref.WeakSet[_Calls] = weakref.WeakSet()  # of all modules of this process: one rank writes for each of them
 
 
 class Watch:
@@ -59,8 +63,8 @@ class Watch:
             self._calls.teller.start()
 
     def call(self, what: str, *, alone: bool = False) -> contextlib.AbstractContextManager[None]:
-        """All ranks have to make this call. `alone`: one of them may make others wait before, within and behind, as it
-        prepares something, or writes it.
+        """All ranks have to make this call. `alone`: one of them may make others wait, in any module, from here to the
+        end of the next backward, as it prepares something, or writes it.
         """
         self.begin()
         return self._calls.call(what, alone)
@@ -71,7 +75,7 @@ class Watch:
 
 
 class _Calls:
-    """What there is to tell of a `Watch`."""
+    """What there is to tell of a `Watch`. `_alone`: one rank may make others wait until the next backward has ended."""
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
@@ -80,9 +84,10 @@ class _Calls:
         self._calls, self._sum = 0, 0
         self._told: deque[tuple[int, int, str]] = deque(maxlen=TOLD)
         self._within: tuple[str, float] | None = None  # what, since when
-        self._works = self._alone = False
-        self._longest_s, self._ended, self._ended_s = 0.0, 0, 0.0
+        self._works, self._alone = False, True
+        self._longest_s, self._ended_s = 0.0, 0.0
         self._failed: tuple[int, str, float] | None = None
+        LIVE.add(self)
 
     @contextlib.contextmanager
     def call(self, what: str, alone: bool) -> Iterator[None]:
@@ -90,13 +95,14 @@ class _Calls:
             yield
             return
         now = time.monotonic()
-        if self._ended and not self._alone and not alone:
+        if not self._alone and not alone:
             self._longest_s = max(self._longest_s, now - self._ended_s)
         self._calls += 1
         self._sum = zlib.crc32(what.encode(), self._sum)
         self._told.append((self._calls, self._sum, what))
-        self._alone = self._alone or alone
         self._within = what, now
+        for calls in LIVE if alone else ():
+            calls._alone = True
         try:
             yield
         except BaseException as error:
@@ -106,9 +112,9 @@ class _Calls:
             raise
         finally:
             self._ended_s = time.monotonic()
-            if not alone:
+            if not alone and not self._alone:
                 self._longest_s = max(self._longest_s, self._ended_s - self._within[1])
-                self._ended, self._alone = self._ended + 1, False
+            self._alone = self._alone and what != BACKWARD
             self._within = None
 
     @contextlib.contextmanager
@@ -125,8 +131,7 @@ class _Calls:
         """What this rank is doing. `waits`: in an operation of DTensors outside of calls, and since when."""
         now = time.monotonic()
         what, since = self._within or waits or ("", now)
-        has_stepped = self._ended > 1 and not self._alone  # forward and backward
-        slack = self._longest_s + (0.0 if has_stepped else ALONE * self.patience_s)
+        slack = self._longest_s + (ALONE * self.patience_s if self._alone else 0.0)
         failed = self._failed and (*self._failed[:2], now - self._failed[2])
         at = _where(sys._current_frames().get(self._main))
         told = tuple(self._told)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import time
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
+from autopar import PlanMismatch
 from tests.processes.compare import adamw, same_state, same_steps
 from tests.processes.errors import refused
 from tests.processes.launch import COLLECTIVE_S
@@ -64,3 +66,36 @@ def check_rank_zero_may_plan_for_longer_than_the_group_waits(ranks: Ranks) -> No
     finally:
         compiling.search = find
         group.set_timeout(timedelta(seconds=COLLECTIVE_S))
+
+
+def check_ordinary_scripts_are_left_alone(ranks: Ranks) -> None:
+    """What takes longer than the patience, and is no fault."""
+    patience_s, plain = 1.0, net()
+
+    def writes() -> None:
+        if ranks.rank == 0:
+            time.sleep(2.5 * patience_s)
+
+    parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST, patience_s=patience_s)
+    optimizers = adamw(plain.parameters()), adamw(parallel.parameters())
+    writes()  # before the first step
+    same_steps(plain, parallel, batch(), optimizers, steps=2)
+    parallel.full_state_dict()
+    writes()
+    same_steps(plain, parallel, batch(), optimizers, steps=2)
+    copy.deepcopy(parallel).full_state_dict()
+    with torch.no_grad():
+        plain(**batch(2)), parallel(**batch(2))
+    writes()
+    same_steps(plain, parallel, batch(), optimizers, steps=2)
+    time.sleep(2.5 * patience_s)  # a long step of all
+    same_steps(plain, parallel, batch(), optimizers, steps=1)
+    refused(PlanMismatch, "requires grad", lambda: parallel(**{k: as_trained(v) for k, v in batch().items()}))
+    loss = autopar.compile(plain, ranks.mesh(), hardware=FAST, patience_s=patience_s)(**batch())
+    time.sleep(1.5 * patience_s)  # its module is gone, and backward comes
+    loss.backward()
+    same_steps(plain, parallel, batch(), optimizers, steps=1)
+
+
+def as_trained(value: Any) -> Any:
+    return value.clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
