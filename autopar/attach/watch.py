@@ -306,21 +306,26 @@ class _Teller:
         store may be in its process.
         """
         self._ends.set()
-        flushed = threading.Thread(target=sys.stdout.flush, daemon=True)
-        flushed.start()
-        os.write(2, f"autopar: rank {self._rank} ends: {told}\n".encode())
         try:
+            os.write(2, f"autopar: rank {self._rank} ends: {told}\n".encode())
+            flushed = threading.Thread(target=_flush, daemon=True)
+            flushed.start()
             if is_known:
                 self._store.set(self._key("ended", self._rank), "")
                 self._wait_for_others()
             flushed.join(1.0)
-        finally:  # whatever the store says
+        finally:  # whatever the store says, and where the script has closed its files
             os._exit(1)
 
     def _wait_for_others(self) -> None:
         until, others = time.monotonic() + GRACE_S, [self._key("ended", rank) for rank in range(self._ranks)]
         while self._rank == 0 and time.monotonic() < until and not self._store.check(others):
             time.sleep(0.05)
+
+
+def _flush() -> None:
+    if sys.stdout is not None:  # as in a service
+        sys.stdout.flush()
 
 
 def _where(frame: Any) -> str:
