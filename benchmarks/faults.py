@@ -167,12 +167,27 @@ def main() -> None:
         if asked.fault in (None, fault) and asked.place in (None, place)
         if asked.ranks in (None, ranks) and asked.launcher in (None, launcher)
     ]
-    wrong, slowest = 0, 0.0
-    for found in outcomes(cells, asked.at_once):
-        print(found, flush=True)
-        wrong, slowest = wrong + (not found.is_right or found.seconds < 0), max(slowest, found.seconds)
-    print(f"{len(cells)} cells, {wrong} wrong, the slowest ended after {slowest:.0f} s")
+    found: list[Outcome] = []
+    for one in outcomes(cells, asked.at_once):
+        found.append(one)
+        print(one, flush=True)
+    print("\n".join(table(found)))
+    wrong = sum(not one.is_right or one.seconds < 0 for one in found)
+    print(f"{len(found)} cells, {wrong} wrong, the slowest ended after {max(one.seconds for one in found):.0f} s")
     sys.exit(bool(wrong))
+
+
+def table(found: Sequence[Outcome]) -> Iterator[str]:
+    """Seconds until the last rank has ended, of the slowest cell for each fault and place; "wrong" where one is."""
+    yield f"| fault | {' | '.join(PLACES)} |"
+    yield f"|---{'|--:' * len(PLACES)}|"
+    for fault in dict.fromkeys(fault for fault, _ in CELLS):
+        cells = list[str]()
+        for place in PLACES:
+            here = [one for one in found if (one.cell.fault, one.cell.place) == (fault, place)]
+            slowest = max((one.seconds for one in here), default=0.0)
+            cells.append("" if not here else f"{slowest:.0f}" if all(one.is_right for one in here) else "wrong")
+        yield f"| {fault} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -87,14 +87,27 @@ class _Calls:
         self._works, self._alone = False, True
         self._longest_s, self._ended_s = 0.0, 0.0
         self._failed: tuple[int, str, float] | None = None
+        self._stopped_s, self._woke_s, self._lock = 0.0, time.monotonic(), threading.Lock()
         LIVE.add(self)
+
+    def clock(self) -> float:
+        """Seconds in which this process could run."""
+        return time.monotonic() - self._stopped_s
+
+    def wake(self, every_s: float) -> None:
+        """Called `every_s`; where the last time is much longer ago, the process was stopped, as all ranks may be."""
+        with self._lock:
+            now, last = time.monotonic(), self._woke_s
+            if now - last > 2 * every_s + 1:
+                self._stopped_s += now - last
+            self._woke_s = now
 
     @contextlib.contextmanager
     def call(self, what: str, alone: bool) -> Iterator[None]:
         if self._within is not None:  # a part of a call
             yield
             return
-        now = time.monotonic()
+        now = self.clock()
         if not self._alone and not alone:
             self._longest_s = max(self._longest_s, now - self._ended_s)
         self._calls += 1
@@ -106,12 +119,12 @@ class _Calls:
         try:
             yield
         except BaseException as error:
-            self._failed = self._calls, f"{type(error).__name__}: {error}"[:200], time.monotonic()
+            self._failed = self._calls, f"{type(error).__name__}: {error}"[:200], self.clock()
             if self.teller is not None and LOST.search(str(error)) and (told := self.teller.lost()):
                 error.add_note(f"autopar: {told}")
             raise
         finally:
-            self._ended_s = time.monotonic()
+            self._ended_s = self.clock()
             if not alone and not self._alone:
                 self._longest_s = max(self._longest_s, self._ended_s - self._within[1])
             self._alone = self._alone and what != BACKWARD
@@ -125,11 +138,11 @@ class _Calls:
         finally:
             self._works = before
             if self._within is not None:
-                self._within = self._within[0], time.monotonic()
+                self._within = self._within[0], self.clock()
 
     def report(self, beat: int, waits: tuple[str, float] | None, dead: tuple[int, ...]) -> Report:
         """What this rank is doing. `waits`: in an operation of DTensors outside of calls, and since when."""
-        now = time.monotonic()
+        now = self.clock()
         what, since = self._within or waits or ("", now)
         slack = self._longest_s + (ALONE * self.patience_s if self._alone else 0.0)
         failed = self._failed and (*self._failed[:2], now - self._failed[2])
@@ -163,7 +176,7 @@ class _Teller:
         self._dead: tuple[int, ...] = ()
         self._waits: tuple[tuple[int, int], float] | None = None
         self._beat, self._has_store = 0, True
-        self._answered_s = self._hub_s = time.monotonic()
+        self._answered_s = self._hub_s = calls.clock()
         self._hub_beat = -1
         self._process, self._ends, self._lock = os.getpid(), threading.Event(), threading.Lock()
         self._store.set(self._key("process", self._rank), json.dumps([_machine(), *_process(os.getpid())]))
@@ -180,6 +193,7 @@ class _Teller:
     def _talk(self) -> None:
         left = ""
         while not left and not self._ends.wait(self._every_s):
+            self._calls.wake(self._every_s)
             if not dist.is_initialized():
                 left = "its process group is destroyed"
             elif self._watch() is None:
@@ -195,7 +209,8 @@ class _Teller:
 
     def _guard(self) -> None:
         while not self._ends.wait(self._every_s):
-            now = time.monotonic()
+            self._calls.wake(self._every_s)
+            now = self._calls.clock()
             self._find_dead()
             within = self._calls.report(0, self._waiting(), ())
             silent_s = now - self._answered_s
@@ -225,7 +240,7 @@ class _Teller:
 
     def _waiting(self) -> tuple[str, float] | None:
         """In which operation of DTensors the rank has been for how long."""
-        operation, now = self._calls.dtensor_operation(), time.monotonic()
+        operation, now = self._calls.dtensor_operation(), self._calls.clock()
         if operation is None:
             self._waits = None
         elif self._waits is None or self._waits[0] != operation:
@@ -241,14 +256,14 @@ class _Teller:
         reports = self._read()
         if self._store.check([self._key("verdict")]):
             self._end(self._store.get(self._key("verdict")).decode())
-        now = self._answered_s = time.monotonic()
+        now = self._answered_s = self._calls.clock()
         told = self._judge.verdict(reports, now) if len(reports) > 1 else None
         if told is not None:
             self._end(self._store.compare_set(self._key("verdict"), "", told).decode())
 
     def _read(self) -> dict[int, Report]:
         """The reports that this rank judges: on rank 0 all; on another one its own, and where rank 0 is silent, all."""
-        now = time.monotonic()
+        now = self._calls.clock()
         self._neighbours = self._neighbours or self._on_this_machine()
         if not self._neighbours:
             return {}
