@@ -175,7 +175,7 @@ class _Teller:
         self._neighbours: dict[int, tuple[int, str]] = {}
         self._dead: tuple[int, ...] = ()
         self._waits: tuple[tuple[int, int], float] | None = None
-        self._beat, self._has_store = 0, True
+        self._beat, self._has_store, self._verdict = 0, True, ""
         self._answered_s = self._hub_s = calls.clock()
         self._hub_beat = -1
         self._process, self._ends, self._lock = os.getpid(), threading.Event(), threading.Lock()
@@ -293,7 +293,11 @@ class _Teller:
 
     def _leave(self) -> None:
         """At exit: tell the others that no call will come."""
-        if os.getpid() != self._process or self._ends.is_set():
+        if os.getpid() != self._process:
+            return
+        if self._verdict:  # another thread is about to end this process, and not with success
+            time.sleep(2 * GRACE_S)
+        if self._ends.is_set():
             return
         error = getattr(sys, "last_value", None)
         why = "" if error is None else f" with {type(error).__name__}: {error}"[:200]
@@ -320,6 +324,7 @@ class _Teller:
         """Say why, and end the process, whatever its other threads wait for. Rank 0 waits until the others know, whose
         store may be in its process.
         """
+        self._verdict = told
         self._ends.set()
         try:
             os.write(2, f"autopar: rank {self._rank} ends: {told}\n".encode())
