@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
+from autopar._compat import TorchDispatchMode
 from autopar.attach import module as attach_module
 from autopar.attach.run import Runner
 from autopar.attach.tensors import mesh_of

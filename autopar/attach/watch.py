@@ -178,7 +178,9 @@ class _Teller:
         self._beat, self._has_store, self._verdict = 0, True, ""
         self._answered_s = self._hub_s = calls.clock()
         self._hub_beat = -1
-        self._process, self._ends, self._lock = os.getpid(), threading.Event(), threading.Lock()
+        self._process, self._ends = os.getpid(), threading.Event()
+        self._leaves, self._woken, self._said = "", threading.Event(), threading.Event()
+        self._others: str | None = None
         self._store.set(self._key("process", self._rank), json.dumps([_machine(), *_process(os.getpid())]))
         self._store.set(self._key("report", self._rank), calls.report(0, None, ()).dumps())
         self._at_exit = util.Finalize(None, self._leave, exitpriority=100)
@@ -192,18 +194,23 @@ class _Teller:
 
     def _talk(self) -> None:
         left = ""
-        while not left and not self._ends.wait(self._every_s):
+        while not left and not self._ends.is_set():
+            self._woken.wait(self._every_s)
             self._calls.wake(self._every_s)
-            if not dist.is_initialized():
+            if self._leaves:
+                left = self._leaves
+            elif not dist.is_initialized():
                 left = "its process group is destroyed"
             elif self._watch() is None:
                 left = "its parallel module is gone"
             try:
-                with self._lock:
-                    self._exchange(left)
+                self._exchange(left)
+                self._others = self._told_of_others() if self._leaves else None
             except RuntimeError:  # the store is gone, as rank 0 has ended; torch writes a page for each further try
                 self._has_store = False
+                self._said.set()
                 return
+        self._said.set()
         self._ends.set()
         self._at_exit.cancel()
 
@@ -301,18 +308,14 @@ class _Teller:
             return
         error = getattr(sys, "last_value", None)
         why = "" if error is None else f" with {type(error).__name__}: {error}"[:200]
-        told = None
-        if self._has_store and self._lock.acquire(timeout=GRACE_S):  # else it does not answer
-            try:
-                self._exchange(f"its script has ended{why}")
-                told = error and self._told_of_others()
-            except RuntimeError:
-                self._has_store = False
-        if not self._has_store and error is not None:
+        self._leaves = f"its script has ended{why}"
+        self._woken.set()
+        has_answered = self._said.wait(GRACE_S)  # a store in a frozen process never does
+        if error is not None:
             self._find_dead()
-            told = ended({}, self._rank, self._dead) or "the store of its process group is gone"
-        if told:
-            os.write(2, f"autopar: rank {self._rank} ends, and {told}\n".encode())
+            lost = None if has_answered and self._has_store else "the store of its process group does not answer"
+            if told := self._others or ended({}, self._rank, self._dead) or lost:
+                os.write(2, f"autopar: rank {self._rank} ends, and {told}\n".encode())
         self._ends.set()
 
     def _told_of_others(self) -> str | None:

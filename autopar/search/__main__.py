@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status. Unless it is 0, a sentence on stderr says why, no file is written."""
     try:
         given = _parser().parse_args(arguments)
-        with interruptible() as check, _seldom_collected():
+        with interruptible(always=True) as check, _seldom_collected():
             return _search(given, check)
     except (BadArgument, TraceError) as error:
         return _say(error, BAD_ARGUMENTS)

@@ -10,14 +10,15 @@ from typing import NoReturn
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Callable[[], None]]:
-    """Gives a function that raises KeyboardInterrupt if Ctrl-C was pressed before.
+def interruptible(*, always: bool = False) -> Iterator[Callable[[], None]]:
+    """Gives a function that raises KeyboardInterrupt if Ctrl-C was pressed before. A handler that somebody has set, or a
+    signal that is ignored, stays as it is, unless `always`.
 
     Python drops the exception where it arises in a weak reference's callback, of which tracing runs many.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield lambda: None  # signals are the main thread's, and a handler of the user's stays
+    is_ours = always or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or not is_ours:
+        yield lambda: None  # signals are the main thread's
         return
     pressed: list[int] = []
 
