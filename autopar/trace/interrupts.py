@@ -11,8 +11,8 @@ from typing import NoReturn
 
 @contextlib.contextmanager
 def interruptible(*, always: bool = False) -> Iterator[Callable[[], None]]:
-    """Gives a function that raises KeyboardInterrupt if Ctrl-C was pressed before. A handler that somebody has set, or a
-    signal that is ignored, stays as it is, unless `always`.
+    """Gives a function that raises KeyboardInterrupt if Ctrl-C was pressed before. A handler that somebody has set, or
+    a signal that is ignored, stays as it is, unless `always`.
 
     Python drops the exception where it arises in a weak reference's callback, of which tracing runs many.
     """
