@@ -150,8 +150,10 @@ def ended(reports: Mapping[int, Report], here: int, dead: Collection[int]) -> st
             return (
                 f"the process of rank {rank} is gone (last heard of {'in' if last.within else 'behind'} {_call(last)})"
             )
+    mine = reports[here].failed if here in reports else None
     for rank, report in reports.items():
-        if rank == here:
+        alike = mine is not None and report.failed is not None and mine[0] == report.failed[0]
+        if rank == here or alike:
             continue
         if report.failed is not None:
             return f"call {report.failed[0]} failed on rank {rank} ({report.failed[1]})"

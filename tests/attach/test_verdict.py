@@ -118,4 +118,6 @@ def test_what_may_have_ended_another_rank() -> None:
     assert ended({0: made(STEP), 1: made(STEP)}, 0, ()) is None
     assert ended({}, 0, (1,)) == "the process of rank 1 is gone"
     assert "last heard of in call 2, backward" in (ended({1: made(STEP, for_s=1.0)}, 0, (1,)) or "")
+    failed = made(STEP, failed=(2, "ValueError: no", 1.0))
+    assert ended({0: failed, 1: replace(failed, left="its script has ended")}, 0, ()) is None, "all have failed alike"
     assert "ValueError" in (ended({1: made(STEP, failed=(2, "ValueError: no", 1.0))}, 0, ()) or "")
