@@ -16,7 +16,12 @@ from typing import Any, Literal, cast
 
 Phase = Literal["forward", "backward"]
 
+# A dtype of ours: two 64-bit numbers from which a rank draws again what it drew. It means nothing on another rank, so
+# that no layout change leads anywhere from it.
+RANDOM_STATE = "random_state"
+
 ITEMSIZE = {
+    RANDOM_STATE: 8,
     "bool": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
     "complex32": 4, "complex64": 8, "complex128": 16,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.graph import TensorType
+from autopar.graph import RANDOM_STATE, TensorType
 from autopar.layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard, local_shape
 from autopar.mesh import Mesh
 from cost_models.hardware import Hardware
@@ -189,7 +189,7 @@ class Resharder:
         steps: list[dict[int, float]] = []
         for i, layout in enumerate(layouts):
             reached: dict[int, float] = {}
-            for nearby in neighbours(layout, len(type.shape)):
+            for nearby in neighbours(layout, len(type.shape)) if type.dtype != RANDOM_STATE else ():
                 if (j := index.get(nearby)) is not None:
                     step = self._step(type, layout, nearby)
                     ranks = self.mesh.size(step.axis)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autopar import attention
+from autopar.attention import ATTENTION, ATTENTION_BACKWARD, CAUSAL_AT, DROPOUT_AT, OPERANDS_OF_ATTENTION
 from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.graph import Node, TensorType
 
@@ -60,24 +62,13 @@ def draws(node: Node) -> bool:
     """
     if node.op == "aten.native_dropout.default":
         return node.args[2] is not False and node.args[1] != 0
-    drops = "attention" in node.op and any(isinstance(arg, float) and arg != 0.0 for arg in node.args)
-    return (drops and not node.op.endswith("_backward.default")) or node.op.startswith(RANDOM)
+    if node.op == ATTENTION:
+        return node.args[DROPOUT_AT[ATTENTION]] != 0.0
+    return node.op.startswith(RANDOM)
 
 
 # A value's way to the host and back: results of the first lie in the memory of the host.
 STORE, FETCH = "autopar.store", "autopar.fetch"
-
-# Attention that skips what a causal mask hides, which is half of the square: operator -> the place of `is_causal`.
-CAUSAL = {
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": 4,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": 7,
-    "aten._scaled_dot_product_flash_attention.default": 4,
-    "aten._scaled_dot_product_flash_attention_backward.default": 11,
-    "aten._scaled_dot_product_efficient_attention.default": 6,
-    "aten._scaled_dot_product_efficient_attention_backward.default": 11,
-    "aten._scaled_dot_product_cudnn_attention.default": 6,
-    "aten._scaled_dot_product_cudnn_attention_backward.default": 14,
-}
 
 # Lookups read as many rows of their table as they return, not the table: operator -> the table's place among operands.
 LOOKUPS = {
@@ -94,6 +85,8 @@ def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
     """
     if node.op in (IN_PARTS, IN_PARTS_BACKWARD) and _parts_here(node, operands) > 1:
         return operands[0].nbytes  # results of the parts, which are put together
+    if node.op in OPERANDS_OF_ATTENTION:
+        return attention.temporary_bytes(node, operands)
     if node.op == "aten.mse_loss.default" and not (len(node.args) > 2 and node.args[2] == 0):
         return operands[0].nbytes  # the mean is made in the storage of what it is the mean of
     return 0
@@ -136,11 +129,11 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
     op = node.op
     if op == "autopar.einsum" or op.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")):
         return (8.0 if _is_complex(operands[-1]) else 2.0) * _product_size(node, operands), "matmul"
-    if "scaled_dot_product" in op or "_attention_" in op:
-        is_backward = op.endswith("_backward.default")
-        q, k = operands[1:3] if is_backward else operands[0:2]
-        one = 2.0 * math.prod(q.shape) * k.shape[-2] / (2 if _is_causal(node) else 1)
-        return (5.0 if is_backward else 2.0) * one, "attention"
+    if op in OPERANDS_OF_ATTENTION:
+        q, k, v = (type.shape for type in attention.operands_at(node, operands))
+        scores = 2.0 * math.prod(q[:3]) * k[2] / (2 if node.args[CAUSAL_AT[op]] else 1)
+        backward = op == ATTENTION_BACKWARD  # the scores again, and gradients of four products of two operands
+        return scores * (3.0 * q[3] + 2.0 * v[3] if backward else q[3] + v[3]), "attention"
     if op == "aten.convolution.default":
         out = node.outputs[0]
         assert out is not None
@@ -154,12 +147,6 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
 
 def _is_complex(type: TensorType) -> bool:
     return type.dtype.startswith("complex")
-
-
-def _is_causal(node: Node) -> bool:
-    if (place := CAUSAL.get(node.op)) is None:
-        return False
-    return bool(node.args[place] if place < len(node.args) else dict(node.kwargs).get("is_causal", False))
 
 
 def _product_size(node: Node, operands: Sequence[TensorType]) -> float:

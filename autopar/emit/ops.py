@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autopar.emit.attention import KERNELS, Asked, kernel_for
+
 
 @functools.cache
 def _plan(equation: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -145,26 +147,19 @@ def batch_norm_in_parts_backward(
     )
 
 
-def draw_seed() -> Tensor:
-    """A number from the default generator: the same on every rank whose generator is in the same state."""
-    return torch.randint(2**31, ())
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, dropout: float, bias_grad: bool,
+    kernel: str = "",
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(out, lse, state) as `autopar.attention` has them, by the kernel of that name, or by the one for such tensors."""
+    asked = Asked(causal, scale, dropout, bias_grad)
+    return KERNELS[kernel or kernel_for(q, k, v, bias, asked)][0](q, k, v, bias, asked)
 
 
-@torch.library.custom_op("autopar::dropout", mutates_args=())
-def _dropout(x: Tensor, p: float, seed: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator(device=x.device)
-    generator.manual_seed(int(seed) * 1_000_003 + int(shard))
-    mask = torch.rand(x.shape, generator=generator, device=x.device) >= p
-    return x * mask * (1.0 / (1.0 - p) if p < 1 else 0.0), mask
-
-
-@_dropout.register_fake
-def _(x: Tensor, p: float, seed: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
-
-
-def dropout(x: Tensor, p: float, seed: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
-    """Dropout of one shard of a tensor: a mask of its own for each `shard`, all from one `seed`. Returns (out,
-    mask).
-    """
-    return torch.ops.autopar.dropout(x, p, seed, shard)
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    state: Tensor | None, causal: bool, scale: float, dropout: float, bias_grad: bool, kernel: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(dq, dk, dv, dbias); None where the bias has no gradient."""
+    asked = Asked(causal, scale, dropout, bias_grad)
+    return KERNELS[kernel or kernel_for(q, k, v, bias, asked)][1](grad, q, k, v, bias, out, lse, state, asked)

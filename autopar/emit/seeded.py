@@ -14,14 +14,15 @@ default generator as it found it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from autopar._compat import pytree
+from autopar._compat import FakeTensor, pytree
+from autopar.emit import ops
 from autopar.graph import Graph, Node
 from autopar.layout import Layout, Shard
 from autopar.mesh import Mesh
@@ -35,18 +36,14 @@ def seeded(op: Any) -> Any:
     """The operator that does what `op` does with the numbers that belong to a seed, which is its first operand: an
     int64 scalar on the host.
     """
+    if op is ops.attention:
+        return seeded_attention
     spelling = str(op._schema)
     name = f"seeded_{op.__name__.replace('.', '_')}"
     _operators.define(f"{name}(Tensor seed, {spelling.partition('(')[2]}")
 
     def run(seed: Tensor, *args: Any, **kwargs: Any) -> Any:
-        generator = _generator_of(args, kwargs)
-        state = generator.get_state()
-        generator.manual_seed(int(seed))
-        try:
-            return op(*args, **kwargs)
-        finally:
-            generator.set_state(state)
+        return _behind(seed, op, args, kwargs)
 
     def fake(seed: Tensor, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
@@ -54,6 +51,23 @@ def seeded(op: Any) -> Any:
     _operators.impl(name, run, "CompositeExplicitAutograd")
     _operators.impl(name, fake, "Meta")
     return getattr(torch.ops.autopar, name).default
+
+
+def seeded_attention(seed: Tensor, *args: Any) -> Any:
+    """`ops.attention` with the numbers that belong to a seed."""
+    return _behind(seed, ops.attention, args, {})
+
+
+def _behind(seed: Tensor, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if isinstance(seed, FakeTensor):
+        return call(*args, **kwargs)
+    generator = _generator_of(args, kwargs)
+    state = generator.get_state()
+    generator.manual_seed(int(seed))
+    try:
+        return call(*args, **kwargs)
+    finally:
+        generator.set_state(state)
 
 
 def _generator_of(args: Sequence[Any], kwargs: Any) -> torch.Generator:

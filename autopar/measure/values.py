@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.graph import Arg, Graph, Node, Ref, TensorType
+from autopar.graph import RANDOM_STATE, Arg, Graph, Node, Ref, TensorType
 from autopar.work import VIEWS
 
 # operator -> (position of the tensor of places among its args, position of the table, the table's dim: a number, or
@@ -111,7 +111,7 @@ def random_tensor(
     `order`: its dims as they lie in memory, outermost first; dims that are missing repeat.
     """
     order = range(len(type.shape)) if order is None else order
-    dtype: torch.dtype = getattr(torch, type.dtype)
+    dtype: torch.dtype = torch.int64 if type.dtype == RANDOM_STATE else getattr(torch, type.dtype)
     sizes = [type.shape[dim] for dim in order]
     held = _filled(sizes, dtype, device, below)
     strides = [0] * len(type.shape)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from autopar.attention import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    CAUSAL_AT,
+    DROPOUT_AT,
+    OPERANDS_OF_ATTENTION,
+    operands_at,
+)
 from autopar.graph import Node, Ref
-from autopar.rules.spelling import Table, Types, Writer, all_locked, arg, foreign, operands, results, spell
+from autopar.rules.spelling import Table, Types, arg, operands, results, spell
 from autopar.rules.table_shape import leading
 
 
@@ -81,89 +88,41 @@ def embedding_dense_backward(node: Node, types: Types) -> str:
     return f"{grad}, {ids} -> {'v!' if counts else 'v@masked_lookup_backward'} w | 0"
 
 
-# Attention. q is [b h s d], k and v are [b h t d]; with fewer key heads the query heads are (h r).
+# Attention (`autopar.attention`). q is [b h s d], k [b h t d], v [b h t e]; with fewer key heads query heads are (h r).
 
 
-def _heads(q: Sequence[int], k: Sequence[int]) -> str:
-    return "h" if q[1] == k[1] else f"(h={k[1]} r)"
-
-
-def _mask(shape: Sequence[int], heads: str, sequence: str) -> str:
-    words = ["b", heads, sequence, "t!"][4 - len(shape) :]
-    return " ".join("1" if size == 1 else word for size, word in zip(shape, words, strict=True)) or "."
-
-
-def _lse(shape: Sequence[int], q: Sequence[int], heads: str, sequence: str) -> str:
-    """Row sums: [b h s], with padded rows or a last dim of one in some kernels."""
-    words = [sequence if shape[2] == q[2] else "rows!", "l!"]
-    return " ".join([f"b {heads}", *("1" if size == 1 else word for size, word in zip(shape[2:], words, strict=False))])
-
-
-def attention(split_queries: bool, dropout: int, causal: int, mask: int | str | None) -> Writer:
-    """Batch and heads split; query positions too, where the kernel knows no order among them. `mask`: where one stands.
-
-    With dropout every shard would draw the same mask: everything is locked.
+def _attention_words(node: Node, types: Types) -> dict[str, str]:
+    """Batch and heads split. Query positions, too, where nothing hangs on which they are: neither a causal mask, nor
+    what is dropped.
     """
-
-    def write(node: Node, types: Types) -> str:
-        q, k = types[0].shape, types[1].shape
-        if arg(node, dropout, "dropout_p", 0.0):
-            return all_locked(node, types)
-        heads, kv = _heads(q, k), "h"
-        s = "s" if split_queries and not arg(node, causal, "is_causal", False) else "s!"
-        words: dict[int | str, str] = {0: f"b {heads} {s} d!", 1: f"b {kv} t! d!", 2: f"b {kv} t! e!"}
-        if mask is not None and isinstance(arg(node, mask if isinstance(mask, int) else 99, "attn_mask"), Ref):
-            shape = types[3].shape
-            words[mask] = _mask(shape, heads, s)
-        lse = node.outputs[1]
-        rest = "-" if lse is None else _lse(lse.shape, q, heads, s)
-        return f"{operands(node, words)} -> {results(node, f'b {heads} {s} e!', rest)}"
-
-    return write
+    q, k, _ = operands_at(node, types)
+    heads = "h" if q.shape[1] == k.shape[1] else f"(h={k.shape[1]} r)"
+    whole = node.args[CAUSAL_AT[node.op]] or node.args[DROPOUT_AT[node.op]]
+    s = "s!" if whole else "s"
+    bias = node.args[OPERANDS_OF_ATTENTION[node.op][2] + 1]
+    masked = "-"
+    if isinstance(bias, Ref):
+        sizes = types[node.operands.index(bias)].shape
+        masked = " ".join("1" if n == 1 else word for n, word in zip(sizes, ("b", heads, s, "t!"), strict=True))
+    return {
+        "q": f"b {heads} {s} d!", "k": "b h t! d!", "v": "b h t! e!", "bias": masked, "out": f"b {heads} {s} e!",
+        "lse": f"b {heads} {s}", "state": f"b {heads} numbers!",
+    }  # fmt: skip
 
 
-def attention_backward(split_queries: bool, mask: int | str | None, places: dict[str, int]) -> Writer:
-    """grad, q, k, v, out, logsumexp at `places`; dk and dv are sums over split query positions."""
-
-    def write(node: Node, types: Types) -> str:
-        arguments: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs]
-        type_at = dict(zip([key for key, value in arguments if isinstance(value, Ref)], types, strict=True))
-        if arg(node, places["dropout"], "dropout_p", 0.0):
-            return all_locked(node, types)
-        q, k = type_at[places["q"]].shape, type_at[places["k"]].shape
-        heads = _heads(q, k)
-        s = "s" if split_queries and not arg(node, places["causal"], "is_causal", False) else "s!"
-        words: dict[int | str, str] = {key: foreign(type.shape, f"u{key}_") for key, type in type_at.items()}
-        query, key, value, out = f"b {heads} {s} d!", "b h t! d!", "b h t! e!", f"b {heads} {s} e!"
-        words |= {places["grad"]: out, places["q"]: query, places["k"]: key, places["v"]: value, places["out"]: out}
-        words[places["lse"]] = _lse(type_at[places["lse"]].shape, q, heads, s)
-        bias = "-"
-        if mask is not None and mask in type_at:
-            words[mask] = _mask(type_at[mask].shape, heads, s)
-            bias = words[mask]
-        return f"{operands(node, words)} -> {results(node, query, key, value, bias)} | 0"
-
-    return write
+def attention(node: Node, types: Types) -> str:
+    words = _attention_words(node, types)
+    left = operands(node, dict(enumerate(words[name] for name in ("q", "k", "v", "bias"))))
+    return f"{left} -> {results(node, words['out'], words['lse'], words['state'])}"
 
 
-def dense_attention(node: Node, types: Types) -> str:
-    """The unfused form: it returns the weights [b h s t] as its second result."""
-    if arg(node, 4, "dropout_p", 0.0) or len(types[0].shape) != 4 or arg(node, 5, "is_causal", False):
-        return all_locked(node, types)
-    q, k = types[0].shape, types[1].shape
-    heads = _heads(q, k)
-    words: dict[int | str, str] = {0: f"b {heads} s d!", 1: "b h t! d!", 2: "b h t! e!"}
-    if len(types) > 3:
-        words[3] = _mask(types[3].shape, heads, "s")
-    return f"{operands(node, words)} -> {results(node, f'b {heads} s e!', f'b {heads} s t!')}"
+def attention_backward(node: Node, types: Types) -> str:
+    """dk, dv and the gradient of the bias are sums over what is split and they lack."""
+    words = _attention_words(node, types)
+    order = (words[name] for name in ("out", "q", "k", "v", "bias", "out", "lse", "state"))
+    made = results(node, words["q"], words["k"], words["v"], words["bias"])
+    return f"{operands(node, dict(enumerate(order)))} -> {made} | 0"
 
-
-# places: grad q k v out lse dropout causal
-def _places(*numbers: int) -> dict[str, int]:
-    return dict(zip(["grad", "q", "k", "v", "out", "lse", "dropout", "causal"], numbers, strict=True))
-
-
-CPU_FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 NN: Table = {
     "autopar.einsum": einsum,
@@ -203,19 +162,6 @@ NN: Table = {
     "aten.upsample_linear1d_backward.default": leading(1, "0"),
     "aten.upsample_bilinear2d_backward.default": leading(2, "0"),
     "aten.upsample_bicubic2d_backward.default": leading(2, "0"),
-    f"{CPU_FLASH}.default": attention(True, dropout=3, causal=4, mask="attn_mask"),
-    f"{CPU_FLASH}_backward.default": attention_backward(True, "attn_mask", _places(0, 1, 2, 3, 4, 5, 6, 7)),
-    "aten._scaled_dot_product_flash_attention.default": attention(False, dropout=3, causal=4, mask=None),
-    "aten._scaled_dot_product_flash_attention_backward.default": attention_backward(
-        False, None, _places(0, 1, 2, 3, 4, 5, 10, 11)
-    ),
-    "aten._scaled_dot_product_efficient_attention.default": attention(False, dropout=5, causal=6, mask=3),
-    "aten._scaled_dot_product_efficient_attention_backward.default": attention_backward(
-        False, 4, _places(0, 1, 2, 3, 5, 6, 9, 11)
-    ),
-    "aten._scaled_dot_product_cudnn_attention.default": attention(False, dropout=5, causal=6, mask=3),
-    "aten._scaled_dot_product_cudnn_attention_backward.default": attention_backward(
-        False, 8, _places(0, 1, 2, 3, 4, 5, 13, 14)
-    ),
-    "aten._scaled_dot_product_attention_math.default": dense_attention,
+    ATTENTION: attention,
+    ATTENTION_BACKWARD: attention_backward,
 }

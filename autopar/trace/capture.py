@@ -28,9 +28,11 @@ from autopar.trace.ambient import (
     insert_autocast,
     without_autocast,
 )
+from autopar.trace.attention import keep_attention
 from autopar.trace.forward import no_unknown_constants, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import TraceError, naming_the_line
+from autopar.trace.masks import masks_left_out
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
@@ -158,6 +160,7 @@ def capture(
             watching(fake_model, reads),
             functions_kept() as functions,
             distributions_as_they_come(),
+            masks_left_out(notes),
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
@@ -168,6 +171,7 @@ def capture(
             _refuse_drawing(fake_model, pytree.tree_unflatten(cast, spec), mode)
         inner = exported.module(check_guards=False)
         with_functions(inner, functions)
+        keep_attention(inner)
         if precision is not None:
             stored = dict(fake_copy(model, mode).named_parameters(remove_duplicate=False))
             insert_casts(inner, stored, fakes, precision)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from autopar.graph import Arg, Const, Graph, Node, Ref, Result, TensorType
+from autopar.attention import STATES
+from autopar.graph import RANDOM_STATE, Arg, Const, Graph, Node, Ref, Result, TensorType
 from autopar.trace.capture import Captured
 from autopar.trace.lines import TraceError
 from autopar.trace.strided import without_memory
@@ -159,6 +160,8 @@ def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], captured:
 def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Node:
     value = fx_node.meta["val"]
     outputs = tuple(_type(v) for v in value) if isinstance(value, (tuple, list)) else (_type(value),)
+    if str(fx_node.target) in STATES:
+        outputs = _of_attention(str(fx_node.target), outputs)
     kwargs = tuple((key, _arg(arg, ref_of)) for key, arg in sorted(fx_node.kwargs.items()) if key not in DROPPED_KWARGS)
     if str(fx_node.target) == "aten.clone.default" and "memory_format" in fx_node.kwargs:
         kwargs = (("memory_format", Const("memory_format", "contiguous_format")),)
@@ -173,6 +176,15 @@ def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Nod
         module=_module_path(fx_node),
         source=_source_line(fx_node),
     )
+
+
+def _of_attention(op: str, outputs: tuple[TensorType | None, ...]) -> tuple[TensorType | None, ...]:
+    """A result without elements is none, and a state of random numbers says so."""
+    there = [None if type is None or type.numel == 0 else type for type in outputs]
+    place = STATES[op]
+    if place is not None and (state := there[place]) is not None:
+        there[place] = TensorType(state.shape, RANDOM_STATE)
+    return tuple(there)
 
 
 def _with_home(node: Node, home_of: dict[str, tuple[int, str]]) -> Node:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autopar.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.emit import ops
 from autopar.graph import Const, Node, Ref, TensorType, map_refs
@@ -87,6 +88,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "autopar.store": lambda x: x.clone(),
     "autopar.fetch": lambda x: x.clone(),
     "autopar.to_reduce_dtype": torch.ops.aten._to_copy.default,
+    ATTENTION: ops.attention,
+    ATTENTION_BACKWARD: ops.attention_backward,
     IN_PARTS: ops.batch_norm_in_parts,
     IN_PARTS_BACKWARD: ops.batch_norm_in_parts_backward,
     "aten._fused_rms_norm_backward.default": _rms_norm_backward,

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from autopar.attention import ATTENTION, ATTENTION_BACKWARD
+from autopar.emit import ops
 from tests.rules.samples_pointwise import BF16, Sample, Samples, c, f, ints, s
 
 aten = torch.ops.aten
-CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _convolution(
@@ -38,15 +39,19 @@ def _convolution_backwards() -> list[Sample]:
     return found
 
 
-def _attention(q: int = 12, heads: int = 6, mask: torch.Tensor | None = None, causal: bool = False) -> Sample:
-    inputs = (f(6, heads, q, 8), f(6, heads, 18 if not causal else q, 8), f(6, heads, 18 if not causal else q, 8))
-    return s(*inputs, 0.0, causal, **({} if mask is None else {"attn_mask": mask}))
+def _attention(
+    q: int = 12, heads: int = 6, kv: int = 6, e: int = 8, mask: torch.Tensor | None = None, causal: bool = False
+) -> Sample:
+    """A mask has a gradient where the values have dims of their own, so that both kernels for CPUs are split."""
+    keys = q if causal else 18
+    inputs = f(6, heads, q, 8), f(6, kv, keys, 8), f(6, kv, keys, e)
+    return s(*inputs, mask, causal, 0.3, 0.0, mask is not None and e != 8)
 
 
 def _attention_backward(forward: Sample) -> Sample:
-    (q, k, v, p, causal), kwargs = forward
-    out, lse = CPU_FLASH(q, k, v, p, causal, **kwargs)
-    return s(torch.randn_like(out), q, k, v, out, lse, p, causal, **kwargs)
+    (q, k, v, bias, causal, scale, dropout, bias_grad), _ = forward
+    out, lse, _ = ops.attention(q, k, v, bias, causal, scale, dropout, bias_grad)
+    return s(torch.randn_like(out), q, k, v, bias, out, lse, None, causal, scale, dropout, bias_grad)
 
 
 ATTENTIONS = [
@@ -54,9 +59,15 @@ ATTENTIONS = [
     _attention(causal=True),
     _attention(mask=f(6, 6, 12, 18)),
     _attention(mask=f(6, 1, 12, 18)),
-    _attention(mask=f(12, 18)),
+    _attention(mask=f(1, 1, 12, 18)),
     _attention(mask=f(1, 1, 1, 18)),
-    s(f(2, 12, 6, 8), f(2, 6, 12, 8), f(2, 6, 12, 8), 0.0, False),  # two query heads per key head
+    _attention(heads=12),  # two query heads per key head
+    _attention(heads=12, causal=True, e=10),
+    _attention(e=10),
+    _attention(e=10, mask=f(6, 6, 12, 18)),
+    _attention(e=10, mask=f(1, 6, 12, 18)),
+    _attention(e=10, mask=f(6, 1, 1, 18)),
+    _attention(heads=12, e=10, mask=f(6, 12, 12, 1)),
 ]
 
 
@@ -127,13 +138,6 @@ def samples() -> Samples:
         **_upsample("upsample_linear1d", f(6, 12, 5), [8], False),
         **_upsample("upsample_bilinear2d", f(6, 12, 5, 4), [8, 7], False),
         **_upsample("upsample_bicubic2d", f(6, 12, 5, 4), [8, 7], True),
-        "aten._scaled_dot_product_flash_attention_for_cpu.default": ATTENTIONS,
-        "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": [
-            _attention_backward(one) for one in ATTENTIONS
-        ],
-        "aten._scaled_dot_product_attention_math.default": [
-            s(f(6, 6, 12, 8), f(6, 6, 18, 8), f(6, 6, 18, 10)),
-            s(f(6, 6, 12, 8), f(6, 6, 18, 8), f(6, 6, 18, 10), f(6, 1, 12, 18)),
-            s(f(6, 6, 12, 8), f(6, 6, 12, 8), f(6, 6, 12, 10), None, 0.0, True),
-        ],
+        ATTENTION: ATTENTIONS,
+        ATTENTION_BACKWARD: [_attention_backward(one) for one in ATTENTIONS],
     }

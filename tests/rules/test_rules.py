@@ -7,11 +7,13 @@ import itertools
 import pytest
 import torch
 
+from autopar.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.rules.bodies import BODIES
-from autopar.rules.table import RULES, rule_of, text_of
+from autopar.rules.table import RULES
 from autopar.work import draws, flops_of
-from tests.rules import samples_cuda, samples_nn, samples_pointwise, samples_reduce, samples_shape
+from tests.rules import samples_nn, samples_pointwise, samples_reduce, samples_shape
 from tests.rules.harness import Call, check, make_call, resolve, run_split, ways
+from tests.rules.samples_pointwise import f, ints
 
 torch.manual_seed(0)
 SAMPLES = {
@@ -28,7 +30,7 @@ def calls(op: str) -> list[Call]:
 
 
 def test_every_entry_of_the_table_has_a_sample_and_no_sample_is_idle():
-    assert set(RULES) == set(SAMPLES) | set(samples_cuda.OPERATORS)
+    assert set(RULES) == set(SAMPLES)
 
 
 def test_every_body_is_named_by_a_rule_of_a_sample():
@@ -117,13 +119,10 @@ def test_uninitialised_tensors_have_the_promised_shape(op: str):
             run_split(call, rule, (way,))
 
 
-@pytest.mark.parametrize("node, types, expected", samples_cuda.CASES, ids=lambda value: getattr(value, "name", ""))
-def test_cuda_attention_reads_as_expected(node, types, expected):
-    rule = rule_of(node, types)
-    assert text_of(node, types) == expected
-    assert rule is not None and rule.splittable == ("b", "h")
-
-
-def test_attention_with_dropout_is_not_split():
-    rule = rule_of(*samples_cuda.DROPOUT)
-    assert rule is not None and rule.splittable == ()
+def test_attention_with_dropout_splits_batch_and_heads_only():
+    """Who draws for which query hangs on the kernel: those of one head stay together."""
+    q, k = f(6, 12, 12, 8), f(6, 6, 12, 8)
+    for op, more in ((ATTENTION, ()), (ATTENTION_BACKWARD, (q, f(6, 12, 12), ints(9, 6, 12, 2)))):
+        grad = (q,) if more else ()
+        call = make_call(op, (*grad, q, k, k, None, *more, False, 0.3, 0.1, False))
+        assert call.rule is not None and call.rule.splittable == ("b", "h")

@@ -1,0 +1,87 @@
+"""Attention as one operator, the same on every device: its name, its arguments, and which kernel runs it where.
+
+    autopar.attention(q, k, v, bias, causal, scale, dropout, bias_grad) -> out, lse, state
+    autopar.attention_backward(grad, q, k, v, bias, out, lse, state, causal, scale, dropout, bias_grad)
+        -> dq, dk, dv, dbias
+
+q is [batch, heads, s, d], k [batch, kv heads, t, d], v [batch, kv heads, t, e]; each kv head serves heads / kv heads
+query heads that lie side by side. `bias` (or None) is added to the scores: four dims, each of full size or 1. `causal`:
+query i sees keys 0 to i. `scale` multiplies the scores. `lse` [batch, heads, s] is the log of the sum of their
+exponentials, from which backward makes the probabilities again (Dao 2023, section 3.1). `state`, where something is
+dropped, is that of the random numbers; it means something only on the rank that drew them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.graph import ITEMSIZE, Node, Ref, TensorType
+
+ATTENTION = "autopar.attention.default"
+ATTENTION_BACKWARD = "autopar.attention_backward.default"
+STATES = {ATTENTION: 2, ATTENTION_BACKWARD: None}  # operator -> which of its results is a state of random numbers
+OPERANDS_OF_ATTENTION = {ATTENTION: (0, 1, 2), ATTENTION_BACKWARD: (1, 2, 3)}  # where q, k and v stand
+DROPOUT_AT, BIAS_GRAD_AT = {ATTENTION: 6, ATTENTION_BACKWARD: 10}, {ATTENTION: 7, ATTENTION_BACKWARD: 11}
+CAUSAL_AT = {ATTENTION: 4, ATTENTION_BACKWARD: 8}
+HALF = ("bfloat16", "float16")
+BLOCK = 2**20  # scores that the kernel of plain products makes at a time, or those of one head where they are more
+
+
+def operands_at(node: Node, operands: Sequence[TensorType]) -> tuple[TensorType, TensorType, TensorType]:
+    """Of the types of a node's operands, those of q, k and v."""
+    tensors = [place for place, arg in enumerate(node.args) if isinstance(arg, Ref)]
+    q, k, v = (operands[tensors.index(place)] for place in OPERANDS_OF_ATTENTION[node.op])
+    return q, k, v
+
+
+def has_bias(node: Node) -> bool:
+    return isinstance(node.args[OPERANDS_OF_ATTENTION[node.op][2] + 1], Ref)
+
+
+def kernel_of(
+    device: str, q: TensorType, v: TensorType, *, is_square: bool, has_bias: bool, causal: bool, dropout: float,
+    bias_grad: bool, capability: tuple[int, int] = (8, 0),
+) -> str:  # fmt: skip
+    """Which kernel of `autopar.emit.attention` runs attention of these local types on a kind of device.
+
+    `is_square`: as many keys as queries. `capability`: of a CUDA device, (major, minor). "flash" takes no bias, halves
+    only and dims up to 256 (Dao 2023), and aligns an oblong causal mask at its other end; "efficient" (Rabe and Staats
+    2021) takes a bias and float32. What neither takes is left to "math", products of blocks: float64 on CUDA, dropout
+    on a CPU. "cudnn" is there to be measured; nothing picks it.
+    """
+    d, e = q.shape[-1], v.shape[-1]
+    if device == "cpu":
+        return "math" if dropout or bias_grad or d != e else "cpu"
+    if device != "cuda":
+        return "math"
+    fits = capability >= (8, 0) and d == e and d <= 256 and d % 8 == 0
+    if q.dtype in HALF and fits and not has_bias and (is_square or not causal):
+        return "flash"
+    if q.dtype in (*HALF, "float32") and not d % 8 and not e % 8:
+        return "efficient"
+    return "math"
+
+
+def block_of(batch: int, heads: int, group: int, scores: int) -> tuple[int, int]:
+    """(batch entries, heads) whose scores, so many for each head, "math" makes at a time: whole groups of query heads
+    that share a kv head.
+    """
+    if heads * scores <= BLOCK:
+        return max(1, min(batch, BLOCK // max(1, heads * scores))), heads
+    return 1, max(1, min(heads // group, BLOCK // (group * scores))) * group
+
+
+def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
+    """Bytes of the scores that "math" holds at a time, and of what they are made of; 0 where another kernel runs on
+    every device. Beside a block's scores stand their exponentials, or what is kept of them; in backward their slopes,
+    too.
+    """
+    q, k, v = operands_at(node, operands)
+    dropout = node.args[DROPOUT_AT[node.op]]
+    if not dropout and not node.args[BIAS_GRAD_AT[node.op]] and q.shape[-1] == v.shape[-1]:
+        return 0
+    (batch, heads, queries, d), keys, e = q.shape, k.shape[2], v.shape[-1]
+    entries, together = block_of(batch, heads, heads // k.shape[1], queries * keys)
+    one = entries * together * ITEMSIZE["float32" if q.dtype in HALF else q.dtype]
+    copies = 3 if dropout and node.op == ATTENTION_BACKWARD else 2
+    return one * (copies * queries * keys + (queries + keys) * (d + e))

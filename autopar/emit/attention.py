@@ -1,0 +1,294 @@
+"""The kernels of attention (`autopar.attention`), each with the same arguments and results.
+
+Which of them runs is picked when a program is emitted (`kernel_of`). Those of torch differ in what they take and give:
+grouped heads, the shape of a bias, rows of `lse` that are padded, two numbers or one for the random state. Here they
+are made alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.attention import block_of, kernel_of
+from autopar.graph import TensorType
+
+aten = torch.ops.aten
+
+
+class Asked(NamedTuple):
+    """What goes with the tensors; `autopar.attention` says what each means."""
+
+    causal: bool
+    scale: float
+    dropout: float
+    bias_grad: bool
+
+
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> str:
+    """The kernel that `kernel_of` picks for these tensors."""
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and torch.cuda.is_available() else (8, 0)
+    return kernel_of(
+        q.device.type, _type(q), _type(v), is_square=q.shape[2] == k.shape[2], has_bias=bias is not None,
+        causal=asked.causal, dropout=asked.dropout, bias_grad=asked.bias_grad, capability=capability,
+    )  # fmt: skip
+
+
+def _type(tensor: Tensor) -> TensorType:
+    return TensorType(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+Forward = tuple[Tensor, Tensor, Tensor | None]
+Backward = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+def _rows(*tensors: Tensor | None) -> list[Any]:
+    """Kernels want the last dim to be contiguous."""
+    return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
+
+
+# --- the CPU's flash kernel -----------------------------------------------------------------------------------------
+
+
+def cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> Forward:
+    q, k, v = _rows(q, k, v)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(
+        q, k, v, 0.0, asked.causal, attn_mask=bias, scale=asked.scale
+    )
+    return out, lse, None
+
+
+def cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    state: Tensor | None, asked: Asked,
+) -> Backward:  # fmt: skip
+    grad, q, k, v = _rows(grad, q, k, v)
+    made = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+        grad, q, k, v, out, lse, 0.0, asked.causal, attn_mask=bias, scale=asked.scale
+    )
+    return (*made, None)
+
+
+# --- FlashAttention-2 on CUDA ---------------------------------------------------------------------------------------
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> Forward:
+    out, lse, _, _, _, _, state, _, _ = aten._scaled_dot_product_flash_attention.default(
+        *_rows(q, k, v), asked.dropout, asked.causal, False, scale=asked.scale
+    )
+    return out, lse, _kept(state.view(torch.int64), q, asked)
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    state: Tensor | None, asked: Asked,
+) -> Backward:  # fmt: skip
+    # Without dropout the kernel reads no state, and takes none for an answer.
+    numbers = torch.empty(2, dtype=torch.int64, device=q.device) if state is None else state[0, 0].clone()
+    grad, q, k, v = _rows(grad, q, k, v)
+    made = aten._scaled_dot_product_flash_attention_backward.default(
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], asked.dropout, asked.causal,
+        numbers.view(torch.uint64), torch.empty((), dtype=torch.uint64, device=q.device), scale=asked.scale,
+    )  # fmt: skip
+    return (*made, None)
+
+
+# --- the memory-efficient kernel on CUDA ----------------------------------------------------------------------------
+
+ROWS = 32  # its lse has rows in multiples of so many
+ALIGNED = 8  # the rows of its bias start at multiples of so many elements
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> Forward:
+    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention.default(
+        *_rows(q, _each_head(k, q), _each_head(v, q)), _whole(bias, q, k), True, asked.dropout, asked.causal,
+        scale=asked.scale,
+    )  # fmt: skip
+    return out, lse[:, :, : q.shape[2]].contiguous(), _kept(torch.stack([seed, offset]).view(torch.int64), q, asked)
+
+
+def efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    state: Tensor | None, asked: Asked,
+) -> Backward:  # fmt: skip
+    seed, offset = (q.new_zeros(2, dtype=torch.int64) if state is None else state[0, 0]).unbind()
+    lse = functional.pad(lse, (0, -lse.shape[-1] % ROWS), value=torch.inf)  # as forward fills them
+    dq, dk, dv, dbias = aten._scaled_dot_product_efficient_attention_backward.default(
+        *_rows(grad, q, _each_head(k, q), _each_head(v, q)), _whole(bias, q, k), out, lse, seed, offset, asked.dropout,
+        [True, True, True, asked.bias_grad], asked.causal, scale=asked.scale,
+    )  # fmt: skip
+    return dq, _each_group(dk, k), _each_group(dv, v), dbias.sum_to_size(bias.shape) if asked.bias_grad else None
+
+
+def _whole(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """A bias for each batch entry and head, with aligned rows."""
+    if bias is None:
+        return None
+    keys = k.shape[2]
+    if keys % ALIGNED and bias.shape[-1] != 1:
+        bias = functional.pad(bias, (0, -keys % ALIGNED))[..., :keys]
+    elif bias.shape[-1] == 1:
+        padded = bias.expand(*bias.shape[:-1], keys + -keys % ALIGNED).contiguous()
+        bias = padded[..., :keys]
+    return bias.expand(q.shape[0], q.shape[1], q.shape[2], keys)
+
+
+# --- cuDNN ----------------------------------------------------------------------------------------------------------
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> Forward:
+    bias = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention.default(
+        *_rows(q, _each_head(k, q), _each_head(v, q)), bias, True, asked.dropout, asked.causal, False,
+        scale=asked.scale,
+    )  # fmt: skip
+    return out, lse.squeeze(-1), _kept(torch.stack([seed, offset]).view(torch.int64), q, asked)
+
+
+def cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    state: Tensor | None, asked: Asked,
+) -> Backward:  # fmt: skip
+    seed, offset = (q.new_zeros(2, dtype=torch.int64) if state is None else state[0, 0]).unbind()
+    bias = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
+        *_rows(grad, q, _each_head(k, q), _each_head(v, q)), out, lse.unsqueeze(-1), seed, offset, bias, None, None,
+        q.shape[2], k.shape[2], asked.dropout, asked.causal, scale=asked.scale,
+    )  # fmt: skip
+    return dq, _each_group(dk, k), _each_group(dv, v), None
+
+
+# --- plain products of blocks, on any device ------------------------------------------------------------------------
+
+
+def math(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> Forward:
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+    lse = q.new_empty(q.shape[:3], dtype=_wide(q))
+    state = drawn = None
+    if asked.dropout:
+        seed = torch.randint(2**31, (), device=q.device)
+        state, drawn = seed.expand(*q.shape[:2], 2).clone(), _generator(seed)
+    for entries, heads, groups in _blocks(q, k):
+        chances = _scores(q[entries, heads], k[entries, groups], _part(bias, entries, heads), asked)
+        sums = chances.logsumexp(-1)
+        lse[entries, heads] = sums.masked_fill_(sums == -torch.inf, torch.inf)  # who sees nothing gets zeros
+        chances.sub_(sums.unsqueeze(-1)).exp_()
+        if drawn is not None:
+            chances.mul_(_factors(chances, asked.dropout, drawn))
+        out[entries, heads] = chances @ _wide_heads(v[entries, groups], chances)
+        del chances
+    return out, lse, state
+
+
+def math_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    state: Tensor | None, asked: Asked,
+) -> Backward:  # fmt: skip
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dbias = torch.zeros_like(bias) if bias is not None and asked.bias_grad else None
+    drawn = None if state is None else _generator(state[0, 0, 0])
+    for entries, heads, groups in _blocks(q, k):
+        query, key, value = q[entries, heads], k[entries, groups], v[entries, groups]
+        chances = _scores(query, key, _part(bias, entries, heads), asked)
+        chances = chances.sub_(lse[entries, heads].unsqueeze(-1)).exp_()
+        wide = grad[entries, heads].to(chances.dtype)
+        slopes = wide @ _wide_heads(value, chances).transpose(-1, -2)
+        dropped = chances
+        if drawn is not None:
+            dropped = _factors(chances, asked.dropout, drawn)
+            slopes.mul_(dropped)
+            dropped.mul_(chances)
+        dv[entries, groups] = _each_group(dropped.transpose(-1, -2) @ wide, value)
+        del dropped
+        means = (wide * out[entries, heads]).sum(-1, keepdim=True)
+        slopes.sub_(means).mul_(chances)
+        if dbias is not None:
+            part = _part(dbias, entries, heads)
+            part.add_(slopes.sum_to_size(part.shape))
+        slopes.mul_(asked.scale)
+        dq[entries, heads] = slopes @ _wide_heads(key, slopes)
+        dk[entries, groups] = _each_group(slopes.transpose(-1, -2) @ query.to(slopes.dtype), key)
+        del chances, slopes
+    return dq, dk, dv, dbias
+
+
+def _blocks(q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice]]:
+    """Batch entries, query heads and their kv heads that are worked on at a time."""
+    batch, heads, queries, _ = q.shape
+    group = heads // k.shape[1]
+    entries, together = block_of(batch, heads, group, queries * k.shape[2])
+    found: list[tuple[slice, slice, slice]] = []
+    for b in range(0, batch, entries):
+        for first in range(0, heads, together):
+            last = min(first + together, heads)
+            found.append((slice(b, b + entries), slice(first, last), slice(first // group, last // group)))
+    return found
+
+
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, asked: Asked) -> Tensor:
+    wide = q.to(_wide(q))
+    scores = (wide @ _wide_heads(k, wide).transpose(-1, -2)).mul_(asked.scale)
+    if bias is not None:
+        scores.add_(bias)
+    if asked.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores.masked_fill_(later, -torch.inf)
+    return scores
+
+
+def _part(bias: Tensor | None, entries: slice, heads: slice) -> Any:
+    if bias is None:
+        return None
+    return bias[entries if bias.shape[0] > 1 else slice(None), heads if bias.shape[1] > 1 else slice(None)]
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """In which scores are made: never in halves."""
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+
+
+def _wide_heads(x: Tensor, like: Tensor) -> Tensor:
+    return _each_head(x, like).to(like.dtype)
+
+
+def _each_head(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, one for each query head."""
+    group = q.shape[1] // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, 1)
+
+
+def _each_group(made: Tensor, like: Tensor) -> Tensor:
+    """The sums over query heads that share a kv head."""
+    group = made.shape[1] // like.shape[1]
+    return made if group == 1 else made.unflatten(1, (-1, group)).sum(2)
+
+
+def _generator(seed: Tensor) -> torch.Generator:
+    generator = torch.Generator(device=seed.device)
+    generator.manual_seed(int(seed))
+    return generator
+
+
+def _factors(chances: Tensor, dropout: float, drawn: torch.Generator) -> Tensor:
+    """What each probability is multiplied by: 0, or 1 / (1 - dropout)."""
+    kept = torch.empty_like(chances, memory_format=torch.contiguous_format)
+    if dropout >= 1.0:
+        return kept.zero_()
+    return kept.bernoulli_(1.0 - dropout, generator=drawn).div_(1.0 - dropout)
+
+
+def _kept(numbers: Tensor, q: Tensor, asked: Asked) -> Tensor | None:
+    """Two numbers of a random state, for each head."""
+    return numbers.expand(*q.shape[:2], 2).clone() if asked.dropout else None
+
+
+KERNELS = {
+    "cpu": (cpu, cpu_backward),
+    "flash": (flash, flash_backward),
+    "efficient": (efficient, efficient_backward),
+    "cudnn": (cudnn, cudnn_backward),
+    "math": (math, math_backward),
+}
