@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.attention import ATTENTION, ATTENTION_BACKWARD, OPERANDS_OF_ATTENTION
 from autopar.graph import Node, Ref, TensorType
 from autopar.strategy import operand_types
 from autopar.trace import capture, graph_of
-from autopar.work import CAUSAL, flops_of
+from autopar.work import flops_of
 
 BATCH, HEADS, SEQUENCE, HEAD = 2, 4, 8, 16
 
@@ -30,17 +31,28 @@ def test_a_causal_mask_halves_attention_forward_and_backward(is_causal):
     found = {
         "backward" in node.op: flops_of(node, operand_types(node, graph.by_name))
         for node in graph.nodes
-        if node.op in CAUSAL
+        if node.op in OPERANDS_OF_ATTENTION
     }
     share = 0.5 if is_causal else 1.0
     assert found == {False: (2 * one * share, "attention"), True: (5 * one * share, "attention")}
 
 
-def test_the_place_of_is_causal_is_that_of_the_operators_schema():
-    for name, place in CAUSAL.items():
-        overload = name.removeprefix("aten.").removesuffix(".default")
-        schema = getattr(torch.ops.aten, overload).default._schema
-        assert schema.arguments[place].name == "is_causal"
+def test_attention_counts_keys_and_values_by_their_own_widths():
+    """Two products forward, five backward: of q and k (twice more for their gradients), and of what v is made with."""
+
+    def flops(op: str, *more: TensorType) -> float:
+        q, k, v = (TensorType(shape, "bfloat16") for shape in ((2, 8, 16, 32), (2, 2, 24, 32), (2, 2, 24, 48)))
+        grad = [TensorType((2, 8, 16, 48), "bfloat16")] if more else []
+        types = (*grad, q, k, v, *more)
+        refs = [Ref(f"x{place}") for place in range(len(types))]
+        first = len(grad) + 3
+        args = (*refs[:first], None, *refs[first:], *([None] if more else []), False, 1.0, 0.0, False)
+        return flops_of(Node("a", op, args, (), ()), types)[0]
+
+    one = 2.0 * 2 * 8 * 16 * 24
+    more = TensorType((2, 8, 16, 48), "bfloat16"), TensorType((2, 8, 16), "float32")
+    assert flops(ATTENTION) == one * (32 + 48)
+    assert flops(ATTENTION_BACKWARD, *more) == one * (3 * 32 + 2 * 48)
 
 
 def test_complex_numbers_take_the_arithmetic_of_their_parts():

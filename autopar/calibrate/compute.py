@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from autopar.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.emit import ops
 from autopar.price import OPTIMIZER_STATES
 from cost_models.steps import Compute, Move
@@ -54,14 +54,13 @@ def _name(dtype: torch.dtype) -> str:
 
 def _work(
     op: str, kind: str, flops: float, target: Callable[..., Any], *args: Any, own: bool = False, held: object = False,
-    in_turn: bool = True,
 ) -> Bench:  # fmt: skip
     """The bench of an operator: bytes are those of operands and results; it has its own curve or its kind's."""
     result = target(*args)
     first = result if isinstance(result, Tensor) else result[0]
     dtype = _name(first.dtype)
     step = Compute(op, flops, float(_nbytes(args) + _nbytes(result)), dtype, 1, kind)
-    call = _in_turn(target, args, _nbytes(result)) if in_turn else partial(target, *args)
+    call = _in_turn(target, args, _nbytes(result))
     return Bench(f"ops.{op}.{dtype}" if own else f"{kind}.{dtype}", step, call, bool(held))
 
 
@@ -132,34 +131,18 @@ def _product(equation: str, size: dict[str, int], device: torch.device, dtype: t
 
 
 def attentions(device: torch.device, dtype: torch.dtype) -> Made:
-    """Forward and backward of scaled dot product attention, (batch, heads, sequence, head size)."""
-    on_cpu = device.type == "cpu"
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    """Forward and backward of causal attention as programs run it, (batch, heads, sequence, head size)."""
     shapes = ((1, 4, 64, 64, 0), (2, 4, 128, 64, 0), (1, 8, 192, 64, 1), (1, 4, 512, 64, 0), (1, 2, 256, 32, 0))
     for b, h, s, d, held in shapes:
-        if not on_cpu:
+        if device.type != "cpu":
             b, h, s = 2 * b, 2 * h, 8 * s
-        q, k, v, g = (torch.randn(b, h, s, d, device=device).to(dtype).requires_grad_(not on_cpu) for _ in range(4))
-        one = 2.0 * b * h * s * s * d / 2  # causal: half of the square
-        if on_cpu:
-            out, lse = forward(q, k, v, 0.0, True)
-            yield _work(str(forward), "attention", 2 * one, forward, q, k, v, 0.0, True, own=True, held=held)
-            given = (g, q, k, v, out, lse, 0.0, True)
-            yield _work(str(backward), "attention", 5 * one, backward, *given, own=True, held=held)
-        else:  # which kernel runs is torch's choice, so that all of them share the curve of the kind
-            yield _work("attention", "attention", 2 * one, _attention, q, k, v, held=held, in_turn=False)
-            out = _attention(q, k, v)
-            given = out, (q, k, v), g.detach()
-            yield _work("attention_backward", "attention", 5 * one, _gradients, *given, held=held, in_turn=False)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def _gradients(out: Tensor, inputs: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+        q, k, v, g = (torch.randn(b, h, s, d, device=device).to(dtype) for _ in range(4))
+        asked = None, True, d**-0.5, 0.0, False
+        one = 2.0 * b * h * s * s * d / 2  # half of the square
+        out, lse, _ = ops.attention(q, k, v, *asked)
+        yield _work(ATTENTION, "attention", 2 * one, ops.attention, q, k, v, *asked, own=True, held=held)
+        given = (g, q, k, v, None, out, lse, None, *asked[1:])
+        yield _work(ATTENTION_BACKWARD, "attention", 5 * one, ops.attention_backward, *given, own=True, held=held)
 
 
 def convolutions(device: torch.device, dtype: torch.dtype) -> Made:

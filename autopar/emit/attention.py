@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from autopar.attention import block_of, kernel_of
 from autopar.graph import TensorType
@@ -47,7 +46,7 @@ Backward = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 def _rows(*tensors: Tensor | None) -> list[Any]:
     """Kernels want the last dim to be contiguous."""
-    return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
+    return [t if t is None or t.stride(-1) == 1 else aten.contiguous.default(t) for t in tensors]
 
 
 # --- the CPU's flash kernel -----------------------------------------------------------------------------------------
@@ -87,7 +86,7 @@ def flash_backward(
     state: Tensor | None, asked: Asked,
 ) -> Backward:  # fmt: skip
     # Without dropout the kernel reads no state, and takes none for an answer.
-    numbers = torch.empty(2, dtype=torch.int64, device=q.device) if state is None else state[0, 0].clone()
+    numbers = torch.empty(2, dtype=torch.int64, device=q.device) if state is None else _numbers(state).clone()
     grad, q, k, v = _rows(grad, q, k, v)
     made = aten._scaled_dot_product_flash_attention_backward.default(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], asked.dropout, asked.causal,
@@ -107,20 +106,22 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked
         *_rows(q, _each_head(k, q), _each_head(v, q)), _whole(bias, q, k), True, asked.dropout, asked.causal,
         scale=asked.scale,
     )  # fmt: skip
-    return out, lse[:, :, : q.shape[2]].contiguous(), _kept(torch.stack([seed, offset]).view(torch.int64), q, asked)
+    numbers = torch.stack([seed, offset]).view(torch.int64)
+    return out, aten.contiguous.default(lse.narrow(2, 0, q.shape[2])), _kept(numbers, q, asked)
 
 
 def efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
     state: Tensor | None, asked: Asked,
 ) -> Backward:  # fmt: skip
-    seed, offset = (q.new_zeros(2, dtype=torch.int64) if state is None else state[0, 0]).unbind()
-    lse = functional.pad(lse, (0, -lse.shape[-1] % ROWS), value=torch.inf)  # as forward fills them
+    seed, offset = (torch.zeros(2, dtype=torch.int64) if state is None else _numbers(state)).unbind()
+    lse = aten.constant_pad_nd.default(lse, (0, -lse.shape[-1] % ROWS), torch.inf)  # as forward fills them
     dq, dk, dv, dbias = aten._scaled_dot_product_efficient_attention_backward.default(
         *_rows(grad, q, _each_head(k, q), _each_head(v, q)), _whole(bias, q, k), out, lse, seed, offset, asked.dropout,
         [True, True, True, asked.bias_grad], asked.causal, scale=asked.scale,
     )  # fmt: skip
-    return dq, _each_group(dk, k), _each_group(dv, v), dbias.sum_to_size(bias.shape) if asked.bias_grad else None
+    trained = bias is not None and asked.bias_grad
+    return dq, _each_group(dk, k), _each_group(dv, v), dbias.sum_to_size(bias.shape) if trained else None
 
 
 def _whole(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -128,12 +129,12 @@ def _whole(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     if bias is None:
         return None
     keys = k.shape[2]
-    if keys % ALIGNED and bias.shape[-1] != 1:
-        bias = functional.pad(bias, (0, -keys % ALIGNED))[..., :keys]
-    elif bias.shape[-1] == 1:
-        padded = bias.expand(*bias.shape[:-1], keys + -keys % ALIGNED).contiguous()
-        bias = padded[..., :keys]
-    return bias.expand(q.shape[0], q.shape[1], q.shape[2], keys)
+    more = -keys % ALIGNED
+    if bias.shape[-1] == 1:
+        padded = aten.contiguous.default(bias.expand(*bias.shape[:-1], keys + more))
+    else:
+        padded = aten.constant_pad_nd.default(bias, (0, more)) if more else bias
+    return padded.narrow(-1, 0, keys).expand(q.shape[0], q.shape[1], q.shape[2], keys)
 
 
 # --- cuDNN ----------------------------------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
     state: Tensor | None, asked: Asked,
 ) -> Backward:  # fmt: skip
-    seed, offset = (q.new_zeros(2, dtype=torch.int64) if state is None else state[0, 0]).unbind()
+    seed, offset = (torch.zeros(2, dtype=torch.int64) if state is None else _numbers(state)).unbind()
     bias = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
         *_rows(grad, q, _each_head(k, q), _each_head(v, q)), out, lse.unsqueeze(-1), seed, offset, bias, None, None,
@@ -171,14 +172,15 @@ def math(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> 
     if asked.dropout:
         seed = torch.randint(2**31, (), device=q.device)
         state, drawn = seed.expand(*q.shape[:2], 2).clone(), _generator(seed)
-    for entries, heads, groups in _blocks(q, k):
-        chances = _scores(q[entries, heads], k[entries, groups], _part(bias, entries, heads), asked)
+    for at, groups in _blocks(q, k):
+        chances = _scores(_cut(q, at), _cut(k, groups), _part(bias, at), asked)
         sums = chances.logsumexp(-1)
-        lse[entries, heads] = sums.masked_fill_(sums == -torch.inf, torch.inf)  # who sees nothing gets zeros
+        sums.masked_fill_(sums == -torch.inf, torch.inf)  # who sees nothing gets zeros
+        _write(_cut(lse, at), sums)
         chances.sub_(sums.unsqueeze(-1)).exp_()
         if drawn is not None:
             chances.mul_(_factors(chances, asked.dropout, drawn))
-        out[entries, heads] = chances @ _wide_heads(v[entries, groups], chances)
+        _write(_cut(out, at), chances @ _wide_heads(_cut(v, groups), chances))
         del chances
     return out, lse, state
 
@@ -189,43 +191,56 @@ def math_backward(
 ) -> Backward:  # fmt: skip
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dbias = torch.zeros_like(bias) if bias is not None and asked.bias_grad else None
-    drawn = None if state is None else _generator(state[0, 0, 0])
-    for entries, heads, groups in _blocks(q, k):
-        query, key, value = q[entries, heads], k[entries, groups], v[entries, groups]
-        chances = _scores(query, key, _part(bias, entries, heads), asked)
-        chances = chances.sub_(lse[entries, heads].unsqueeze(-1)).exp_()
-        wide = grad[entries, heads].to(chances.dtype)
+    drawn = None if state is None else _generator(_numbers(state).select(0, 0))
+    for at, groups in _blocks(q, k):
+        query, key, value = _cut(q, at), _cut(k, groups), _cut(v, groups)
+        chances = _scores(query, key, _part(bias, at), asked)
+        chances.sub_(_cut(lse, at).unsqueeze(-1)).exp_()
+        wide = _cut(grad, at).to(chances.dtype)
         slopes = wide @ _wide_heads(value, chances).transpose(-1, -2)
         dropped = chances
         if drawn is not None:
             dropped = _factors(chances, asked.dropout, drawn)
             slopes.mul_(dropped)
             dropped.mul_(chances)
-        dv[entries, groups] = _each_group(dropped.transpose(-1, -2) @ wide, value)
+        _write(_cut(dv, groups), _each_group(dropped.transpose(-1, -2) @ wide, value))
         del dropped
-        means = (wide * out[entries, heads]).sum(-1, keepdim=True)
+        means = (wide * _cut(out, at)).sum(-1, keepdim=True)
         slopes.sub_(means).mul_(chances)
         if dbias is not None:
-            part = _part(dbias, entries, heads)
+            part = _part(dbias, at)
             part.add_(slopes.sum_to_size(part.shape))
         slopes.mul_(asked.scale)
-        dq[entries, heads] = slopes @ _wide_heads(key, slopes)
-        dk[entries, groups] = _each_group(slopes.transpose(-1, -2) @ query.to(slopes.dtype), key)
+        _write(_cut(dq, at), slopes @ _wide_heads(key, slopes))
+        _write(_cut(dk, groups), _each_group(slopes.transpose(-1, -2) @ query.to(slopes.dtype), key))
         del chances, slopes
     return dq, dk, dv, dbias
 
 
-def _blocks(q: Tensor, k: Tensor) -> list[tuple[slice, slice, slice]]:
-    """Batch entries, query heads and their kv heads that are worked on at a time."""
+Block = tuple[tuple[int, int], tuple[int, int]]  # (first, how many) batch entries, and heads
+
+
+def _blocks(q: Tensor, k: Tensor) -> list[tuple[Block, Block]]:
+    """What is worked on at a time: batch entries and query heads, and the same entries and their kv heads."""
     batch, heads, queries, _ = q.shape
     group = heads // k.shape[1]
     entries, together = block_of(batch, heads, group, queries * k.shape[2])
-    found: list[tuple[slice, slice, slice]] = []
+    found: list[tuple[Block, Block]] = []
     for b in range(0, batch, entries):
-        for first in range(0, heads, together):
-            last = min(first + together, heads)
-            found.append((slice(b, b + entries), slice(first, last), slice(first // group, last // group)))
+        part = b, min(entries, batch - b)
+        for head in range(0, heads, together):
+            count = min(together, heads - head)
+            found.append(((part, (head, count)), (part, (head // group, count // group))))
     return found
+
+
+def _cut(x: Tensor, block: Block) -> Tensor:
+    """A view. (By `narrow`, and written to by an operator: Python's own ways need CUDA for fake CUDA tensors.)"""
+    return x.narrow(0, *block[0]).narrow(1, *block[1])
+
+
+def _write(place: Tensor, values: Tensor) -> None:
+    aten.copy_.default(place, values)
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, asked: Asked) -> Tensor:
@@ -239,10 +254,13 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, asked: Asked) -> Tensor:
     return scores
 
 
-def _part(bias: Tensor | None, entries: slice, heads: slice) -> Any:
+def _part(bias: Tensor | None, block: Block) -> Any:
+    """What a bias says of a block; one of size 1 says the same of all."""
     if bias is None:
         return None
-    return bias[entries if bias.shape[0] > 1 else slice(None), heads if bias.shape[1] > 1 else slice(None)]
+    for dim, (first, count) in enumerate(block):
+        bias = bias if bias.shape[dim] == 1 else bias.narrow(dim, first, count)
+    return bias
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -283,6 +301,11 @@ def _factors(chances: Tensor, dropout: float, drawn: torch.Generator) -> Tensor:
 def _kept(numbers: Tensor, q: Tensor, asked: Asked) -> Tensor | None:
     """Two numbers of a random state, for each head."""
     return numbers.expand(*q.shape[:2], 2).clone() if asked.dropout else None
+
+
+def _numbers(state: Tensor) -> Tensor:
+    """Those of the first head, which are those of all."""
+    return state.flatten(0, 1).select(0, 0)
 
 
 KERNELS = {

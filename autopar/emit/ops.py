@@ -62,9 +62,9 @@ def to_front(x: Tensor, dim: int, parts: int) -> Tensor:
         shape = list(x.shape)
         shape[dim] //= parts
         shape[0] *= parts
-        return x.reshape(shape).contiguous()
+        return torch.ops.aten.contiguous.default(x.reshape(shape))
     # A collective sends memory as it lies, and cat keeps the order of channels_last pieces.
-    return torch.cat(x.chunk(parts, dim), 0).contiguous()
+    return torch.ops.aten.contiguous.default(torch.cat(x.chunk(parts, dim), 0))
 
 
 def from_front(x: Tensor, dim: int, parts: int) -> Tensor:

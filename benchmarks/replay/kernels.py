@@ -1,6 +1,5 @@
 """How a plan's operators run as kernels, where that differs from what autopar prices: one operator, one kernel.
 
-- Attention with a causal mask skips the half of the square that the mask hides, as flash kernels do.
 - A compiled layer (a `unit`) runs connected elementwise operators and reductions as one kernel: it reads what comes
   from outside once and writes what is read outside, and what lies between never reaches memory. Operators are connected
   where one reads the other and no product, attention or collective lies on any way between them. This is the least that
@@ -18,8 +17,7 @@ from dataclasses import replace
 from autopar.graph import Graph, Node, Ref
 from autopar.layout import local_type
 from autopar.plan import Choice, Plan
-from autopar.strategy import operand_types
-from autopar.work import LOOKUPS, VIEWS, flops_of
+from autopar.work import LOOKUPS, VIEWS
 from cost_models.steps import MATRIX_KINDS, Comm, Compute
 
 Unit = Callable[[Node], Hashable]  # the unit that a compiler is given at once; None: not compiled
@@ -28,12 +26,6 @@ Unit = Callable[[Node], Hashable]  # the unit that a compiler is given at once; 
 def as_kernels(plan: Plan, unit: Unit = lambda node: None) -> Plan:
     """The plan with the steps of its operators as kernels; a kernel stays inside one `unit` of what is compiled."""
     choices = dict(plan.choices)
-    node_of = plan.graph.by_name
-    for node in plan.graph.nodes:
-        if is_causal(node):
-            types = operand_types(node, node_of)
-            share = square_flops(node, plan.graph) / 2 / flops_of(node, types)[0]
-            choices[node.name] = _scaled(choices[node.name], share)
     for kernel in kernels(plan, unit):
         moved = _bytes(plan, kernel)
         *others, last = kernel
@@ -41,17 +33,6 @@ def as_kernels(plan: Plan, unit: Unit = lambda node: None) -> Plan:
             choices[name] = _moving(choices[name], 0.0, 0)
         choices[last] = _moving(choices[last], float(moved), 1)
     return replace(plan, choices=choices)
-
-
-def is_causal(node: Node) -> bool:
-    return "scaled_dot_product" in node.op and any(arg is True for arg in node.args)
-
-
-def square_flops(node: Node, graph: Graph) -> float:
-    """Flops of attention over the whole square: two products forward, five backward (Dao 2023, section 3.1)."""
-    is_backward = "_backward" in node.op
-    q, k = operand_types(node, graph.by_name)[is_backward : is_backward + 2]
-    return (5.0 if is_backward else 2.0) * 2.0 * q.numel * k.shape[-2]
 
 
 def kernels(plan: Plan, unit: Unit) -> list[list[str]]:
@@ -151,13 +132,6 @@ def _storage(ref: Ref, node_of: dict[str, Node]) -> Ref:
     while (node := node_of[ref.name]).op in VIEWS:
         ref = node.operands[0]
     return ref
-
-
-def _scaled(choice: Choice, share: float) -> Choice:
-    steps = tuple(
-        replace(step, flops=share * step.flops) if isinstance(step, Compute) else step for step in choice.steps
-    )
-    return replace(choice, steps=steps)
 
 
 def _moving(choice: Choice, nbytes: float, launches: int) -> Choice:

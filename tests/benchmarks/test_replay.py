@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.attention import OPERANDS_OF_ATTENTION
 from autopar.events import events_of
 from autopar.graph import Graph
 from autopar.measure.memory import LiveBytes
@@ -31,7 +32,7 @@ from autopar.trace import capture, graph_of
 from autopar.work import VIEWS, flops_of
 from benchmarks.replay import report
 from benchmarks.replay.__main__ import main, outcomes_of
-from benchmarks.replay.kernels import as_kernels, is_causal, kernels
+from benchmarks.replay.kernels import as_kernels, kernels
 from benchmarks.replay.llama import SHAPES, graph_of_model, model_of, with_batch
 from benchmarks.replay.optimus import optimus
 from benchmarks.replay.published import plan_as_published
@@ -309,7 +310,7 @@ def test_a_causal_mask_halves_attention() -> None:
     square = 2.0 * BATCH // 4 * SHAPE["heads"] * SEQUENCE * SEQUENCE * head  # one product of this rank's part
     seen = 0
     for node in one.graph.nodes:
-        if is_causal(node):
+        if node.op in OPERANDS_OF_ATTENTION:
             seen += 1
             (step,) = (step for step in priced.choices[node.name].steps if isinstance(step, Compute))
             assert step.flops == pytest.approx((5 if "backward" in node.op else 2) * square / 2)

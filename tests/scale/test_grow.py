@@ -46,11 +46,23 @@ def test_shapes_are_those_of_a_trace_at_the_other_size(name, which, times):
                 assert found.type_at(Ref(ours.name, index), values) == type, f"%{ours.name} {ours.source}"
 
 
+class Apart(nn.Module):
+    """Its positions are expanded to the batch, and never meet it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1]).float()
+        wide = places.expand(x.shape[0], -1)
+        return self.linear(x + places[:, None]).square().mean() * (1 + wide.square().mean())
+
+
 def test_what_only_an_argument_tells_is_listed():
-    """The mask of packed sequences is made of positions that are expanded to the batch, and never meets it again."""
-    assumed = [(ref.name, dim, told(size)) for ref, dim, size in growth("gpt2").assumed]
-    assert assumed == [("expand", 0, "batch")]
-    assert growth("cnn").assumed == growth("mlp").assumed == ()
+    found = growth_of(graph(Apart(), torch.randn(6, 12, 8)), {"batch": [("['x']", 0)], "sequence": [("['x']", 1)]})
+    assert [(ref.name, dim, told(size)) for ref, dim, size in found.assumed] == [("expand", 0, "batch")]
+    assert growth("cnn").assumed == growth("mlp").assumed == growth("gpt2").assumed == ()
 
 
 class Heads(nn.Module):

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from autopar.graph import ITEMSIZE, Node, Ref, TensorType
+from autopar.graph import Node, Ref, TensorType
 from autopar.layout import local_type
 from autopar.liveness import holds_storage
 from autopar.mesh import Mesh
@@ -19,7 +19,7 @@ from autopar.scale.forms import work_of
 from autopar.strategy import Strategy, make_strategy, node_strategies
 from autopar.work import flops_of
 from cost_models.formulas import at, symbol
-from tests.rules import samples_cuda, samples_nn, samples_pointwise, samples_reduce, samples_shape
+from tests.rules import samples_nn, samples_pointwise, samples_reduce, samples_shape
 from tests.rules.harness import make_call
 
 torch.manual_seed(0)
@@ -79,18 +79,8 @@ def test_closed_forms_equal_numbers_for_every_strategy(op: str, mesh: Mesh):
             check(sample, strategy, mesh)
 
 
-@pytest.mark.parametrize("node, types, _", samples_cuda.CASES, ids=lambda value: getattr(value, "name", ""))
-def test_attention_on_cuda_too(node, types, _):
-    rule = rule_of(node, types)
-    assert rule is not None
-    if any(type is not None and type.dtype not in ITEMSIZE for type in (*types, *node.outputs)):
-        pytest.skip("has a dtype of unknown size")
-    for strategy in node_strategies(node, types, rule, MESHES[0]):
-        check((node, types, rule), strategy, MESHES[0])
-
-
 def test_every_rule_is_covered():
-    assert set(RULES) == set(SAMPLES) | set(samples_cuda.OPERATORS)
+    assert set(RULES) == set(SAMPLES)
 
 
 def test_a_product_reads_like_the_textbook():

@@ -23,8 +23,7 @@ from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from examples import mlp
 from tests.scale.retrace import growth, retraced
-from tests.scale.test_grow import Positions
-from tests.support.families import family
+from tests.scale.test_grow import Apart, Positions
 from tests.support.machines import FAST, machine
 
 ROOT = Path(__file__).parent.parent.parent
@@ -194,11 +193,13 @@ def test_what_cannot_grow_is_said(tmp_path, capsys):
 
 
 def test_an_assumption_is_said(tmp_path, capsys):
-    search(family("gpt2").graph, Mesh(("data",), (2,)), H100).save(tmp_path / "plan.json")
-    assert main([str(tmp_path / "plan.json"), "--no-search", "--quiet", "--times", "2"]) == 0
+    apart = graph_of(capture(Apart(), (), {"x": torch.randn(6, 12, 8)}))
+    search(apart, Mesh(("data",), (2,)), H100).save(tmp_path / "plan.json")
+    grow = ["--grow", "batch=x:0", "--grow", "sequence=x:1"]
+    assert main([str(tmp_path / "plan.json"), "--no-search", "--quiet", "--times", "2", *grow]) == 0
     out, _ = capsys.readouterr()
-    assert re.search(r"note: dim 0 of %expand int64\[4, 12\] \(.*\) is taken to be batch; no other value tells", out)
-    assert "sequence^2" in out
+    assert re.search(r"note: dim 0 of %expand float32\[6, 12\] \(.*\) is taken to be batch; no other value tells", out)
+    assert "160 B * batch * sequence  100 %" in out
 
 
 WRONG = [

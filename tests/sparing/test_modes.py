@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autopar.attention import ATTENTION
 from autopar.graph import Graph, Node
 from autopar.measure.twin import traced
 from autopar.saving import DROP, OFFLOAD, RECOMPUTE, SAVE, Widened, widened
@@ -85,9 +86,8 @@ def test_random_operators_and_readers_of_changed_buffers_never_run_again(name: s
 
 
 def test_attention_draws_where_it_drops() -> None:
-    """On a CPU it is traced in parts; on CUDA it stays one operator."""
-    node = Node("a", "aten._scaled_dot_product_flash_attention.default", (0, 0, 0, 0.1, True), (), (), "forward")
-    assert draws(node) and not draws(replace(node, args=(0, 0, 0, 0.0, True)))
+    node = Node("a", ATTENTION, (0, 0, 0, None, True, 1.0, 0.1, False), (), (), "forward")
+    assert draws(node) and not draws(replace(node, args=(0, 0, 0, None, True, 1.0, 0.0, False)))
 
 
 DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
