@@ -120,8 +120,8 @@ def efficient_backward(
         *_rows(grad, q, _each_head(k, q), _each_head(v, q)), _whole(bias, q, k), out, lse, seed, offset, asked.dropout,
         [True, True, True, asked.bias_grad], asked.causal, scale=asked.scale,
     )  # fmt: skip
-    trained = bias is not None and asked.bias_grad
-    return dq, _each_group(dk, k), _each_group(dv, v), dbias.sum_to_size(bias.shape) if trained else None
+    gradient = dbias.sum_to_size(bias.shape) if bias is not None and asked.bias_grad else None
+    return dq, _each_group(dk, k), _each_group(dv, v), gradient
 
 
 def _whole(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
