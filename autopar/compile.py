@@ -35,6 +35,7 @@ from autopar.search import answer, ask, search
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.same import same_choices
 from autopar.search.spare import SPARES
+from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware
 
 OUTPUTS = ("auto", "sharded", "global")
@@ -54,7 +55,7 @@ def compile(
     spare: str | Collection[str] | None = None,
     keep: Mapping[str, str] | None = None,
     optimizer: str = "adamw",
-    precision: MixedPrecisionPolicy | None = None,
+    precision: MixedPrecisionPolicy | str | None = None,
     outputs: str = "auto",
     inputs: str = "global",
     batch_norm: str = "global",
@@ -85,7 +86,8 @@ def compile(
     backward needs; name of a parameter, or of a module with parameters -> "device", "host" or "stream". Names may be
     patterns, as "transformer.h.*.mlp"; of two that say different things the later one counts.
     optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none.
-    precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in.
+    precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in. "bf16"
+    is short for bfloat16 and float32, "fp32" for no casts.
     outputs: what outputs other than scalars come back as. "auto": whole plain tensors; beside a scalar loss, where they
     are seldom read, they are put together when somebody reads them, which all ranks must do. "global": whole tensors,
     always put together. "sharded": DTensors in the plan's layouts.
@@ -116,6 +118,7 @@ def compile(
     _known("backend", backend, BACKENDS)
     _known("batch_norm", batch_norm, STATISTICS)
     _known("optimizer", optimizer, tuple(OPTIMIZER_STATES))
+    precision = precision_named(precision)
     if isinstance(patience_s, bool) or not patience_s > 0:
         raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
 

@@ -107,6 +107,12 @@ def is_here(hardware: Hardware, device_type: str) -> bool:
     return False
 
 
+def device_type_of(hardware: Hardware) -> str:
+    """torch's name for the devices of a profile: "cpu" where their memory is the host's, else "cuda"."""
+    tiers = hardware.tiers
+    return "cpu" if tiers["hbm"].bytes_per_s == tiers["host"].bytes_per_s else "cuda"
+
+
 def hardware_or_here(hardware: str | Path | Hardware | None, device_type: str, *, calibrated: bool = True) -> Hardware:
     """The given profile; else what `python -m autopar.calibrate` measured here; else the known one that fits.
 

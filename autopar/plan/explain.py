@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from autopar import batch_norm
+from autopar import batch_norm, precision
 from autopar.graph import Node, TensorType
 from autopar.layout import Layout, Partial, Placement, Replicate, Shard, local_type, show
 from autopar.plan.plan import Choice, Plan
@@ -54,6 +54,8 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"mesh {plan.mesh} ({plan.mesh.ranks} ranks) on {plan.hardware}, optimizer {plan.optimizer}"
     if norms := batch_norm.told(plan.graph):
         yield f"batch norm: {norms}"
+    if casts := precision.told(plan.graph):
+        yield f"precision: {casts}"
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -226,12 +228,12 @@ def _flops(plan: Plan, node: Node) -> float:
 
 
 def _weights(plan: Plan) -> dict[str, str]:
-    """Node -> the parameter that it is another look at."""
+    """Node -> the parameter that it is another look at, or a cast of."""
     found: dict[str, str] = {}
     for node in plan.graph.nodes:
         if node.op == "parameter":
             found[node.name] = node.name
-        elif node.op in (*VIEWS, FETCH) and node.operands[0].name in found:
+        elif node.op in (*VIEWS, FETCH, precision.CAST) and node.operands[0].name in found:
             found[node.name] = found[node.operands[0].name]
     return found
 
@@ -241,7 +243,7 @@ def _uses(plan: Plan) -> list[_Use]:
     weight_of = _weights(plan)
     taken: dict[str, list[Layout]] = defaultdict(list)  # parameter -> how the forward operators take it
     for node in plan.graph.nodes:
-        if node.phase == "forward" and node.op not in (*VIEWS, FETCH):
+        if node.phase == "forward" and node.op not in (*VIEWS, FETCH) and node.name not in weight_of:
             for ref, layout in zip(node.operands, plan.choices[node.name].takes, strict=True):
                 if ref.name in weight_of:
                     taken[weight_of[ref.name]].append(layout)

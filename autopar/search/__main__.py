@@ -20,18 +20,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.attach.calls import by_name
 from autopar.batch_norm import GLOBAL, LOCAL, STATISTICS, parts_of, statistics_of
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.compile import ways_named
 from autopar.graph import Graph
-from autopar.here import hardware_or_here, is_here, memory_bytes
+from autopar.here import device_type_of, hardware_or_here, is_here, memory_bytes
 from autopar.layout import show
 from autopar.measure.calls import Profile
 from autopar.measure.operators import DEFAULT_S, profiler
 from autopar.mesh import parse_mesh
 from autopar.plan import Plan
+from autopar.precision import told
 from autopar.price import OPTIMIZER_STATES
 from autopar.search import curve
 from autopar.search.baselines import Row, compare, moved, table
@@ -42,6 +44,7 @@ from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question
 from autopar.search.spare import NEEDS_OPTIM, SPARES
 from autopar.trace import Captured, TraceError, capture, graph_of
 from autopar.trace.interrupts import interruptible
+from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware, known_hardware
 from cost_models.whole_file import write_whole
 
@@ -105,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
     add("--outputs", choices=("sharded", "global"), default="sharded",
         help="leave outputs in pieces, or bring them whole to every rank (default: sharded)")  # fmt: skip
+    add("--precision", metavar="NAME", default="fp32",
+        help="bf16: compute in bfloat16 over the stored parameters and sum gradients in float32; fp32: as the model "
+        "is (default: fp32)")  # fmt: skip
     add("--batch-norm", choices=STATISTICS, default=GLOBAL,
         help="statistics of batch norms: global, of the whole batch, or local, of each rank's part of it, as DDP has "
         "them (default: global)")  # fmt: skip
@@ -181,6 +187,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     memory = _memory(given.memory, hardware)
     spare = _or_bad(lambda: ways_named(given.spare))
     keep = _keep(given.keep)
+    precision = _or_bad(lambda: precision_named(given.precision))
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
     profile = _profile(given, hardware, progress)
@@ -190,8 +197,12 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
         measured = ", a profile that was measured" if hardware.curves else ""
         progress(f"mesh {mesh}, {mesh.ranks} ranks of {hardware.name}{measured}, {size(memory)} each")
-        captured = _timed(seconds, "trace", lambda: _trace(given.model, progress))
-        graph = graph_of(captured, parts=parts_of(given.batch_norm, mesh))
+        captured = _timed(seconds, "trace", lambda: _trace(given.model, precision, device_type_of(hardware), progress))
+
+        def graph_with(statistics: str) -> Graph:
+            return graph_of(captured, precision, parts=parts_of(statistics, mesh))
+
+        graph = graph_with(given.batch_norm)
         progress(f"traced {len(graph.nodes):,} operators, forward and backward")
         _or_bad(lambda: kept(keep, graph))
 
@@ -208,7 +219,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
                 seconds,
                 "baselines",
                 lambda: compare(
-                    question, plan, memory=memory, **limits, as_ddp=_as_ddp(captured, question, asked),
+                    question, plan, memory=memory, **limits, as_ddp=_as_ddp(graph_with, question, asked),
                     progress=progress,
                 ),
             )  # fmt: skip
@@ -344,19 +355,21 @@ def _writable(path: str, flag: str) -> Path:
 # --- work ------------------------------------------------------------------------------------------------------------
 
 
-def _as_ddp(captured: Captured, question: Question, asked: Callable[[Graph], Question]) -> Question | str | None:
+def _as_ddp(
+    graph_with: Callable[[str], Graph], question: Question, asked: Callable[[Graph], Question]
+) -> Question | str | None:
     """The question with the batch norms that DDP has, or why there is none; None where the asked one is such."""
     if GLOBAL not in statistics_of(question.graph) or question.pricer.mesh.ranks == 1:
         return None
     try:
-        graph = graph_of(captured, parts=parts_of(LOCAL, question.pricer.mesh))
+        graph = graph_with(LOCAL)
     except TraceError as error:
         return str(error)
     return asked(graph) if LOCAL in statistics_of(graph) else None
 
 
-def _trace(text: str, progress: Progress) -> Captured:
-    """What `autopar.compile` captures when it is called as the factory says."""
+def _trace(text: str, precision: MixedPrecisionPolicy | None, device_type: str, progress: Progress) -> Captured:
+    """What `autopar.compile` captures when it is called as the factory says, for devices of that type."""
     example = build(text)
     count = sum(parameter.numel() for parameter in example.model.parameters())
     progress(f"built {type(example.model).__name__}, {count:,} parameters")
@@ -364,7 +377,10 @@ def _trace(text: str, progress: Progress) -> Captured:
     model = example.model
     training = model.training or any(parameter.requires_grad for parameter in model.parameters())
     with _without_torchs_dump():
-        captured = capture(model, args, kwargs, training=None if training == model.training else training)
+        captured = capture(
+            model, args, kwargs, training=None if training == model.training else training, precision=precision,
+            device_type=device_type,
+        )  # fmt: skip
     return captured
 
 
@@ -407,6 +423,7 @@ def _document(
         "optimizer": plan.optimizer,
         "outputs": plan.outputs,
         "batch_norm": plan.batch_norm or None,
+        "precision": told(plan.graph) or None,
         "memory_limit": plan.memory_limit,
         **_figures(plan),
         "status": plan.search.get("status"),
