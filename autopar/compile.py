@@ -23,7 +23,7 @@ from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
 from autopar.batch_norm import STATISTICS
 from autopar.graph import Graph, TensorType
-from autopar.here import check_size, hardware_or_here, is_here, memory_bytes
+from autopar.here import check_size, hardware_or_here, is_here, memory_bytes, tf32_here
 from autopar.layout import Layout
 from autopar.measure.operators import profiler
 from autopar.mesh import Mesh
@@ -126,6 +126,7 @@ def compile(
         machine = hardware_or_here(hardware, device_mesh.device_type)
         if profile is not None:
             _can_profile(profile, machine, device_mesh.device_type)
+        machine = machine.allowing(tf32_here(device_mesh.device_type))
         room = memory_bytes(memory, machine, device_mesh.device_type)
         return machine, room, ways_named(spare), Plan.load(plan) if isinstance(plan, (str, Path)) else plan
 
@@ -134,7 +135,8 @@ def compile(
     settings: dict[str, object] = {  # hardware is not among them: rank 0 alone searches
         "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
-        "precision": precision, "spare": ways, "keep": sorted((keep or {}).items()),
+        "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "spare": ways,
+        "keep": sorted((keep or {}).items()),
     }  # fmt: skip
 
     def planner(graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:

@@ -56,6 +56,14 @@ def _head(plan: Plan) -> Iterator[str]:
         yield f"batch norm: {norms}"
     if casts := precision.told(plan.graph):
         yield f"precision: {casts}"
+    if plan.tf32 and (kinds := sorted(_kinds_of_float32(plan) & {*plan.tf32})):
+        yield f"tf32: {' and '.join(kinds)} of float32 {'run' if len(kinds) > 1 else 'runs'} as TF32"
+
+
+def _kinds_of_float32(plan: Plan) -> set[str]:
+    """Which kinds of arithmetic the plan does in float32."""
+    steps = (step for choice in plan.choices.values() for step in choice.steps)
+    return {step.kind for step in steps if isinstance(step, Compute) and step.dtype == "float32"}
 
 
 def _time(plan: Plan) -> Iterator[str]:

@@ -27,7 +27,7 @@ from autopar.batch_norm import GLOBAL, LOCAL, STATISTICS, parts_of, statistics_o
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.compile import ways_named
 from autopar.graph import Graph
-from autopar.here import device_type_of, hardware_or_here, is_here, memory_bytes
+from autopar.here import device_type_of, hardware_or_here, is_here, memory_bytes, tf32_set
 from autopar.layout import show
 from autopar.measure.calls import Profile
 from autopar.measure.operators import DEFAULT_S, profiler
@@ -45,7 +45,7 @@ from autopar.search.spare import NEEDS_OPTIM, SPARES
 from autopar.trace import Captured, TraceError, capture, graph_of
 from autopar.trace.interrupts import interruptible
 from autopar.trace.precision import precision_named
-from cost_models.hardware import Hardware, known_hardware
+from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
 from cost_models.whole_file import write_whole
 
 T = TypeVar("T")
@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", metavar="NAME", default="fp32",
         help="bf16: compute in bfloat16 over the stored parameters and sum gradients in float32; fp32: as the model "
         "is (default: fp32)")  # fmt: skip
+    add("--tf32", metavar="KINDS",
+        help="which products of float32 run as TF32, where the hardware has it: some of matmul, conv with a comma "
+        "between, or none (default: as torch is set once MODEL is built; by itself it allows conv)")  # fmt: skip
     add("--batch-norm", choices=STATISTICS, default=GLOBAL,
         help="statistics of batch norms: global, of the whole batch, or local, of each rank's part of it, as DDP has "
         "them (default: global)")  # fmt: skip
@@ -190,6 +193,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     precision = _or_bad(lambda: precision_named(given.precision))
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
+    asked_tf32 = _tf32(given)
     profile = _profile(given, hardware, progress)
     paths = _paths({"-o": given.output, "--dot": given.dot, "--memory-curve": given.memory_curve or None})
 
@@ -198,6 +202,9 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         measured = ", a profile that was measured" if hardware.curves else ""
         progress(f"mesh {mesh}, {mesh.ranks} ranks of {hardware.name}{measured}, {size(memory)} each")
         captured = _timed(seconds, "trace", lambda: _trace(given.model, precision, device_type_of(hardware), progress))
+
+        if device_type_of(hardware) == "cuda":
+            hardware = hardware.allowing(tf32_set() if asked_tf32 is None else asked_tf32)
 
         def graph_with(statistics: str) -> Graph:
             return graph_of(captured, precision, parts=parts_of(statistics, mesh))
@@ -304,6 +311,23 @@ def _profile(given: argparse.Namespace, hardware: Hardware, progress: Progress) 
     raise BadArgument(
         f"--profile times operators on this machine, which is no {hardware.name}; run it on one, or leave --profile out"
     )
+
+
+def _tf32(given: argparse.Namespace) -> tuple[str, ...] | None:
+    """Kinds of products; None for torch's settings."""
+    if given.tf32 is None:
+        return None
+    if given.profile is not None:
+        raise BadArgument(
+            "--profile times operators under torch's own settings of TF32; set those in the file of MODEL, and leave "
+            "--tf32 out"
+        )
+    words = [word.strip() for word in given.tf32.split(",")]
+    if words == ["none"]:
+        return ()
+    if unknown := [word for word in words if word not in TF32_KINDS]:
+        raise BadArgument(f"--tf32 {unknown[0]!r} is not known; choose some of {', '.join(TF32_KINDS)}, or none alone")
+    return tuple(kind for kind in TF32_KINDS if kind in words)
 
 
 def _memory(text: str | None, hardware: Hardware) -> float:
@@ -424,6 +448,7 @@ def _document(
         "outputs": plan.outputs,
         "batch_norm": plan.batch_norm or None,
         "precision": told(plan.graph) or None,
+        "tf32": list(plan.tf32),
         "memory_limit": plan.memory_limit,
         **_figures(plan),
         "status": plan.search.get("status"),
