@@ -13,6 +13,7 @@ from autopar.graph import Node, TensorType
 from autopar.layout import Layout, Partial, Placement, Replicate, Shard, local_type, show
 from autopar.plan.plan import Choice, Plan
 from autopar.plan.tell import home, human, is_product, modes_of, shown_nodes
+from autopar.plan.utilisation import utilisation
 from autopar.saving.once import is_gathered_once
 from autopar.work import FETCH, STORE, VIEWS
 from cost_models.steps import Compute, Move
@@ -27,7 +28,8 @@ SOME = 0.005  # below this, not worth a word
 
 def explain(plan: Plan) -> str:
     """At most 40 lines of at most 110 columns (a few more on a mesh of many axes)."""
-    facts = [*_head(plan), *_time(plan), *_candidates(plan), *_memory(plan), *_saving(plan), *_words(plan)]
+    facts = [*_head(plan), *_time(plan), *_utilisation(plan), *_candidates(plan), *_memory(plan)]
+    facts += [*_saving(plan), *_words(plan)]
     notes = [*_notes(plan)]
     left = HEIGHT - len(facts) - len(notes) - 4  # each table has a line above and one below
     products = [*_products(plan, max(3, left * 2 // 5))]
@@ -100,6 +102,11 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"proven: no plan of the searched space takes less than {_ms(plan.bound)}; gap {100 * plan.gap:.2f} %"
     else:
         yield "no lower bound is known for this plan"
+
+
+def _utilisation(plan: Plan) -> Iterator[str]:
+    for line in utilisation(plan).told():
+        yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ")
 
 
 def _time_line(plan: Plan, name: str, seconds: float, tail: str) -> str:

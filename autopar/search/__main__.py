@@ -10,11 +10,9 @@ import json
 import logging
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,15 +26,13 @@ from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.compile import ways_named
 from autopar.graph import Graph
 from autopar.here import device_type_of, hardware_or_here, is_here, memory_bytes, tf32_set
-from autopar.layout import show
 from autopar.measure.calls import Profile
 from autopar.measure.operators import DEFAULT_S, profiler
 from autopar.mesh import parse_mesh
-from autopar.plan import Plan
-from autopar.precision import told
 from autopar.price import OPTIMIZER_STATES
 from autopar.search import curve
-from autopar.search.baselines import Row, compare, moved, table
+from autopar.search.baselines import Row, compare, table
+from autopar.search.document import document
 from autopar.search.factory import Example, build
 from autopar.search.keep import kept
 from autopar.search.limits import size
@@ -244,7 +240,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         }
     seconds["total"] = time.perf_counter() - started
     if given.json:
-        text = json.dumps(_document(given.model, plan, rows, points, seconds), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(document(given.model, plan, rows, points, seconds), indent=1, allow_nan=False) + "\n"
     else:
         tables = [*([table(plan, rows)] if rows else []), *([curve.table(points)] if points else [])]
         text = "\n".join([plan.explain(), *tables])
@@ -431,75 +427,6 @@ def _call(example: Example, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]
     except TypeError as error:
         name = type(example.model).__name__
         raise BadArgument(f"{text} returned inputs that {name}.forward does not take: {error}") from error
-
-
-def _document(
-    model: str, plan: Plan, rows: Sequence[Row], points: Sequence[curve.Point], seconds: dict[str, float]
-) -> dict[str, Any]:
-    """What --json prints; every figure of a plan is predicted, for one rank and one step."""
-    types = {node.target: node.outputs[0] for node in plan.graph.nodes if node.op == "parameter"}
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    per_unit = 1 if sys.platform == "darwin" else 1024
-    return {
-        "model": model,
-        "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
-        "hardware": plan.hardware,
-        "optimizer": plan.optimizer,
-        "outputs": plan.outputs,
-        "batch_norm": plan.batch_norm or None,
-        "precision": told(plan.graph) or None,
-        "tf32": list(plan.tf32),
-        "memory_limit": plan.memory_limit,
-        **_figures(plan),
-        "status": plan.search.get("status"),
-        "tied": bool(plan.search.get("tied")),
-        "measured": plan.search.get("measured", 0),
-        "parameters": sum(type.numel for type in types.values() if type is not None),
-        "layouts": {
-            name: show(layout, plan.mesh, len(type.shape))
-            for name, layout in plan.parameters.items()
-            if (type := types[name]) is not None
-        },
-        "nodes": len(plan.graph.nodes),
-        "variables": plan.search.get("variables"),
-        "constraints": plan.search.get("constraints"),
-        "items": plan.search.get("items"),
-        "edges": plan.search.get("edges"),
-        "candidates": [asdict(candidate) for candidate in plan.candidates],
-        "notes": list(plan.notes),
-        "baselines": [
-            {"policy": row.policy, "batch_norm": row.batch_norm or None, "fits": row.plan is not None, "why": row.why,
-             "needs_bytes": row.needs}
-            | ({} if row.plan is None else _figures(row.plan))
-            for row in rows
-        ],
-        "ms_per_gib": {
-            tier: plan.search[key] for tier in plan.peak_bytes if (key := f"ms_per_gib:{tier}") in plan.search
-        },
-        **({"memory_curve": curve.rows_of(points)} if points else {}),
-        "seconds": seconds,
-        "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in usage),
-        "peak_rss_bytes": usage[0].ru_maxrss * per_unit,
-    }  # fmt: skip
-
-
-def _figures(plan: Plan) -> dict[str, Any]:
-    return {
-        "step_seconds": plan.step_seconds,
-        "simulated_seconds": plan.simulated_seconds,
-        "prefetch": plan.prefetch,
-        "bound": plan.bound if math.isfinite(plan.bound) else None,
-        "gap": plan.gap if math.isfinite(plan.gap) else None,
-        "seconds_by": dict(plan.seconds_by),
-        "peak_bytes": dict(plan.peak_bytes),
-        "comm_bytes": [
-            {"collective": collective, "axis": axis, "bytes": nbytes}
-            for (collective, axis), nbytes in plan.comm_bytes.items()
-        ],
-        "moved_bytes": moved(plan),
-        "recomputed": curve.recomputed(plan),
-        "offloaded_bytes": curve.offloaded_bytes(plan),
-    }
 
 
 if __name__ == "__main__":
