@@ -23,7 +23,7 @@ from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
 from autopar.batch_norm import STATISTICS
 from autopar.graph import Graph, TensorType
-from autopar.here import check_size, hardware_or_here, is_here, memory_bytes
+from autopar.here import check_size, hardware_or_here, is_here, memory_bytes, tf32_here
 from autopar.layout import Layout
 from autopar.measure.operators import profiler
 from autopar.mesh import Mesh
@@ -35,6 +35,7 @@ from autopar.search import answer, ask, search
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.same import same_choices
 from autopar.search.spare import SPARES
+from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware
 
 OUTPUTS = ("auto", "sharded", "global")
@@ -54,7 +55,7 @@ def compile(
     spare: str | Collection[str] | None = None,
     keep: Mapping[str, str] | None = None,
     optimizer: str = "adamw",
-    precision: MixedPrecisionPolicy | None = None,
+    precision: MixedPrecisionPolicy | str | None = None,
     outputs: str = "auto",
     inputs: str = "global",
     batch_norm: str = "global",
@@ -85,7 +86,8 @@ def compile(
     backward needs; name of a parameter, or of a module with parameters -> "device", "host" or "stream". Names may be
     patterns, as "transformer.h.*.mlp"; of two that say different things the later one counts.
     optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none.
-    precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in.
+    precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in. "bf16"
+    is short for bfloat16 and float32, "fp32" for no casts.
     outputs: what outputs other than scalars come back as. "auto": whole plain tensors; beside a scalar loss, where they
     are seldom read, they are put together when somebody reads them, which all ranks must do. "global": whole tensors,
     always put together. "sharded": DTensors in the plan's layouts.
@@ -116,6 +118,7 @@ def compile(
     _known("backend", backend, BACKENDS)
     _known("batch_norm", batch_norm, STATISTICS)
     _known("optimizer", optimizer, tuple(OPTIMIZER_STATES))
+    precision = precision_named(precision)
     if isinstance(patience_s, bool) or not patience_s > 0:
         raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
 
@@ -123,6 +126,7 @@ def compile(
         machine = hardware_or_here(hardware, device_mesh.device_type)
         if profile is not None:
             _can_profile(profile, machine, device_mesh.device_type)
+        machine = machine.allowing(tf32_here(device_mesh.device_type))
         room = memory_bytes(memory, machine, device_mesh.device_type)
         return machine, room, ways_named(spare), Plan.load(plan) if isinstance(plan, (str, Path)) else plan
 
@@ -131,7 +135,8 @@ def compile(
     settings: dict[str, object] = {  # hardware is not among them: rank 0 alone searches
         "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
-        "precision": precision, "spare": ways, "keep": sorted((keep or {}).items()),
+        "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "spare": ways,
+        "keep": sorted((keep or {}).items()),
     }  # fmt: skip
 
     def planner(graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:

@@ -421,5 +421,5 @@ def refereed(
         graph, pricer.mesh, pricer.hardware.name, pricer.hardware.digest, pricer.optimizer, memory, outputs,
         choices, deliveries, total, min(bound, total), peaks, seconds_by, tuple(notes),
         bucket_bytes=pricer.bucket_bytes, search=dict(search or {}), simulated_seconds=played,
-        residence=dict(sorted(referee.residence.items())),
+        residence=dict(sorted(referee.residence.items())), tf32=pricer.hardware.tf32,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar._compat import HashStore
-from cost_models.hardware import Hardware, known_hardware
+from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
 
 UNITS = {
     "B": 1,
@@ -105,6 +105,32 @@ def is_here(hardware: Hardware, device_type: str) -> bool:
             if hardware_or_here(None, device_type, calibrated=calibrated).digest == hardware.digest:
                 return True
     return False
+
+
+def tf32_set() -> tuple[str, ...]:
+    """Of `cost_models.hardware.TF32_KINDS` those that torch's settings allow; by default convolutions alone.
+
+    Since torch 2.9 there are two ways to set each; where the newer one was used, reading the older one is an error.
+    """
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    if hasattr(products, "fp32_precision"):
+        allowed = products.fp32_precision == "tf32", convolutions.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    else:
+        allowed = products.allow_tf32, convolutions.allow_tf32
+    return tuple(kind for kind, is_allowed in zip(TF32_KINDS, allowed, strict=True) if is_allowed)
+
+
+def tf32_here(device_type: str) -> tuple[str, ...]:
+    """What of `tf32_set` is true of this machine's device: TF32 came with compute capability 8."""
+    if device_type != "cuda" or (torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)):
+        return ()
+    return tf32_set()
+
+
+def device_type_of(hardware: Hardware) -> str:
+    """torch's name for the devices of a profile: "cpu" where their memory is the host's, else "cuda"."""
+    tiers = hardware.tiers
+    return "cpu" if tiers["hbm"].bytes_per_s == tiers["host"].bytes_per_s else "cuda"
 
 
 def hardware_or_here(hardware: str | Path | Hardware | None, device_type: str, *, calibrated: bool = True) -> Hardware:

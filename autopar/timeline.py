@@ -16,7 +16,7 @@ __all__ = ["events_of", "pricer_of", "timeline_of", "to_trace"]
 
 def pricer_of(plan: Plan, hardware: Hardware | None = None) -> Pricer:
     """What priced the plan: its profile by name, or `hardware`. Raises PlanMismatch where the figures are others."""
-    hardware = hardware or Hardware.known(plan.hardware)
+    hardware = (hardware or Hardware.known(plan.hardware)).allowing(plan.tf32)
     if hardware.digest != plan.hardware_digest:
         raise PlanMismatch(
             f"the plan was priced on {plan.hardware} with figures {plan.hardware_digest[:8]}, {hardware.name} has "

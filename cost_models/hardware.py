@@ -28,7 +28,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
@@ -51,6 +51,7 @@ PLAUSIBLE = {
 }
 SLOWS = ("matrix", "memory")  # what a slowdown is of
 _SLOWDOWN = re.compile(rf"({'|'.join(SLOWS)})\.[1-9][0-9]{{0,8}}")
+TF32_KINDS = ("matmul", "conv")  # what torch has a setting for; attention of float32 keeps float32's rate
 DTYPES = (
     "float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8",
 )  # fmt: skip
@@ -93,6 +94,7 @@ class Hardware:
     """One rank of a machine and its links; see the module for every figure's meaning and unit.
 
     Two profiles are equal if their figures are; `sources` (figure name -> where it comes from) does not count.
+    `tf32`: which float32 work runs at the rate of tf32. It is a setting of the program, not a figure: no file has it.
     """
 
     name: str
@@ -107,6 +109,7 @@ class Hardware:
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])
     slowdown: Mapping[str, float] = field(default_factory=dict[str, float])
     overlaps: bool = False
+    tf32: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +126,9 @@ class Hardware:
         for dtype in (*self.flops_per_s, *self.achieved_flops_per_s):
             if dtype not in DTYPES:
                 raise ValueError(f"{cut(dtype)} is no dtype with a rate of its own; known are {', '.join(DTYPES)}")
+        for kind in self.tf32:
+            if kind not in TF32_KINDS:
+                raise ValueError(f"tf32 of {cut(kind)} is not known; choose some of {', '.join(TF32_KINDS)}, or none")
 
     @cached_property
     def figures(self) -> dict[str, float]:
@@ -146,12 +152,14 @@ class Hardware:
 
     @cached_property
     def digest(self) -> str:
-        """Hash (hex) of name and figures, the same on every machine: a key for caches. Sources do not enter."""
+        """Hash (hex) of name, figures and `tf32`, the same on every machine: a key for caches. Sources do not enter."""
         content: dict[str, Any] = {"name": self.name, "figures": {name: float(v) for name, v in self.figures.items()}}
         if self.curves:
             content["curves"] = {name: (c.over, c.base_s, c.points) for name, c in self.curves.items()}
         if self.overlaps:
             content["overlaps"] = True
+        if self.tf32:
+            content["tf32"] = self.tf32
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def __hash__(self) -> int:
@@ -164,11 +172,13 @@ class Hardware:
     def rate(self, dtype: str, kind: str) -> float:
         """Floating point operations per second for work of this dtype and kind (see `Compute`).
 
-        Measured before peak; a dtype for which the matrix units have no figure runs on the ordinary units. Complex
-        numbers run where their parts do.
+        Measured before peak, and tf32 in the place of float32 where that is set; a dtype for which the matrix units
+        have no figure runs on the ordinary units. Complex numbers run where their parts do.
         """
         if kind in MATRIX_KINDS:
             rates = self._matrix_flops_per_s
+            if dtype == "float32" and kind in self.tf32:
+                return rates["tf32"]
             return rates.get(dtype, rates.get(PARTS.get(dtype, ""), self.vector_flops_per_s))
         return self.vector_flops_per_s
 
@@ -184,6 +194,8 @@ class Hardware:
         """
         if not self.curves:
             return None
+        if dtype == "float32" and kind in self.tf32:
+            dtype = "tf32"
         asked = (op, kind, dtype)
         if asked not in self._curve_of:
             plain = kind if kind in MATRIX_KINDS or kind == "host" else "elementwise"
@@ -194,6 +206,16 @@ class Hardware:
                 names.append(f"{plain}.float32")
             self._curve_of[asked] = next((self.curves[name] for name in names if name in self.curves), None)
         return self._curve_of[asked]
+
+    def allowing(self, kinds: Sequence[str]) -> Hardware:
+        """This profile where float32 work of these kinds may run as tf32; itself where the device has no tf32.
+
+        Raises ValueError for a kind that is not in `TF32_KINDS`.
+        """
+        allowed = replace(self, tf32=(*kinds,))  # which looks at the kinds
+        if "tf32" not in self._matrix_flops_per_s:
+            return self
+        return replace(allowed, tf32=tuple(kind for kind in TF32_KINDS if kind in kinds))
 
     def slowed_by(self, what: str, ranks: int) -> float:
         """How many times longer compute ("matrix" or "memory") takes with so many busy ranks on a node; 1 if not known.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.emit import ops
+from autopar.here import tf32_here
 from autopar.price import OPTIMIZER_STATES
 from cost_models.steps import Compute, Move
 
@@ -59,6 +60,8 @@ def _work(
     result = target(*args)
     first = result if isinstance(result, Tensor) else result[0]
     dtype = _name(first.dtype)
+    if dtype == "float32" and kind in tf32_here(first.device.type):
+        dtype = "tf32"
     step = Compute(op, flops, float(_nbytes(args) + _nbytes(result)), dtype, 1, kind)
     call = _in_turn(target, args, _nbytes(result))
     return Bench(f"ops.{op}.{dtype}" if own else f"{kind}.{dtype}", step, call, bool(held))

@@ -86,11 +86,13 @@ def profile_from(samples: Sequence[Sample], base: Hardware, name: str, how: str,
     slowdown = _slowdown(samples, first, shares_processors)
     for what, factor in slowdown.items():
         figure(f"slowdown.{what}", factor, f"against {first[0]} ranks, on {processors()} processors")
-    stale = {f"achieved_flops_per_s.{dtype}" for dtype in base.achieved_flops_per_s}  # ours are achieved too
+    measured = {figure.removeprefix("flops_per_s.") for figure in plain}
+    achieved = {dtype: rate for dtype, rate in base.achieved_flops_per_s.items() if dtype not in measured}
+    stale = {f"achieved_flops_per_s.{dtype}" for dtype in base.achieved_flops_per_s if dtype in measured}
     kept = {figure: source for figure, source in sources.items() if figure not in stale}
     return replace(
-        hardware, launch_s=launch, vector_flops_per_s=vector, flops_per_s=flops, achieved_flops_per_s={}, tiers=tiers,
-        links=links, host_link=HostLink(*ways), slowdown=slowdown,
+        hardware, launch_s=launch, vector_flops_per_s=vector, flops_per_s=flops, achieved_flops_per_s=achieved,
+        tiers=tiers, links=links, host_link=HostLink(*ways), slowdown=slowdown,
         sources=kept | {figure: source for figure, (_, source) in plain.items()},
     )  # fmt: skip
 

@@ -27,6 +27,7 @@ from autopar.plan.fit import check
 from autopar.search.factory import Example, build
 from autopar.timeline import pricer_of
 from autopar.trace import TraceError
+from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware, known_hardware
 from cost_models.whole_file import write_whole
 
@@ -58,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=10, metavar="N", help="undisturbed steps to time (default: 10)")
     add("--hardware", metavar="NAME|FILE",
         help="the profile that priced the plan, where it is neither one of autopar's nor this machine's")  # fmt: skip
+    add("--precision", metavar="NAME", default="fp32", help="as the plan was searched with: bf16 or fp32 (default: "
+        "fp32)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one for each rank here")
     add("--json", metavar="FILE", help="write all figures as JSON")
     return parser
@@ -99,6 +102,10 @@ def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None,
         raise BadArgument(
             f"plan {given.plan} cannot be read: {error.strerror}; give a file of autopar.search"
         ) from None
+    try:
+        precision = precision_named(given.precision)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
     device = _device(given.device, plan)
     hardware = _hardware(given.hardware)
     if hardware is not None:
@@ -106,7 +113,9 @@ def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None,
     example = build(given.model)
     try:
         parts = parts_of(plan.batch_norm or GLOBAL, plan.mesh)
-        graph = traced(example.model, example.args, example.kwargs, parts=parts)
+        graph = traced(
+            example.model, example.args, example.kwargs, parts=parts, precision=precision, device_type=device
+        )
     except TypeError as error:
         raise BadArgument(f"{given.model} returned inputs that its model does not take: {error}") from error
     check(plan, graph, plan.mesh, origin=str(given.plan))
@@ -179,7 +188,14 @@ def _rank(given: argparse.Namespace) -> int:
         rank=rank, world_size=world, timeout=timedelta(seconds=LOST_S),
     )  # fmt: skip
     found = measure(
-        plan, example.model, example.args, example.kwargs, steps=given.steps, hardware=hardware, device_type=device
+        plan,
+        example.model,
+        example.args,
+        example.kwargs,
+        steps=given.steps,
+        hardware=hardware,
+        device_type=device,
+        precision=precision_named(given.precision),
     )
     status = 0 if found.is_equal else DIFFERENT
     if rank == 0:

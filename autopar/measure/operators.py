@@ -26,7 +26,7 @@ from autopar.calibrate.compute import settle_memory
 from autopar.calibrate.measure import LEAST_ROUND_S, Clock
 from autopar.emit.writer import BodyWriter, Writer, target_of
 from autopar.graph import Ref, map_refs
-from autopar.here import device_name, free_bytes, operators_path
+from autopar.here import device_name, free_bytes, operators_path, tf32_set
 from autopar.measure.calls import Call, Profile, Profiled, Wanted
 from autopar.measure.values import bounds_of, random_tensor
 from autopar.mesh import Mesh
@@ -63,7 +63,18 @@ def where_of(device: torch.device) -> Where:
     if device.type == "cpu":
         told = f"{platform.node()}, {_processor() or told}"
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    return Where(told, str(torch.__version__), threads, torch.get_float32_matmul_precision())
+    return Where(told, str(torch.__version__), threads, _float32_products(device.type))
+
+
+def _float32_products(device_type: str) -> str:
+    """What they may run as, in torch's words; its defaults are "highest"."""
+    if device_type == "cpu":
+        try:
+            return torch.get_float32_matmul_precision()
+        except RuntimeError:  # set in torch's newer way, which this one cannot tell
+            return torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    allowed = tf32_set()
+    return ("high" if "matmul" in allowed else "highest") + ("" if "conv" in allowed else ", conv ieee")
 
 
 def _processor() -> str:

@@ -59,12 +59,18 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
 }
 
 
-def traced(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, parts: int = 1) -> Graph:
+def traced(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, parts: int = 1,
+    precision: MixedPrecisionPolicy | None = None, device_type: str = "cpu",
+) -> Graph:  # fmt: skip
     """The graph that `autopar.compile` would plan for this call; `parts` as in `graph_of`. Raises TraceError."""
     positional, named = by_name(model.forward, args, kwargs)
     training = _is_trained(model)
-    captured = capture(model, positional, named, training=None if training == model.training else training)
-    return graph_of(captured, parts=parts)
+    captured = capture(
+        model, positional, named, training=None if training == model.training else training, precision=precision,
+        device_type=device_type,
+    )  # fmt: skip
+    return graph_of(captured, precision, parts=parts)
 
 
 def _is_trained(model: nn.Module) -> bool:

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from autopar import batch_norm
+from autopar import batch_norm, precision
 from autopar.graph import Node, TensorType
 from autopar.layout import Layout, Partial, Placement, Replicate, Shard, local_type, show
 from autopar.plan.plan import Choice, Plan
 from autopar.plan.tell import home, human, is_product, modes_of, shown_nodes
+from autopar.plan.utilisation import utilisation
 from autopar.saving.once import is_gathered_once
 from autopar.work import FETCH, STORE, VIEWS
 from cost_models.steps import Compute, Move
@@ -27,7 +28,8 @@ SOME = 0.005  # below this, not worth a word
 
 def explain(plan: Plan) -> str:
     """At most 40 lines of at most 110 columns (a few more on a mesh of many axes)."""
-    facts = [*_head(plan), *_time(plan), *_candidates(plan), *_memory(plan), *_saving(plan), *_words(plan)]
+    facts = [*_head(plan), *_time(plan), *_utilisation(plan), *_candidates(plan), *_memory(plan)]
+    facts += [*_saving(plan), *_words(plan)]
     notes = [*_notes(plan)]
     left = HEIGHT - len(facts) - len(notes) - 4  # each table has a line above and one below
     products = [*_products(plan, max(3, left * 2 // 5))]
@@ -54,6 +56,16 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"mesh {plan.mesh} ({plan.mesh.ranks} ranks) on {plan.hardware}, optimizer {plan.optimizer}"
     if norms := batch_norm.told(plan.graph):
         yield f"batch norm: {norms}"
+    if casts := precision.told(plan.graph):
+        yield f"precision: {casts}"
+    if plan.tf32 and (kinds := sorted(_kinds_of_float32(plan) & {*plan.tf32})):
+        yield f"tf32: {' and '.join(kinds)} of float32 {'run' if len(kinds) > 1 else 'runs'} as TF32"
+
+
+def _kinds_of_float32(plan: Plan) -> set[str]:
+    """Which kinds of arithmetic the plan does in float32."""
+    steps = (step for choice in plan.choices.values() for step in choice.steps)
+    return {step.kind for step in steps if isinstance(step, Compute) and step.dtype == "float32"}
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -90,6 +102,11 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"proven: no plan of the searched space takes less than {_ms(plan.bound)}; gap {100 * plan.gap:.2f} %"
     else:
         yield "no lower bound is known for this plan"
+
+
+def _utilisation(plan: Plan) -> Iterator[str]:
+    for line in utilisation(plan).told():
+        yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ")
 
 
 def _time_line(plan: Plan, name: str, seconds: float, tail: str) -> str:
@@ -226,12 +243,12 @@ def _flops(plan: Plan, node: Node) -> float:
 
 
 def _weights(plan: Plan) -> dict[str, str]:
-    """Node -> the parameter that it is another look at."""
+    """Node -> the parameter that it is another look at, or a cast of."""
     found: dict[str, str] = {}
     for node in plan.graph.nodes:
         if node.op == "parameter":
             found[node.name] = node.name
-        elif node.op in (*VIEWS, FETCH) and node.operands[0].name in found:
+        elif node.op in (*VIEWS, FETCH, precision.CAST) and node.operands[0].name in found:
             found[node.name] = found[node.operands[0].name]
     return found
 
@@ -241,7 +258,7 @@ def _uses(plan: Plan) -> list[_Use]:
     weight_of = _weights(plan)
     taken: dict[str, list[Layout]] = defaultdict(list)  # parameter -> how the forward operators take it
     for node in plan.graph.nodes:
-        if node.phase == "forward" and node.op not in (*VIEWS, FETCH):
+        if node.phase == "forward" and node.op not in (*VIEWS, FETCH) and node.name not in weight_of:
             for ref, layout in zip(node.operands, plan.choices[node.name].takes, strict=True):
                 if ref.name in weight_of:
                     taken[weight_of[ref.name]].append(layout)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from autopar import precision
 from autopar.batch_norm import statistics_of
 from autopar.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
 from autopar.layout import Partial, Replicate
@@ -42,6 +43,8 @@ def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, o
         fail(f"outputs={plan.outputs!r}, this call asks for outputs={outputs!r}", "ask for the former, or ")
     if (norms := _batch_norms(ours, graph)) is not None:
         fail(f"batch_norm={norms[0]!r}, this call asks for batch_norm={norms[1]!r}", "ask for the former, or ")
+    if (casts := _casts(ours, graph)) is not None:
+        fail(f"{casts[0]}, here {casts[1]}", 'give the precision it was made with ("bf16" or "fp32"), or ')
     for op, subject, wanted in _SOURCES:
         if (told := _sources(ours, graph, op)) is not None:
             fail(f"{shortened(told[0], 200)}, this {subject} {shortened(told[1], 190)}", wanted)
@@ -122,6 +125,14 @@ _SOURCES = (
     ("constant", "model", ""),
     ("tangent", "model", ""),
 )
+
+
+def _casts(ours: Graph, theirs: Graph) -> tuple[str, str] | None:
+    """What the same parameters computed in, and compute in now, in words; None where that is the same."""
+    was, now = precision.told(ours), precision.told(theirs)
+    if was == now or _types(ours, "parameter") != _types(theirs, "parameter"):
+        return None
+    return was or "parameters that are not cast", now or "parameters that are not cast"
 
 
 def _sources(ours: Graph, theirs: Graph, op: str) -> tuple[str, str] | None:

@@ -92,7 +92,8 @@ class Plan:
     `residence`: parameter -> "host" (it, its gradient and its optimizer states lie on the host and are updated there)
     or "stream" (its states lie on the host, and stream through the device in the update); left out: on the device. The
     graph is the one that runs, with a node for each fetch, each store and each value that is run again
-    (`autopar.saving.narrowed`).
+    (`autopar.saving.narrowed`). `tf32`: which float32 work was priced as tf32, some of
+    `cost_models.hardware.TF32_KINDS`.
     """
 
     graph: Graph
@@ -115,6 +116,7 @@ class Plan:
     simulated_seconds: float | None = None
     candidates: tuple[Candidate, ...] = ()
     residence: Mapping[str, str] = field(default_factory=dict[str, str])
+    tf32: tuple[str, ...] = ()
 
     @property
     def predicted_seconds(self) -> float:

@@ -15,6 +15,7 @@ from autopar.plan.parts import flaw_of
 from autopar.plan.plan import AGAIN, OUTPUTS, Candidate, Choice, Delivery, Plan, PlanMismatch, shortened
 from autopar.price import OPTIMIZER_STATES
 from autopar.reshard import Reshard
+from cost_models.hardware import TF32_KINDS
 from cost_models.steps import TIERS, Comm, Compute, Loop, Move, Step
 
 Json = Any
@@ -165,6 +166,7 @@ class Reader:
             simulated_seconds=self.perhaps(content.get("simulated_seconds"), "simulated_seconds", self.seconds),
             candidates=self.items(content.get("candidates", []), "candidates", self.candidate),
             residence=self.table(content.get("residence", {}), "residence", self.text),
+            tf32=self.items(content.get("tf32", []), "tf32", lambda kind, place: self.one_of(TF32_KINDS, kind, place)),
         )
         if (flaw := flaw_of(plan)) is not None:
             self.fail(*flaw)
@@ -323,7 +325,7 @@ _FIELDS = (
     "mesh", "hardware", "hardware_digest", "optimizer", "memory_limit", "outputs", "step_seconds", "bound",
     "peak_bytes", "seconds_by", "notes", "prefetch", "bucket_bytes", "search", "choices", "nodes", "results",
 )  # fmt: skip
-_MAY = ("simulated_seconds", "candidates", "residence")  # came later
+_MAY = ("simulated_seconds", "candidates", "residence", "tf32")  # came later
 _NODE_MAY = ("args", "kwargs", "phase", "target", "module", "source")
 _CHOICE_FIELDS = ("roles", "takes", "gives", "body", "body_axes", "body_size", "steps", "reads")
 

@@ -63,6 +63,7 @@ def dumps(plan: Plan) -> str:
         "simulated_seconds": _number(plan.simulated_seconds),
         "candidates": [[*map(_number, astuple(candidate))] for candidate in plan.candidates],
         **({"residence": dict(sorted(plan.residence.items()))} if plan.residence else {}),
+        **({"tf32": list(plan.tf32)} if plan.tf32 else {}),
         "choices": [_choice(choice) for choice in numbers],
         "nodes": nodes,
         "results": [_result(*pair) for pair in zip(plan.graph.results, plan.deliveries, strict=True)],

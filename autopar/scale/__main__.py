@@ -126,7 +126,7 @@ def _hardware(name: str | None, plan: Plan) -> Hardware:
     except ValueError as error:
         raise BadArgument(f"{error}; give the plan's own with --hardware FILE") from error
     pricer_of(plan, hardware)  # raises PlanMismatch for other figures
-    return hardware
+    return hardware.allowing(plan.tf32)
 
 
 def _sources(grow: Sequence[str], graph: Graph) -> Sources:

@@ -10,31 +10,29 @@ import json
 import logging
 import math
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.attach.calls import by_name
 from autopar.batch_norm import GLOBAL, LOCAL, STATISTICS, parts_of, statistics_of
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.compile import ways_named
 from autopar.graph import Graph
-from autopar.here import hardware_or_here, is_here, memory_bytes
-from autopar.layout import show
+from autopar.here import device_type_of, hardware_or_here, is_here, memory_bytes, tf32_set
 from autopar.measure.calls import Profile
 from autopar.measure.operators import DEFAULT_S, profiler
 from autopar.mesh import parse_mesh
-from autopar.plan import Plan
 from autopar.price import OPTIMIZER_STATES
 from autopar.search import curve
-from autopar.search.baselines import Row, compare, moved, table
+from autopar.search.baselines import Row, compare, table
+from autopar.search.document import document
 from autopar.search.factory import Example, build
 from autopar.search.keep import kept
 from autopar.search.limits import size
@@ -42,7 +40,8 @@ from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question
 from autopar.search.spare import NEEDS_OPTIM, SPARES
 from autopar.trace import Captured, TraceError, capture, graph_of
 from autopar.trace.interrupts import interruptible
-from cost_models.hardware import Hardware, known_hardware
+from autopar.trace.precision import precision_named
+from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
 from cost_models.whole_file import write_whole
 
 T = TypeVar("T")
@@ -105,6 +104,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
     add("--outputs", choices=("sharded", "global"), default="sharded",
         help="leave outputs in pieces, or bring them whole to every rank (default: sharded)")  # fmt: skip
+    add("--precision", metavar="NAME", default="fp32",
+        help="bf16: compute in bfloat16 over the stored parameters and sum gradients in float32; fp32: as the model "
+        "is (default: fp32)")  # fmt: skip
+    add("--tf32", metavar="KINDS",
+        help="which products of float32 run as TF32, where the hardware has it: some of matmul, conv with a comma "
+        "between, or none (default: as torch is set once MODEL is built; by itself it allows conv)")  # fmt: skip
     add("--batch-norm", choices=STATISTICS, default=GLOBAL,
         help="statistics of batch norms: global, of the whole batch, or local, of each rank's part of it, as DDP has "
         "them (default: global)")  # fmt: skip
@@ -181,8 +186,10 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     memory = _memory(given.memory, hardware)
     spare = _or_bad(lambda: ways_named(given.spare))
     keep = _keep(given.keep)
+    precision = _or_bad(lambda: precision_named(given.precision))
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
+    asked_tf32 = _tf32(given)
     profile = _profile(given, hardware, progress)
     paths = _paths({"-o": given.output, "--dot": given.dot, "--memory-curve": given.memory_curve or None})
 
@@ -190,8 +197,15 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
         measured = ", a profile that was measured" if hardware.curves else ""
         progress(f"mesh {mesh}, {mesh.ranks} ranks of {hardware.name}{measured}, {size(memory)} each")
-        captured = _timed(seconds, "trace", lambda: _trace(given.model, progress))
-        graph = graph_of(captured, parts=parts_of(given.batch_norm, mesh))
+        captured = _timed(seconds, "trace", lambda: _trace(given.model, precision, device_type_of(hardware), progress))
+
+        if device_type_of(hardware) == "cuda":
+            hardware = hardware.allowing(tf32_set() if asked_tf32 is None else asked_tf32)
+
+        def graph_with(statistics: str) -> Graph:
+            return graph_of(captured, precision, parts=parts_of(statistics, mesh))
+
+        graph = graph_with(given.batch_norm)
         progress(f"traced {len(graph.nodes):,} operators, forward and backward")
         _or_bad(lambda: kept(keep, graph))
 
@@ -208,7 +222,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
                 seconds,
                 "baselines",
                 lambda: compare(
-                    question, plan, memory=memory, **limits, as_ddp=_as_ddp(captured, question, asked),
+                    question, plan, memory=memory, **limits, as_ddp=_as_ddp(graph_with, question, asked),
                     progress=progress,
                 ),
             )  # fmt: skip
@@ -226,7 +240,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         }
     seconds["total"] = time.perf_counter() - started
     if given.json:
-        text = json.dumps(_document(given.model, plan, rows, points, seconds), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(document(given.model, plan, rows, points, seconds), indent=1, allow_nan=False) + "\n"
     else:
         tables = [*([table(plan, rows)] if rows else []), *([curve.table(points)] if points else [])]
         text = "\n".join([plan.explain(), *tables])
@@ -295,6 +309,23 @@ def _profile(given: argparse.Namespace, hardware: Hardware, progress: Progress) 
     )
 
 
+def _tf32(given: argparse.Namespace) -> tuple[str, ...] | None:
+    """Kinds of products; None for torch's settings."""
+    if given.tf32 is None:
+        return None
+    if given.profile is not None:
+        raise BadArgument(
+            "--profile times operators under torch's own settings of TF32; set those in the file of MODEL, and leave "
+            "--tf32 out"
+        )
+    words = [word.strip() for word in given.tf32.split(",")]
+    if words == ["none"]:
+        return ()
+    if unknown := [word for word in words if word not in TF32_KINDS]:
+        raise BadArgument(f"--tf32 {unknown[0]!r} is not known; choose some of {', '.join(TF32_KINDS)}, or none alone")
+    return tuple(kind for kind in TF32_KINDS if kind in words)
+
+
 def _memory(text: str | None, hardware: Hardware) -> float:
     """Bytes per rank: a size with a unit, or a share of the device; by default all of it, whatever is free here."""
     if text is None:
@@ -344,19 +375,21 @@ def _writable(path: str, flag: str) -> Path:
 # --- work ------------------------------------------------------------------------------------------------------------
 
 
-def _as_ddp(captured: Captured, question: Question, asked: Callable[[Graph], Question]) -> Question | str | None:
+def _as_ddp(
+    graph_with: Callable[[str], Graph], question: Question, asked: Callable[[Graph], Question]
+) -> Question | str | None:
     """The question with the batch norms that DDP has, or why there is none; None where the asked one is such."""
     if GLOBAL not in statistics_of(question.graph) or question.pricer.mesh.ranks == 1:
         return None
     try:
-        graph = graph_of(captured, parts=parts_of(LOCAL, question.pricer.mesh))
+        graph = graph_with(LOCAL)
     except TraceError as error:
         return str(error)
     return asked(graph) if LOCAL in statistics_of(graph) else None
 
 
-def _trace(text: str, progress: Progress) -> Captured:
-    """What `autopar.compile` captures when it is called as the factory says."""
+def _trace(text: str, precision: MixedPrecisionPolicy | None, device_type: str, progress: Progress) -> Captured:
+    """What `autopar.compile` captures when it is called as the factory says, for devices of that type."""
     example = build(text)
     count = sum(parameter.numel() for parameter in example.model.parameters())
     progress(f"built {type(example.model).__name__}, {count:,} parameters")
@@ -364,7 +397,10 @@ def _trace(text: str, progress: Progress) -> Captured:
     model = example.model
     training = model.training or any(parameter.requires_grad for parameter in model.parameters())
     with _without_torchs_dump():
-        captured = capture(model, args, kwargs, training=None if training == model.training else training)
+        captured = capture(
+            model, args, kwargs, training=None if training == model.training else training, precision=precision,
+            device_type=device_type,
+        )  # fmt: skip
     return captured
 
 
@@ -391,73 +427,6 @@ def _call(example: Example, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]
     except TypeError as error:
         name = type(example.model).__name__
         raise BadArgument(f"{text} returned inputs that {name}.forward does not take: {error}") from error
-
-
-def _document(
-    model: str, plan: Plan, rows: Sequence[Row], points: Sequence[curve.Point], seconds: dict[str, float]
-) -> dict[str, Any]:
-    """What --json prints; every figure of a plan is predicted, for one rank and one step."""
-    types = {node.target: node.outputs[0] for node in plan.graph.nodes if node.op == "parameter"}
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    per_unit = 1 if sys.platform == "darwin" else 1024
-    return {
-        "model": model,
-        "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
-        "hardware": plan.hardware,
-        "optimizer": plan.optimizer,
-        "outputs": plan.outputs,
-        "batch_norm": plan.batch_norm or None,
-        "memory_limit": plan.memory_limit,
-        **_figures(plan),
-        "status": plan.search.get("status"),
-        "tied": bool(plan.search.get("tied")),
-        "measured": plan.search.get("measured", 0),
-        "parameters": sum(type.numel for type in types.values() if type is not None),
-        "layouts": {
-            name: show(layout, plan.mesh, len(type.shape))
-            for name, layout in plan.parameters.items()
-            if (type := types[name]) is not None
-        },
-        "nodes": len(plan.graph.nodes),
-        "variables": plan.search.get("variables"),
-        "constraints": plan.search.get("constraints"),
-        "items": plan.search.get("items"),
-        "edges": plan.search.get("edges"),
-        "candidates": [asdict(candidate) for candidate in plan.candidates],
-        "notes": list(plan.notes),
-        "baselines": [
-            {"policy": row.policy, "batch_norm": row.batch_norm or None, "fits": row.plan is not None, "why": row.why,
-             "needs_bytes": row.needs}
-            | ({} if row.plan is None else _figures(row.plan))
-            for row in rows
-        ],
-        "ms_per_gib": {
-            tier: plan.search[key] for tier in plan.peak_bytes if (key := f"ms_per_gib:{tier}") in plan.search
-        },
-        **({"memory_curve": curve.rows_of(points)} if points else {}),
-        "seconds": seconds,
-        "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in usage),
-        "peak_rss_bytes": usage[0].ru_maxrss * per_unit,
-    }  # fmt: skip
-
-
-def _figures(plan: Plan) -> dict[str, Any]:
-    return {
-        "step_seconds": plan.step_seconds,
-        "simulated_seconds": plan.simulated_seconds,
-        "prefetch": plan.prefetch,
-        "bound": plan.bound if math.isfinite(plan.bound) else None,
-        "gap": plan.gap if math.isfinite(plan.gap) else None,
-        "seconds_by": dict(plan.seconds_by),
-        "peak_bytes": dict(plan.peak_bytes),
-        "comm_bytes": [
-            {"collective": collective, "axis": axis, "bytes": nbytes}
-            for (collective, axis), nbytes in plan.comm_bytes.items()
-        ],
-        "moved_bytes": moved(plan),
-        "recomputed": curve.recomputed(plan),
-        "offloaded_bytes": curve.offloaded_bytes(plan),
-    }
 
 
 if __name__ == "__main__":

@@ -18,9 +18,38 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.graph import Graph, Node
+from autopar.precision import CAST, TO_REDUCE_DTYPE
 
-TO_REDUCE_DTYPE = "autopar.to_reduce_dtype"
-CAST = "aten._to_copy.default"
+__all__ = ["CAST", "NAMES", "TO_REDUCE_DTYPE", "casts_in_place", "compute_dtype", "insert_casts", "precision_named"]
+
+NAMES = ("bf16", "fp32")
+
+
+def precision_named(name: str | MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:
+    """What a short form stands for: "bf16" computes in bfloat16 over the stored parameters, and sums gradients in
+    float32; "fp32" casts nothing. A policy is itself.
+
+    Raises ValueError for another name.
+    """
+    if name is None or isinstance(name, MixedPrecisionPolicy):
+        return name
+    match name:
+        case "bf16":
+            return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        case "fp32":
+            return None
+        case "fp16" | "float16":
+            # A loss of float16 times the scale with which GradScaler begins (65536) is above float16's largest.
+            raise ValueError(
+                f"precision {name!r} is not known; choose {' or '.join(NAMES)}: gradients of float16 need a loss of "
+                "float32 and a torch.amp.GradScaler in your loop, so give autopar.compile the MixedPrecisionPolicy "
+                "that goes with it"
+            )
+        case _:
+            raise ValueError(
+                f"precision {name!r} is not known; choose {' or '.join(NAMES)}, or give autopar.compile a "
+                "MixedPrecisionPolicy"
+            )
 
 
 def compute_dtype(tensor: torch.Tensor, precision: MixedPrecisionPolicy | None) -> torch.dtype:

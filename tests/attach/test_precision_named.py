@@ -1,0 +1,50 @@
+"""precision="bf16" in autopar.compile: short for a policy, and part of what a plan is known by."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional
+
+import autopar
+from autopar.precision import told
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+IN_WORDS = "float32 parameters compute in bfloat16; gradients are summed in float32"
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return functional.mse_loss(self.down(torch.relu(self.up(x))), y)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 24), torch.randn(8, 24)
+
+
+def test_compile_takes_the_short_form(one: DeviceMesh) -> None:
+    x, y = batch()
+    named, policy = (autopar.compile(Tiny(), one, example_inputs=(x, y), precision=p) for p in ("bf16", BF16))
+    assert named.plan.graph == policy.plan.graph and told(named.plan.graph) == IN_WORDS
+    named(x, y).backward()
+    assert {p.grad.dtype for p in named.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_a_cache_keeps_precisions_apart(one: DeviceMesh, tmp_path: Path) -> None:
+    for precision in ("bf16", "fp32", "bf16"):
+        made = autopar.compile(Tiny(), one, example_inputs=batch(), precision=precision, cache=tmp_path)
+        assert told(made.plan.graph) == (IN_WORDS if precision == "bf16" else "")
+    assert len(list(tmp_path.glob("*.plan.json"))) == 2
+
+
+@pytest.mark.parametrize("name", ["fp16", "bfloat16", ""])
+def test_another_name_is_refused(name: str, one: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match=f"precision '{name}' is not known; choose bf16 or fp32"):
+        autopar.compile(Tiny(), one, precision=name)
