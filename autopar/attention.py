@@ -34,6 +34,11 @@ def operands_at(node: Node, operands: Sequence[TensorType]) -> tuple[TensorType,
     return q, k, v
 
 
+def priced_as(node: Node) -> str:
+    """The name under which hardware profiles have its rate: kernels lose a part of theirs with a causal mask."""
+    return f"{node.op.removesuffix('.default')}.{'causal' if node.args[CAUSAL_AT[node.op]] else 'full'}"
+
+
 def has_bias(node: Node) -> bool:
     return isinstance(node.args[OPERANDS_OF_ATTENTION[node.op][2] + 1], Ref)
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.attention import OPERANDS_OF_ATTENTION, priced_as
 from autopar.graph import Arg, Graph, Node, Ref, TensorType, map_refs
 from autopar.layout import REPLICATE, Layout, Partial, Placement, Shard, local_shape, local_type
 from autopar.mesh import Mesh
@@ -220,7 +221,8 @@ def steps_of(
     steps: list[Step] = []
     if node.op not in VIEWS:
         dtype = next((type.dtype for type in locals_out if type is not None), "float32")
-        steps.append(Compute(node.op, flops / split, 1.0 * bytes_moved(node, locals_in, locals_out), dtype, 1, kind))
+        op = priced_as(node) if node.op in OPERANDS_OF_ATTENTION else node.op
+        steps.append(Compute(op, flops / split, 1.0 * bytes_moved(node, locals_in, locals_out), dtype, 1, kind))
     if body:
         for collective, nbytes in BODIES[body].comm(node, locals_in, locals_out):
             steps += [Comm(collective, axis, mesh.size(axis), nbytes) for axis in body_axes]

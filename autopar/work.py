@@ -79,6 +79,14 @@ LOOKUPS = {
 }
 
 
+# Products of groups of rows, each with a matrix of its own -> flops per entry of the left operand and column.
+GROUPED = {
+    "aten._grouped_mm.default": 2.0,
+    "transformers.grouped_mm_fallback.default": 2.0,
+    "transformers.grouped_mm_fallback_backward.default": 4.0,
+}
+
+
 def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
     """Bytes that an operator on these (local) operands holds beside its results while it runs: those that its program
     sees. What a kernel takes and gives back by itself is not known here.
@@ -134,6 +142,10 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
         scores = 2.0 * math.prod(q[:3]) * k[2] / (2 if node.args[CAUSAL_AT[op]] else 1)
         backward = op == ATTENTION_BACKWARD  # the scores again, and gradients of four products of two operands
         return scores * (3.0 * q[3] + 2.0 * v[3] if backward else q[3] + v[3]), "attention"
+    if op in GROUPED:  # each row of the left operand belongs to one group, and meets the right operand of that one
+        left, right = operands[:2]
+        each = right.shape[0] if len(left.shape) > len(right.shape) else 1
+        return GROUPED[op] * left.numel * right.shape[-1] / each, "matmul"
     if op == "aten.convolution.default":
         out = node.outputs[0]
         assert out is not None

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.emit import ops
 from autopar.here import tf32_here
 from autopar.price import OPTIMIZER_STATES
@@ -143,9 +142,19 @@ def attentions(device: torch.device, dtype: torch.dtype) -> Made:
         asked = None, True, d**-0.5, 0.0, False
         one = 2.0 * b * h * s * s * d / 2  # half of the square
         out, lse, _ = ops.attention(q, k, v, *asked)
-        yield _work(ATTENTION, "attention", 2 * one, ops.attention, q, k, v, *asked, own=True, held=held)
+        yield _work(
+            "autopar.attention.causal", "attention", 2 * one, ops.attention, q, k, v, *asked, own=True, held=held
+        )
         given = (g, q, k, v, None, out, lse, None, *asked[1:])
-        yield _work(ATTENTION_BACKWARD, "attention", 5 * one, ops.attention_backward, *given, own=True, held=held)
+        yield _work(
+            "autopar.attention_backward.causal",
+            "attention",
+            5 * one,
+            ops.attention_backward,
+            *given,
+            own=True,
+            held=held,
+        )
 
 
 def convolutions(device: torch.device, dtype: torch.dtype) -> Made:

@@ -134,6 +134,8 @@ NN: Table = {
     "aten.addmm.default": addmm,
     "aten.baddbmm.default": addmm,
     "aten._grouped_mm.default": grouped_mm,
+    "transformers.grouped_mm_fallback.default": "m! k, e! k n, e! -> m! n | 0 | 1",
+    "transformers.grouped_mm_fallback_backward.default": "m! k, e! k n, e!, m! n -> m! k, e! k n | 3",
     "aten.convolution.default": convolution,
     "aten.convolution_backward.default": convolution_backward,
     "aten.embedding.default": embedding,

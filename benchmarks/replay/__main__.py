@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from benchmarks.replay import report
 from benchmarks.replay.optimus import fitted, optimus, predicted
-from benchmarks.replay.predict import fitted_rate, hardware_of, plan_of, predict, seconds_of, with_rate
-from benchmarks.replay.rows import Table, torchtitan
+from benchmarks.replay.predict import fitted_rate, plan_of, predict, seconds_of, with_rate
+from benchmarks.replay.rows import Table, machine, torchtitan
 from cost_models.hardware import Hardware
 
 
@@ -32,11 +32,11 @@ def outcomes_of(table: Table, only: Sequence[str] = ()) -> tuple[list[report.Out
     rates: dict[str, float] = {}
     for profile, row in table.fitted_on.items():
         if any(one.source.hardware == profile for one in chosen):
-            hardware = hardware_of(row, table.attention_flops_per_s)
+            hardware = machine(row.source.hardware)
             rates[profile] = fitted_rate(row, hardware, plan_of(row, hardware))
     outcomes: list[report.Outcome] = []
     for row in chosen:
-        hardware = hardware_of(row, table.attention_flops_per_s)
+        hardware = machine(row.source.hardware)
         plan = plan_of(row, hardware)
         prediction = predict(row, with_rate(hardware, rates[hardware.name]), plan)
         outcomes.append(report.Outcome(row, prediction, seconds_of(row, hardware, plan)))

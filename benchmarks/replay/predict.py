@@ -27,8 +27,7 @@ from benchmarks.replay.llama import SHAPES, graph_of_model, with_batch
 from benchmarks.replay.published import plan_as_published
 from benchmarks.replay.recompute import checkpointed, layer_of
 from benchmarks.replay.repeat import TRACED, repeated
-from benchmarks.replay.rows import Row, machine
-from cost_models.curves import INTENSITY, Curve
+from benchmarks.replay.rows import Row
 from cost_models.hardware import Hardware
 from cost_models.simulator import COMPUTE as COMPUTE_STREAM
 from cost_models.simulator import Event, Hold, play
@@ -58,15 +57,6 @@ class Prediction:
     @property
     def reserved(self) -> int:
         return sum(self.reserved_by.values())
-
-
-def hardware_of(row: Row, attention_flops_per_s: Mapping[str, float]) -> Hardware:
-    """The profile of a row's machine, with the rate of attention where the profile has none."""
-    hardware = machine(row.source.hardware)
-    if hardware.name in attention_flops_per_s:
-        curve = Curve(((200.0, attention_flops_per_s[hardware.name]),), over=INTENSITY)
-        hardware = replace(hardware, curves={**hardware.curves, "attention.bfloat16": curve})
-    return hardware
 
 
 def with_rate(hardware: Hardware, bfloat16: float) -> Hardware:

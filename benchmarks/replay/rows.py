@@ -80,12 +80,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Every row of the data file, the row that each machine is fitted on, and rates that profiles lack."""
+    """Every row of the data file, and the row that each machine is fitted on."""
 
     rows: tuple[Row, ...]
     sources: Mapping[str, Source]
     fitted_on: Mapping[str, Row]  # profile -> row
-    attention_flops_per_s: Mapping[str, float]  # profile -> rate of attention, where the profile has no curve of it
 
     def row(self, name: str) -> Row:
         found = [row for row in self.rows if row.name == name]
@@ -118,5 +117,4 @@ def torchtitan() -> Table:
         (profile, row.name) for profile, row in fitted_on.items()
     ):
         raise ValueError('[fitted] must name, for each machine, the one row with use = "fit"')
-    attention = {profile: entry["flops_per_s"] for profile, entry in document["attention"].items()}
-    return Table(rows, sources, fitted_on, attention)
+    return Table(rows, sources, fitted_on)

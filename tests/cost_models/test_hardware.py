@@ -22,7 +22,7 @@ def test_the_known_profiles():
 def test_a_profile_loads_and_every_figure_has_a_source(name):
     hardware = Hardware.load(name)
     assert hardware.name == name
-    assert set(hardware.sources) == {*hardware.figures, "overlaps"}
+    assert set(hardware.sources) == {*hardware.figures, "overlaps", *(f"curves.{curve}" for curve in hardware.curves)}
     assert all(len(source) > 5 for source in hardware.sources.values())
 
 
@@ -37,6 +37,23 @@ def test_figures_stand_in_the_order_that_every_machine_has(name):
         assert achieved <= hardware.flops_per_s[dtype]
     assert hardware.vector_flops_per_s <= max(hardware.flops_per_s.values())
     assert 1e-7 <= hardware.launch_s <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["a100-40gb", "a100-80gb", "h100-sxm", "h200-sxm"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_attention_has_rates_of_its_own(name, dtype):
+    """Slower than a product; slower still with a causal mask, per flop that it leaves, and in backward."""
+    hardware = Hardware.load(name)
+
+    def rate(op: str) -> float:
+        curve = hardware.curve(f"autopar.{op}", "attention", dtype)
+        assert curve is not None
+        return curve.rate(1e6)
+
+    full, causal = rate("attention.full"), rate("attention.causal")
+    backward, hardest = rate("attention_backward.full"), rate("attention_backward.causal")
+    assert hardware.rate(dtype, "matmul") > full >= causal >= hardest and full >= backward >= hardest
+    assert dtype == "float32" or full > causal > hardest
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -183,7 +200,7 @@ def in_section(text: str, figure: str, line: str, changed: str) -> str:
     ],
 )
 def test_what_a_profile_does_not_have_is_refused(tmp_path, addition, named):
-    assert named in refusal(tmp_path, text_of("h100-sxm") + "\n" + addition + "\n")
+    assert named in refusal(tmp_path, text_of("rtx5000") + "\n" + addition + "\n")
 
 
 def test_a_profile_made_in_code_is_checked_too():

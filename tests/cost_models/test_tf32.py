@@ -22,8 +22,9 @@ def test_each_kind_is_allowed_by_itself() -> None:
     assert plain / quick == pytest.approx(397.2 / 53.7)
     for allowed in ((), ("matmul",), ("conv",), ("matmul", "conv")):
         hardware = H100.allowing(allowed)
-        for kind in ("matmul", "conv", "attention"):
+        for kind in ("matmul", "conv"):
             assert time_of(hardware, kind) == pytest.approx(quick if kind in allowed else plain), (allowed, kind)
+        assert time_of(hardware, "attention") == time_of(H100, "attention")  # it has a curve of its own
         assert time_of(hardware, "matmul", "bfloat16") == time_of(H100, "matmul", "bfloat16")
         assert time_of(hardware, "elementwise") == time_of(H100, "elementwise")
 

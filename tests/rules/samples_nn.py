@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers.integrations.moe
 
 from autopar.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.emit import ops
 from tests.rules.samples_pointwise import BF16, Sample, Samples, c, f, ints, s
 
 aten = torch.ops.aten
+assert transformers.integrations.moe  # imported for the operators that it registers
 
 
 def _convolution(
@@ -108,6 +110,10 @@ def samples() -> Samples:
         "aten.vdot.default": [s(f(12), f(12)), s(c(12), c(12))],
         "aten.addmm.default": [s(f(18), f(6, 12), f(12, 18)), s(f(6, 1), f(6, 12), f(12, 18), beta=2, alpha=3)],
         "aten.baddbmm.default": [s(f(6, 12, 24), f(6, 12, 18), f(6, 18, 24))],
+        "transformers.grouped_mm_fallback.default": [s(f(24, 6), f(4, 6, 12), torch.tensor([3, 9, 9, 24]))],
+        "transformers.grouped_mm_fallback_backward.default": [
+            s(f(24, 6), f(4, 6, 12), torch.tensor([3, 9, 9, 24]), f(24, 12))
+        ],
         "aten._grouped_mm.default": [
             s(f(24, 48).to(BF16), f(3, 48, 96).to(BF16), torch.tensor([8, 16, 24], dtype=torch.int32)),
             s(f(24, 48).to(BF16), f(48, 96).to(BF16), torch.tensor([16, 32, 48], dtype=torch.int32)),

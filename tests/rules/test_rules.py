@@ -11,6 +11,7 @@ from autopar.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.rules.bodies import BODIES
 from autopar.rules.table import RULES
 from autopar.work import draws, flops_of
+from cost_models.steps import MATRIX_KINDS
 from tests.rules import samples_nn, samples_pointwise, samples_reduce, samples_shape
 from tests.rules.harness import Call, check, make_call, resolve, run_split, ways
 from tests.rules.samples_pointwise import f, ints
@@ -98,6 +99,38 @@ def test_reshapes_of_all_kinds():
         for size in (2, 3):
             for way in ways(call, rule, size):
                 check(call, (way,))
+
+
+def test_every_product_is_priced_by_the_units_that_make_it():
+    """A product: two operands share an index that no result has (or has by groups), and a result has one of each that
+    the other lacks. It does at least a multiplication and an addition for each pair that meets.
+    """
+    found: set[str] = set()
+    for op in sorted(SAMPLES):
+        for call in calls(op):
+            if (rule := call.rule) is None:
+                continue
+            real = [
+                place for place, type in enumerate(call.types) if type.dtype.startswith(("float", "bfloat", "comp"))
+            ]
+            factors = [{name for dim in dims for name in dim if rule.sizes[name] > 1} for dims in rule.inputs]
+            made = [{name for dim in dims for name in dim} for dims in rule.outputs]
+            for one, other in itertools.permutations(real, 2):
+                alone, shared = (
+                    (factors[one] - factors[other], factors[other] - factors[one]),
+                    factors[one] & factors[other],
+                )
+                if not all(alone) or not any(shared - out and all(side & out for side in alone) for out in made):
+                    continue
+                found.add(op)
+                flops, kind = flops_of(call.node, call.types)
+                least = 2.0 * max(call.types[one].numel, call.types[other].numel)
+                assert kind in MATRIX_KINDS and flops >= least, (op, kind, flops, least)
+    assert found >= {
+        "autopar.einsum", "aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default",
+        "aten._grouped_mm.default", "transformers.grouped_mm_fallback.default", ATTENTION, ATTENTION_BACKWARD,
+        "aten.convolution.default", "aten.convolution_backward.default",
+    } & set(SAMPLES)  # fmt: skip
 
 
 @pytest.mark.parametrize("op", sorted(op for op in SAMPLES if any(draws(call.node) for call in calls(op))))
