@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autopar.trace.lines import line_of_node
+
 _operators = torch.library.Library("autopar", "FRAGMENT")
 _operators.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool causal, float scale, float dropout, bool bias_grad)"
@@ -72,6 +74,8 @@ def keep_attention(module: torch.fx.GraphModule) -> None:
     """Put our operator in the place of torch's, in an exported module and those inside of it."""
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
+            for node in part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention):
+                raise NotImplementedError(f"flex_attention{line_of_node(node)}")
             for node in part.graph.find_nodes(
                 op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
             ):

@@ -17,7 +17,17 @@ class TraceError(RuntimeError):
 STACK = r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)'
 VALUE_ERRORS = re.compile("(?i)data.?dependent|dynamicoutputshape|numpy|tolist")
 VALUES = "Control flow and shapes may not depend on tensor values; rewrite that line without them."
+FLEX = (
+    "FlexAttention is not built: use scaled_dot_product_attention (transformers: attn_implementation='sdpa'), which "
+    "takes a mask and computes what it hides."
+)
+LENGTHS = "Sequences of several lengths in one tensor are not built: pad them, and ignore what is padded in the loss."
 BY_ITSELF = "Call the model with these inputs without autopar: it should run there first."
+ADVICE = (
+    (re.compile("(?i)flex_?attention"), FLEX),
+    (re.compile("(?i)nested|jagged|varlen|SymInt.{0,60}is not tracked with proxy", re.DOTALL), LENGTHS),
+    (VALUE_ERRORS, VALUES),
+)
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
 
 
@@ -32,7 +42,8 @@ def naming_the_line() -> Iterator[None]:
         reason = re.split(r"\n\s*\n|\nThe following|\nUser code|\nFor more", str(error).strip())[0].replace("\n", " ")[
             :400
         ]
-        advice = VALUES if VALUE_ERRORS.search(f"{type(error).__name__} {error}") else BY_ITSELF
+        told = f"{type(error).__name__} {error}"
+        advice = next((advice for pattern, advice in ADVICE if pattern.search(told)), BY_ITSELF)
         end = "" if reason.endswith(".") else "."
         raise TraceError(
             f"the model cannot be captured as one graph{line_of(error)}: {type(error).__name__}: {reason}{end} {advice}"

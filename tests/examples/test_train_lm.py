@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples.killed_in_saving import MOMENTS
+
 ROOT = Path(__file__).parents[2]
 SCRIPT, KILLED = ROOT / "examples" / "train_lm.py", Path(__file__).with_name("killed_in_saving.py")
 SMALL = "--size tiny --sequence 32 --batch 8 --accumulate 2 --warmup 2 --eval-every 3 --eval-batches 2 --save-every 3"
 
 
-def run(ranks: int, out: Path, *args: str, script: Path = SCRIPT) -> subprocess.CompletedProcess[str]:
+def run(
+    ranks: int, out: Path, *args: str, script: Path = SCRIPT, at: str = "behind the data, before what tells of it"
+) -> subprocess.CompletedProcess[str]:
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {name: value for name, value in os.environ.items() if name not in hidden} | {"PYTHONPATH": str(ROOT)}
+    environment["KILLED_AT"] = at  # of the script that is killed
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *torchrun, str(script), *SMALL.split(), "--out", str(out), *args]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -64,6 +69,28 @@ def test_any_ranks_learn_the_same_and_go_on_where_others_stopped_or_were_killed(
     assert begun(alone) == [("begin 3", 2)]
     assert losses(alone) == pytest.approx({what: wanted[what] for what in losses(alone)}, rel=1e-5)
     assert len(losses(alone)) == 4
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_of_saving_costs_no_more_than_what_came_behind_the_last_checkpoint(tmp_path: Path) -> None:
+    """Six updates, with a checkpoint behind every three; the second is the one that is killed."""
+    whole = tmp_path / "whole"
+    exact = ("--steps", "9", "--precision", "fp32")
+    ran = run(1, whole, *exact)
+    assert ran.returncode == 0, ran.stderr
+    wanted = losses(whole)
+    for number, moment in enumerate(MOMENTS):
+        out = tmp_path / str(number)
+        ran = run(2, out, *exact, script=KILLED, at=moment)
+        assert ran.returncode != 0, moment
+        there = {path.name for path in out.glob("step-*")}
+        saved = 6 if moment == "once it has its name" else 3
+        assert there == {f"step-{step:08}" for step in range(3, saved + 1, 3)}, moment
+        ran = run(2, out, *exact)
+        assert ran.returncode == 0, (moment, ran.stderr)
+        assert begun(out) == [("begin 0", 2), (f"begin {saved}", 2)], moment
+        assert losses(out) == pytest.approx(wanted, rel=1e-5), moment
+        assert "unfinished" not in {path.name for path in out.iterdir()}
 
 
 @pytest.mark.slow

@@ -63,3 +63,38 @@ def test_advice_fits_the_cause(does: Callable[[Tensor], Tensor], told: str, depe
     assert __file__ in str(caught.value)
     assert ("Control flow and shapes may not depend" in str(caught.value)) == depends_on_values
     assert ("without autopar: it should run there first" in str(caught.value)) != depends_on_values
+
+
+def flex(x: Tensor) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    heads = x.repeat(2, 4, 64, 4)
+    return flex_attention(heads, heads, heads)[0, 0, :2, :4]
+
+
+def nested(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([x[:1], x], layout=torch.jagged).values()
+
+
+class Behind(nn.Module):
+    """What is asked, behind a layer or in front of it."""
+
+    def __init__(self, does: Callable[[Tensor], Tensor], trained: bool) -> None:
+        super().__init__()
+        self.linear, self.does, self.trained = nn.Linear(4, 4), does, trained
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.does(self.linear(x)).sum() if self.trained else self.linear(self.does(x)).sum()
+
+
+@pytest.mark.parametrize(
+    ("does", "trained", "told"),
+    [
+        (flex, True, "FlexAttention is not built: use scaled_dot_product_attention"),
+        (flex, False, "FlexAttention is not built: use scaled_dot_product_attention"),
+        (nested, True, "Sequences of several lengths in one tensor are not built: pad them"),
+    ],
+)
+def test_attention_that_is_not_built_is_refused(does: Callable[[Tensor], Tensor], trained: bool, told: str) -> None:
+    with pytest.raises(TraceError, match=told):
+        capture(Behind(does, trained), (torch.randn(2, 4),), {})
