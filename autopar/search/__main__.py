@@ -208,7 +208,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
                 seconds,
                 "baselines",
                 lambda: compare(
-                    question, plan, memory=memory, **limits, as_ddp=_as_ddp(captured, question, asked),
+                    question, plan, memory=memory, spare=spare, **limits, as_ddp=_as_ddp(captured, question, asked),
                     progress=progress,
                 ),
             )  # fmt: skip
