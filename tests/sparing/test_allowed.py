@@ -56,7 +56,7 @@ def limits(ranks: int) -> tuple[float, ...]:
     return tuple(share * answer(question(ranks)).peak_bytes["hbm"] for share in SHARES)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ways", WAYS, ids=lambda ways: ",".join(ways) or "none")
 def test_a_plan_does_what_is_allowed_and_nothing_else(ranks: int, ways: Collection[str]) -> None:
     """As it is found, and beside the baselines, which may take its place."""
