@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from autopar.batch_norm import GLOBAL, LOCAL, STATISTICS, parts_of, statistics_o
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.compile import ways_named
 from autopar.graph import Graph
-from autopar.here import hardware_or_here, is_here, memory_bytes
+from autopar.here import hardware_or_here, has_expandable_segments, is_here, memory_bytes
 from autopar.layout import show
 from autopar.measure.calls import Profile
 from autopar.measure.operators import DEFAULT_S, profiler
@@ -38,11 +38,13 @@ from autopar.search.baselines import Row, compare, moved, table
 from autopar.search.factory import Example, build
 from autopar.search.keep import kept
 from autopar.search.limits import size
+from autopar.search.reserved import RESERVED, held_within, telling, told
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer, ask
 from autopar.search.spare import NEEDS_OPTIM, SPARES
 from autopar.trace import Captured, TraceError, capture, graph_of
 from autopar.trace.interrupts import interruptible
 from cost_models.hardware import Hardware, known_hardware
+from cost_models.reserve import Room, room_in
 from cost_models.whole_file import write_whole
 
 T = TypeVar("T")
@@ -90,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hardware", metavar="NAME|FILE", help="profile of the machine to plan for (default: this machine's GPU)")
     add("--memory", metavar="SIZE",
         help="what a plan may use of each rank's device: 70GiB, 40GB, or 0.9 of it (default: all of it, by the "
-        "profile)")  # fmt: skip
+        "profile); on GPUs a part of it is left for what no plan counts")  # fmt: skip
     add("--spare", metavar="WAYS",
         help="what may be done where the fastest plan does not fit: some of " + ", ".join(SPARES) + " with commas "
         "between, or none (default: what makes sense on the hardware; "
@@ -179,6 +181,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     mesh = _or_bad(lambda: parse_mesh(given.mesh))
     hardware = _hardware(given.hardware)
     memory = _memory(given.memory, hardware)
+    room = room_in(memory, hardware, mesh.sizes, expandable=has_expandable_segments())
     spare = _or_bad(lambda: ways_named(given.spare))
     keep = _keep(given.keep)
     if not 0 < given.time_limit < math.inf:
@@ -201,17 +204,23 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         question = _timed(seconds, "propose", lambda: asked(graph))
         limits: dict[str, Any] = {"outputs": given.outputs, "time_limit_s": given.time_limit, "keep": keep}
         open_: dict[str, Any] = {"simulation": not given.no_simulation, "spare": spare}
-        plan = _timed(seconds, "search", lambda: answer(question, memory=memory, **limits, **open_, progress=progress))
+
+        def held(most: float) -> Plan:
+            return answer(question, memory=most, **limits, **open_, progress=progress)
+
+        with telling(room):
+            plan = _timed(seconds, "search", lambda: held_within(room, held, question.pricer))
         rows: tuple[Row, ...] = ()
         if given.baselines:
             plan, rows = _timed(
                 seconds,
                 "baselines",
                 lambda: compare(
-                    question, plan, memory=memory, spare=spare, **limits, as_ddp=_as_ddp(captured, question, asked),
-                    progress=progress,
+                    question, plan, memory=room.tensors, spare=spare, **limits,
+                    as_ddp=_as_ddp(captured, question, asked), progress=progress,
                 ),
             )  # fmt: skip
+            plan = told(plan, room, question.pricer)
         points: tuple[curve.Point, ...] = ()
         if given.memory_curve is not None:
             points = _timed(
@@ -219,6 +228,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
                 "memory_curve",
                 lambda: curve.memory_curve(question, (plan,), **limits, **open_, progress=progress),
             )
+            points = tuple(replace(point, limit=math.ceil(room.taken(point.limit))) for point in points)
         writers: dict[str, Callable[[Path], None]] = {
             "-o": plan.save,
             "--dot": _writer(plan.to_dot() if "--dot" in paths else ""),
@@ -226,7 +236,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         }
     seconds["total"] = time.perf_counter() - started
     if given.json:
-        text = json.dumps(_document(given.model, plan, rows, points, seconds), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(_document(given.model, plan, rows, points, seconds, room), indent=1, allow_nan=False) + "\n"
     else:
         tables = [*([table(plan, rows)] if rows else []), *([curve.table(points)] if points else [])]
         text = "\n".join([plan.explain(), *tables])
@@ -307,7 +317,7 @@ def _memory(text: str | None, hardware: Hardware) -> float:
         raise BadArgument(
             f"memory {text!r} is not a size; write for example 70GiB, 512MB or 0.9 (a share of the device)"
         )
-    return memory_bytes(share, hardware)
+    return _or_bad(lambda: memory_bytes(share, hardware))
 
 
 def _keep(text: str | None) -> dict[str, str]:
@@ -394,7 +404,12 @@ def _call(example: Example, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _document(
-    model: str, plan: Plan, rows: Sequence[Row], points: Sequence[curve.Point], seconds: dict[str, float]
+    model: str,
+    plan: Plan,
+    rows: Sequence[Row],
+    points: Sequence[curve.Point],
+    seconds: dict[str, float],
+    room: Room,
 ) -> dict[str, Any]:
     """What --json prints; every figure of a plan is predicted, for one rank and one step."""
     types = {node.target: node.outputs[0] for node in plan.graph.nodes if node.op == "parameter"}
@@ -407,7 +422,9 @@ def _document(
         "optimizer": plan.optimizer,
         "outputs": plan.outputs,
         "batch_norm": plan.batch_norm or None,
-        "memory_limit": plan.memory_limit,
+        "memory_limit": room.limit,
+        "reserve_bytes": room.left,
+        "reserved_bytes": plan.search.get(RESERVED),
         **_figures(plan),
         "status": plan.search.get("status"),
         "tied": bool(plan.search.get("tied")),
