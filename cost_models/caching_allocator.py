@@ -162,17 +162,40 @@ def reserved_by(
     for tier, blocks in (beside or {}).items():
         for nbytes in blocks:
             streams[tier].allocate(nbytes)
+    before, behind = _asked(events)
     for step in range(steps):
         ends: dict[int, list[tuple[Class, int, int]]] = defaultdict(list)
-        for number, event in enumerate(events):
-            for hold in event.holds:
-                if not hold.resident:
-                    last = len(events) - 1 if hold.until is None else max((number, *hold.until))
-                    ends[last].append(streams[hold.tier].allocate(hold.nbytes))
+
+        for number in range(len(events)):
+            for last, hold in before[number]:
+                ends[last].append(streams[hold.tier].allocate(hold.nbytes))
             if step == 0 and number == len(events) - 1:
                 for hold in kept:
                     if hold.tenant.startswith(AT_FIRST_UPDATE):
                         streams[hold.tier].allocate(hold.nbytes)
             for segment, at, nbytes in ends.pop(number, ()):
                 segment.release(at, nbytes)
+            for last, hold in behind[number]:
+                ends[last].append(streams[hold.tier].allocate(hold.nbytes))
+        for left in ends.values():
+            for segment, at, nbytes in left:
+                segment.release(at, nbytes)
     return {tier: stream.reserved for tier, stream in streams.items()}
+
+
+def _asked(events: Sequence[Event]) -> tuple[list[list[tuple[int, Hold]]], list[list[tuple[int, Hold]]]]:
+    """What is asked for as each event begins, and once it has let go of what ends with it: (last event, hold)."""
+    before: list[list[tuple[int, Hold]]] = [[] for _ in events]
+    behind: list[list[tuple[int, Hold]]] = [[] for _ in events]
+    for number, event in enumerate(events):
+        for hold in event.holds:
+            if hold.resident:
+                continue
+            last = len(events) - 1 if hold.until is None else max((number, *hold.until))
+            if hold.since is None:
+                before[number].append((last, hold))
+            elif last > hold.since:
+                behind[hold.since].append((last, hold))
+            else:  # of no length: it comes and goes as its event ends
+                before[number].append((last, hold))
+    return before, behind

@@ -111,8 +111,10 @@ def telling(room: Room) -> Iterator[None]:
     except Infeasible as error:
         if not room.left:
             raise
-        told = f"{error} Beside that, {human(room.left)} of the {human(room.limit)} are left for {WHAT}."
-        ends = (None if nbytes is None else room.taken(nbytes) for nbytes in (error.at_least, error.enough))
+        ends = [None if nbytes is None else room.taken(nbytes) for nbytes in (error.at_least, error.enough)]
+        needs = [human(nbytes) for nbytes in reversed(ends) if nbytes is not None]
+        told = f"{error} Of the {human(room.limit)}, {human(room.left)} are left for {WHAT}"
+        told += f"; with those, about {needs[0]} is needed." if needs else "."
         raise Infeasible(told, *ends) from None
 
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar import layout as plain
-from autopar._compat import FakeStore, FakeTensorMode
+from autopar._compat import FakeStore, FakeTensorMode, TorchDispatchMode
 from autopar.attach.inputs import local_input
 from autopar.attach.tensors import become, mesh_of, parameter_on, piece_as, whole_parameter
 from autopar.layout import Layout, Shard

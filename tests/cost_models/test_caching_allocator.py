@@ -175,3 +175,12 @@ def test_what_libraries_keep_is_reserved_besides() -> None:
     events = [event(Hold("value", 40 * MIB))]
     assert reserved_by(events)["hbm"] == 40 * MIB
     assert reserved_by(events, beside={"hbm": [32 * MIB, 32 * MIB]})["hbm"] == 104 * MIB
+
+
+def test_what_begins_as_an_event_ends_takes_the_room_of_what_ended_with_it() -> None:
+    """As a result of the next operator does, which is asked for once the operands of the last one are let go."""
+    first, behind = Hold("first", 40 * MIB), Hold("next", 40 * MIB, since=0, until=(1,))
+    assert reserved_by([event(first), event(behind)])["hbm"] == 40 * MIB
+    assert reserved_by([event(first, behind), event()])["hbm"] == 40 * MIB
+    beside = Hold("beside", 40 * MIB, until=(1,))
+    assert reserved_by([event(first, beside), event()])["hbm"] == 80 * MIB
