@@ -23,20 +23,22 @@ from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
 from autopar.batch_norm import STATISTICS
 from autopar.graph import Graph, TensorType
-from autopar.here import check_size, hardware_or_here, is_here, memory_bytes, tf32_here
+from autopar.here import check_size, hardware_or_here, has_expandable_segments, is_here, memory_bytes, tf32_here
 from autopar.layout import Layout
 from autopar.measure.operators import profiler
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.plan.fit import check
 from autopar.plan.store import dumps, loads
-from autopar.price import OPTIMIZER_STATES
+from autopar.price import OPTIMIZER_STATES, Pricer
 from autopar.search import answer, ask, search
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
+from autopar.search.reserved import check_fits, held_within, telling
 from autopar.search.same import same_choices
 from autopar.search.spare import SPARES
 from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware
+from cost_models.reserve import room_in
 
 OUTPUTS = ("auto", "sharded", "global")
 INPUTS = ("global", "local")
@@ -77,7 +79,8 @@ def compile(
     hardware: profile name, path of a profile, or Hardware. Default: what `python -m autopar.calibrate` measured on this
     machine, else the known profile of its device; the plan's notes say if it was measured.
     memory: bytes of each rank's device that may be used: a number, "70GiB", or a share such as 0.9. Default: what is
-    free.
+    free. On GPUs this is what the allocator reserves, with what kernels and collectives take for themselves: a plan's
+    tensors get what that leaves.
     spare: what may be done where the fastest plan does not fit, some of "recompute" and "offload" (forward values that
     backward needs), "host" (parameters, with all that belongs to them) and "stream" (optimizer states, which then lie
     on the host; it needs an optimizer of `autopar.optim`); or "none". Default: what makes sense on the hardware,
@@ -127,8 +130,11 @@ def compile(
         if profile is not None:
             _can_profile(profile, machine, device_mesh.device_type)
         machine = machine.allowing(tf32_here(device_mesh.device_type))
-        room = memory_bytes(memory, machine, device_mesh.device_type)
-        return machine, room, ways_named(spare), Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+        allowed = memory_bytes(memory, machine, device_mesh.device_type)
+        given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+        if given is not None and memory is not None:
+            check_fits(given, room_in(allowed, machine, mesh.sizes, expandable=has_expandable_segments()), memory)
+        return machine, allowed, ways_named(spare), given
 
     # files may be other ones on another rank's machine, or not there
     machine, limit, ways, given = agreed(read, device_mesh)
@@ -155,7 +161,8 @@ def compile(
             agreed(lambda: check(ready, graph, mesh, outputs=wanted), device_mesh)
             return ready
         is_training = any(result.kind == "gradient" for result in graph.results)
-        room = least_of(limit, device_mesh) if is_training else None  # inference needs no more than training does
+        whole = room_in(least_of(limit, device_mesh), machine, mesh.sizes, expandable=has_expandable_segments())
+        room = whole.tensors if is_training else None  # inference needs no more than training does
         settled = dict(keep or {}) if is_training else {}  # in inference, parameters live where training has them
         if is_training and like is not None:
             settled |= like.residence
@@ -173,16 +180,23 @@ def compile(
                 if known is not None and lasting(known, time_limit_s) and (room is None or still_good(known, room)):
                     return known
             wanted: dict[str, Any] = {
-                "memory": room, "spare": ways, "keep": settled, "outputs": brought, "fixed": fixed,
+                "spare": ways, "keep": settled, "outputs": brought, "fixed": fixed,
                 "time_limit_s": time_limit_s, "simulation": True,
             }  # fmt: skip
+
+            def best(held: float | None) -> Plan:
+                if question is None:
+                    return search(graph, mesh, machine, optimizer=optimizer, memory=held, **wanted)
+                return answer(question, memory=held, **wanted)
+
             began = time.monotonic()
             if like is not None and (same := same_choices(like, graph, room, machine, brought)) is not None:
                 found = same
-            elif question is None:
-                found = search(graph, mesh, machine, optimizer=optimizer, **wanted)
+            elif not is_training:
+                found = best(None)
             else:
-                found = answer(question, **wanted)
+                with telling(whole):
+                    found = held_within(whole, best, Pricer.on(mesh, machine, optimizer))
             if time.monotonic() - began >= time_limit_s:
                 found = replace(found, search={**found.search, CUT: time_limit_s})
             if kept is not None:

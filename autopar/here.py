@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar._compat import HashStore
+from autopar.plan.tell import human
 from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
 
 UNITS = {
@@ -28,24 +30,17 @@ UNITS = {
     "TIB": 2**40,
 }
 
-# CUDA device names (as the driver tells them) -> profile; of two sizes of one name, the memory decides.
-PROFILE_OF_DEVICE = (
-    (r"H200", 0, "h200-sxm"),
-    (r"H100", 0, "h100-sxm"),
-    (r"A100", 60 * 2**30, "a100-80gb"),
-    (r"A100", 0, "a100-40gb"),
-    (r"V100", 0, "v100-16gb"),
-    (r"RTX 5000", 0, "rtx5000"),
-)
-
 
 def init_mesh(device_type: str = "cpu", **axes: int) -> DeviceMesh:
     """A device mesh with named axes, `init_mesh("cuda", data=4, tensor=2)`; starts the process group if there is none.
 
     Under torchrun all its processes take part; without it, one process makes a mesh of size one. Beside NCCL there is
-    gloo: for parameters on the host, whose gradient norms are summed and whose pieces are put together there. Raises
-    ValueError where the axes do not multiply to the number of processes.
+    gloo: for parameters on the host, whose gradient norms are summed and whose pieces are put together there. Each
+    process takes the GPU of its LOCAL_RANK. Raises ValueError where the axes do not multiply to the number of
+    processes, and where there is no such GPU.
     """
+    if device_type == "cuda":
+        _take_device()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         if "RANK" in os.environ:
@@ -56,6 +51,22 @@ def init_mesh(device_type: str = "cpu", **axes: int) -> DeviceMesh:
         axes = {"data": dist.get_world_size()}
     check_size(tuple(axes.values()), dist.get_world_size())
     return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def _take_device() -> None:
+    """Make the GPU of LOCAL_RANK the current one, before anything lies on another.
+
+    A process that sees one GPU only has that, whatever its number among others; one that has chosen a GPU keeps it.
+    """
+    local, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
+    if local is None or count == 1 or (torch.cuda.is_initialized() and torch.cuda.current_device() != 0):
+        return
+    if not local.isdigit() or int(local) >= count:
+        raise ValueError(
+            f"LOCAL_RANK is {local}, but this machine shows {count} GPUs; start as many processes on it as it has GPUs "
+            f"(torchrun --nproc-per-node {count})"
+        )
+    torch.cuda.set_device(int(local))
 
 
 def check_size(sizes: tuple[int, ...], world: int) -> None:
@@ -102,7 +113,8 @@ def is_here(hardware: Hardware, device_type: str) -> bool:
         return True
     for calibrated in (True, False):
         with contextlib.suppress(ValueError, OSError):
-            if hardware_or_here(None, device_type, calibrated=calibrated).digest == hardware.digest:
+            here = hardware_or_here(None, device_type, calibrated=calibrated)
+            if here.digest in (hardware.digest, _with_ranks_here(hardware).digest):
                 return True
     return False
 
@@ -148,25 +160,63 @@ def hardware_or_here(hardware: str | Path | Hardware | None, device_type: str, *
     if device_type == "cpu":
         return Hardware.load("cpu-gloo")
     name = torch.cuda.get_device_name() if device_type == "cuda" else device_type
-    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if device_type == "cuda" else 0
-    for pattern, at_least, profile in PROFILE_OF_DEVICE:
-        if re.search(pattern, name) and memory >= at_least:
-            return Hardware.load(profile)
-    raise ValueError(
-        f"no hardware profile fits device {name!r}; pass hardware=, one of {', '.join(known_hardware())}, or a file"
-    )
+    known = [Hardware.known(one) for one in known_hardware()]
+    fitting = [one for one in known if one.device and re.search(one.device, name)]
+    if not fitting:
+        raise ValueError(
+            f"no hardware profile fits device {name!r}; pass hardware=, one of {', '.join(known_hardware())}, or a file"
+        )
+    total = total_bytes(device_type, fitting[0])
+    small, *larger = sorted(fitting, key=lambda one: one.tiers["hbm"].capacity_bytes)
+    found = [one for one in (small, *larger) if one is small or one.tiers["hbm"].capacity_bytes <= total][-1]
+    return _with_ranks_here(found)
+
+
+def _with_ranks_here(hardware: Hardware) -> Hardware:
+    """The profile with as many ranks on a node as the launcher has started on this one, where that moves the border
+    between nodes; else a plan would be of another machine than one that was made elsewhere, for nothing.
+    """
+    local, world = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    ranks, before = int(local) if local.isdigit() else 0, hardware.ranks_per_node
+    if ranks in (0, before) or not world.isdigit() or int(world) <= min(ranks, before):
+        return hardware
+    sources = {**hardware.sources, "ranks_per_node": "LOCAL_WORLD_SIZE of this process"}
+    return replace(hardware, ranks_per_node=ranks, sources=sources)
+
+
+def total_bytes(device_type: str | None, hardware: Hardware) -> float:
+    """All memory of a device: of this machine's, or, where there is none, the most that the profile can mean, as what a
+    data sheet calls 80 GB is 80 GiB at the most.
+    """
+    if device_type == "cuda":
+        return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return hardware.tiers["hbm"].capacity_bytes * (2**30 / 10**9)
 
 
 def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_type: str | None = None) -> float:
-    """Bytes of one rank's device that a plan may use.
+    """Bytes of one rank's device that its process may take, beside what the driver takes for it. `cost_models.reserve`
+    says how much of that a plan's tensors may hold.
 
     "70GiB" or "70 GB" are read with their unit; an int, or a float above 1, is bytes; a float up to 1 is that
     share of the profile's capacity. None: what is free on this machine's device, or, where there is none, the
-    profile's capacity.
+    profile's capacity. Raises ValueError for what is no size, and for more than the device has.
     """
+    if memory is None:
+        return free_bytes(device_type, hardware)
+    nbytes = _given_bytes(memory, hardware)
+    if not hardware.reserve:  # a rank of a CPU has as much as the others leave
+        return nbytes
+    total = total_bytes(device_type, hardware)
+    if nbytes > total:
+        raise ValueError(
+            f"memory {memory!r} is {human(nbytes)}, and a device of {hardware.name} has {human(total)}; give at most "
+            "that, or 0.9 (a share of it)"
+        )
+    return min(nbytes, total - hardware.reserve["context_bytes"])
+
+
+def _given_bytes(memory: int | float | str, hardware: Hardware) -> float:
     match memory:
-        case None:
-            return free_bytes(device_type, hardware)
         case str():
             read = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?i?B)\s*", memory, re.IGNORECASE)
             if read is None or read[1].count(".") > 1 or read[1] == "." or float(read[1]) <= 0:
@@ -186,10 +236,18 @@ def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_ty
             )
 
 
+def has_expandable_segments() -> bool:
+    """Whether torch's allocator is told to have segments that grow, by the environment of this process."""
+    told = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return "expandable_segments:true" in told.replace(" ", "").lower()
+
+
 def free_bytes(device_type: str | None, hardware: Hardware) -> float:
-    """Free device memory; on CPU, this rank's share of what the machine has available."""
+    """Free device memory, with what torch keeps for itself and nothing lies in; on CPU, this rank's share of what the
+    machine has available.
+    """
     if device_type == "cuda":
-        return float(torch.cuda.mem_get_info()[0])
+        return float(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
     if device_type == "cpu":
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         found = (

@@ -53,6 +53,13 @@ SPARING: Mapping[str, str] = {
     "elixir": "fsdp",
 }
 
+# The ways of sparing memory (`autopar.search.spare`) that a policy goes: without one of them it is no candidate.
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "checkpoint-every-block": ("recompute",),
+    "zero3-offload": ("host",),
+    "elixir": ("recompute", "host"),
+}
+
 # The graph in which a policy runs, which says how long weights stay whole.
 REWRITES: Mapping[str, Callable[[Graph, Collection[str]], Graph]] = {"zero2": gathered_once, "zero1": kept_whole}
 
@@ -72,6 +79,11 @@ def policies_for(mesh: Mesh, *, sparing: bool = False, dominated: bool = False) 
     named = (name for name in POLICIES if sparing or name not in SPARING)
     named = (name for name in named if dominated or name not in DOMINATED)
     return tuple(name for name in named if len(mesh.sizes) > 1 or name != "fsdp+tensor-parallel")
+
+
+def is_open(policy: str, ways: Collection[str]) -> bool:
+    """Whether a policy does only what is allowed."""
+    return set(NEEDS.get(policy, ())).issubset(ways)
 
 
 def policy_named(name: str) -> str:

@@ -3,7 +3,9 @@
     python -m benchmarks.capped --models gpt-125m gpt-350m gpt-1.3b --share 0.4 -o docs/benchmarks/capped.md
 
 Every method runs alone in a process of its own, in bfloat16 on random tokens, forward + backward + AdamW, and all but
-the first under the same cap (`set_per_process_memory_fraction`), which is that share of what the first one took:
+the first under the same cap, which is that share of what the first one reserved. The cap is of what the allocator
+reserves (`set_per_process_memory_fraction`), with expandable segments for every method; a plan is told the cap, and
+leaves room in it for what it does not count (`cost_models.reserve`):
 
     uncapped        the plain model
     autopar         the plan that fits in the cap (autopar.compile(memory=...))
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -35,6 +38,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import autopar
+from cost_models.caching_allocator import PAGE
 from cost_models.whole_file import write_whole
 
 SHAPES = {  # layers, width, heads, vocabulary (OPT's and GPT's tables)
@@ -66,15 +70,22 @@ def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float |
     limit = None if cap is None else int(cap)
     if policy is None:
         return autopar.compile(model, mesh, memory=limit, example_kwargs=kwargs)
-    from autopar.here import hardware_or_here, memory_bytes
+    from autopar.here import hardware_or_here, has_expandable_segments, memory_bytes
     from autopar.measure.twin import traced
     from autopar.mesh import Mesh
+    from autopar.price import Pricer
     from autopar.search import search
+    from autopar.search.reserved import held_within, telling
+    from cost_models.reserve import room_in
 
     machine = hardware_or_here(None, device)
     graph = traced(model, (), kwargs)
-    room = memory_bytes(limit, machine, device)
-    plan = search(graph, Mesh(("data",), (1,)), machine, memory=room, policy=policy)
+    room = room_in(memory_bytes(limit, machine, device), machine, (1,), expandable=has_expandable_segments())
+    one = Mesh(("data",), (1,))
+    with telling(room):
+        plan = held_within(
+            room, lambda held: search(graph, one, machine, memory=held, policy=policy), Pricer.on(one, machine, "adamw")
+        )
     return autopar.compile(model, mesh, plan=plan, example_kwargs=kwargs)
 
 
@@ -93,7 +104,7 @@ def worker(given: argparse.Namespace) -> dict[str, Any]:
     device, method = given.device, given.worker
     if device == "cuda" and given.cap is not None:
         total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, given.cap / total))
+        torch.cuda.set_per_process_memory_fraction(fraction_of(given.cap, total))
     home = "cpu" if method in ("autopar", "elixir", "fully_shard") else device  # the whole of it may not fit
     model = build(given.models[0], given.sequence, home)
     ids = torch.randint(0, SHAPES[given.models[0]][3], (given.batch, given.sequence), device=device)
@@ -113,9 +124,18 @@ def worker(given: argparse.Namespace) -> dict[str, Any]:
 
     times = timed(step, given.steps, device)
     found = {"seconds": statistics.median(times), "peak": torch.cuda.max_memory_allocated() if device == "cuda" else 0}
+    found["reserved"] = torch.cuda.max_memory_reserved() if device == "cuda" else 0
     if plan is not None:
         found |= {"predicted_s": plan.predicted_seconds, "predicted": plan.peak_bytes["hbm"]}
+        found["predicted_reserved"] = plan.search.get("reserved_bytes", 0)
     return found
+
+
+def fraction_of(cap: float, total: float) -> float:
+    """The share of the device that the allocator may reserve: never less than the cap, however it is rounded, which a
+    plan may take to the last page.
+    """
+    return min(1.0, (math.ceil(cap / PAGE) * PAGE + PAGE) / total)
 
 
 def timed(step: Callable[[], None], steps: int, device: str) -> list[float]:
@@ -139,7 +159,8 @@ def run(given: argparse.Namespace, model: str, method: str, cap: float | None) -
         "--batch", str(given.batch), "--sequence", str(given.sequence), "--steps", str(given.steps),
         *([] if cap is None else ["--cap", str(cap)]),
     ]  # fmt: skip
-    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if given.device == "cuda" else {}
+    env = {**os.environ, **allocator, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     done = subprocess.run(command, capture_output=True, text=True, env={**env, "MASTER_PORT": "29511"})
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
@@ -149,11 +170,13 @@ def run(given: argparse.Namespace, model: str, method: str, cap: float | None) -
 
 def row(model: str, method: str, found: dict[str, Any], uncapped_s: float) -> str:
     if "failed" in found:
-        return f"| {model} | {method} | {found['failed']} |" + " |" * 5
+        return f"| {model} | {method} | {found['failed']} |" + " |" * 7
     told = [f"{found['seconds'] * 1e3:.1f}", f"{uncapped_s / found['seconds']:.0%}", f"{found['peak'] / 2**30:.2f}"]
-    predicted = ["-", "-"]
+    told.append(f"{found['reserved'] / 2**30:.2f}")
+    predicted = ["-", "-", "-"]
     if "predicted_s" in found:
         predicted = [f"{found['predicted_s'] * 1e3:.1f}", f"{found['predicted'] / 2**30:.2f}"]
+        predicted.append(f"{found['predicted_reserved'] / 2**30:.2f}")
     return f"| {model} | {method} | " + " | ".join([*told, *predicted]) + " |"
 
 
@@ -185,13 +208,13 @@ def main() -> None:
         f"`python -m benchmarks.capped {' '.join(sys.argv[1:])}`, {date.today()}, torch {torch.__version__}, {device}; "
         f"batch {given.batch} x {given.sequence} tokens, bfloat16, AdamW, median of {given.steps} steps.",
         "",
-        "| model | method | ms | efficiency | peak GiB | predicted ms | predicted peak GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| model | method | ms | efficiency | peak GiB | reserved GiB | predicted ms | peak | reserved |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for model in given.models:
         whole = run(given, model, "uncapped", None)
         lines.append(row(model, "uncapped", whole, whole.get("seconds", 0.0)))
-        cap = given.share * whole["peak"] if whole.get("peak") else None
+        cap = given.share * whole["reserved"] if whole.get("reserved") else None
         for method in METHODS[1:]:
             if method == "elixir" and cap is None:
                 continue

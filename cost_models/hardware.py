@@ -16,11 +16,15 @@ autopar lie in `cost_models/profiles/`. Units are seconds, bytes and floating po
     host_link.h2d|d2h_bytes_per_s  copies between host and device memory
     slowdown.matrix|memory.<ranks> how many times longer compute takes with so many ranks busy on a node that shares
                                    its processors (matrix: matmul, attention, conv; memory: all else)
+    reserve.<what>                 of devices with an allocator of their own, bytes that no plan counts: see
+                                   `cost_models.reserve`
     overlaps                       true where collectives run beside compute, on streams of their own; false (or left
                                    out) where communication takes the processors that compute
 
 A calibrated profile (`python -m autopar.calibrate`) also has curves, `curves.<name> = { over, base_s, points, residual,
 source }`; where there is one it prices before the plain figure. `cost_models.curves` says which there are.
+
+`device = "..."`, which is no figure, is a pattern of what the driver calls the devices that the profile is for.
 """
 
 from __future__ import annotations
@@ -48,7 +52,9 @@ PLAUSIBLE = {
     "capacity_bytes": (1e6, 1e17),
     "latency_s": (1e-10, 10.0),
     "slowdown": (0.1, 1e4),
+    "reserve": (1, 1e11),
 }
+RESERVES = ("context_bytes", "workspace_bytes", "group_bytes", "peer_bytes")
 SLOWS = ("matrix", "memory")  # what a slowdown is of
 _SLOWDOWN = re.compile(rf"({'|'.join(SLOWS)})\.[1-9][0-9]{{0,8}}")
 TF32_KINDS = ("matmul", "conv")  # what torch has a setting for; attention of float32 keeps float32's rate
@@ -110,6 +116,8 @@ class Hardware:
     slowdown: Mapping[str, float] = field(default_factory=dict[str, float])
     overlaps: bool = False
     tf32: tuple[str, ...] = ()
+    reserve: Mapping[str, float] = field(default_factory=dict[str, float])
+    device: str = field(default="", compare=False)
     sources: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +131,12 @@ class Hardware:
         for name in self.slowdown:
             if _SLOWDOWN.fullmatch(name) is None:
                 raise ValueError(f"{cut(f'slowdown.{name}')} is not a figure of a hardware profile")
+        if self.reserve and (wrong := sorted(set(self.reserve) ^ set(RESERVES))):
+            raise ValueError(
+                f"reserve.{wrong[0]} is missing"
+                if wrong[0] in RESERVES
+                else f"{cut(f'reserve.{wrong[0]}')} is not a figure of a hardware profile"
+            )
         for dtype in (*self.flops_per_s, *self.achieved_flops_per_s):
             if dtype not in DTYPES:
                 raise ValueError(f"{cut(dtype)} is no dtype with a rate of its own; known are {', '.join(DTYPES)}")
@@ -148,6 +162,7 @@ class Hardware:
         for name, link in self.links.items():
             flat[f"links.{name}.latency_s"] = link.latency_s
             flat[f"links.{name}.bytes_per_s"] = link.bytes_per_s
+        flat |= {f"reserve.{name}": nbytes for name, nbytes in self.reserve.items()}
         return flat | {f"slowdown.{name}": factor for name, factor in self.slowdown.items()}
 
     @cached_property
@@ -288,7 +303,7 @@ class Hardware:
         told = {*self.figures, *(f"curves.{name}" for name in self.curves), *(("overlaps",) if self.overlaps else ())}
         if unsourced := sorted(told - set(self.sources)):
             raise ValueError(f"{unsourced[0]} has no source: say where the number comes from")
-        lines = [f"name = {json.dumps(self.name)}"]
+        lines = [f"name = {json.dumps(self.name)}", *([f"device = {json.dumps(self.device)}"] if self.device else [])]
         if "overlaps" in self.sources:
             source = json.dumps(self.sources["overlaps"])
             lines.append(f"overlaps = {{ value = {json.dumps(self.overlaps)}, source = {source} }}")
@@ -320,8 +335,8 @@ def cut(value: object) -> str:
 def check_figure(figure: str, value: object) -> None:
     """Raise ValueError if `value` cannot be the figure of that name."""
     kind = figure.rpartition(".")[2]
-    if figure.startswith("slowdown."):
-        kind = "slowdown"
+    if figure.startswith(("slowdown.", "reserve.")):
+        kind = figure.partition(".")[0]
     elif figure.startswith(("flops_per_s.", "achieved_flops_per_s.")) or kind == "vector_flops_per_s":
         kind = "flops_per_s"
     elif kind in ("h2d_bytes_per_s", "d2h_bytes_per_s"):

@@ -45,6 +45,18 @@ def _source(figure: str, source: object) -> str:
     return source
 
 
+def _pattern(device: object) -> str:
+    """A pattern of device names, or "" where a profile is found by its name alone."""
+    try:
+        return re.compile(device).pattern if isinstance(device, str) and len(device) <= 200 else _no_pattern(device)
+    except re.error:
+        return _no_pattern(device)
+
+
+def _no_pattern(device: object) -> str:
+    raise ValueError(f'device is {cut(device)}, must be a pattern of device names such as "H100"')
+
+
 def _curve(name: str, entry: Any) -> tuple[Curve, str]:
     """One `{ over, base_s, points, residual, source }`, and the source."""
     figure = f"curves.{name}"
@@ -102,6 +114,7 @@ def parsed(content: bytes, origin: str) -> Hardware:
             raise ValueError("name is missing")
         if not name.isprintable():
             raise ValueError(f"name is {cut(name)}, which has characters that cannot be shown")
+        device = _pattern(document.pop("device", ""))
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         table = document.pop("curves", {})
@@ -146,6 +159,8 @@ def parsed(content: bytes, origin: str) -> Hardware:
             curves=curves,
             slowdown=by_key("slowdown"),
             overlaps=overlaps,
+            reserve=by_key("reserve"),
+            device=device,
             sources=sources,
         )
         if "float32" not in hardware.flops_per_s:

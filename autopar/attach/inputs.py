@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.attach.tensors import as_stored, piece_of, placements_of
+from autopar.attach.tensors import as_stored, device_of, piece_of, placements_of
 from autopar.graph import TensorType
 from autopar.layout import Layout
 from autopar.mesh import Mesh
@@ -22,4 +22,4 @@ def local_input(value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMe
         return as_stored(value.redistribute(device_mesh, placements_of(layout)).to_local())
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
-    return piece_of(value.detach().to(device_mesh.device_type), layout, mesh, coordinate)
+    return piece_of(value.detach(), layout, mesh, coordinate).to(device_of(device_mesh))

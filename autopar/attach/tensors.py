@@ -5,7 +5,9 @@ together.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,12 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     sizes = tuple(int(device_mesh.size(i)) for i in range(device_mesh.ndim))
     names = device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(sizes)))
     return Mesh(tuple(names), sizes)
+
+
+def device_of(device_mesh: DeviceMesh) -> torch.device:
+    """This rank's device."""
+    kind = device_mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 def placements_of(layout: Layout) -> list[Placement]:
@@ -92,10 +100,10 @@ def whole_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Para
     """The parameter as a replicated DTensor over its own storage: what stands in a module until there is a plan.
 
     A DTensor from the start, so that the plan's layout can take its place inside the same Python object, which an
-    optimizer may hold already.
+    optimizer may hold already. Values on the CPU stay there: a device gets its piece, once it is known which.
     """
     value = as_stored(parameter.detach())
-    value = value if value.is_meta else value.to(device_mesh.device_type)
+    value = value if value.is_meta or value.device.type == "cpu" else value.to(device_mesh.device_type)
     made = as_dtensor(value.contiguous(), value.shape, (plain.REPLICATE,) * device_mesh.ndim, device_mesh)
     whole = nn.Parameter(made, requires_grad=parameter.requires_grad)
     whole.is_borrowed = not value.is_meta  # type: ignore[attr-defined]  # whoever writes to it has to copy it first
@@ -109,27 +117,59 @@ def parameter_on(
     """The parameter as a DTensor. Rank 0's values win, as they do under DDP; a meta parameter stays on meta. Where
     there is no memory for it on one rank, it is left as it is on all.
     """
-    coordinate = device_mesh.get_coordinate()
-    assert coordinate is not None
     value = whole.detach()
     if isinstance(value, DTensor):  # in pieces where an earlier call had no memory for those behind it
+        if layout_of(value) == layout and not is_whole(layout) and is_on_host(value) == on_host:
+            return whole
         value = value.to_local() if is_whole(layout_of(value)) else value.full_tensor()
     if value.is_meta:
         shape = plain.local_shape(tuple(value.shape), layout, mesh)
         assert shape is not None
         local = torch.empty(shape, dtype=value.dtype, device="meta")
     else:
-        sent = from_rank_zero(value, device_mesh)
-
-        def piece() -> Tensor:
-            mine = piece_of(sent, layout, mesh, coordinate)
-            if mine.data_ptr() == value.data_ptr():
-                mine = mine.clone()  # the user's model keeps its own values
-            return to_host(mine) if on_host else mine
-
-        local = agreed(piece, device_mesh)
+        local = piece_from_rank_zero(value, layout, mesh, device_mesh, on_host=on_host)
     made = as_dtensor(local, whole.shape, layout, device_mesh)
     return nn.Parameter(made, requires_grad=whole.requires_grad)
+
+
+def is_on_host(held: DTensor) -> bool:
+    """Whether a parameter of a device lies in the memory of the host; where the two are one, none does."""
+    return held.to_local().device.type != held.device_mesh.device_type
+
+
+def piece_from_rank_zero(
+    value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh, *, on_host: bool
+) -> Tensor:
+    """This rank's piece of rank 0's values, with storage of its own.
+
+    Cut where the whole lies: rank 0 puts one piece after the other on its device, all ranks receive each, and those
+    that it is not for take the next one into the same room. So no device holds more than two pieces, whatever the whole
+    would take. It goes through devices also to hosts, as a group may have no other way. Room is taken before anything
+    is sent; where there is none on one rank, all raise.
+    """
+    coordinate = device_mesh.get_coordinate()
+    assert coordinate is not None
+    cuts = [
+        range(size) if isinstance(one, plain.Shard) else range(1) for one, size in zip(layout, mesh.sizes, strict=True)
+    ]
+    here = tuple(index if len(cut) > 1 else 0 for cut, index in zip(cuts, coordinate, strict=True))
+
+    def taken() -> tuple[Tensor, Tensor, Tensor]:
+        mine = piece_of(value, layout, mesh, coordinate).to(device_of(device_mesh))
+        if mine is value:
+            mine = mine.clone()  # the user's model keeps its own values
+        largest = part_of(value, layout, mesh, (0,) * len(cuts)).numel() if math.prod(map(len, cuts)) > 1 else 0
+        return mine, mine.new_empty(largest), host_like(mine) if on_host and mine.is_cuda else mine
+
+    mine, room, home = agreed(taken, device_mesh)
+    if device_mesh.size() > 1:
+        for at in product(*cuts):
+            part = part_of(value, layout, mesh, at)
+            sent = mine if at == here else room.narrow(0, 0, part.numel()).view(part.shape)
+            if at != here and dist.get_rank() == 0:
+                sent.copy_(part)
+            dist.broadcast(sent, src=0)
+    return home if home is mine else home.copy_(mine)
 
 
 def become(held: nn.Parameter, made: nn.Parameter) -> None:
@@ -230,7 +270,7 @@ def piece_as(value: Tensor, held: DTensor) -> DTensor:
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     layout = layout_of(held)
-    local = piece_of(value.detach().to(held.to_local().device), layout, mesh, coordinate)
+    local = piece_of(value.detach(), layout, mesh, coordinate).to(held.to_local().device)
     return as_dtensor(local, value.shape, layout, device_mesh)
 
 

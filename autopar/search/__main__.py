@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,10 +26,11 @@ from autopar.batch_norm import GLOBAL, LOCAL, STATISTICS, parts_of, statistics_o
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
 from autopar.compile import ways_named
 from autopar.graph import Graph
-from autopar.here import device_type_of, hardware_or_here, is_here, memory_bytes, tf32_set
+from autopar.here import device_type_of, hardware_or_here, has_expandable_segments, is_here, memory_bytes, tf32_set
 from autopar.measure.calls import Profile
 from autopar.measure.operators import DEFAULT_S, profiler
 from autopar.mesh import parse_mesh
+from autopar.plan import Plan
 from autopar.price import OPTIMIZER_STATES
 from autopar.search import curve
 from autopar.search.baselines import Row, compare, table
@@ -36,12 +38,14 @@ from autopar.search.document import document
 from autopar.search.factory import Example, build
 from autopar.search.keep import kept
 from autopar.search.limits import size
+from autopar.search.reserved import held_within, telling, told
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer, ask
 from autopar.search.spare import NEEDS_OPTIM, SPARES
 from autopar.trace import Captured, TraceError, capture, graph_of
 from autopar.trace.interrupts import interruptible
 from autopar.trace.precision import precision_named
 from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
+from cost_models.reserve import room_in
 from cost_models.whole_file import write_whole
 
 T = TypeVar("T")
@@ -89,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hardware", metavar="NAME|FILE", help="profile of the machine to plan for (default: this machine's GPU)")
     add("--memory", metavar="SIZE",
         help="what a plan may use of each rank's device: 70GiB, 40GB, or 0.9 of it (default: all of it, by the "
-        "profile)")  # fmt: skip
+        "profile); on GPUs a part of it is left for what no plan counts")  # fmt: skip
     add("--spare", metavar="WAYS",
         help="what may be done where the fastest plan does not fit: some of " + ", ".join(SPARES) + " with commas "
         "between, or none (default: what makes sense on the hardware; "
@@ -184,6 +188,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     mesh = _or_bad(lambda: parse_mesh(given.mesh))
     hardware = _hardware(given.hardware)
     memory = _memory(given.memory, hardware)
+    room = room_in(memory, hardware, mesh.sizes, expandable=has_expandable_segments())
     spare = _or_bad(lambda: ways_named(given.spare))
     keep = _keep(given.keep)
     precision = _or_bad(lambda: precision_named(given.precision))
@@ -215,17 +220,23 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         question = _timed(seconds, "propose", lambda: asked(graph))
         limits: dict[str, Any] = {"outputs": given.outputs, "time_limit_s": given.time_limit, "keep": keep}
         open_: dict[str, Any] = {"simulation": not given.no_simulation, "spare": spare}
-        plan = _timed(seconds, "search", lambda: answer(question, memory=memory, **limits, **open_, progress=progress))
+
+        def held(most: float) -> Plan:
+            return answer(question, memory=most, **limits, **open_, progress=progress)
+
+        with telling(room):
+            plan = _timed(seconds, "search", lambda: held_within(room, held, question.pricer))
         rows: tuple[Row, ...] = ()
         if given.baselines:
             plan, rows = _timed(
                 seconds,
                 "baselines",
                 lambda: compare(
-                    question, plan, memory=memory, **limits, as_ddp=_as_ddp(graph_with, question, asked),
-                    progress=progress,
+                    question, plan, memory=room.tensors, spare=spare, **limits,
+                    as_ddp=_as_ddp(graph_with, question, asked), progress=progress,
                 ),
             )  # fmt: skip
+            plan = told(plan, room, question.pricer)
         points: tuple[curve.Point, ...] = ()
         if given.memory_curve is not None:
             points = _timed(
@@ -233,6 +244,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
                 "memory_curve",
                 lambda: curve.memory_curve(question, (plan,), **limits, **open_, progress=progress),
             )
+            points = tuple(replace(point, limit=math.ceil(room.taken(point.limit))) for point in points)
         writers: dict[str, Callable[[Path], None]] = {
             "-o": plan.save,
             "--dot": _writer(plan.to_dot() if "--dot" in paths else ""),
@@ -240,7 +252,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         }
     seconds["total"] = time.perf_counter() - started
     if given.json:
-        text = json.dumps(document(given.model, plan, rows, points, seconds), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(document(given.model, plan, rows, points, seconds, room), indent=1, allow_nan=False) + "\n"
     else:
         tables = [*([table(plan, rows)] if rows else []), *([curve.table(points)] if points else [])]
         text = "\n".join([plan.explain(), *tables])
@@ -338,7 +350,7 @@ def _memory(text: str | None, hardware: Hardware) -> float:
         raise BadArgument(
             f"memory {text!r} is not a size; write for example 70GiB, 512MB or 0.9 (a share of the device)"
         )
-    return memory_bytes(share, hardware)
+    return _or_bad(lambda: memory_bytes(share, hardware))
 
 
 def _keep(text: str | None) -> dict[str, str]:

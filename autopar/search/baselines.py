@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.batch_norm import GLOBAL, LOCAL, statistics_of
 from autopar.plan import Plan
 from autopar.plan.tell import human
-from autopar.policies import REWRITES, called, policies_for
+from autopar.policies import REWRITES, called, is_open, policies_for
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
 from autopar.search.simulated import best_prefetch
+from autopar.search.spare import ways_on
 
 DDP = "data-parallel"
 OVER = {GLOBAL: "whole batch", LOCAL: "rank's part"}
@@ -40,17 +41,19 @@ def compare(
     outputs: str,
     time_limit_s: float,
     keep: Mapping[str, str] | None = None,
+    spare: Collection[str] | None = None,
     as_ddp: Question | str | None = None,
     progress: Progress = lambda text: None,
 ) -> tuple[Plan, tuple[Row, ...]]:
     """(best plan of all, baselines). The best is `chosen`, unless its search was cut short, or tied, and missed it, or
     it is of a policy that gathers weights once, at whose plans that search does not look (docs/design/0020).
 
+    `spare`: as in `answer`; a baseline that does more than it allows is compared with, and never the answer.
     Where `chosen` was chosen by simulated time, so are the baselines measured; what it had to keep, so do they.
     `as_ddp`: the question with the batch norms of DDP where this one's are others, or why there is none. It gives
     data-parallel a row more, which computes something else, and so takes nobody's place.
     """
-    best = chosen
+    best, ways = chosen, ways_on(question.pricer, spare)
 
     def row_of(asked: Question, policy: str) -> Row:
         norms = (*statistics_of(asked.graph), "")[0]
@@ -70,10 +73,13 @@ def compare(
     for policy in policies_for(question.pricer.mesh, sparing=question.pricer.updates_together, dominated=True):
         row = row_of(question, policy)
         rows.append(row)
-        if row.plan is not None and row.plan.predicted_seconds < best.predicted_seconds * (1 - CLOSER):
+        if row.plan is None or not is_open(policy, ways):
+            pass
+        elif row.plan.predicted_seconds < best.predicted_seconds * (1 - CLOSER):
             best = _instead(best, row.plan, policy)
         progress(f"baseline {called(policy, question.graph)}: {row.why or _ms(row.plan)}")
-    assert all(row.plan is None or best.predicted_seconds <= row.plan.predicted_seconds * (1 + CLOSER) for row in rows)
+    rivals = [row.plan for row in rows if row.plan is not None and is_open(row.policy, ways)]
+    assert all(best.predicted_seconds <= rival.predicted_seconds * (1 + CLOSER) for rival in rivals)
     if as_ddp is not None:
         told = isinstance(as_ddp, str)
         row = Row(DDP, None, as_ddp, batch_norm=LOCAL) if told else row_of(as_ddp, DDP)

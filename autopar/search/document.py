@@ -15,10 +15,12 @@ from autopar.plan.utilisation import utilisation
 from autopar.precision import told
 from autopar.search import curve
 from autopar.search.baselines import Row, moved
+from autopar.search.reserved import RESERVED
+from cost_models.reserve import Room
 
 
 def document(
-    model: str, plan: Plan, rows: Sequence[Row], points: Sequence[curve.Point], seconds: dict[str, float]
+    model: str, plan: Plan, rows: Sequence[Row], points: Sequence[curve.Point], seconds: dict[str, float], room: Room
 ) -> dict[str, Any]:
     """What --json prints; every figure of a plan is predicted, for one rank and one step."""
     types = {node.target: node.outputs[0] for node in plan.graph.nodes if node.op == "parameter"}
@@ -33,7 +35,9 @@ def document(
         "batch_norm": plan.batch_norm or None,
         "precision": told(plan.graph) or None,
         "tf32": list(plan.tf32),
-        "memory_limit": plan.memory_limit,
+        "memory_limit": room.limit,
+        "reserve_bytes": room.left,
+        "reserved_bytes": plan.search.get(RESERVED),
         **_figures(plan),
         "status": plan.search.get("status"),
         "tied": bool(plan.search.get("tied")),

@@ -13,7 +13,7 @@ from autopar.decide import decide
 from autopar.elixir import DoesNotFit
 from autopar.hidden import Shares
 from autopar.plan import Plan
-from autopar.policies import called, policies_for, sparing_of
+from autopar.policies import called, is_open, policies_for, sparing_of
 from autopar.search.layouts import LOOSE, Known, best_among
 from autopar.search.limits import Infeasible, NoAnswerInTime, size
 from autopar.search.posed import Wanted, limits_of, posed_of
@@ -96,8 +96,10 @@ def _layouts(question: Question, wanted: Wanted, progress: Progress) -> list[Kno
 
 
 def _fitting(question: Question, wanted: Wanted, progress: Progress) -> list[Known]:
-    """What people do by hand, within the limit."""
-    return _by_hand(question, policies_for(question.pricer.mesh, sparing=True), wanted, progress)
+    """What people do by hand, within the limit, of what is allowed."""
+    policies = policies_for(question.pricer.mesh, sparing=True)
+    allowed = [policy for policy in policies if is_open(policy, wanted.sparing.ways)]
+    return _by_hand(question, allowed, wanted, progress)
 
 
 def _by_hand(question: Question, policies: Iterable[str], wanted: Wanted, progress: Progress) -> list[Known]:
@@ -163,6 +165,7 @@ def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Prog
 
         return found
 
-    policies = policies_for(pricer.mesh, sparing=spares)
+    # A plan found by hand is a candidate like the others: what the user has closed, it may not do either.
+    policies = [one for one in policies_for(pricer.mesh, sparing=spares) if is_open(one, solved.sparing.ways)]
     baselines = {called(policy, graph): baseline(policy) for policy in policies}
     return choose(solved.plan, pricer, wanted.memory, baselines, again, spares, progress)

@@ -3,10 +3,10 @@
 Time is that of the event simulator with overlap: weights are gathered one layer ahead, a gradient's reduction is waited
 for by the optimizer, everything else where it is read.
 
-Memory is compared with what torchtitan logs, the bytes that PyTorch's caching allocator has reserved (`allocator`). It
-keeps what was freed, but only for the stream that asked for it first. FSDP2 uses three: the compute stream; one that
-makes the flat buffers of all-gathers, of which the root's and the first layer's live together; one for what
-reduce-scatters give, the gradients, which the optimizer frees.
+Memory is compared with what torchtitan logs, the bytes that PyTorch's caching allocator has reserved, workspaces of
+libraries among them (`cost_models.caching_allocator`, `reserve`). It keeps what was freed, but only for the stream that
+asked for it first. FSDP2 uses three: the compute stream; one that makes the flat buffers of all-gathers, of which the
+root's and the first layer's live together; one for what reduce-scatters give, the gradients, which the optimizer frees.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from autopar.graph import Graph, Node, TensorType
 from autopar.layout import REPLICATE, local_type
 from autopar.plan import Plan
 from autopar.price import Pricer
-from benchmarks.replay.allocator import reserved_by
 from benchmarks.replay.kernels import as_kernels
 from benchmarks.replay.llama import SHAPES, graph_of_model, with_batch
 from benchmarks.replay.published import plan_as_published
 from benchmarks.replay.recompute import checkpointed, layer_of
 from benchmarks.replay.repeat import TRACED, repeated
 from benchmarks.replay.rows import Row
+from cost_models.caching_allocator import reserved_by
 from cost_models.hardware import Hardware
+from cost_models.reserve import workspaces
 from cost_models.simulator import COMPUTE as COMPUTE_STREAM
 from cost_models.simulator import Event, Hold, play
 
@@ -93,7 +94,11 @@ def predict(row: Row, hardware: Hardware, plan: Plan) -> Prediction:
     timeline = play(events)
     parts = {"compute": timeline.busy_s[timeline.main], **timeline.exposed_s}
     held = {tier: memory.peak_bytes for tier, memory in timeline.memory.items()}
-    return Prediction(timeline.seconds, parts, held, reserved_by(events))
+    return Prediction(timeline.seconds, parts, held, _reserved(events, hardware))
+
+
+def _reserved(events: list[Event], hardware: Hardware) -> Mapping[str, int]:
+    return reserved_by(events, expandable=True, beside={COMPUTE: workspaces(hardware)})
 
 
 def seconds_of(row: Row, hardware: Hardware, plan: Plan) -> float:

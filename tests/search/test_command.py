@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from autopar.compile import compile
 from autopar.policies import POLICIES
 from autopar.search import __main__ as command
 from autopar.search.__main__ import main
+from cost_models.hardware import Hardware
+from cost_models.reserve import room_in
 from tests.support.tiny import TINY
 
 ROOT = Path(__file__).parent.parent.parent
@@ -117,7 +120,7 @@ def test_the_command_writes_plan_and_picture_and_prints_one_object(folder: Path)
     (folder / "work").mkdir()
     given = ["../tiny.py:build", *GOOD, "--json", "--baselines", "-o", "plan.json", "--dot", "plan.dot"]
     done = subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-m", "autopar.search", *given, "--memory", "1GiB"],
+        [sys.executable, "-W", "error::RuntimeWarning", "-m", "autopar.search", *given, "--memory", "4GiB"],
         cwd=folder / "work", env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -127,7 +130,7 @@ def test_the_command_writes_plan_and_picture_and_prints_one_object(folder: Path)
     assert (folder / "work" / "plan.dot").read_text() == plan.to_dot()
 
     assert (told["step_seconds"], told["bound"], told["gap"]) == (plan.step_seconds, plan.bound, plan.gap)
-    assert told["peak_bytes"] == dict(plan.peak_bytes) and told["memory_limit"] == 2**30
+    assert told["peak_bytes"] == dict(plan.peak_bytes) and told["memory_limit"] == 2**32
     assert {(c["collective"], c["axis"]): c["bytes"] for c in told["comm_bytes"]} == plan.comm_bytes
     assert told["mesh"] == {"a": 2, "b": 2} and told["hardware"] == plan.hardware == "h100-sxm"
     assert told["parameters"] == 24 * 48 * 2 + 48 + 24 and told["layouts"].keys() == plan.parameters.keys()
@@ -193,13 +196,17 @@ def test_compile_takes_the_plan_however_the_inputs_are_passed(
     assert parallel.plan == Plan.load("plan.json")
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("1GiB", 2**30), ("2 GB", 2e9), ("0.5", 40e9), ("1", 80e9), (None, 80e9)])
+@pytest.mark.parametrize(("text", "nbytes"), [("4GiB", 2**32), ("4 GB", 4e9), ("0.5", 40e9), ("1", 80e9), (None, 80e9)])
 def test_memory_is_a_size_or_a_share_and_by_default_what_the_profile_has(
     folder: Path, capsys: pytest.CaptureFixture[str], text: str | None, nbytes: float
 ) -> None:
     given = [] if text is None else ["--memory", text]
     assert main(["tiny.py:build", *GOOD, "--json", "--quiet", *given]) == 0
-    assert json.loads(capsys.readouterr().out)["memory_limit"] == nbytes
+    told = json.loads(capsys.readouterr().out)
+    assert told["memory_limit"] == nbytes
+    groups = 3 * Hardware.load("h100-sxm").reserve["group_bytes"]  # of each axis, and of all ranks
+    assert groups < told["reserve_bytes"] < groups + 0.2e9 + 0.12 * nbytes
+    assert told["peak_bytes"]["hbm"] < told["reserved_bytes"] <= nbytes
 
 
 def test_help_has_an_example_and_the_exit_statuses(capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,11 +307,29 @@ def test_without_a_gpu_the_hardware_must_be_named(
 
 
 def test_what_does_not_fit_exits_with_3(refused: Callable[..., tuple[int, str]]) -> None:
-    small = ("--mesh", "a=2", "--memory", "1KiB")
+    least = room_in(0.0, Hardware.load("h100-sxm"), (2,)).fixed + 1024
+    small = ("--mesh", "a=2", "--memory", f"{least:.0f}B")
     status, told = refused("tiny.py:build", *GOOD, *small, "-o", "plan.json", "--dot", "plan.dot", "--baselines")
     assert status == 3
-    assert told.startswith("no plan fits in 1.00 KiB per rank: the least that would do is ")
+    assert told.startswith("no plan fits in 914 B per rank: the least that would do is ")
+    assert re.search(
+        r"Of the 838 MiB, 838 MiB are left for workspaces of kernels, .*; with those, about 838 MiB is needed", told
+    )
     assert "The five largest tenants there: " in told and "What would help most: " in told
+
+
+def test_a_limit_below_what_is_left_exits_with_3_and_one_above_the_device_with_2(
+    refused: Callable[..., tuple[int, str]],
+) -> None:
+    status, told = refused("tiny.py:build", *GOOD, "--memory", "1KiB")
+    assert status == 3 and told.startswith(
+        "no plan fits in 1.00 KiB per rank. Of the 1.00 KiB, 1.00 KiB are left for workspaces"
+    )
+    status, told = refused("tiny.py:build", *GOOD, "--memory", "81GiB")
+    assert status == 2
+    assert told == (
+        "memory '81GiB' is 81.0 GiB, and a device of h100-sxm has 80.0 GiB; give at most that, or 0.9 (a share of it)"
+    )
 
 
 def test_no_answer_in_time_exits_with_4(
