@@ -201,6 +201,11 @@ class Hardware:
     def _curve_of(self) -> dict[tuple[str, str, str], Curve | None]:
         return {}  # what `curve` found, for each question
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it tells what was timed, as `calibrate` writes it, beside data sheets and what others published."""
+        return any(name.startswith(("matmul.", "elementwise.", "stream.", "intra.")) for name in self.curves)
+
     def curve(self, op: str, kind: str, dtype: str) -> Curve | None:
         """What was measured of an operator of that kind (see `Compute`): of itself, else of its kind; None if nothing.
 

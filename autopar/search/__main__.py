@@ -200,7 +200,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
 
     seconds: dict[str, float] = {}
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
-        measured = ", a profile that was measured" if hardware.curves else ""
+        measured = ", a profile that was measured" if hardware.is_measured else ""
         progress(f"mesh {mesh}, {mesh.ranks} ranks of {hardware.name}{measured}, {size(memory)} each")
         captured = _timed(seconds, "trace", lambda: _trace(given.model, precision, device_type_of(hardware), progress))
 

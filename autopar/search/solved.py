@@ -166,7 +166,7 @@ def _notes(question: Question, policy: str | None, tied: bool) -> list[str]:
     if policy is not None:
         policy = called(policy, question.graph)
         notes.append(f"only {policy} plans were searched; the gap is to the best of them")
-    if question.pricer.hardware.curves:
+    if question.pricer.hardware.is_measured:
         notes.append(f"priced with what was measured: profile {question.pricer.hardware.name}")
     return [*notes, *question.notes]
 
