@@ -39,6 +39,7 @@ from autopar.search.limits import size
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer, ask
 from autopar.search.spare import NEEDS_OPTIM, SPARES
 from autopar.trace import Captured, TraceError, capture, graph_of
+from autopar.trace.ambient import autocast_as_asked
 from autopar.trace.interrupts import interruptible
 from autopar.trace.precision import precision_named
 from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
@@ -390,7 +391,8 @@ def _as_ddp(
 
 def _trace(text: str, precision: MixedPrecisionPolicy | None, device_type: str, progress: Progress) -> Captured:
     """What `autopar.compile` captures when it is called as the factory says, for devices of that type."""
-    example = build(text)
+    with autocast_as_asked(device_type):  # decorators ask for it when the file is read
+        example = build(text)
     count = sum(parameter.numel() for parameter in example.model.parameters())
     progress(f"built {type(example.model).__name__}, {count:,} parameters")
     args, kwargs = _call(example, text)
