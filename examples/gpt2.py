@@ -1,6 +1,6 @@
 """GPT-2 for the search.
 
-    python -m autopar.search examples/gpt2.py:build --mesh data=4,tensor=2 --hardware h100-sxm
+    python -m autopar.search examples/gpt2.py:build --mesh data=4,tensor=2 --hardware h100-sxm --precision bf16
 
 Shapes only: nothing is fetched or allocated.
 """

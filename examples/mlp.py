@@ -1,6 +1,6 @@
 """The smallest example for the search: an MLP in plain PyTorch.
 
-    python -m autopar.search examples/mlp.py:build --mesh data=2,tensor=4 --hardware h100-sxm
+    python -m autopar.search examples/mlp.py:build --mesh data=2,tensor=4 --hardware h100-sxm --precision bf16
 
 Shapes only: nothing is fetched or allocated.
 """

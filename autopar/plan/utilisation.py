@@ -66,17 +66,24 @@ class Utilisation:
         """In words; nothing where the model has no products."""
         if not self.model_flops or not self.seconds:
             return
-        text = f"model flops {self.model_flops:.4g} a step ({COUNTED})"
+        text = f"model flops {_short(self.model_flops)} a step ({COUNTED})"
         if self.mfu is not None and self.peak_flops_per_s is not None:
             text += f": MFU {100 * self.mfu:.1f} % of the {self.peak_flops_per_s / 1e12:.4g} TFLOP/s of {self.dtype}"
         yield text
         rates = [
-            f"{count / self.seconds:,.4g} {name}/s, {count / self.seconds / self.ranks:,.4g} on each rank"
+            f"{_short(count / self.seconds)} {name}/s, {_short(count / self.seconds / self.ranks)} on each rank"
             for name, count in (("samples", self.samples), ("tokens", self.tokens))
             if count is not None
         ]
         if rates:
             yield "; ".join(rates)
+
+
+def _short(number: float) -> str:
+    """Four digits, and tera for what is that large."""
+    if number >= 1e12:
+        return f"{number / 1e12:,.4g}T"
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def utilisation(plan: Plan) -> Utilisation:

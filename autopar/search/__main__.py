@@ -42,6 +42,7 @@ from autopar.search.reserved import held_within, telling, told
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer, ask
 from autopar.search.spare import NEEDS_OPTIM, SPARES
 from autopar.trace import Captured, TraceError, capture, graph_of
+from autopar.trace.ambient import autocast_as_asked
 from autopar.trace.interrupts import interruptible
 from autopar.trace.precision import precision_named
 from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
@@ -74,9 +75,9 @@ example
       with torch.device("meta"):  # shapes only, nothing is allocated
           return Model(), (torch.empty(8192, 4096), torch.empty(8192, 4096))
 
-  $ python -m autopar.search mlp.py:build --mesh data=2,tensor=4 --hardware h100-sxm --baselines -o plan.json
+  $ python -m autopar.search mlp.py:build --mesh data=2,tensor=4 --hardware h100-sxm --precision bf16 -o plan.json
 
-  and on the cluster: autopar.compile(model, mesh, plan="plan.json")
+  and on the cluster: autopar.compile(model, mesh, plan="plan.json", precision="bf16")
 
 hardware profiles: {", ".join(known_hardware())}; or your own file.toml
 exit status: 0 plan found, 2 bad arguments, 3 nothing fits in memory, 4 no answer in time, 130 interrupted
@@ -402,7 +403,8 @@ def _as_ddp(
 
 def _trace(text: str, precision: MixedPrecisionPolicy | None, device_type: str, progress: Progress) -> Captured:
     """What `autopar.compile` captures when it is called as the factory says, for devices of that type."""
-    example = build(text)
+    with autocast_as_asked(device_type):  # decorators ask for it when the file is read
+        example = build(text)
     count = sum(parameter.numel() for parameter in example.model.parameters())
     progress(f"built {type(example.model).__name__}, {count:,} parameters")
     args, kwargs = _call(example, text)

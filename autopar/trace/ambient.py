@@ -14,13 +14,16 @@ import torch
 
 from autopar.trace.lines import TraceError, line_of_node
 
+GIVE_PRECISION = 'give precision="bf16" (--precision bf16)'
 AutocastState = tuple[tuple[str, bool, str], ...]
 
 
 def autocast_state() -> AutocastState:
-    """(device type, whether autocast is on for it, the dtype it casts to) of the CPU and of the accelerator here."""
+    """(device type, whether autocast is on for it, the dtype it casts to) of the CPU and of the accelerator here, or of
+    a GPU for which a model is traced without having one.
+    """
     accelerator = torch.accelerator.current_accelerator()
-    devices = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+    devices = ("cpu", "cuda" if accelerator is None else accelerator.type)
     return tuple((device, torch.is_autocast_enabled(device), _dtype_of(device)) for device in devices)
 
 
@@ -70,27 +73,57 @@ def without_autocast() -> contextlib.AbstractContextManager[None]:
 
 
 def autocast_for(device: str) -> AutocastState:
-    """What a model that will run on `device` is traced under. It is traced on the CPU, where another device's autocast
-    does nothing and the CPU's is that of the program. Raises TraceError for autocast of another device: it casts other
-    operators than the CPU's does.
-    """
-    state = autocast_state()
-    if device == "cpu":
-        return state
-    if torch.is_autocast_enabled(device):
-        _refuse(device, line="")
-    return tuple((other, False, dtype) for other, _, dtype in state)
+    """The autocast that is of account for a model that will run on `device`: that device's, and no other's."""
+    return tuple((other, enabled and other == device, dtype) for other, enabled, dtype in autocast_state())
 
 
-def check_regions(module: torch.fx.GraphModule, device: str) -> None:
-    """Raises TraceError where a traced model has an autocast of its own, which would not do on `device` what it does
-    here.
+@contextlib.contextmanager
+def autocast_as_asked(device: str) -> Iterator[None]:
+    """torch.autocast of a GPU switches itself off where there is none, and plans for GPUs are searched where there is
+    none. Within, it is as the model asks for it.
     """
+    if device != "cuda" or torch.cuda.is_available():
+        yield
+        return
+    original = torch.autocast.__init__
+
+    def as_asked(
+        self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:  # fmt: skip
+        original(self, device_type, dtype, enabled and device_type != "cuda", cache_enabled)
+        self._enabled = enabled if device_type == "cuda" else self._enabled
+
+    torch.autocast.__init__ = as_asked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
+
+
+def has_autocast(module: torch.fx.GraphModule, device: str) -> bool:
+    """Whether an exported model has regions of autocast that are on, for a device that is not the CPU it is traced on:
+    those of that device mean something else there, and those of the CPU nothing.
+    """
+    return device != "cpu" and any(
+        str(node.target) == "wrap_with_autocast" and node.args[2]
+        for part in module.modules()
+        if isinstance(part, torch.fx.GraphModule)
+        for node in part.graph.nodes
+    )
+
+
+def check_device(module: torch.fx.GraphModule, device: str) -> None:
+    """Raises TraceError where autocast is on for a device whose casts are not known here."""
+    if device in ("cpu", "cuda"):
+        return
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            if str(node.target) == "wrap_with_autocast" and device != "cpu" and node.args[2]:
+            if str(node.target) == "wrap_with_autocast" and node.args[2] and node.args[0] == device:
                 region: Any = part.get_submodule(str(node.args[4].target))
                 _refuse(device, next(filter(None, map(line_of_node, region.graph.nodes)), ""))
+    if torch.is_autocast_enabled(device):
+        _refuse(device, line="")
 
 
 def insert_autocast(module: torch.fx.GraphModule, state: AutocastState) -> None:
@@ -112,7 +145,7 @@ def insert_autocast(module: torch.fx.GraphModule, state: AutocastState) -> None:
 def _refuse(device: str, line: str) -> None:
     raise TraceError(
         f"autocast is on{line}, and models are traced on the CPU, whose autocast casts other operators than that of "
-        f"{device}: call the model without it, and give autopar.compile precision=MixedPrecisionPolicy(param_dtype=...)"
+        f"{device}: call the model without it, and {GIVE_PRECISION}"
     )
 
 

@@ -22,13 +22,16 @@ from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, p
 from autopar.modules import aliases, computed_tensors, with_tensors
 from autopar.trace.ambient import (
     autocast_as,
+    autocast_as_asked,
     autocast_for,
-    check_regions,
+    check_device,
     distributions_as_they_come,
+    has_autocast,
     insert_autocast,
     without_autocast,
 )
 from autopar.trace.attention import keep_attention
+from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.forward import no_unknown_constants, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import TraceError, naming_the_line
@@ -88,17 +91,19 @@ def _only_scalars_differentiable(module: torch.fx.GraphModule) -> frozenset[str]
     return dropped  # type: ignore[return-value]  # it is filled when the module runs
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode, precision: MixedPrecisionPolicy | None = None) -> nn.Module:
-    """The model with fake tensors of the same shapes on the CPU, whatever device (or meta) the real ones are on.
+def fake_copy(
+    model: nn.Module, mode: FakeTensorMode, precision: MixedPrecisionPolicy | None = None, device: str = "cpu"
+) -> nn.Module:
+    """The model with fake tensors of the same shapes on `device`, whatever device (or meta) the real ones are on.
 
-    With a precision, parameters have the dtype they compute in.
+    With a precision, parameters have the dtype they compute in. On another device than the CPU none requires grad.
     """
     fakes: dict[int, torch.Tensor] = {}
-    with mode:
+    with mode, torch.device(device):
         for parameter in model.parameters():
             dtype = compute_dtype(parameter, precision)
             empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype)
-            fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad and device == "cpu")
         for buffer in model.buffers():
             fakes[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype)
         for value in computed_tensors(model):
@@ -127,19 +132,24 @@ def capture(
     precision: MixedPrecisionPolicy | None = None,
     every_tangent: bool = False,
     device_type: str = "cpu",
+    under_its_autocast: bool = False,
 ) -> Captured:
     """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode, under the
     present autocast: the casts are in the forward, as if backward were called outside.
 
     `precision`: parameters and inputs are cast as it says before they are used. `device_type`: what the program will
-    run on. Tensors among the inputs give shapes and dtypes only; DTensors count with their global shape.
+    run on; `under_its_autocast`: some of it runs under that device's autocast (found out where it is left out). Tensors
+    among the inputs give shapes and dtypes only; DTensors count with their global shape.
     `every_tangent`: outputs beside a scalar loss get their gradients, too. Raises TraceError.
     """
     autocast = autocast_for(device_type)
     leaves, spec = flatten_inputs(args, kwargs)
     notes: list[str] = []
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake_model = fake_copy(model, mode, precision)
+    around = next((Autocast(on, getattr(torch, to)) for device, on, to in autocast if device == device_type), NONE)
+    under_its_autocast |= around.enabled and device_type != "cpu"
+    exported_on = device_type if under_its_autocast else "cpu"
+    fake_model = fake_copy(model, mode, precision, exported_on)
     make_traceable(fake_model)
     if training is not None:
         fake_model.train(training)
@@ -147,15 +157,16 @@ def capture(
     reads, drawn = Reads(), random_state()
     returning(fake_model, reads, notes)
     watch_forward(fake_model)
-    with mode:
+    with mode, torch.device(exported_on):
         fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         casts = precision if precision is not None and precision.cast_forward_inputs else None
         cast = [_fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
-    with naming_the_line(), ExitStack() as stack:
+    with naming_the_line(), ExitStack() as stack, naming_autocast(device_type, under_its_autocast):
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         without_onednn = torch.backends.mkldnn.flags(False, None, None, None)  # type: ignore[arg-type]
         with (
             autocast_as(autocast),
+            autocast_as_asked(device_type),
             without_onednn,
             watching(fake_model, reads),
             functions_kept() as functions,
@@ -166,17 +177,30 @@ def capture(
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
             exported = torch.export.export(fake_model, *pytree.tree_unflatten(cast, spec), strict=False)
         no_unknown_constants(exported)
-        check_regions(exported.graph_module, device_type)
+        check_device(exported.graph_module, device_type)
+        if not under_its_autocast and has_autocast(exported.graph_module, device_type):
+            return capture(
+                model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
+                device_type=device_type, under_its_autocast=True,
+            )  # fmt: skip
         if random_state() != drawn:
             _refuse_drawing(fake_model, pytree.tree_unflatten(cast, spec), mode)
         inner = exported.module(check_guards=False)
         with_functions(inner, functions)
-        keep_attention(inner)
         if precision is not None:
-            stored = dict(fake_copy(model, mode).named_parameters(remove_duplicate=False))
+            copied = fake_copy(model, mode, device=exported_on)
+            stored = dict(copied.named_parameters(remove_duplicate=False))
             insert_casts(inner, stored, fakes, precision)
+        if under_its_autocast:
+            spell_out(inner, fakes, around, device_type, mode)
+            trained = {n for n, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
+            bring_home(inner, trained, mode)
+            with mode:
+                fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
+        keep_attention(inner)
         dropped = frozenset[str]() if every_tangent else _only_scalars_differentiable(inner)
-        insert_autocast(inner, autocast)
+        if device_type == "cpu":
+            insert_autocast(inner, autocast)
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
         with without_autocast():
             joint = aot_export_joint_with_descriptors(stack, inner, fake_args, fake_kwargs, decompositions=None)

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 
 import autopar
-from autopar.trace import TraceError, capture
-from autopar.trace.ambient import ambient_state, autocast_as, autocast_state
+from autopar.trace import TraceError
+from autopar.trace.ambient import ambient_state, autocast_state
 from tests.processes.compare import near
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -144,24 +143,3 @@ def test_autocast_beside_a_precision_casts_once(one: DeviceMesh) -> None:
     assert products(parallel) == {"bfloat16"}
     casts = [n for n in parallel.plan.graph.nodes if n.op == "aten._to_copy.default" and n.phase == "forward"]
     assert len({n.operands for n in casts}) == len(casts)
-
-
-@contextlib.contextmanager
-def autocast_of_cuda() -> Iterator[None]:
-    """torch.autocast switches itself off where there is no CUDA."""
-    with autocast_as((("cuda", True, "bfloat16"),)):
-        try:
-            yield
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-
-
-def test_autocast_of_a_device_on_which_nothing_is_traced_is_refused() -> None:
-    told = r"autocast is on.*cuda.* give autopar\.compile precision="
-    with autocast_of_cuda(), pytest.raises(TraceError, match=told):
-        capture(Mixed(), batch(), {}, device_type="cuda")
-    with pytest.raises(TraceError, match=r"autocast is on at .*test_autocast\.py:\d+ .*cuda"):
-        capture(Mixed(region=torch.bfloat16), batch(), {}, device_type="cuda")
-    with autocast_of_cuda():
-        capture(Mixed(), batch(), {})  # it does nothing to tensors of the CPU
-    capture(Mixed(), batch(), {}, device_type="cuda")

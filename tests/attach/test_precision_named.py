@@ -1,5 +1,7 @@
 """precision="bf16" in autopar.compile: short for a policy, and part of what a plan is known by."""
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,21 @@ def test_a_cache_keeps_precisions_apart(one: DeviceMesh, tmp_path: Path) -> None
 def test_another_name_is_refused(name: str, one: DeviceMesh) -> None:
     with pytest.raises(ValueError, match=f"precision '{name}' is not known; choose bf16 or fp32"):
         autopar.compile(Tiny(), one, precision=name)
+
+
+def test_a_cache_keeps_settings_of_tf32_apart(one: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kinds in ((), ("conv",), ("matmul", "conv"), ("conv",)):
+        monkeypatch.setattr(sys.modules["autopar.compile"], "tf32_here", lambda device, kinds=kinds: kinds)
+        made = autopar.compile(Tiny(), one, example_inputs=batch(), hardware="h100-sxm", cache=tmp_path)
+        assert made.plan.tf32 == kinds
+    assert len(list(tmp_path.glob("*.plan.json"))) == 3
+
+
+def test_ranks_compare_precision_and_tf32(one: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Mapping[str, object]] = []
+    monkeypatch.setattr(sys.modules["autopar.compile"], "same_everywhere", lambda told, _: compared.append(told))
+    monkeypatch.setattr(sys.modules["autopar.compile"], "tf32_here", lambda device: ("conv",))
+    for precision in ("bf16", "fp32"):
+        autopar.compile(Tiny(), one, example_inputs=batch(), hardware="h100-sxm", precision=precision)
+    assert [told["precision"] for told in compared] == [BF16, None]
+    assert [told["tf32 for"] for told in compared] == [("conv",), ("conv",)]

@@ -108,7 +108,7 @@ def test_samples_and_tokens_come_from_the_inputs() -> None:
     told = found.to_json()
     assert told["tokens_per_s"] == pytest.approx(60 / plan.predicted_seconds)
     assert told["samples_per_s_and_rank"] == pytest.approx(3 / plan.predicted_seconds)
-    assert f"{60 / plan.predicted_seconds / 2:,.4g} on each rank" in " ".join(plan.explain().split())
+    assert f"{60 / plan.predicted_seconds / 2:,.0f} on each rank" in " ".join(plan.explain().split())
     images = utilisation(search(graph(Two(), torch.zeros(BATCH, IN)), TWO, H100))
     assert (images.samples, images.tokens) == (BATCH, None)
     apart = utilisation(search(graph(Attending(False), torch.zeros(2, 4, 16, 8)), TWO, H100))
