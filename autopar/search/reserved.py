@@ -93,12 +93,13 @@ def told(plan: Plan, room: Room, pricer: Pricer) -> Plan:
         return plan
     reserved = reserved_bytes(plan, pricer, expandable=room.expandable)
     note = (
-        f"{human(room.left)} of the {human(room.limit)} of the device that may be taken are left for {WHAT}; this plan "
-        f"takes {human(reserved)} of them (predicted)"
+        f"{human(room.left)} of the {human(room.limit)} of the device that may be taken are left for {WHAT}; with those "
+        f"this plan reserves {human(reserved)} (predicted)"
     )
     facts = {**plan.search, RESERVED: reserved, LEFT: int(room.left)}
     limit = None if plan.memory_limit is None else room.tensors  # what was asked for, whatever a later try was given
-    return replace(plan, search=facts, notes=(*plan.notes, note), memory_limit=limit)
+    others = tuple(one for one in plan.notes if WHAT not in one)  # a plan that took another's place has its notes
+    return replace(plan, search=facts, notes=(*others, note), memory_limit=limit)
 
 
 @contextmanager
