@@ -71,7 +71,7 @@ example
       with torch.device("meta"):  # shapes only, nothing is allocated
           return Model(), (torch.empty(8192, 4096), torch.empty(8192, 4096))
 
-  $ python -m autopar.search mlp.py:build --mesh data=2,tensor=4 --hardware h100-sxm --precision bf16 --baselines -o plan.json
+  $ python -m autopar.search mlp.py:build --mesh data=2,tensor=4 --hardware h100-sxm --precision bf16 -o plan.json
 
   and on the cluster: autopar.compile(model, mesh, plan="plan.json", precision="bf16")
 
