@@ -1,0 +1,39 @@
+"""`memory=` beside a plan that is given, and on hardware that keeps a part of it for itself."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar.search.reserved import LEFT, RESERVED
+from tests.processes.models import batch, net
+
+
+def test_a_given_plan_that_needs_more_than_memory_is_refused_at_once(one: DeviceMesh) -> None:
+    plan = autopar.compile(net(), one, example_kwargs=batch()).plan
+    assert plan is not None
+    peak = plan.peak_bytes["hbm"]
+    with pytest.raises(ValueError, match=rf"the plan needs .* of each rank's device, and memory={peak - 1} allows"):
+        autopar.compile(net(), one, plan=plan, memory=peak - 1)
+    enough = autopar.compile(net(), one, plan=plan, memory=peak, example_kwargs=batch())
+    assert enough.plan == plan
+    assert autopar.compile(net(), one, plan=plan, example_kwargs=batch()).plan == plan, "nobody said how much"
+
+
+def test_a_plan_for_gpus_leaves_room_and_says_so(one: DeviceMesh) -> None:
+    options = {"example_kwargs": batch(), "hardware": "h100-sxm"}
+    plan = autopar.compile(net(), one, memory="2GiB", **options).plan  # type: ignore[arg-type]
+    assert plan is not None and plan.memory_limit == pytest.approx(2**31 - float(plan.search[LEFT]), abs=1)
+    assert plan.peak_bytes["hbm"] < float(plan.search[RESERVED]) < 2**31
+    with pytest.raises(
+        autopar.Infeasible, match=r"no plan fits in 100 MiB per rank\. Of the 100 MiB, 100 MiB are left"
+    ):
+        autopar.compile(net(), one, memory="100MiB", **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"memory '90GiB' is 90\.0 GiB, and a device of h100-sxm has 80\.0 GiB"):
+        autopar.compile(net(), one, memory="90GiB", **options)  # type: ignore[arg-type]
+
+
+def test_on_a_cpu_all_of_it_is_the_plans(one: DeviceMesh) -> None:
+    plan = autopar.compile(net(), one, memory="1GiB", example_kwargs=batch()).plan
+    assert plan is not None and plan.memory_limit == 2**30 and LEFT not in plan.search
