@@ -1,6 +1,7 @@
 """OPT-30B on one A100 with 40 GB, its states on the host: how much of the GPU's time is compute, predicted.
 
     python -m benchmarks.opt_30b -o docs/benchmarks/opt_30b.md
+    python -m benchmarks.opt_30b --ranks 1 2 4 8 --batches 8
 
 Elixir's published claim: 84 % of the GPU's efficiency. Its constants are the profile's (`a100_elixir.toml`). The model
 is traced on the meta device from its configuration; layers are recomputed, values offloaded and parameters put on the
@@ -19,6 +20,10 @@ less than there is, too (`LEFT`), and of their plans the quickest counts that fi
 The model is in bfloat16, and so are its gradients and states: 8 bytes a parameter on the host, where float32 states and
 a master copy make 16 (480 GB, which would fit, too). The host's rate is Elixir's in parameters per second, so its step
 takes what it would take in float32.
+
+With `--ranks` each number of GPUs trains so many sequences on each of them. More GPUs hold more of the states, so that
+less lies on the host: Elixir claims a speed-up above the number of GPUs. Beside it stands the same training with all
+states on the GPUs, in as much memory as that takes.
 """
 
 from __future__ import annotations
@@ -36,12 +41,12 @@ from torch import Tensor, nn
 from autopar.assembly import DEVICE, HOST
 from autopar.measure.twin import traced
 from autopar.mesh import Mesh
-from autopar.search import Infeasible, answer, ask
+from autopar.search import Infeasible, Question, answer, ask
 from autopar.search.curve import offloaded_bytes, recomputed
 from autopar.search.simulated import Played, best_prefetch
 from autopar.steady import steady_s
 from benchmarks.limits import machine
-from cost_models.hardware import Hardware
+from cost_models.hardware import Hardware, HostLink
 from cost_models.whole_file import write_whole
 
 PROFILE = Path(__file__).with_name("a100_elixir.toml")
@@ -96,13 +101,18 @@ class Row:
         return self.compute_s / self.played.plan.step_seconds
 
 
-def found(batch: int, hardware: Hardware, layers: int = LAYERS) -> Row | None:
-    """The quickest of the plans that fit when they are played, with copies beside kernels; None: there is none."""
-    memory = float(hardware.tiers[DEVICE].capacity_bytes)
+def asked(batch: int, ranks: int, hardware: Hardware, layers: int = LAYERS) -> Question:
+    """So many sequences on each of so many GPUs."""
     with torch.device("meta"):
         model = Loss(layers).to(torch.bfloat16)
-        ids = torch.empty(batch, SEQUENCE, dtype=torch.long)
-    question = ask(traced(model, (), {"input_ids": ids, "labels": ids}), Mesh(("data",), (1,)), hardware)
+        ids = torch.empty(batch * ranks, SEQUENCE, dtype=torch.long)
+    return ask(traced(model, (), {"input_ids": ids, "labels": ids}), Mesh(("data",), (ranks,)), hardware)
+
+
+def found(batch: int, hardware: Hardware, layers: int = LAYERS, ranks: int = 1) -> Row | None:
+    """The quickest of the plans that fit when they are played, with copies beside kernels; None: there is none."""
+    memory = float(hardware.tiers[DEVICE].capacity_bytes)
+    question = asked(batch, ranks, hardware, layers)
     best: Played | None = None
     for left in LEFT:
         try:
@@ -114,10 +124,51 @@ def found(batch: int, hardware: Hardware, layers: int = LAYERS) -> Row | None:
             best = played
     if best is None:
         return None
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    types = [node.outputs[0] for node in question.graph.nodes if node.op == "parameter"]
+    parameters = sum(type.numel for type in types if type is not None)
     counted_s = 8.0 * parameters * batch * SEQUENCE / hardware.rate("bfloat16", "matmul")
     overlapped_s = steady_s(best.plan, replace(question.pricer, bucket_bytes=best.plan.bucket_bytes))
     return Row(batch * SEQUENCE, parameters, best, best.plan.seconds_by["compute"], counted_s, overlapped_s)
+
+
+def on_gpus(batch: int, hardware: Hardware, layers: int, ranks: int) -> float:
+    """Seconds of a step with all states on the GPUs, which have the memory for it; layers may be recomputed."""
+    question = asked(batch, ranks, hardware, layers)
+    whole = answer(question, spare=("recompute",), simulation=True)
+    return whole.predicted_seconds
+
+
+def shared_by(hardware: Hardware, gpus: int) -> Hardware:
+    """A node with so many GPUs: each has its part of the host's memory and of the rate of its updates. Links to the
+    host are Elixir's for so many: 16.3 n + 8.7 and 15.8 n + 2.3 GB/s together.
+    """
+    host = hardware.tiers[HOST]
+    each = replace(host, capacity_bytes=host.capacity_bytes / gpus, bytes_per_s=host.bytes_per_s / gpus)
+    link = HostLink((16.3e9 * gpus + 8.7e9) / gpus, (15.8e9 * gpus + 2.3e9) / gpus)
+    return replace(hardware, ranks_per_node=gpus, tiers={**hardware.tiers, HOST: each}, host_link=link)
+
+
+def scaled(batch: int, ranks: Sequence[int], one_gpu: Hardware, layers: int = LAYERS) -> list[str]:
+    """A table: tokens a second of so many GPUs, against one and against training without the host."""
+    lines = [
+        "| GPUs | step s | overlapped s | tokens/s | speed-up | GPUs alone s | beside it | host GB a GPU |",
+        "|--:" * 8 + "|",
+    ]
+    first: float | None = None
+    for count in ranks:
+        hardware = shared_by(one_gpu, count)
+        row, alone = found(batch, hardware, layers, count), on_gpus(batch, hardware, layers, count)
+        if row is None:
+            lines.append(f"| {count} | no plan that fits when it is played |" + " |" * 6)
+            continue
+        tokens_per_s = count * batch * SEQUENCE / row.overlapped_s
+        first = first or tokens_per_s / count
+        lines.append(
+            f"| {count} | {row.played.seconds:.2f} | {row.overlapped_s:.2f} | {tokens_per_s:,.0f} "
+            f"| {tokens_per_s / first:.2f} | {alone:.2f} | {alone / row.overlapped_s:.1%} "
+            f"| {row.played.plan.peak_bytes.get(HOST, 0) / 1e9:.0f} |"
+        )
+    return lines
 
 
 def line(batch: int, row: Row | None) -> str:
@@ -156,7 +207,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help=f"of {SEQUENCE} tokens each")
     parser.add_argument("-o", type=Path, metavar="FILE", help="write the page there, too")
+    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of GPUs, each with the first of --batches")
     given = parser.parse_args()
+    if given.ranks:
+        print("\n".join(scaled(given.batches[0], given.ranks, Hardware.load(PROFILE))))
+        return
     lines = [
         "| tokens a step | efficiency | overlapped | nothing hidden | step s | overlapped s | compute s | 8PT/F s "
         "| GPU waits for (s) | busy (s) | recomputed | offloaded GB | peak GB | host GB |",

@@ -93,8 +93,8 @@ def told(plan: Plan, room: Room, pricer: Pricer) -> Plan:
         return plan
     reserved = reserved_bytes(plan, pricer, expandable=room.expandable)
     note = (
-        f"{human(room.left)} of the {human(room.limit)} of the device that may be taken are left for {WHAT}; with those "
-        f"this plan reserves {human(reserved)} (predicted)"
+        f"{human(room.left)} of the {human(room.limit)} of the device that may be taken are left for {WHAT}; with "
+        f"those this plan reserves {human(reserved)} (predicted)"
     )
     facts = {**plan.search, RESERVED: reserved, LEFT: int(room.left)}
     limit = None if plan.memory_limit is None else room.tensors  # what was asked for, whatever a later try was given
