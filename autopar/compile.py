@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +25,15 @@ from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
 from autopar.batch_norm import STATISTICS
 from autopar.graph import Graph, TensorType
-from autopar.here import check_size, hardware_or_here, has_expandable_segments, is_here, memory_bytes, tf32_here
+from autopar.here import (
+    check_size,
+    hardware_or_here,
+    has_expandable_segments,
+    host_threads,
+    is_here,
+    memory_bytes,
+    tf32_here,
+)
 from autopar.layout import Layout
 from autopar.measure.operators import profiler
 from autopar.mesh import Mesh
@@ -203,7 +213,9 @@ def compile(
                 keep_plan(found, kept)
             return found
 
-        return _on_rank_zero(find, graph, mesh, device_mesh)
+        plan = _on_rank_zero(find, graph, mesh, device_mesh)
+        _warn_of_few_threads(plan, device_mesh.device_type)
+        return plan
 
     parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s)
     if example_inputs is not None or example_kwargs is not None:
@@ -255,6 +267,17 @@ def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) 
         return plan
 
     return agreed(receive, device_mesh)
+
+
+def _warn_of_few_threads(plan: Plan, device_type: str) -> None:
+    """torchrun gives each process one thread; updates on the host beside GPUs are priced with all of its part."""
+    on_host = [name for name, where in plan.residence.items() if where == "host"]
+    if device_type == "cuda" and on_host and torch.get_num_threads() < host_threads():
+        warnings.warn(
+            f"{len(on_host)} parameters are updated on the host, by {torch.get_num_threads()} thread, and this rank "
+            f"has {host_threads()} processors: start with OMP_NUM_THREADS={host_threads()}",
+            stacklevel=2,
+        )
 
 
 def _is_scalar(type: TensorType) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.emit import ops
-from autopar.here import tf32_here
+from autopar.here import host_threads, tf32_here
 from autopar.price import OPTIMIZER_STATES
 from cost_models.steps import Compute, Move
 
@@ -70,13 +70,23 @@ def _in_turn(target: Callable[..., Any], args: tuple[Any, ...], made: int) -> Ca
     """The call, each time on other operands, and with its last results kept: as in a program, where what an operator
     reads, and where its result will lie, is seldom in the caches. `made`: bytes of the result.
     """
-    sets = [args, *(_copied(args) for _ in range(_count(_nbytes(args), ROTATED_BYTES) - 1))]
+    sets = [args, *(_copied(args) for _ in range(_count(_nbytes(args), _rotated_bytes(args)) - 1))]
     following, kept = itertools.cycle(sets), deque[object](maxlen=_count(made, KEPT_BYTES))
 
     def call() -> None:
         kept.append(target(*next(following)))
 
     return call
+
+
+def _rotated_bytes(args: tuple[Any, ...]) -> int:
+    """So many bytes of operands take turns that none is in the last cache when it is read again: on CUDA four times as
+    many as its L2 holds.
+    """
+    device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
+    if device is None or device.type != "cuda":
+        return ROTATED_BYTES
+    return max(ROTATED_BYTES, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _count(nbytes: int, room: int) -> int:
@@ -288,7 +298,19 @@ def optimizers(device: torch.device, mesh: DeviceMesh | None) -> Made:
                 held[-1].grad = gradient
             step = Compute(op, 0.0, float(passes * size), "float32", 1, kind)
             curve = "host.float32" if kind == "host" else f"ops.{op}.float32"
-            yield Bench(curve, step, torch.optim.AdamW(held, 1e-6, **options).step, counts=parameters)
+            update = torch.optim.AdamW(held, 1e-6, **options).step
+            if kind == "host" and device.type == "cuda":
+                update = partial(_with_threads, host_threads(), update)
+            yield Bench(curve, step, update, counts=parameters)
+
+
+def _with_threads(threads: int, call: Callable[[], object]) -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return call()
+    finally:
+        torch.set_num_threads(before)
 
 
 def copies(device: torch.device) -> Made:
@@ -336,11 +358,26 @@ def everything(device: torch.device, mesh: DeviceMesh | None) -> Sequence[tuple[
         ("memory in place", streams(device, torch.float32)),
         ("operators, float32", operators(device, torch.float32)),
     ]
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            found += [("matrix products, tf32", _with_tf32(products(device, torch.float32)))]
+        if low:
+            found += [("operators, bfloat16", operators(device, torch.bfloat16))]
     for dtype in (torch.float32, *((torch.bfloat16,) if low else ())):
         found.append((f"attention, {_name(dtype)}", attentions(device, dtype)))
         found.append((f"convolution, {_name(dtype)}", convolutions(device, dtype)))
     found += [("AdamW", optimizers(device, mesh)), ("copies", copies(device))]
     return found
+
+
+def _with_tf32(made: Made) -> Made:
+    """The same, made and timed with TF32 allowed."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield from made
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def probes(device: torch.device) -> Sequence[tuple[str, Made]]:

@@ -51,8 +51,9 @@ class Clock:
     """How calls are timed on a device where `ranks` processes are busy at once.
 
     A rank of one thread on the CPU is timed by the processor time it gets, so that what other programs take does not
-    count; where more ranks than processors are busy, each waits for its turn: ranks / processors times as long. All
-    else is timed by the wall clock, the device being waited for at the end of each round.
+    count; where more ranks than processors are busy, each waits for its turn: ranks / processors times as long. CUDA
+    is timed by events of its own around each round, so that what the host does at its end does not count; all else by
+    the wall clock.
     """
 
     device: torch.device
@@ -73,6 +74,22 @@ class Clock:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
+    def round_s(self, call: Callable[[], object], count: int) -> tuple[float, object]:
+        """Seconds of so many calls one behind the other, and the last result."""
+        result: object = None
+        if self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(count):
+                result = call()
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3, result
+        began = self.now()
+        for _ in range(count):
+            result = call()
+        return self.now() - began, result
+
     def seconds(self, call: Callable[[], object], budget_s: float) -> float:
         """Of one call: the median of rounds, for about `budget_s` on the wall. The last result stays alive.
 
@@ -81,9 +98,8 @@ class Clock:
         """
         result = call()
         result = call()
-        begin = self.now()
-        result = call()
-        count = max(1, int(LEAST_ROUND_S / max(self.now() - begin, 1e-7)))
+        once_s, result = self.round_s(call, 1)
+        count = max(1, int(LEAST_ROUND_S / max(once_s, 1e-7)))
         if self.counts_own_time:
             count = min(count, CALLS)
         rounds: list[float] = []
@@ -91,10 +107,8 @@ class Clock:
         while len(rounds) < 3 or (time.perf_counter() < until and len(rounds) < 200):
             if self.counts_own_time:
                 other_work()
-            begin = self.now()
-            for _ in range(count):
-                result = call()
-            rounds.append((self.now() - begin) / count)
+            taken_s, result = self.round_s(call, count)
+            rounds.append(taken_s / count)
         del result
         return max(median(rounds), 1e-9) * self.turns
 

@@ -127,18 +127,14 @@ def seconds_of(ready: Callable[[], object], clock: Clock, limit_s: float = EACH_
     """Of one call: warm-up, then the median of rounds for `limit_s`. The last result stays alive, as in a program."""
     result = ready()
     until = time.perf_counter() + limit_s
-    begin = clock.now()
-    result = ready()
-    once = clock.now() - begin
+    once, result = clock.round_s(ready, 1)
     count = max(1, int(LEAST_ROUND_S / max(once, 1e-7)))
     rounds = [once] if count == 1 else []
     while len(rounds) < ROUNDS[0] or (time.perf_counter() < until and len(rounds) < ROUNDS[1]):
         if rounds and time.perf_counter() > until + ROUNDS[0] * limit_s:
             break  # it takes seconds: what there is must do
-        begin = clock.now()
-        for _ in range(count):
-            result = ready()
-        rounds.append((clock.now() - begin) / count)
+        taken_s, result = clock.round_s(ready, count)
+        rounds.append(taken_s / count)
     del result
     return max(median(rounds), 1e-9)
 

@@ -70,9 +70,16 @@ class Stopwatch(fx.Interpreter):
         super().__init__(module)
         self.phase, self.axis_of, self.device, self.spent = phase, axis_of, device, spent
         self.launched: dict[int, Moved] = {}  # id of a result that is under way -> its collective
+        self.events: list[tuple[str | Moved, torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self, *args: Any) -> Any:
-        return self.run(*args)
+        made = self.run(*args)
+        if self.events:  # the device is waited for once, not behind each node
+            self.events[-1][2].synchronize()
+        for key, begin, end in self.events:
+            self.spent[key] = self.spent.get(key, 0.0) + begin.elapsed_time(end) / 1e3
+        self.events.clear()
+        return made
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = collective_of(target, args, self.axis_of)
@@ -87,9 +94,16 @@ class Stopwatch(fx.Interpreter):
         return made
 
     def _spent(self, key: str | Moved, work: Callable[[], Any]) -> Any:
-        begin = now(self.device)
+        if self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            made = work()
+            end.record()
+            self.events.append((key, begin, end))
+            return made
+        began = time.perf_counter()
         made = work()
-        self.spent[key] = self.spent.get(key, 0.0) + now(self.device) - begin
+        self.spent[key] = self.spent.get(key, 0.0) + time.perf_counter() - began
         return made
 
 

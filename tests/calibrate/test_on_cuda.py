@@ -1,0 +1,95 @@
+"""What calibrate and measure do on CUDA, with stand-ins for its events and its properties: no device is here."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autopar._compat import FakeTensorMode
+from autopar.calibrate import compute
+from autopar.calibrate.measure import Clock
+from autopar.here import host_threads
+from autopar.measure.watch import Stopwatch
+
+CUDA = torch.device("cuda")
+compiling: Any = sys.modules["autopar.compile"]
+
+
+class Device:
+    """A device on which each call takes 5 ms, whatever the host's clock says; waiting for it is counted."""
+
+    def __init__(self) -> None:
+        self.ms, self.waited = 0.0, 0
+
+    def work(self, value: Any = None) -> Any:
+        self.ms += 5.0
+        return value
+
+    def Event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        event = SimpleNamespace(at=None)
+        event.record = lambda: setattr(event, "at", self.ms)
+        event.synchronize = lambda: setattr(self, "waited", self.waited + 1)
+        event.elapsed_time = lambda other: other.at - event.at
+        return event
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made = Device()
+    monkeypatch.setattr(torch.cuda, "Event", made.Event)
+    return made
+
+
+def test_calls_are_timed_by_the_events_of_the_device(device: Device) -> None:
+    assert Clock(CUDA, 4).seconds(device.work, 0.0) == pytest.approx(5e-3)
+    seconds, result = Clock(CUDA, 1).round_s(lambda: device.work("made"), 7)
+    assert (seconds, result) == (pytest.approx(35e-3), "made")
+
+
+def test_a_program_is_timed_node_by_node_and_waited_for_once(device: Device) -> None:
+    graph = fx.Graph()
+    made = graph.placeholder("x")
+    for _ in range(6):
+        made = graph.call_function(device.work, (made,))
+    graph.output(made)
+    spent: dict[Any, float] = {}
+    watch = Stopwatch(fx.GraphModule(nn.Module(), graph), "forward", {}, CUDA, spent)
+    assert watch(3) == 3 and spent == {"forward": pytest.approx(30e-3)} and device.waited == 1
+    assert watch(4) == 4 and spent == {"forward": pytest.approx(60e-3)} and device.waited == 2
+
+
+def test_operands_take_turns_beyond_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
+    on_cpu = torch.ones(2)
+    assert compute._rotated_bytes((1, on_cpu)) == compute.ROTATED_BYTES
+    with FakeTensorMode():
+        assert compute._rotated_bytes((torch.empty(2, device="cuda"),)) == 4 * 50 * 2**20
+
+
+def test_tf32_is_allowed_while_its_products_are_made_and_timed_and_no_longer() -> None:
+    before = torch.get_float32_matmul_precision()
+    seen = [torch.get_float32_matmul_precision() for _ in compute._with_tf32(iter(range(3)))]  # type: ignore[arg-type]
+    assert seen == ["high"] * 3 and torch.get_float32_matmul_precision() == before == "highest"
+
+
+def test_updates_on_the_host_have_the_threads_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "host_threads", lambda: torch.get_num_threads() + 3)
+    plan: Any = SimpleNamespace(residence={"a": "host", "b": "stream", "c": "host"})
+    with pytest.warns(UserWarning, match=r"2 parameters are updated on the host, by .* OMP_NUM_THREADS="):
+        compiling._warn_of_few_threads(plan, "cuda")
+    compiling._warn_of_few_threads(plan, "cpu")
+    compiling._warn_of_few_threads(SimpleNamespace(residence={"b": "stream"}), "cuda")  # type: ignore[arg-type]
+    inside: list[int] = []
+    before = torch.get_num_threads()
+    compute._with_threads(2, lambda: inside.append(torch.get_num_threads()))
+    assert inside == [2] and torch.get_num_threads() == before
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    two = host_threads()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert two == max(1, host_threads() // 2)
