@@ -214,7 +214,8 @@ def compile(
             return found
 
         plan = _on_rank_zero(find, graph, mesh, device_mesh)
-        _warn_of_few_threads(plan, device_mesh.device_type)
+        if device_mesh.device_type == "cuda" and "host" in plan.residence.values():
+            _see_to_the_host(plan)
         return plan
 
     parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s)
@@ -269,13 +270,21 @@ def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) 
     return agreed(receive, device_mesh)
 
 
-def _warn_of_few_threads(plan: Plan, device_type: str) -> None:
-    """torchrun gives each process one thread; updates on the host beside GPUs are priced with all of its part."""
-    on_host = [name for name, where in plan.residence.items() if where == "host"]
-    if device_type == "cuda" and on_host and torch.get_num_threads() < host_threads():
+def _see_to_the_host(plan: Plan) -> None:
+    """Parameters on the host beside GPUs: their gradients meet over gloo, and torchrun gives each process one thread,
+    where updates are priced with all processors of a rank. Raises ValueError where the process group has no gloo.
+    """
+    count = sum(where == "host" for where in plan.residence.values())
+    backends = dist.get_backend_config()
+    if "cpu:" not in backends:
+        raise ValueError(
+            f"{count} parameters of this plan lie on the host, and the process group has {backends} alone; start it with "
+            "backend='cpu:gloo,cuda:nccl', as autopar.init_mesh does, or leave 'host' out of spare="
+        )
+    if torch.get_num_threads() < host_threads():
         warnings.warn(
-            f"{len(on_host)} parameters are updated on the host, by {torch.get_num_threads()} thread, and this rank "
-            f"has {host_threads()} processors: start with OMP_NUM_THREADS={host_threads()}",
+            f"{count} parameters are updated on the host, by {torch.get_num_threads()} thread, and this rank has "
+            f"{host_threads()} processors: start with OMP_NUM_THREADS={host_threads()}",
             stacklevel=2,
         )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 from autopar._compat import FakeTensorMode
@@ -79,12 +81,6 @@ def test_tf32_is_allowed_while_its_products_are_made_and_timed_and_no_longer() -
 
 
 def test_updates_on_the_host_have_the_threads_of_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "host_threads", lambda: torch.get_num_threads() + 3)
-    plan: Any = SimpleNamespace(residence={"a": "host", "b": "stream", "c": "host"})
-    with pytest.warns(UserWarning, match=r"2 parameters are updated on the host, by .* OMP_NUM_THREADS="):
-        compiling._warn_of_few_threads(plan, "cuda")
-    compiling._warn_of_few_threads(plan, "cpu")
-    compiling._warn_of_few_threads(SimpleNamespace(residence={"b": "stream"}), "cuda")  # type: ignore[arg-type]
     inside: list[int] = []
     before = torch.get_num_threads()
     compute._with_threads(2, lambda: inside.append(torch.get_num_threads()))
@@ -93,3 +89,18 @@ def test_updates_on_the_host_have_the_threads_of_this_rank(monkeypatch: pytest.M
     two = host_threads()
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert two == max(1, host_threads() // 2)
+
+
+def test_parameters_on_the_host_want_gloo_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan: Any = SimpleNamespace(residence={"a": "host", "b": "stream", "c": "host"})
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    with pytest.raises(ValueError, match=r"2 parameters .* has cuda:nccl alone; start it with backend='cpu:gloo,cuda:"):
+        compiling._see_to_the_host(plan)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(compiling, "host_threads", lambda: torch.get_num_threads() + 3)
+    with pytest.warns(UserWarning, match=r"2 parameters are updated on the host, by .* start with OMP_NUM_THREADS="):
+        compiling._see_to_the_host(plan)
+    monkeypatch.setattr(compiling, "host_threads", torch.get_num_threads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiling._see_to_the_host(plan)
