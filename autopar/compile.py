@@ -278,8 +278,8 @@ def _see_to_the_host(plan: Plan) -> None:
     backends = dist.get_backend_config()
     if "cpu:" not in backends:
         raise ValueError(
-            f"{count} parameters of this plan lie on the host, and the process group has {backends} alone; start it with "
-            "backend='cpu:gloo,cuda:nccl', as autopar.init_mesh does, or leave 'host' out of spare="
+            f"{count} parameters of this plan lie on the host, and the process group has {backends} alone; start it "
+            "with backend='cpu:gloo,cuda:nccl', as autopar.init_mesh does, or leave 'host' out of spare="
         )
     if torch.get_num_threads() < host_threads():
         warnings.warn(
