@@ -10,12 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "guide" / "scripts.md"
+PAGES = [*sorted(GUIDE.parent.glob("*.md")), ROOT / "docs" / "benchmarks" / "README.md"]
 
 
-def test_links_and_files_exist() -> None:
-    text = GUIDE.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_and_files_exist(page: Path) -> None:
+    text = page.read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert (GUIDE.parent / target).exists(), target
+        assert target.startswith("http") or (page.parent / target).exists(), target
     for file in re.findall(r"`((?:examples|tests)/[\w/]+\.py)`", text):
         assert (ROOT / file).exists(), file
 

@@ -40,3 +40,7 @@ def test_factories_and_profiles_that_are_named_exist() -> None:
         assert f"def {function}(" in (ROOT / file).read_text(), f"{file}:{function}"
     for profile in re.findall(r"--hardware ([\w-]+)", README):
         assert (ROOT / "cost_models" / "profiles" / f"{profile}.toml").exists(), profile
+
+
+def test_it_is_short() -> None:
+    assert len(README.split()) <= 1200
