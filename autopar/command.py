@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import NoReturn
 
 BAD_ARGUMENTS, INTERRUPTED = 2, 130
@@ -23,3 +25,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise BadArgument(f"{message}; see {self.prog} --help")
+
+
+def writable(path: str, flag: str) -> Path:
+    """The file to write, of which it is known before the work begins that it can be written."""
+    target = Path(path).absolute()
+    if not target.parent.is_dir():
+        raise BadArgument(f"folder {target.parent} of {flag} {path} does not exist; make it first")
+    if target.is_dir():
+        raise BadArgument(f"{flag} {path} is a folder; name a file in it")
+    if not os.access(target.parent, os.W_OK):
+        raise BadArgument(f"folder {target.parent} of {flag} {path} cannot be written to; choose another")
+    return target

@@ -24,6 +24,10 @@ UNITS = {
     "MB": 10**6,
     "GB": 10**9,
     "TB": 10**12,
+    "K": 2**10,  # as torch and the shell have it
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
     "KIB": 2**10,
     "MIB": 2**20,
     "GIB": 2**30,
@@ -224,7 +228,7 @@ def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_ty
 def _given_bytes(memory: int | float | str, hardware: Hardware) -> float:
     match memory:
         case str():
-            read = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?i?B)\s*", memory, re.IGNORECASE)
+            read = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?i?B|[KMGT])\s*", memory, re.IGNORECASE)
             if read is None or read[1].count(".") > 1 or read[1] == "." or float(read[1]) <= 0:
                 raise ValueError(
                     f"memory {memory!r} is not a size; write for example 70GiB, 512MB or 0.9 (a share of the device)"

@@ -31,9 +31,12 @@ def timeline_of(plan: Plan, pricer: Pricer, *, overlap: bool = False, prefetch: 
 
 
 def to_trace(
-    plan: Plan, path: str | Path, hardware: Hardware | None = None, *, overlap: bool = False, prefetch: int = 1
-) -> None:
-    """Write the step as a trace that chrome://tracing and ui.perfetto.dev open."""
+    plan: Plan, path: str | Path, hardware: Hardware | None = None, *, overlap: bool | None = None,
+    prefetch: int | None = None,
+) -> None:  # fmt: skip
+    """Write the step as a trace that chrome://tracing and ui.perfetto.dev open; what is not said is as in the plan."""
+    overlap = plan.prefetch is not None if overlap is None else overlap
+    prefetch = (1 if plan.prefetch is None else plan.prefetch) if prefetch is None else prefetch
     timeline = timeline_of(plan, pricer_of(plan, hardware), overlap=overlap, prefetch=prefetch)
     about = {"mesh": str(plan.mesh), "hardware": plan.hardware, "optimizer": plan.optimizer, "overlap": int(overlap)}
     write_trace(timeline, path, process=f"one rank of {plan.mesh} on {plan.hardware}", about=about)

@@ -34,6 +34,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from importlib import resources
 from itertools import pairwise
@@ -296,7 +297,9 @@ class Hardware:
         from cost_models.hardware_file import parsed
 
         if name not in (known := known_hardware()):
-            raise ValueError(f"no hardware profile {cut(name)}; known profiles: {', '.join(known)}")
+            near = [*(one for one in known if one.startswith(name)), *get_close_matches(name, known, 1)]
+            guess = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"no hardware profile {cut(name)}; {guess}known profiles: {', '.join(known)}")
         file = resources.files("cost_models") / "profiles" / f"{name}.toml"
         return parsed(file.read_bytes(), str(file))
 

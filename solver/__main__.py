@@ -24,14 +24,14 @@ from solver.store import problem_from_document, solution_document
 def main(arguments: list[str] | None = None) -> int:
     """Exit status 0 with an answer (also "infeasible"), 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m solver", description=__doc__)
-    parser.add_argument("file", help="problem, .json or .json.gz")
+    parser.add_argument("file", help="problem, .json or .json.gz; - reads JSON from standard input")
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds of wall clock (60)")
     parser.add_argument("--gap", type=float, default=0.0, help="stop at this relative gap (0)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of the backend (1)")
     parser.add_argument("--backend", default="auto", help="auto, highs, lagrange, pulp_highs or exhaustive")
     given = parser.parse_args(arguments)
     try:
-        problem = read_as(given.file, _problem)
+        problem = _problem(json.load(sys.stdin)) if given.file == "-" else read_as(given.file, _problem)
         with _until_pressed() as stop:
             solution = solve(
                 problem,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from autopar.calibrate.measure import Sample, processors
 from autopar.calibrate.profile import check_table, drift_table, profile_from, save
 from autopar.calibrate.ranks import device_of, loud, measure_world, start
-from autopar.command import INTERRUPTED
+from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, writable
 from autopar.here import calibrated_path, device_name, hardware_or_here
 from autopar.local_ranks import KEEPS_FREED, environment
 from cost_models.hardware import Hardware
@@ -31,7 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     kind = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     path = given.output or calibrated_path(kind)
     try:
+        if given.output is not None:
+            writable(str(given.output), "-o")
         return _torchrun(given.seconds, kind, path) if "RANK" in os.environ else _alone(given, kind, path)
+    except BadArgument as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_ARGUMENTS
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return INTERRUPTED

@@ -180,11 +180,13 @@ class Plan:
         return load(Path(path))
 
     def to_trace(
-        self, path: str | Path, hardware: Hardware | None = None, *, overlap: bool = False, prefetch: int = 1
-    ) -> None:
+        self, path: str | Path, hardware: Hardware | None = None, *, overlap: bool | None = None,
+        prefetch: int | None = None,
+    ) -> None:  # fmt: skip
         """Write one step as a trace that chrome://tracing and ui.perfetto.dev open; see `autopar.timeline`.
 
-        `hardware`: the profile that priced the plan, where it is none of those that come with autopar.
+        It is played as the plan was chosen, or as said: with `overlap` of collectives and compute, weights gathered
+        `prefetch` products ahead. `hardware`: the profile that priced the plan, where it is none of autopar's.
         """
         from autopar.timeline import to_trace
 

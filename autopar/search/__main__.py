@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.attach.calls import by_name
 from autopar.batch_norm import GLOBAL, LOCAL, STATISTICS, parts_of, statistics_of
-from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
+from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser, writable
 from autopar.compile import ways_named
 from autopar.graph import Graph
 from autopar.here import device_type_of, hardware_or_here, has_expandable_segments, is_here, memory_bytes, tf32_set
@@ -138,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         "and on GPUs with ZeRO-2, checkpointed layers, parameters on the host, and Elixir's rule")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
     add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
+    add("--trace", metavar="FILE", help="write the predicted step for chrome://tracing or ui.perfetto.dev")
     add("--json", action="store_true", help="print one JSON object in the place of the explanation")
     add("--quiet", action="store_true", help="no progress lines on stderr")
     return parser
@@ -197,7 +198,9 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
     asked_tf32 = _tf32(given)
     profile = _profile(given, hardware, progress)
-    paths = _paths({"-o": given.output, "--dot": given.dot, "--memory-curve": given.memory_curve or None})
+    paths = _paths(
+        {"-o": given.output, "--dot": given.dot, "--trace": given.trace, "--memory-curve": given.memory_curve or None}
+    )
 
     seconds: dict[str, float] = {}
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
@@ -249,6 +252,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         writers: dict[str, Callable[[Path], None]] = {
             "-o": plan.save,
             "--dot": _writer(plan.to_dot() if "--dot" in paths else ""),
+            "--trace": lambda path: plan.to_trace(path, hardware),
             "--memory-curve": _writer(curve.picture(points) if "--memory-curve" in paths else ""),
         }
     seconds["total"] = time.perf_counter() - started
@@ -359,30 +363,22 @@ def _keep(text: str | None) -> dict[str, str]:
     parts = [part.strip().rpartition("=") for part in text.split(",")] if text is not None else []
     if wrong := [word for name, _, word in parts if not name]:
         raise BadArgument(f"--keep {wrong[0]!r} is not NAME=WHAT; write for example lm_head.weight=device")
-    return {name: word for name, _, word in parts}
+    settled: dict[str, str] = {}
+    for name, _, word in parts:
+        if settled.setdefault(name, word) != word:
+            raise BadArgument(f"--keep says {settled[name]!r} and {word!r} of {name}; leave one out")
+    return settled
 
 
 def _paths(named: Mapping[str, str | None]) -> dict[str, Path]:
     """flag -> the file to write; each is another."""
-    paths = {flag: _writable(path, flag) for flag, path in named.items() if path is not None}
+    paths = {flag: writable(path, flag) for flag, path in named.items() if path is not None}
     for one, other in combinations(paths, 2):
         if paths[one] == paths[other]:
             raise BadArgument(f"{one} and {other} both name {named[one]}; give each its own file")
     if (picture := paths.get("--memory-curve")) is not None and picture.suffix != ".svg":
         raise BadArgument(f"--memory-curve {named['--memory-curve']} is no picture; name a file.svg")
     return paths
-
-
-def _writable(path: str, flag: str) -> Path:
-    """The file to write, of which it is known before the work begins that it can be written."""
-    target = Path(path).absolute()
-    if not target.parent.is_dir():
-        raise BadArgument(f"folder {target.parent} of {flag} {path} does not exist; make it first")
-    if target.is_dir():
-        raise BadArgument(f"{flag} {path} is a folder; name a file in it")
-    if not os.access(target.parent, os.W_OK):
-        raise BadArgument(f"folder {target.parent} of {flag} {path} cannot be written to; choose another")
-    return target
 
 
 # --- work ------------------------------------------------------------------------------------------------------------

@@ -110,6 +110,15 @@ def test_bad_arguments_are_refused(arguments, told, capsys):
     assert caught.value.code == 2 and told in capsys.readouterr().err
 
 
+def test_where_it_could_not_write_it_measures_nothing(tmp_path, capsys, monkeypatch):
+    from autopar.calibrate import __main__ as command
+
+    monkeypatch.setattr(command, "start", lambda *_: pytest.fail("it measured"))
+    monkeypatch.delenv("RANK", raising=False)
+    assert command.main(["-o", str(tmp_path / "lost" / "here.toml")]) == 2
+    assert "lost of -o" in (told := capsys.readouterr().err) and "does not exist; make it first" in told
+
+
 def test_what_was_measured_here_is_found_and_a_broken_one_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOPAR_PROFILES", str(tmp_path))
     assert hardware_or_here(None, "cpu") == Hardware.load("cpu-gloo")

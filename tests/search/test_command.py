@@ -263,8 +263,9 @@ def test_a_model_that_cannot_be_had_is_told(
         (("--mesh", "a=0"), "mesh axis 'a' has size 0"),
         (
             ("--hardware", "h900"),
-            "no hardware profile 'h900'; known profiles: a100-40gb, a100-80gb, cpu-gloo, h100-sxm",
+            "no hardware profile 'h900'; known profiles: a100-40gb, a100-80gb, cpu-gloo",
         ),
+        (("--hardware", "h100"), "no hardware profile 'h100'; did you mean h100-sxm? known profiles:"),
         (
             ("--hardware", "lost.toml"),
             "hardware profile lost.toml cannot be read: No such file or directory; give one of",
@@ -283,6 +284,8 @@ def test_a_model_that_cannot_be_had_is_told(
         (("-o", "."), "-o . is a folder; name a file in it"),
         (("--dot", "lost/plan.dot"), "lost of --dot lost/plan.dot does not exist; make it first"),
         (("-o", "plan", "--dot", "plan"), "-o and --dot both name plan; give each its own file"),
+        (("--trace", "lost/step.json"), "lost of --trace lost/step.json does not exist; make it first"),
+        (("--keep", "a=save,a=recompute"), "--keep says 'save' and 'recompute' of a; leave one out"),
         (("--fast",), "unrecognized arguments: --fast; see python -m autopar.search --help"),
     ],
 )

@@ -123,6 +123,14 @@ def test_the_command_line_prints_one_json_object_last(tmp_path):
     assert answer["price_per_gib"] == {"memory": pytest.approx(2 / 40 * 2**30)}
 
 
+def test_the_command_line_reads_standard_input():
+    command = [sys.executable, "-m", "solver", "-"]
+    for text, status in ((json.dumps(MLP_5), 0), ("{", 2)):
+        done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, timeout=120)
+        assert done.returncode == status
+        assert json.loads(done.stdout)["cost"] == 31 if status == 0 else "python -m solver: " in done.stderr
+
+
 def test_the_command_line_says_what_is_wrong_and_exits_with_2(tmp_path):
     (tmp_path / "bad.json").write_text(json.dumps(broken(BAD["no field 'nodes'"])))
     (tmp_path / "half.json").write_text('{"problem": ')

@@ -5,6 +5,7 @@ Fields as the "Trace Event Format" of the Chromium project names them; chrome://
 
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -87,6 +88,18 @@ def test_a_plan_writes_its_trace(tmp_path, overlap):
     assert any(".py:" in entry["args"].get("source", "") for entry in slices)
     if not overlap:
         assert max(e["args"]["hbm"] for e in file["traceEvents"] if e["ph"] == "C") == plan.peak_bytes["hbm"]
+
+
+def test_a_trace_plays_the_plan_as_it_was_chosen(tmp_path):
+    """With overlap, and weights as far ahead, where the plan says so; one after the other where it does not."""
+    plan, pricer = drawn("gpt2", (2, 2), 1)
+    for prefetch in (None, 2):
+        plan = replace(plan, prefetch=prefetch)
+        plan.to_trace(tmp_path / "step.json")
+        told = json.loads((tmp_path / "step.json").read_text())["otherData"]
+        overlap = prefetch is not None
+        assert told["step_seconds"] == timeline_of(plan, pricer, overlap=overlap, prefetch=prefetch or 1).seconds
+        assert told["overlap"] == int(overlap)
 
 
 def test_two_traces_of_a_plan_are_the_same_to_the_byte(tmp_path):
