@@ -40,7 +40,7 @@ format: $(READY) ## rewrite the code as `make lint` wants it
 types: $(READY) ## pyright, strict where no torch is
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(READY) ## run the benchmarks
+bench: $(READY) ## list the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove .venv and everything that was built
