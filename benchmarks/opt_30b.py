@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +138,12 @@ def on_gpus(batch: int, hardware: Hardware, layers: int, ranks: int, more: float
     """
     question = asked(batch, ranks, hardware, layers)
     memory = hardware.tiers[DEVICE].capacity_bytes + more
-    return answer(question, memory=memory, spare=("recompute",), simulation=True).predicted_seconds
+    wanted: dict[str, Any] = {"spare": ("recompute",), "simulation": True}
+    try:
+        return answer(question, memory=memory, **wanted).predicted_seconds
+    except Infeasible as error:  # gradients stand beside each other there, which the host takes one by one
+        assert error.enough is not None
+        return answer(question, memory=float(error.enough), **wanted).predicted_seconds
 
 
 def shared_by(hardware: Hardware, gpus: int) -> Hardware:
