@@ -30,11 +30,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -138,12 +137,12 @@ def on_gpus(batch: int, hardware: Hardware, layers: int, ranks: int, more: float
     """
     question = asked(batch, ranks, hardware, layers)
     memory = hardware.tiers[DEVICE].capacity_bytes + more
-    wanted: dict[str, Any] = {"spare": ("recompute",), "simulation": True}
-    try:
-        return answer(question, memory=memory, **wanted).predicted_seconds
-    except Infeasible as error:  # gradients stand beside each other there, which the host takes one by one
-        assert error.enough is not None
-        return answer(question, memory=float(error.enough), **wanted).predicted_seconds
+    for _ in range(20):
+        try:
+            return answer(question, memory=memory, spare=("recompute",), simulation=True).predicted_seconds
+        except Infeasible as error:  # gradients stand beside each other there, which the host takes one by one
+            memory = max(1.02 * memory, error.enough or error.at_least or 0.0)
+    raise RuntimeError(f"no plan of {ranks} GPUs alone fits in {memory / 1e9:.0f} GB each")
 
 
 def shared_by(hardware: Hardware, gpus: int) -> Hardware:
@@ -156,29 +155,26 @@ def shared_by(hardware: Hardware, gpus: int) -> Hardware:
     return replace(hardware, ranks_per_node=gpus, tiers={**hardware.tiers, HOST: each}, host_link=link)
 
 
-def scaled(batch: int, ranks: Sequence[int], one_gpu: Hardware, layers: int = LAYERS) -> list[str]:
-    """A table: tokens a second of so many GPUs, against one and against training without the host."""
-    lines = [
-        "| GPUs | step s | overlapped s | tokens/s | speed-up | GPUs alone s | beside it | host GB a GPU |",
-        "|--:" * 8 + "|",
-    ]
+def scaled(batch: int, ranks: Sequence[int], one_gpu: Hardware, layers: int = LAYERS) -> Iterator[str]:
+    """The lines of a table: tokens a second of so many GPUs, against one and against training without the host."""
+    yield "| GPUs | step s | overlapped s | tokens/s | speed-up | GPUs alone s | beside it | host GB a GPU |"
+    yield "|--:" * 8 + "|"
     first: float | None = None
     for count in ranks:
         hardware = shared_by(one_gpu, count)
         row = found(batch, hardware, layers, count)
         if row is None:
-            lines.append(f"| {count} | no plan that fits when it is played |" + " |" * 6)
+            yield f"| {count} | no plan that fits when it is played |" + " |" * 6
             continue
         on_host = row.played.plan.peak_bytes.get(HOST, 0)
         alone = on_gpus(batch, hardware, layers, count, on_host)
         tokens_per_s = count * batch * SEQUENCE / row.overlapped_s
         first = first or tokens_per_s / count
-        lines.append(
+        yield (
             f"| {count} | {row.played.seconds:.2f} | {row.overlapped_s:.2f} | {tokens_per_s:,.0f} "
             f"| {tokens_per_s / first:.2f} | {alone:.2f} | {alone / row.overlapped_s:.1%} "
             f"| {on_host / 1e9:.0f} |"
         )
-    return lines
 
 
 def line(batch: int, row: Row | None) -> str:
@@ -220,7 +216,8 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", help="numbers of GPUs, each with the first of --batches")
     given = parser.parse_args()
     if given.ranks:
-        print("\n".join(scaled(given.batches[0], given.ranks, Hardware.load(PROFILE))))
+        for told in scaled(given.batches[0], given.ranks, Hardware.load(PROFILE)):
+            print(told, flush=True)
         return
     lines = [
         "| tokens a step | efficiency | overlapped | nothing hidden | step s | overlapped s | compute s | 8PT/F s "

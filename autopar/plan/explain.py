@@ -27,7 +27,7 @@ SOME = 0.005  # below this, not worth a word
 
 
 def explain(plan: Plan) -> str:
-    """At most 40 lines of at most 110 columns (a few more on a mesh of many axes)."""
+    """About 40 lines of at most 110 columns (a few more on a mesh of many axes, or with long notes)."""
     facts = [*_head(plan), *_time(plan), *_utilisation(plan), *_candidates(plan), *_memory(plan)]
     facts += [*_saving(plan), *_words(plan)]
     notes = [*_notes(plan)]
@@ -468,6 +468,6 @@ def _kind(node: Node) -> str:
 
 def _notes(plan: Plan) -> Iterator[str]:
     for note in plan.notes[:MAX_NOTES]:
-        yield f"note: {note}"
+        yield from textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="  ")
     if len(plan.notes) > MAX_NOTES:
         yield f"and {len(plan.notes) - MAX_NOTES} more notes, in plan.notes"

@@ -91,6 +91,9 @@ def test_notes_are_told(plan):
     assert f"note: {note}" in explain(replace(plan, notes=(note,)))
     many = explain(replace(plan, notes=(note,) * 30))
     assert "more notes" in many and len(many.splitlines()) <= HEIGHT
+    long = "a figure stands at the end of what is told, where nothing may be cut off: " * 3 + "12.345 ms"
+    told = explain(replace(plan, notes=(long,)))
+    assert " ".join(told.split("note: ")[1].split()) == long and max(map(len, told.splitlines())) <= 110
 
 
 def test_equal_layers_are_told_once(plan):
