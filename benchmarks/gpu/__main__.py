@@ -53,7 +53,8 @@ STAGES = {  # name -> function, what it shows
 NODE = {
     "node-numbers": ("node:numbers", "plans on all GPUs and on two axes, against one process"),
     "node-collectives": ("node:collectives", "collectives of NCCL, measured beside their price"),
-    "node-steps": ("node:steps", "GPT-2 and layers of Llama: step time and memory, predicted and measured"),
+    "node-gpt2": ("node:gpt2", "GPT-2 of 125M: step time and memory, predicted and measured"),
+    "node-llama": ("node:two_layers", "two layers of Llama 8B: step time and memory, predicted and measured"),
 }
 
 

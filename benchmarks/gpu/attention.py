@@ -83,9 +83,7 @@ def wanted_of(
     bias = leaves[3] if len(leaves) > 3 else None
     if mask is None:
         with sdpa_kernel(SDPBackend.MATH):
-            out = functional.scaled_dot_product_attention(
-                q, k, v, bias, is_causal=causal, scale=SCALE, enable_gqa=True
-            )
+            out = functional.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=SCALE, enable_gqa=True)
     else:
         group = q.shape[1] // k.shape[1]
         scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * SCALE
@@ -98,11 +96,7 @@ def wanted_of(
 
 def attention(setting: Setting) -> Iterator[Row]:
     torch.manual_seed(0)
-    for kernel in (*PICKED[setting.device], *EXTRA[setting.device]):
-        for name, form in FORMS.items():
-            for dtype in DTYPES:
-                if takes(kernel, form, dtype):
-                    yield _tried(kernel, name, dtype, lambda k=kernel, f=form, d=dtype: _plain(k, f, d, setting))
+    yield from _forms(PICKED[setting.device], setting)
     for kernel in PICKED[setting.device]:
         for name, form in (("dropout", Form()), ("dropout, grouped, causal", Form(heads=8, kv=2, causal=True))):
             for dtype in DTYPES:
@@ -112,6 +106,15 @@ def attention(setting: Setting) -> Iterator[Row]:
     for kernel in PICKED[setting.device]:
         if takes(kernel, FORMS["bias"], torch.float32):
             yield _tried(kernel, "sees nothing", torch.float32, lambda k=kernel: _blind(k, setting))
+    yield from _forms(EXTRA[setting.device], setting)
+
+
+def _forms(kernels: tuple[str, ...], setting: Setting) -> Iterator[Row]:
+    for kernel in kernels:
+        for name, form in FORMS.items():
+            for dtype in DTYPES:
+                if takes(kernel, form, dtype):
+                    yield _tried(kernel, name, dtype, lambda k=kernel, f=form, d=dtype: _plain(k, f, d, setting))
 
 
 def _tried(kernel: str, form: str, dtype: torch.dtype, run: Callable[[], tuple[float, float]]) -> Row:

@@ -13,7 +13,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import autopar
 from benchmarks.capped import SHAPES, build
 from benchmarks.gpu.stage import (
-    ROUNDED, Row, Setting, exact_products, gradients_off, half_gradients_off, loss_of, moved, near,
+    ROUNDED,
+    Row,
+    Setting,
+    exact_products,
+    gradients_off,
+    half_gradients_off,
+    loss_of,
+    moved,
+    near,
 )  # fmt: skip
 from benchmarks.models import conv, mlp
 from tests.support.families import Block

@@ -11,8 +11,9 @@ from benchmarks.gpu.stage import Row
 DONE, SKIPPED, FAILED, WRONG = "done", "skipped", "failed", "wrong"
 HEAD = """# On a GPU
 
-`python -m benchmarks.gpu`, whose stages are in the order of their worth; `--nproc 8` runs those of a node. "off" is the largest
-difference in units of the largest entry of what was wanted. This page is written by the command, which stops at the first wrong number.
+`python -m benchmarks.gpu`, whose stages are in the order of their worth; `--nproc 8` runs those of a node. "off" is the
+largest difference in units of the largest entry of what was wanted. This page is written by the command, which stops at
+the first wrong number.
 """
 
 

@@ -1,4 +1,4 @@
-"""Several ranks: 2 and 4 that share one GPU through the host, and a whole node with NCCL."""
+"""Several ranks: how they are started, and 2 and 4 that share one GPU through the host."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from autopar.local_ranks import environment, local_ranks
 from benchmarks.gpu import staged
-from benchmarks.gpu.ranks import Case
+from benchmarks.gpu.cases import Case
 from benchmarks.gpu.stage import Row, Setting, Wrong
 
 LIMIT_S = 500
 
 
-def started(setting: Setting, ranks: int, backend: str, cases: Sequence[Case]) -> Iterator[Row]:
-    """The rows of the cases, as they come. Raises Wrong for a number that is off, RuntimeError where a rank fails."""
-    told = json.dumps([asdict(case) for case in cases])
-    folder = setting.folder
+Task = tuple[str, dict[str, Any]]  # MODULE:FUNCTION of benchmarks.gpu, keyword arguments
+
+
+def started(setting: Setting, ranks: int, backend: str, tasks: Sequence[Task]) -> Iterator[Row]:
+    """The rows of the tasks, as they come. Raises Wrong for a number that is off, RuntimeError where a rank fails."""
+    told, folder = json.dumps(tasks), setting.folder
     for left in ("rows", "wrong", "store"):
         Path(folder, left).unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu.ranks", str(folder), setting.device, backend, told]
     shown, until = 0, time.monotonic() + LIMIT_S
     with local_ranks(command, ranks, environment()) as processes:
         while True:
-            codes = [process.poll() for process in processes]
+            codes = [process.poll() for process in processes]  # before the rows: then none is missed
             rows = Path(folder, "rows").read_text().splitlines() if Path(folder, "rows").exists() else []
             yield from (json.loads(row) for row in rows[shown:])
             shown = len(rows)
@@ -36,14 +39,17 @@ def started(setting: Setting, ranks: int, backend: str, cases: Sequence[Case]) -
                 raise Wrong(Path(folder, "wrong").read_text())
             if any(codes):
                 failed = next(rank for rank, code in enumerate(codes) if code)
-                raise RuntimeError(f"rank {failed} of {ranks} ended with status {codes[failed]}; its error stands above")
+                told = f"rank {failed} of {ranks} ended with status {codes[failed]}"
+                raise RuntimeError(f"{told}; its error stands in the output of this command")
             if None not in codes:
                 break
             if time.monotonic() > until:
-                raise RuntimeError(f"{ranks} ranks did not end within {LIMIT_S} s; {shown} of {len(cases)} cases ran")
+                raise RuntimeError(f"{ranks} ranks did not end within {LIMIT_S} s; {shown} rows are there")
             time.sleep(0.1)
-    if shown != len(cases):
-        raise RuntimeError(f"{ranks} ranks ended with {shown} rows for {len(cases)} cases")
+
+
+def trained(cases: Sequence[Case]) -> list[Task]:
+    return [("cases:trained", asdict(case)) for case in cases]
 
 
 def random_cases(sizes: tuple[int, ...], seeds: Sequence[int]) -> list[Case]:
@@ -61,7 +67,7 @@ FOUR = [*random_cases((2, 2), (0,)), *random_cases((4,), (1,)), Case("bench-gpt2
 
 
 def shared(setting: Setting, ranks: int) -> Iterator[Row]:
-    yield from started(setting, ranks, staged.NAME, TWO if ranks == 2 else FOUR)
+    yield from started(setting, ranks, staged.NAME, trained(TWO if ranks == 2 else FOUR))
 
 
 two, four = partial(shared, ranks=2), partial(shared, ranks=4)

@@ -104,7 +104,9 @@ def half_gradients_off(ours: nn.Module, eager: nn.Module, exact: nn.Module, what
     found, theirs = errors_of(ours, exact, what), errors_of(eager, exact, f"{what}, eager")
     for name, error in found.items():
         if not error <= max(ROUNDED, WORSE * theirs[name]):
-            raise Wrong(f"{what}: the gradient of {name} is off by {error:.3g}, that of eager torch by {theirs[name]:.3g}")
+            raise Wrong(
+                f"{what}: the gradient of {name} is off by {error:.3g}, that of eager torch by {theirs[name]:.3g}"
+            )
     return max(found.values(), default=0.0), max(theirs.values(), default=0.0)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ class Staged(dist.ProcessGroup):
     # --- gathered, scattered, exchanged ---------------------------------------------------------------------------
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: Any) -> Late:
-        return self._launch(self._inner.allgather, sum(outputs, []), outputs, inputs, *options)
+        return self._launch(self._inner.allgather, [*chain(*outputs)], outputs, inputs, *options)
 
     def _allgather_base(self, output: Tensor, given: Tensor, *options: Any) -> Late:
         return self._launch(_either(self._inner, "_allgather_base", "all_gather_single"), [output], output, given)
@@ -164,14 +165,16 @@ class Staged(dist.ProcessGroup):
         return self._launch(call, [output], output, given, *options)
 
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> Late:
-        return self._each(_either(self._inner, "_reduce_scatter_base", "reduce_scatter_single"), outputs, inputs, *options)
+        return self._each(
+            _either(self._inner, "_reduce_scatter_base", "reduce_scatter_single"), outputs, inputs, *options
+        )
 
     def alltoall_base(self, output: Tensor, given: Tensor, received: list[int], sent: list[int], *options: Any) -> Late:
         call = _either(self._inner, "alltoall_base", "all_to_all_single")
         return self._launch(call, [output], output, given, list(received), list(sent))
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], *options: Any) -> Late:
-        return self._launch(self._inner.gather, sum(outputs, []), outputs, inputs, *options)
+        return self._launch(self._inner.gather, [*chain(*outputs)], outputs, inputs, *options)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], *options: Any) -> Late:
         return self._launch(self._inner.scatter, outputs, outputs, inputs, *options)
