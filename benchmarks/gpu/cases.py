@@ -30,6 +30,7 @@ from cost_models.hardware import Hardware
 from tests.support.families import family
 from tests.support.residence import ResidenceSampler
 
+C10D = torch.ops._c10d_functional
 STEPS = 3
 LOSS, GRADIENT, STATE = 1e-5, 1e-4, 1e-4  # of float32: sums of some hundred terms in another order
 EPS = 1e-3  # of AdamW: gradients that are zero but for rounding shall not be divided by their own size
@@ -77,6 +78,36 @@ def trained(device: str, folder: Path, **given: Any) -> Iterator[Row]:
     """The row of a case, as fields of it; every rank calls this."""
     hardware = Hardware.load("h100-sxm" if device == "cuda" else "cpu-gloo")
     yield run(Case(**given | {"sizes": tuple(given["sizes"])}), device, hardware, folder)
+
+
+def collectives(device: str, folder: Path) -> Iterator[Row]:
+    """Those that programs call, on numbers that say whose they are; nothing is there before it is waited for."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    group = autopar.init_mesh(device, data=ranks).get_group("data").group_name
+    mine = torch.arange(4 * ranks, dtype=torch.float32, device=device) + 100 * rank
+    every = [torch.arange(4 * ranks, dtype=torch.float32) + 100 * other for other in range(ranks)]
+    splits, here = [4] * ranks, slice(4 * rank, 4 * rank + 4)
+    wanted = {
+        "all_reduce": sum(every),
+        "all_reduce_": sum(every),
+        "all_gather_into_tensor": torch.cat(every),
+        "reduce_scatter_tensor": sum(every)[here],
+        "all_to_all_single": torch.cat([other[here] for other in every]),
+        "broadcast": every[0],
+    }
+    launched = {
+        "all_reduce": C10D.all_reduce(mine, "sum", group),
+        "all_reduce_": C10D.all_reduce_(mine.clone(), "sum", group),
+        "all_gather_into_tensor": C10D.all_gather_into_tensor(mine, ranks, group),
+        "reduce_scatter_tensor": C10D.reduce_scatter_tensor(mine, "sum", ranks, group),
+        "all_to_all_single": C10D.all_to_all_single(mine, splits, splits, group),
+        "broadcast": C10D.broadcast(mine, 0, group),
+    }
+    if dist.get_backend() == staged.NAME and not all(value.isnan().all() for value in launched.values()):
+        raise Wrong("a result of the backend is there before it is waited for")
+    for name in reversed(launched):  # in any order
+        same(C10D.wait_tensor(launched[name]), wanted[name], name)
+    yield {"collectives": ", ".join(launched), "ranks": ranks}
 
 
 def run(case: Case, device: str, hardware: Hardware, folder: Path) -> Row:

@@ -22,7 +22,7 @@ from autopar.mesh import Mesh
 from autopar.search import search
 from benchmarks.capped import SHAPES, build
 from benchmarks.gpu.cases import Case
-from benchmarks.gpu.shared import started, trained
+from benchmarks.gpu.shared import COLLECTIVES, started, trained
 from benchmarks.gpu.stage import Row, Setting, Skipped, loss_of
 from cost_models.hardware import Hardware
 from cost_models.price import links_of, seconds
@@ -50,7 +50,7 @@ def numbers(setting: Setting) -> Iterator[Row]:
             policies = ("fsdp", "tensor-parallel") if len(sizes) == 1 else ("fsdp+tensor-parallel",)
             cases += [Case("bench-gpt2", sizes, policy) for policy in policies]
             cases.append(Case("bench-gpt2", sizes, "searched", "bfloat16"))
-    yield from started(setting, setting.ranks, BACKENDS[setting.device], trained(cases))
+    yield from started(setting, setting.ranks, BACKENDS[setting.device], [COLLECTIVES, *trained(cases)])
 
 
 def collectives(setting: Setting) -> Iterator[Row]:

@@ -20,6 +20,7 @@ LIMIT_S = 500
 
 
 Task = tuple[str, dict[str, Any]]  # MODULE:FUNCTION of benchmarks.gpu, keyword arguments
+COLLECTIVES: Task = ("cases:collectives", {})
 
 
 def started(setting: Setting, ranks: int, backend: str, tasks: Sequence[Task]) -> Iterator[Row]:
@@ -67,7 +68,7 @@ FOUR = [*random_cases((2, 2), (0,)), *random_cases((4,), (1,)), Case("bench-gpt2
 
 
 def shared(setting: Setting, ranks: int) -> Iterator[Row]:
-    yield from started(setting, ranks, staged.NAME, trained(TWO if ranks == 2 else FOUR))
+    yield from started(setting, ranks, staged.NAME, [COLLECTIVES, *trained(TWO if ranks == 2 else FOUR)])
 
 
 two, four = partial(shared, ranks=2), partial(shared, ranks=4)
