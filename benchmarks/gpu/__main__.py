@@ -32,22 +32,22 @@ from benchmarks.gpu.stage import Row
 from cost_models.whole_file import write_whole
 
 LIMIT_S = 540
-STAGES = {  # name -> function, what it shows
+STAGES = {  # name -> function, what it shows; numbers before speed
     "device": ("device:device", "versions, copies, a step of every model family against float64"),
     "attention": ("attention:attention", "kernels of attention against the formula in float64"),
     "operators": ("operators:operators", "operators with a rule, in float32 and bfloat16 against float64"),
     "models": ("models:models", "loss and gradients against eager torch, float32 and bfloat16"),
     "copies": ("copies:eager", "50 steps with values and parameters on the host, bitwise, copies delayed"),
+    "nccl": ("nccl:nccl", "NCCL beside gloo, one rank: clipping and checkpoints with parameters on the host"),
+    "shared-2": ("shared:two", "2 ranks on one GPU, through the host"),
     "peaks": ("peaks:peaks", "memory allocated and reserved, and what was predicted"),
     "profile": ("profiled:profiled", "kernels, gaps and synchronisations of a step, beside eager torch"),
+    "attention-times": ("attention:times", "how fast the kernels of attention are, in bfloat16"),
+    "shared-4": ("shared:four", "4 ranks on one GPU, through the host"),
     "calibrate": ("calibration:calibration", "the machine measured twice, and AdamW on the host"),
     "capped-125m": ("capped:small", "benchmarks.capped, GPT-2 of 125M"),
     "capped-350m": ("capped:medium", "benchmarks.capped, GPT-2 of 350M"),
     "capped-1.3b": ("capped:large", "benchmarks.capped, GPT-2 of 1.3B"),
-    "nccl": ("nccl:nccl", "NCCL beside gloo, one rank: clipping and checkpoints with parameters on the host"),
-    "shared-2": ("shared:two", "2 ranks on one GPU, through the host"),
-    "shared-4": ("shared:four", "4 ranks on one GPU, through the host"),
-    "attention-times": ("attention:times", "how fast the kernels of attention are, in bfloat16"),
     "copies-inductor": ("copies:inductor", "the same copies in code that inductor compiled"),
 }
 NODE = {
@@ -105,7 +105,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             "--device cpu runs the machinery without"
         )
     if given.output is None:  # a dry run is no result
-        given.output = Path("docs/benchmarks/gpu.md" if given.device == "cuda" else "gpu-dry-run.md")
+        given.output = Path("docs/benchmarks/gpu.md" if given.device == "cuda" else "out/gpu-dry-run.md")
+    given.output.parent.mkdir(parents=True, exist_ok=True)
     given.state = given.state or given.output.with_suffix(".json")
     return given
 
