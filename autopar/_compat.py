@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.cuda import _sleep as cuda_sleep
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
@@ -42,6 +43,7 @@ __all__ = [
     "LocalTensorMode",
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
+    "cuda_sleep",
     "default_store",
     "dtensor_handlers",
     "functional_collectives",

@@ -73,6 +73,13 @@ def check_aot_export_joint_with_descriptors() -> None:
     assert "GradAOTOutput" in {type(desc).__name__ for desc in output.meta["desc"]}
 
 
+def check_cuda_sleep() -> None:
+    if torch.cuda.is_available():
+        _compat.cuda_sleep(1000)
+        torch.cuda.synchronize()
+    assert callable(_compat.cuda_sleep)
+
+
 def check_dtensor_handlers() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate

@@ -1,0 +1,1 @@
+"""What has to be seen on a GPU once: `python -m benchmarks.gpu`."""
