@@ -43,26 +43,36 @@ def has_bias(node: Node) -> bool:
     return isinstance(node.args[OPERANDS_OF_ATTENTION[node.op][2] + 1], Ref)
 
 
+def bias_at(node: Node, operands: Sequence[TensorType]) -> TensorType | None:
+    """Of the types of a node's operands, that of the bias."""
+    place = OPERANDS_OF_ATTENTION[node.op][2] + 1
+    tensors = [at for at, arg in enumerate(node.args) if isinstance(arg, Ref)]
+    return operands[tensors.index(place)] if has_bias(node) else None
+
+
 def kernel_of(
-    device: str, q: TensorType, v: TensorType, *, is_square: bool, has_bias: bool, causal: bool, dropout: float,
+    device: str, q: TensorType, k: TensorType, v: TensorType, bias: str | None, *, causal: bool, dropout: float,
     bias_grad: bool, capability: tuple[int, int] = (8, 0),
 ) -> str:  # fmt: skip
     """Which kernel of `autopar.emit.attention` runs attention of these local types on a kind of device.
 
-    `is_square`: as many keys as queries. `capability`: of a CUDA device, (major, minor). "flash" takes no bias, halves
+    `bias`: its dtype, if there is one. `capability`: of a CUDA device, (major, minor). "flash" takes no bias, halves
     only and dims up to 256 (Dao 2023), and aligns an oblong causal mask at its other end; "efficient" (Rabe and Staats
     2021) takes a bias and float32. What neither takes is left to "math", products of blocks: float64 on CUDA, dropout
     on a CPU. "cudnn" is there to be measured; nothing picks it.
     """
     d, e = q.shape[-1], v.shape[-1]
     if device == "cpu":
-        return "math" if dropout or bias_grad or d != e else "cpu"
+        # Backward of the CPU's kernel is wrong for rows that a large finite number hides; torch runs grouped heads
+        # behind a mask by products, too.
+        grouped = bias is not None and q.shape[1] != k.shape[1]
+        return "math" if dropout or bias_grad or d != e or grouped else "cpu"
     if device != "cuda":
         return "math"
     fits = capability >= (8, 0) and d == e and d <= 256 and d % 8 == 0
-    if q.dtype in HALF and fits and not has_bias and (is_square or not causal):
+    if q.dtype in HALF and fits and bias is None and (q.shape[2] == k.shape[2] or not causal):
         return "flash"
-    if q.dtype in (*HALF, "float32") and not d % 8 and not e % 8:
+    if q.dtype in (*HALF, "float32") and not d % 8 and not e % 8 and bias in (None, q.dtype):
         return "efficient"
     return "math"
 
@@ -83,7 +93,8 @@ def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
     """
     q, k, v = operands_at(node, operands)
     dropout = node.args[DROPOUT_AT[node.op]]
-    if not dropout and not node.args[BIAS_GRAD_AT[node.op]] and q.shape[-1] == v.shape[-1]:
+    grouped = has_bias(node) and q.shape[1] != k.shape[1]
+    if not dropout and not node.args[BIAS_GRAD_AT[node.op]] and q.shape[-1] == v.shape[-1] and not grouped:
         return 0
     (batch, heads, queries, d), keys, e = q.shape, k.shape[2], v.shape[-1]
     entries, together = block_of(batch, heads, heads // k.shape[1], queries * keys)

@@ -31,8 +31,8 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Aske
     """The kernel that `kernel_of` picks for these tensors."""
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and torch.cuda.is_available() else (8, 0)
     return kernel_of(
-        q.device.type, _type(q), _type(v), is_square=q.shape[2] == k.shape[2], has_bias=bias is not None,
-        causal=asked.causal, dropout=asked.dropout, bias_grad=asked.bias_grad, capability=capability,
+        q.device.type, _type(q), _type(k), _type(v), None if bias is None else _type(bias).dtype, causal=asked.causal,
+        dropout=asked.dropout, bias_grad=asked.bias_grad, capability=capability,
     )  # fmt: skip
 
 
@@ -174,10 +174,7 @@ def math(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> 
         state, drawn = seed.expand(*q.shape[:2], 2).clone(), _generator(seed)
     for at, groups in _blocks(q, k):
         chances = _scores(_cut(q, at), _cut(k, groups), _part(bias, at), asked)
-        sums = chances.logsumexp(-1)
-        sums.masked_fill_(sums == -torch.inf, torch.inf)  # who sees nothing gets zeros
-        _write(_cut(lse, at), sums)
-        chances.sub_(sums.unsqueeze(-1)).exp_()
+        _write(_cut(lse, at), _probabilities(chances))
         if drawn is not None:
             chances.mul_(_factors(chances, asked.dropout, drawn))
         _write(_cut(out, at), chances @ _wide_heads(_cut(v, groups), chances))
@@ -195,7 +192,7 @@ def math_backward(
     for at, groups in _blocks(q, k):
         query, key, value = _cut(q, at), _cut(k, groups), _cut(v, groups)
         chances = _scores(query, key, _part(bias, at), asked)
-        chances.sub_(_cut(lse, at).unsqueeze(-1)).exp_()
+        _probabilities(chances)
         wide = _cut(grad, at).to(chances.dtype)
         slopes = wide @ _wide_heads(value, chances).transpose(-1, -2)
         dropped = chances
@@ -252,6 +249,19 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, asked: Asked) -> Tensor:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
         scores.masked_fill_(later, -torch.inf)
     return scores
+
+
+def _probabilities(scores: Tensor) -> Tensor:
+    """Their softmax, in their place; zeros for who sees nothing. The logs of the sums of their exponentials are
+    returned, from which backward could not make them again: behind a mask of large numbers they lose what counts.
+    """
+    most = scores.amax(-1, keepdim=True)
+    most.masked_fill_(most == -torch.inf, 0.0)
+    scores.sub_(most).exp_()
+    sums = scores.sum(-1, keepdim=True)
+    scores.div_(sums.masked_fill(sums == 0, 1.0))
+    logs = sums.log().add_(most).squeeze(-1)
+    return logs.masked_fill_(logs == -torch.inf, torch.inf)
 
 
 def _part(bias: Tensor | None, block: Block) -> Any:

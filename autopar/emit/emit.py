@@ -21,7 +21,7 @@ from autopar.attention import (
     CAUSAL_AT,
     DROPOUT_AT,
     OPERANDS_OF_ATTENTION,
-    has_bias,
+    bias_at,
     kernel_of,
     operands_at,
 )
@@ -355,10 +355,10 @@ class _Emitter:
         """The kernel of an attention, for the device that the program is written for."""
         q, k, v = operands_at(node, local)
         on_cuda = self.writer.device == "cuda" and torch.cuda.is_available()
+        bias = bias_at(node, local)
         return kernel_of(
-            self.writer.device, q, v, is_square=q.shape[2] == k.shape[2], has_bias=has_bias(node),
-            causal=node.args[CAUSAL_AT[node.op]], dropout=node.args[DROPOUT_AT[node.op]],
-            bias_grad=node.args[BIAS_GRAD_AT[node.op]],
+            self.writer.device, q, k, v, None if bias is None else bias.dtype, causal=node.args[CAUSAL_AT[node.op]],
+            dropout=node.args[DROPOUT_AT[node.op]], bias_grad=node.args[BIAS_GRAD_AT[node.op]],
             capability=torch.cuda.get_device_capability() if on_cuda else (8, 0),
         )  # fmt: skip
 

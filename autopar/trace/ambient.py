@@ -157,6 +157,25 @@ def _set(state: AutocastState, *, cache: bool) -> None:
 
 
 @contextlib.contextmanager
+def one_tf32_setting() -> Iterator[None]:
+    """torch.export reads whether cuDNN may use TF32 in the older way, which raises where convolutions and recurrent
+    layers are set apart in the newer one. A trace does not hang on it: within here they are set alike.
+    """
+    cudnn: Any = torch.backends.cudnn
+    try:
+        _ = cudnn.allow_tf32
+    except RuntimeError:
+        before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+        cudnn.allow_tf32 = before[0] == "tf32"
+        try:
+            yield
+        finally:
+            cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before
+    else:
+        yield
+
+
+@contextlib.contextmanager
 def distributions_as_they_come() -> Iterator[None]:
     """torch.distributions look at the values of their arguments, which a trace does not have: not within here."""
     checks = torch.distributions.Distribution._validate_args

@@ -32,7 +32,10 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A result that is not there has no elements: an operator of torch cannot give None."""
     batch, heads, queries, _ = q.shape
-    out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
+    # As it lies behind torch's own kernels on a CPU: what follows may look at it through `view`.
+    by_products = dropout or bias_grad or q.shape[-1] != v.shape[-1]
+    sizes = (batch, heads, queries, v.shape[-1])
+    out = q.new_empty(sizes) if by_products else q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     state = q.new_empty((batch, heads, 2) if dropout else (0,), dtype=torch.int64)
     return out, q.new_empty(batch, heads, queries, dtype=wide), state
@@ -93,8 +96,10 @@ def attention(
         query, key, value = (x.to(dtype) for x in (query, key, value))
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
-    if 0 in (*query.shape, *key.shape, *value.shape) or query.dim() > 4:
-        with sdpa_kernel(SDPBackend.MATH):  # nothing to compute, or dims that are rare: operators that all devices have
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+    if not _is_known(query, key, value, enable_gqa):
+        with sdpa_kernel(SDPBackend.MATH):  # operators that all devices have
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -103,9 +108,10 @@ def attention(
         query, key, value = (_with_heads(x) for x in (query, key, value))
         attn_mask = None if attn_mask is None else _with_heads(attn_mask) if attn_mask.dim() == 3 else attn_mask
     batch = max(x.shape[0] for x in (query, key, value))
-    heads = query.shape[1] if enable_gqa else max(x.shape[1] for x in (query, key, value))
-    query = query.expand(batch, heads, -1, -1)
-    key, value = (x.expand(batch, x.shape[1] if enable_gqa else heads, -1, -1) for x in (key, value))
+    if not enable_gqa and not key.shape[1] == value.shape[1] == 1:  # one kv head serves all as it is
+        heads = max(x.shape[1] for x in (query, key, value))
+        query, key, value = (x.expand(-1, heads, -1, -1) for x in (query, key, value))
+    query, key, value = (x.expand(batch, -1, -1, -1) for x in (query, key, value))
     bias = _bias(attn_mask, query.dtype)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     needs = bias is not None and bias.requires_grad
@@ -113,14 +119,28 @@ def attention(
     return out if dims == 4 else out.squeeze(1) if dims == 3 else out[0, 0]
 
 
+def _is_known(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """Whether it is one operator here: something to compute, the same dims in all, at most four, and groups of heads
+    that keys and values share.
+    """
+    shapes = query.shape, key.shape, value.shape
+    if 0 in (*query.shape, *key.shape, *value.shape) or len({len(shape) for shape in shapes}) > 1 or query.dim() > 4:
+        return False
+    return not enable_gqa or (query.dim() == 4 and key.shape[1] == value.shape[1])
+
+
 def _with_heads(x: Tensor) -> Tensor:
     return x.unsqueeze(1) if x.dim() == 3 else x[None, None]
 
 
 def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores, with four dims: minus infinity where a boolean mask is false."""
+    """What is added to the scores, with four dims: minus infinity where a boolean mask is false. A mask of float32
+    beside halves stays one, as a large number of it is infinite among them.
+    """
     if mask is None:
         return None
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), -torch.inf)
-    return mask.to(dtype)[(None,) * (4 - mask.dim())]
+    if mask.dtype != torch.float32:
+        mask = mask.to(dtype)
+    return mask[(None,) * (4 - mask.dim())]

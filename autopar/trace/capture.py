@@ -8,6 +8,7 @@ descriptors that say what they are.
 from __future__ import annotations
 
 import operator
+import threading
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from autopar.trace.ambient import (
     distributions_as_they_come,
     has_autocast,
     insert_autocast,
+    one_tf32_setting,
     without_autocast,
 )
 from autopar.trace.attention import keep_attention
@@ -40,6 +42,8 @@ from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
 from autopar.trace.reads import Reads, line_that_draws, random_state, watching
+
+_ONE_AT_A_TIME = threading.RLock()  # torch traces for one thread at a time
 
 
 @dataclass
@@ -153,7 +157,7 @@ def capture(
     make_traceable(fake_model)
     if training is not None:
         fake_model.train(training)
-    settle(fake_model, notes)
+    caches = settle(fake_model, notes) and kwargs.get("use_cache") is not False
     reads, drawn = Reads(), random_state()
     returning(fake_model, reads, notes)
     watch_forward(fake_model)
@@ -161,7 +165,8 @@ def capture(
         fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         casts = precision if precision is not None and precision.cast_forward_inputs else None
         cast = [_fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
-    with naming_the_line(), ExitStack() as stack, naming_autocast(device_type, under_its_autocast):
+    with _ONE_AT_A_TIME, naming_the_line(), ExitStack() as stack, naming_autocast(device_type, under_its_autocast):
+        stack.enter_context(one_tf32_setting())
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         without_onednn = torch.backends.mkldnn.flags(False, None, None, None)  # type: ignore[arg-type]
         with (
@@ -171,7 +176,7 @@ def capture(
             watching(fake_model, reads),
             functions_kept() as functions,
             distributions_as_they_come(),
-            masks_left_out(notes),
+            masks_left_out(notes, caches),
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to

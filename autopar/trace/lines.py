@@ -22,10 +22,17 @@ FLEX = (
     "takes a mask and computes what it hides."
 )
 LENGTHS = "Sequences of several lengths in one tensor are not built: pad them, and ignore what is padded in the loss."
+HELD = (
+    "The model's code holds a tensor, in a closure or a global, that it works on in place: make it a buffer "
+    "(register_buffer), or pass it as an argument."
+)
+CAUSAL_BIAS = "Give scaled_dot_product_attention is_causal=True, or a boolean mask, in the place of a CausalBias."
 BY_ITSELF = "Call the model with these inputs without autopar: it should run there first."
 ADVICE = (
     (re.compile("(?i)flex_?attention"), FLEX),
     (re.compile("(?i)nested|jagged|varlen|SymInt.{0,60}is not tracked with proxy", re.DOTALL), LENGTHS),
+    (re.compile("entirely functional graph"), HELD),
+    (re.compile("CausalBias"), CAUSAL_BIAS),
     (VALUE_ERRORS, VALUES),
 )
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")

@@ -15,20 +15,30 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _lock = threading.RLock()
 MODULE, ENTRY = "transformers.masking_utils", "sdpa"
 # Functions that keep numbers rising by one along the last dim, where nothing but their shape is changed.
-SHAPING = ("unsqueeze", "expand", "view", "reshape", "to", "long", "int", "contiguous", "detach", "expand_as")
+SHAPING = ["unsqueeze", "expand", "expand_as", "repeat", "view", "reshape", "to", "long", "int", "contiguous", "detach"]
+IN_PLACE = tuple(
+    f"__i{name}__" for name in ("add", "sub", "mul", "mod", "floordiv", "truediv", "pow", "and", "or", "xor")
+)
+WHOLE = (torch.int64, torch.int32)
 NOTE = (
-    "attention_mask is an argument of the call, so that every attention reads a mask of {0} x {1} and computes what it "
-    "hides; leave it out where nothing is padded"
+    "a padding mask (attention_mask) reaches attention, which reads a mask of {0} x {1} and computes what it hides; "
+    "leave it out where nothing is padded"
 )
 PACKED = (
-    "position_ids are an argument of the call and may tell of packed sequences, so that every attention reads a mask "
-    "of {0} x {1} and computes what it hides; leave them out where each sequence has its own row"
+    "positions (position_ids) that may tell of packed sequences reach attention, which reads a mask of {0} x {1} and "
+    "computes what it hides; leave them out where each sequence has its own row"
+)
+
+UNPACKED = (
+    "positions (position_ids) reach a model with a key/value cache (config.use_cache), with which transformers looks "
+    "for no packed sequences: set use_cache to False if they are packed"
 )
 
 
@@ -45,22 +55,27 @@ class _Positions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and self._goes_on(str(getattr(func, "__name__", "")), args, kwargs, result):
+        name = str(getattr(func, "__name__", ""))
+        if name in ("__setitem__", *IN_PLACE) or "out" in kwargs or (name.endswith("_") and not name.startswith("__")):
+            written = [one for one in (*args[:1], kwargs.get("out")) if isinstance(one, Tensor)]
+            if any(not one.is_floating_point() for one in written):  # perhaps through a view of one of them
+                self._held.clear()
+        elif isinstance(result, Tensor) and result.dtype in WHOLE and self._goes_on(name, args, kwargs, result):
             self._held[id(result)] = result
         return result
 
     def _goes_on(self, name: str, args: Any, kwargs: Any, result: Tensor) -> bool:
         if name == "arange":
             step = kwargs.get("step", args[2] if len(args) > 2 else 1)
-            return step == 1 and not result.is_floating_point()
+            return step == 1
         known = [arg for arg in args if isinstance(arg, Tensor) and self.are(arg)]
-        if name.strip("_") in ("add", "radd", "iadd"):
+        if name.strip("_") in ("add", "radd"):
             others = [arg for arg in args if not (isinstance(arg, Tensor) and self.are(arg))]
             return len(known) == 1 and all(isinstance(arg, int) for arg in others) and not kwargs
         if name == "__getitem__":
             return bool(known) and all(part is None or part == slice(None) for part in _parts(args[1]))
         same_rows = bool(known) and result.dim() > 0 and result.shape[-1] == known[0].shape[-1]
-        return name in SHAPING and same_rows and not result.is_floating_point()
+        return name in SHAPING and same_rows
 
 
 def _parts(index: Any) -> tuple[Any, ...]:
@@ -68,8 +83,10 @@ def _parts(index: Any) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def masks_left_out(notes: list[str]) -> Iterator[None]:
-    """Within it transformers makes no mask that attention knows by itself. `notes`: told there of masks that remain."""
+def masks_left_out(notes: list[str], caches: bool = False) -> Iterator[None]:
+    """Within it transformers makes no mask that attention knows by itself. `notes`: told there of masks that remain.
+    `caches`: the model would have a key/value cache, with which transformers looks for no packed sequences.
+    """
     masking = sys.modules.get(MODULE)
     table = getattr(masking, "ALL_MASK_ATTENTION_FUNCTIONS", None)
     packed = getattr(masking, "find_packed_sequence_indices", None)
@@ -77,10 +94,19 @@ def masks_left_out(notes: list[str]) -> Iterator[None]:
         yield
         return
     positions = _Positions()
+
+    def looked_for(ids: Tensor) -> Tensor | None:
+        if positions.are(ids):
+            return None
+        if caches and UNPACKED not in notes:
+            notes.append(UNPACKED)
+        return None if caches else packed(ids)
+
     with _lock:
         before, local = table[ENTRY], dict(table._local_mapping)
-        table[ENTRY] = _asked(before, notes)
-        masking.find_packed_sequence_indices = lambda ids: None if positions.are(ids) else packed(ids)  # type: ignore[attr-defined]
+        if before is getattr(masking, "sdpa_mask", None):  # else somebody's own, which means more
+            table[ENTRY] = _asked(before, notes)
+        masking.find_packed_sequence_indices = looked_for  # type: ignore[attr-defined]
         try:
             with positions:
                 yield
@@ -91,10 +117,12 @@ def masks_left_out(notes: list[str]) -> Iterator[None]:
 
 
 def _asked(make: Callable[..., Any], notes: list[str]) -> Callable[..., Any]:
+    owner = threading.get_ident()
+
     def mask(*args: Any, **given: Any) -> Any:
         needed = ("q_length", "kv_length", "allow_is_causal_skip")
-        if args or any(name not in given for name in needed):
-            return make(*args, **given)  # another version of the library
+        if args or any(name not in given for name in needed) or threading.get_ident() != owner:
+            return make(*args, **given)  # another version of the library, or a model that runs in another thread
         queries, keys = given["q_length"], given["kv_length"]
         window, padding = given.get("local_size"), given.get("attention_mask")
         starts = [given.get(name, 0) for name in ("q_offset", "kv_offset")]

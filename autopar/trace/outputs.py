@@ -40,19 +40,23 @@ pytree.register_pytree_node(
 )
 
 
-def settle(model: nn.Module, notes: list[str]) -> None:
+def settle(model: nn.Module, notes: list[str]) -> bool:
     """Make a copy of a model, which is nobody else's, ready to be traced: hooks of the whole module are for whoever
-    calls the parallel one, and key/value caches are not wanted.
+    calls the parallel one, and key/value caches are not wanted. Whether the model itself would have made one.
     """
     for hooks in (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks):
         hooks.clear()
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
     }
-    for config in configs.values():
-        if getattr(config, "use_cache", False) is True:
-            config.use_cache = False
-            notes.append("the key/value cache (config.use_cache) is left out: a training step does not read it")
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    for config in caching:
+        config.use_cache = False
+        notes.append("the key/value cache (config.use_cache) is left out: a training step does not read it")
+    checkpoints = any(
+        getattr(module, "gradient_checkpointing", False) and module.training for module in model.modules()
+    )
+    return bool(caching) and not checkpoints
 
 
 def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:

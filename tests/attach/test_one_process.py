@@ -264,7 +264,7 @@ def test_hardware_is_named_given_or_found(tmp_path: Path) -> None:
     assert hardware_or_here("h100-sxm", "cpu") == given
     given.save(tmp_path / "mine.toml")
     assert hardware_or_here(tmp_path / "mine.toml", "cpu") == given
-    with pytest.raises(ValueError, match=r"no hardware profile 'h1000'; known profiles: .*h100-sxm"):
+    with pytest.raises(ValueError, match=r"no hardware profile 'h1000'; did you mean h100-sxm\? known profiles: .*rtx"):
         hardware_or_here("h1000", "cpu")
 
 

@@ -82,7 +82,8 @@ def test_rates_prefer_what_was_measured():
 
 def test_an_unknown_name_lists_the_known_ones():
     known = ", ".join(known_hardware())
-    with pytest.raises(ValueError, match=re.escape(f"no hardware profile 'h1000'; known profiles: {known}")):
+    told = f"no hardware profile 'h1000'; did you mean h100-sxm? known profiles: {known}"
+    with pytest.raises(ValueError, match=re.escape(told)):
         Hardware.load("h1000")
 
 

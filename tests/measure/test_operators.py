@@ -270,14 +270,14 @@ def test_a_large_product_takes_longer_than_a_small_one() -> None:
 def test_the_time_is_a_median_behind_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, taken = [0.0], iter([100.0, 3.0, 2.0, 9.0, 1.0, 50.0, *[2.5] * 100])
 
-    class Fake:
+    class Fake(timing.Clock):
         def now(self) -> float:
             return clock[0]
 
     def call() -> None:
         clock[0] += next(taken)
 
-    assert seconds_of(call, Fake(), limit_s=0.0) == 3.0  # type: ignore[arg-type]  # of 3, 2, 9, 1, 50
+    assert seconds_of(call, Fake(CPU, 1), limit_s=0.0) == 3.0  # of 3, 2, 9, 1, 50
 
 
 def test_nothing_is_timed_without_time_and_the_note_says_so(tmp_path: Path) -> None:

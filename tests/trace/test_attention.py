@@ -59,8 +59,32 @@ WRITTEN: dict[str, tuple[Asked, tuple[tuple[int, ...], ...], int]] = {
     "a boolean mask": (lambda q, k, v, m: sdpa(q, k, v, m > -1.5), (Q, KV, KV, MASK), 1),
     "a mask that hides a row": (lambda q, k, v, m: sdpa(q, k, v, _hiding(m)), (Q, KV, KV, MASK), 1),
     "two that share a mask": (lambda q, k, v, m: sdpa(q, sdpa(k, k, k, m > 0), v), (Q, Q, Q, (6, 6)), 2),
+    "one kv head for all": (lambda q, k, v, m: sdpa(q, k, v, m), (Q, (2, 1, 10, 8), (2, 1, 10, 8), MASK), 1),
+    "a row hidden by a number": (lambda q, k, v, m: sdpa(q, k, v, _far(m)), (Q, KV, (2, 4, 10, 5), MASK), 1),
+    "a hidden row, one kv head": (
+        lambda q, k, v, m: sdpa(q, k, v, _far(m.detach())),
+        (Q, (2, 1, 10, 8), (2, 1, 10, 8), MASK),
+        1,
+    ),
+    "values by a view": (lambda q, k, v, m: sdpa(q, k, v).view(2, 4, -1), (Q, KV, (2, 4, 10, 5), ()), 1),
+    "keys of three dims": (lambda q, k, v, m: sdpa(q, k, v), (Q, (4, 10, 8), (4, 10, 8), ()), 0),
+    "queries of three dims": (lambda q, k, v, m: sdpa(q, k, v), ((4, 6, 8), KV, KV, ()), 0),
+    "three dims, grouped": (
+        lambda q, k, v, m: sdpa(q, k, v, enable_gqa=True),
+        ((4, 6, 8), (2, 10, 8), (2, 10, 8), ()),
+        0,
+    ),
+    "other heads in values": (
+        lambda q, k, v, m: sdpa(q, k, v, enable_gqa=True),
+        (Q, (2, 2, 10, 8), (2, 4, 10, 8), ()),
+        0,
+    ),
     "five dims": (lambda q, k, v, m: sdpa(q, k, v), ((2, 3, 2, 6, 8), (2, 3, 2, 5, 8), (2, 3, 2, 5, 8), ()), 0),
 }
+
+
+def _far(mask: Tensor) -> Tensor:
+    return mask.index_fill(2, torch.tensor([2]), -1e9)
 
 
 def _hiding(mask: Tensor) -> Tensor:
@@ -173,7 +197,7 @@ def test_a_mask_that_is_an_argument_stays_and_is_told_of() -> None:
     padding = torch.ones(4, 12, dtype=torch.long)
     padding[1, :5] = padding[3, :2] = 0
     for given, told in (
-        ({"attention_mask": padding}, "attention_mask is an argument"),
+        ({"attention_mask": padding}, "a padding mask (attention_mask) reaches attention"),
         ({"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]]).expand(4, -1)}, "packed sequences"),
     ):
         case = Case(llama(), _text(**given))
@@ -193,6 +217,108 @@ def test_a_window_is_a_mask_where_it_hides_something(window: int, is_needed: boo
     assert [has_bias(node) for node in attentions(case.graph)] == [is_needed]
     off, where = difference(PlanSampler(case.wide_graph, mesh_of(2)).draw(1), case)
     assert off <= 1e-9, where
+
+
+def _edited(edit: Any) -> nn.Module:
+    class Edited(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(input_ids=ids, position_ids=edit(torch.arange(12)[None]), labels=ids).loss
+
+    return Edited()
+
+
+def _in_place(positions: Tensor) -> Tensor:
+    positions[:, 5:] -= 5
+    return positions
+
+
+def _through_a_view(positions: Tensor) -> Tensor:
+    positions[:, 5:].sub_(5)
+    return positions
+
+
+@pytest.mark.parametrize(
+    ("edit", "packed"),
+    [
+        (_in_place, True),
+        (_through_a_view, True),
+        (lambda p: p.remainder_(5), True),
+        (lambda p: torch.remainder(p, 5, out=p), True),
+        (lambda p: p.masked_fill_(p > 6, 3), True),
+        (lambda p: p.to(torch.bool).long(), True),
+        (lambda p: p % 5, True),
+        (lambda p: p + 3, False),
+        (lambda p: p.view(-1).to(torch.int32).unsqueeze(0).long(), False),
+        (lambda p: p.repeat(4, 1), False),
+    ],
+)
+def test_positions_are_those_that_the_model_uses(edit: Any, packed: bool) -> None:
+    case = Case(_edited(edit), {"ids": torch.randint(64, (4, 12))})
+    assert [has_bias(node) for node in attentions(case.graph)] == [packed]
+    assert any("packed sequences" in note for note in case.captured.notes) == packed
+    off, where = difference(PlanSampler(case.wide_graph, mesh_of(2)).draw(3), case)
+    assert off <= 1e-9, where
+
+
+@pytest.mark.parametrize(
+    ("config", "argument", "packed"), [(True, None, False), (True, False, True), (False, None, True)]
+)
+def test_packed_sequences_are_looked_for_where_transformers_does(config: bool, argument: Any, packed: bool) -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]]).expand(4, -1)
+    given = {"position_ids": positions} | ({} if argument is None else {"use_cache": argument})
+    model = llama(use_cache=config)
+    case = Case(model, _text(**given))
+    assert [has_bias(node) for node in attentions(case.graph)] == [packed]
+    assert any("looks for no packed sequences" in note for note in case.captured.notes) == (not packed)
+    plain = model(**case.inputs).loss
+    ran, _ = run_all(PlanSampler(case.graph, mesh_of(1)).draw(0), case.values(case.graph))
+    ours = ran.results["output", "0"]
+    assert ours is not None and abs(ours - plain) < 1e-5
+
+
+def test_a_mask_function_of_the_user_is_asked() -> None:
+    masking = sys.modules["transformers.masking_utils"]
+    plain = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def without_the_first(*args: Any, **given: Any) -> Tensor:
+        mask = plain(*args, **(given | {"allow_is_causal_skip": False})).clone()
+        mask[..., 0] = torch.eye(mask.shape[-1], dtype=torch.bool)[0]
+        return mask
+
+    masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = without_the_first
+    try:
+        assert [has_bias(node) for node in attentions(graph_of(capture(llama(), (), _text())))] == [True]
+    finally:
+        del masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def test_a_mask_of_float32_beside_halves_stays_one() -> None:
+    class Far(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q = nn.Parameter(torch.randn(2, 4, 6, 8).bfloat16())
+
+        def forward(self, mask: Tensor) -> Tensor:
+            return sdpa(self.q, self.q, self.q, mask).float().square().sum()
+
+    mask = torch.zeros(6, 6).index_fill(0, torch.tensor([2]), torch.finfo(torch.float32).min)
+    case = Case(Far(), {"mask": mask})
+    plan = PlanSampler(case.graph, mesh_of(1)).draw(0)
+    off, where = difference(plan, case)
+    assert off <= 2**-6, where
+
+
+def test_a_chance_that_is_none_is_refused() -> None:
+    class Wrong(nn.Module):
+        def forward(self, q: Tensor) -> Tensor:
+            return sdpa(q, q, q, dropout_p=1.5)
+
+    with pytest.raises(TraceError, match=r"has to be between 0 and 1, but got 1\.5"):
+        capture(Wrong(), (torch.randn(2, 4, 6, 8),), {})
 
 
 def test_transformers_is_left_as_it_was() -> None:

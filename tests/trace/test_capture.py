@@ -253,3 +253,16 @@ def test_a_product_with_a_dim_of_size_one_that_a_view_took_away():
 
     graph = normalise(lower(capture(Head(), (), {"x": torch.randn(4, 6), "y": torch.randn(4)})))
     assert not [node.op for node in graph.nodes if node.op.startswith(("aten.mm", "aten.addmm"))]
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_tf32_of_convolutions_alone_does_not_keep_a_model_from_being_traced(precision: str) -> None:
+    cudnn = torch.backends.cudnn
+    before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
+    try:
+        cudnn.conv.fp32_precision = precision
+        apart = cudnn.rnn.fp32_precision
+        capture(nn.Conv1d(4, 4, 3), (torch.randn(2, 4, 8),), {})
+        assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == (precision, apart)
+    finally:
+        cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before
