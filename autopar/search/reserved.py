@@ -107,7 +107,9 @@ def telling(room: Room) -> Iterator[None]:
     """Where nothing fits, it is said how much of the limit is no plan's."""
     try:
         if room.tensors <= 0:
-            raise Infeasible(f"no plan fits in {human(room.limit)} per rank.")
+            before = human(room.taken(0.0))
+            told = f"no plan fits in {human(room.limit)} per rank: {before} are taken before a tensor is held."
+            raise Infeasible(told)
         yield
     except Infeasible as error:
         if not room.left:
