@@ -88,6 +88,9 @@ THINNED: dict[str, dict[str, int]] = {
         "test_random_plans_move_what_they_say": 3,
         "test_random_plans_of_families_move_what_they_say": 3,
     },
+    "processes/test_processes.py": {
+        "test_on_two_processes": 2,
+    },
     "saving/test_memory.py": {
         "test_both_tiers_hold_what_the_plan_says": 4,
     },
