@@ -27,7 +27,7 @@ def test_a_plan_for_gpus_leaves_room_and_says_so(one: DeviceMesh) -> None:
     assert plan is not None and plan.memory_limit == pytest.approx(2**31 - float(plan.search[LEFT]), abs=1)
     assert plan.peak_bytes["hbm"] < float(plan.search[RESERVED]) < 2**31
     with pytest.raises(
-        autopar.Infeasible, match=r"no plan fits in 100 MiB per rank\. Of the 100 MiB, 100 MiB are left"
+        autopar.Infeasible, match=r"in 100 MiB per rank: 150 MiB are taken before a tensor is held\. Of the"
     ):
         autopar.compile(net(), one, memory="100MiB", **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"memory '90GiB' is 90\.0 GiB, and a device of h100-sxm has 80\.0 GiB"):
