@@ -7,8 +7,8 @@
 q is [batch, heads, s, d], k [batch, kv heads, t, d], v [batch, kv heads, t, e]; each kv head serves heads / kv heads
 query heads that lie side by side. `bias` (or None) is added to the scores: four dims, each of full size or 1. `causal`:
 query i sees keys 0 to i. `scale` multiplies the scores. `lse` [batch, heads, s] is the log of the sum of their
-exponentials, from which backward makes the probabilities again (Dao 2023, section 3.1). `state`, where something is
-dropped, is that of the random numbers; it means something only on the rank that drew them.
+exponentials, from which flash kernels make the probabilities again in backward (Dao 2023, section 3.1). `state`, where
+something is dropped, is that of the random numbers; it means something only on the rank that drew them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ BLOCK = 2**20  # scores that the kernel of plain products makes at a time, or th
 
 def operands_at(node: Node, operands: Sequence[TensorType]) -> tuple[TensorType, TensorType, TensorType]:
     """Of the types of a node's operands, those of q, k and v."""
-    tensors = [place for place, arg in enumerate(node.args) if isinstance(arg, Ref)]
-    q, k, v = (operands[tensors.index(place)] for place in OPERANDS_OF_ATTENTION[node.op])
+    type_at = _by_place(node, operands)
+    q, k, v = (type_at[place] for place in OPERANDS_OF_ATTENTION[node.op])
     return q, k, v
+
+
+def _by_place(node: Node, operands: Sequence[TensorType]) -> dict[int, TensorType]:
+    places = [place for place, arg in enumerate(node.args) if isinstance(arg, Ref)]
+    return dict(zip(places, operands, strict=True))
 
 
 def priced_as(node: Node) -> str:
@@ -43,11 +48,14 @@ def has_bias(node: Node) -> bool:
     return isinstance(node.args[OPERANDS_OF_ATTENTION[node.op][2] + 1], Ref)
 
 
-def bias_at(node: Node, operands: Sequence[TensorType]) -> TensorType | None:
-    """Of the types of a node's operands, that of the bias."""
-    place = OPERANDS_OF_ATTENTION[node.op][2] + 1
-    tensors = [at for at, arg in enumerate(node.args) if isinstance(arg, Ref)]
-    return operands[tensors.index(place)] if has_bias(node) else None
+def kernel_at(device: str, node: Node, operands: Sequence[TensorType], capability: tuple[int, int] = (8, 0)) -> str:
+    """`kernel_of` a node on operands of these local types."""
+    bias = _by_place(node, operands).get(OPERANDS_OF_ATTENTION[node.op][2] + 1)
+    return kernel_of(
+        device, *operands_at(node, operands), None if bias is None else bias.dtype,
+        causal=node.args[CAUSAL_AT[node.op]], dropout=node.args[DROPOUT_AT[node.op]],
+        bias_grad=node.args[BIAS_GRAD_AT[node.op]], capability=capability,
+    )  # fmt: skip
 
 
 def kernel_of(
@@ -87,17 +95,15 @@ def block_of(batch: int, heads: int, group: int, scores: int) -> tuple[int, int]
 
 
 def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
-    """Bytes of the scores that "math" holds at a time, and of what they are made of; 0 where another kernel runs on
-    every device. Beside a block's scores stand their exponentials, or what is kept of them; in backward their slopes,
-    too.
+    """Bytes of the scores that "math" holds at a time, and of what they are made of; 0 where a CPU, which takes it most
+    often, has another kernel. Beside a block's scores stand their exponentials, or what is kept of them; in backward
+    their slopes, too.
     """
-    q, k, v = operands_at(node, operands)
-    dropout = node.args[DROPOUT_AT[node.op]]
-    grouped = has_bias(node) and q.shape[1] != k.shape[1]
-    if not dropout and not node.args[BIAS_GRAD_AT[node.op]] and q.shape[-1] == v.shape[-1] and not grouped:
+    if kernel_at("cpu", node, operands) != "math":
         return 0
+    q, k, v = operands_at(node, operands)
     (batch, heads, queries, d), keys, e = q.shape, k.shape[2], v.shape[-1]
     entries, together = block_of(batch, heads, heads // k.shape[1], queries * keys)
     one = entries * together * ITEMSIZE["float32" if q.dtype in HALF else q.dtype]
-    copies = 3 if dropout and node.op == ATTENTION_BACKWARD else 2
+    copies = 3 if node.args[DROPOUT_AT[node.op]] and node.op == ATTENTION_BACKWARD else 2
     return one * (copies * queries * keys + (queries + keys) * (d + e))

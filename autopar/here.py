@@ -143,10 +143,14 @@ def tf32_here(device_type: str) -> tuple[str, ...]:
     return tf32_set()
 
 
+def processors() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def host_threads() -> int:
     """Those that a rank of a GPU has for updates on the host: its part of this machine's processors."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, here // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def device_type_of(hardware: Hardware) -> str:

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopar.calibrate.measure import Sample, processors
+from autopar.calibrate.measure import Sample
 from autopar.calibrate.profile import check_table, drift_table, profile_from, save
 from autopar.calibrate.ranks import device_of, loud, measure_world, start
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, writable
-from autopar.here import calibrated_path, device_name, hardware_or_here
+from autopar.here import calibrated_path, device_name, hardware_or_here, processors
 from autopar.local_ranks import KEEPS_FREED, environment
 from cost_models.hardware import Hardware
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar.here import processors
 from cost_models.steps import Comm, Compute, Move
 
 STEPS = {"Compute": Compute, "Comm": Comm, "Move": Move}
@@ -40,10 +40,6 @@ class Sample:
     def from_json(content: dict[str, Any]) -> Sample:
         step = STEPS[content["type"]](**content["step"])
         return Sample(content["curve"], step, content["seconds"], tuple(content["sizes"]), content["held"])
-
-
-def processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from autopar.calibrate.fit import fit
-from autopar.calibrate.measure import Sample, processors
+from autopar.calibrate.measure import Sample
+from autopar.here import processors
 from autopar.mesh import Mesh
 from autopar.price import Pricer
 from cost_models.curves import INTENSITY, Curve

@@ -27,12 +27,16 @@ class Asked(NamedTuple):
     bias_grad: bool
 
 
+def capability_of(device: str) -> tuple[int, int]:
+    """Of the GPU here; of one that has every kernel where programs are written without it."""
+    return torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else (8, 0)
+
+
 def kernel_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> str:
     """The kernel that `kernel_of` picks for these tensors."""
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda and torch.cuda.is_available() else (8, 0)
     return kernel_of(
         q.device.type, _type(q), _type(k), _type(v), None if bias is None else _type(bias).dtype, causal=asked.causal,
-        dropout=asked.dropout, bias_grad=asked.bias_grad, capability=capability,
+        dropout=asked.dropout, bias_grad=asked.bias_grad, capability=capability_of(q.device.type),
     )  # fmt: skip
 
 

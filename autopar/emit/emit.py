@@ -16,16 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.attention import (
-    BIAS_GRAD_AT,
-    CAUSAL_AT,
-    DROPOUT_AT,
-    OPERANDS_OF_ATTENTION,
-    bias_at,
-    kernel_of,
-    operands_at,
-)
+from autopar.attention import OPERANDS_OF_ATTENTION, kernel_at
 from autopar.emit import ops
+from autopar.emit.attention import capability_of
 from autopar.emit.seeded import drawing, seeded
 from autopar.emit.writer import BodyWriter, Pending, Writer, target_of
 from autopar.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
@@ -344,23 +337,13 @@ class _Emitter:
         else:
             target = target_of(node.op)
             if node.op in OPERANDS_OF_ATTENTION:
-                args = (*args, self._kernel(node, local_in))
+                device = writer.device
+                args = (*args, kernel_at(device, node, local_in, capability_of(device)))
             if node.name in self.seed_of:
                 seed = writer.call(torch.ops.aten.select.int, self.seeds, 0, self.seed_of[node.name])
                 target, args = seeded(target), (seed, *args)
             value = writer.make(node.name, target, args, kwargs)
             self._bind(node, value, lambda index: writer.get(value, index))
-
-    def _kernel(self, node: Node, local: tuple[TensorType, ...]) -> str:
-        """The kernel of an attention, for the device that the program is written for."""
-        q, k, v = operands_at(node, local)
-        on_cuda = self.writer.device == "cuda" and torch.cuda.is_available()
-        bias = bias_at(node, local)
-        return kernel_of(
-            self.writer.device, q, k, v, None if bias is None else bias.dtype, causal=node.args[CAUSAL_AT[node.op]],
-            dropout=node.args[DROPOUT_AT[node.op]], bias_grad=node.args[BIAS_GRAD_AT[node.op]],
-            capability=torch.cuda.get_device_capability() if on_cuda else (8, 0),
-        )  # fmt: skip
 
     def _bind_body(
         self, node: Node, choice: Choice, args: Any, kwargs: dict[str, Any],

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.batch_norm import GLOBAL, parts_of
-from autopar.calibrate.measure import processors
 from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
+from autopar.here import processors
 from autopar.local_ranks import environment, local_ranks
 from autopar.measure.report import Measured
 from autopar.measure.twin import measure, traced

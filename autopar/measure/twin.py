@@ -27,11 +27,10 @@ from autopar.attach.calls import by_name
 from autopar.attach.inputs import type_of
 from autopar.attach.module import ParallelModule
 from autopar.batch_norm import GLOBAL
-from autopar.calibrate.measure import processors
 from autopar.compile import compile
 from autopar.emit import Program
 from autopar.graph import Graph
-from autopar.here import device_name, hardware_or_here
+from autopar.here import device_name, hardware_or_here, processors
 from autopar.measure.memory import LiveBytes
 from autopar.measure.report import PHASES, Collective, Measured, Moved, Pair, predicted_peaks, predicted_seconds
 from autopar.measure.values import as_trained, input_bounds, random_tensor

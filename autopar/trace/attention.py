@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.trace.lines import line_of_node
+from autopar.trace.lines import FLEX, TraceError, line_of_node
 
 _operators = torch.library.Library("autopar", "FRAGMENT")
 _operators.define(
@@ -78,7 +78,7 @@ def keep_attention(module: torch.fx.GraphModule) -> None:
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
             for node in part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention):
-                raise NotImplementedError(f"flex_attention{line_of_node(node)}")
+                raise TraceError(f"the model uses flex_attention{line_of_node(node)}. {FLEX}")
             for node in part.graph.find_nodes(
                 op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
             ):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_lock = threading.RLock()
 MODULE, ENTRY = "transformers.masking_utils", "sdpa"
 # Functions that keep numbers rising by one along the last dim, where nothing but their shape is changed.
 SHAPING = ["unsqueeze", "expand", "expand_as", "repeat", "view", "reshape", "to", "long", "int", "contiguous", "detach"]
@@ -85,7 +84,8 @@ def _parts(index: Any) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def masks_left_out(notes: list[str], caches: bool = False) -> Iterator[None]:
     """Within it transformers makes no mask that attention knows by itself. `notes`: told there of masks that remain.
-    `caches`: the model would have a key/value cache, with which transformers looks for no packed sequences.
+    `caches`: the model would have a key/value cache, with which transformers looks for no packed sequences. For one
+    thread at a time, as `capture` sees to.
     """
     masking = sys.modules.get(MODULE)
     table = getattr(masking, "ALL_MASK_ATTENTION_FUNCTIONS", None)
@@ -102,18 +102,17 @@ def masks_left_out(notes: list[str], caches: bool = False) -> Iterator[None]:
             notes.append(UNPACKED)
         return None if caches else packed(ids)
 
-    with _lock:
-        before, local = table[ENTRY], dict(table._local_mapping)
-        if before is getattr(masking, "sdpa_mask", None):  # else somebody's own, which means more
-            table[ENTRY] = _asked(before, notes)
-        masking.find_packed_sequence_indices = looked_for  # type: ignore[attr-defined]
-        try:
-            with positions:
-                yield
-        finally:
-            masking.find_packed_sequence_indices = packed  # type: ignore[attr-defined]
-            table._local_mapping.clear()
-            table._local_mapping.update(local)
+    before, local = table[ENTRY], dict(table._local_mapping)
+    if before is getattr(masking, "sdpa_mask", None):  # else somebody's own, which means more
+        table[ENTRY] = _asked(before, notes)
+    masking.find_packed_sequence_indices = looked_for  # type: ignore[attr-defined]
+    try:
+        with positions:
+            yield
+    finally:
+        masking.find_packed_sequence_indices = packed  # type: ignore[attr-defined]
+        table._local_mapping.clear()
+        table._local_mapping.update(local)
 
 
 def _asked(make: Callable[..., Any], notes: list[str]) -> Callable[..., Any]:
