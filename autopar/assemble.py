@@ -142,7 +142,7 @@ def _add_reads(work: Assembly) -> None:
             read = node.name, position
             cost, nbytes, room = work.read(node, position, item)
             edge = work.add_edge(work.item_of[ref.name], item, cost)
-            work.changed(edge, work.live.read_at[read], work.live.new_until[read], nbytes, room)
+            work.changed(edge, at, work.live.new_until[read], nbytes, room)
             if (turn := work.live.turn_of.get(read)) is not None:
                 work.taken_over(read, edge, item, turn, work.type(ref), work.taken_sizes(node, position, item), nbytes)
         work.held(item, at, at + 1, work.temporaries(node, item))
@@ -157,7 +157,7 @@ def _add_results(work: Assembly, whole_outputs: bool) -> None:
             continue
         type = work.type(result.ref)
         producer = work.item_of[result.ref.name]
-        at, until, turn = work.live.sent_at[place], work.live.sent_until[place], work.live.sent_turn.get(place)
+        at, until, turn = work.live.at[result.ref.name], work.live.sent_until[place], work.live.sent_turn.get(place)
         if result.kind == "gradient":
             add_gradient(work, work.node_of[parameter_of[result.target]], place)
             continue

@@ -115,7 +115,7 @@ def add_rereads(work: Assembly, node: Node) -> None:
         cost, nbytes, room = (_padded(work, array, before) for array in work.read(node, position, item))
         edge = work.add_edge(work.item_of[ref.name], item, cost)
         until = work.needed[Ref(node.name)] if node.op == LOOK else work.live.new_until[read]
-        work.changed(edge, work.live.read_at[read], until, nbytes, room)
+        work.changed(edge, at, until, nbytes, room)
         if (turn := work.live.turn_of.get(read)) is not None:
             sizes = _padded(work, work.taken_sizes(node, position, item), before)
             work.taken_over(read, edge, item, turn, work.type(ref), sizes, nbytes)

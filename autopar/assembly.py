@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.graph import Graph, Node, Ref, TensorType
+from autopar.graph import Graph, Node, Ref, TensorType, weights_in
 from autopar.hidden import GRADIENTS, WEIGHTS, Shares, cheaper
 from autopar.layout import Layout, Partial, local_type
 from autopar.liveness import Liveness, Read, Turn
 from autopar.price import Pricer
 from autopar.saving import Again
-from autopar.schedule import weights_in
 from autopar.strategy import Strategy, operand_types
 from autopar.work import temporary_bytes
 from solver import EdgeUsage, Usage

@@ -154,6 +154,15 @@ class Graph:
         return hashlib.sha256(json.dumps([told, ends], separators=(",", ":")).encode()).hexdigest()
 
 
+def weights_in(graph: Graph) -> set[str]:
+    """Parameters, and what is made of them alone: casts and views."""
+    weights: set[str] = set()
+    for node in graph.nodes:
+        if node.op == "parameter" or (node.operands and all(ref.name in weights for ref in node.operands)):
+            weights.add(node.name)
+    return weights
+
+
 def _refs(arg: Arg) -> Iterator[Ref]:
     if isinstance(arg, Ref):
         yield arg

@@ -1,9 +1,8 @@
-"""When each storage lives: instants of the program, storages and aliases.
+"""When each storage lives, for a search: instants of the graph, storages and aliases.
 
-With the layout changes of a plan at hand, a node takes one instant for each of its operands, in which that operand's
-layout may be changed, and one in which it runs; a result of the graph takes one behind its node, in which it is brought
-where it belongs. For a search, which cannot afford so many, all these are one. Behind the last node gradients gather
-that still wait for others; then the optimizer takes one instant for each parameter that is trained.
+A node takes one instant. In it the layouts of what it reads may be changed, it runs, and results of the graph that it
+makes are brought where they belong. Behind the last node gradients gather that still wait for others; then the
+optimizer takes one instant for each parameter that is trained.
 
 A storage is held from the instant at which it is made until nobody needs it. Where its last reader changes its layout,
 what that one holds from then on is the new tensor, and the old one is gone; where not, it holds the old one. Either is
@@ -12,13 +11,14 @@ needs the storage, its bytes count as the reader's, whatever is done to them.
 
 That is what a search can say before it is known which layouts are changed, and it is never too little. It is too much
 where a node holds what it starts from and what it makes at one time, and where several views look at one storage and
-the last one is not the only one to look at a copy instead. With a plan every storage is known to end where it does.
+the last one is not the only one to look at a copy instead. What a plan holds, `autopar.lower` says, which shares
+nothing with this.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Liveness:
-    """`at[node]`: when it runs; `read_at[node, position]`: when that operand's layout may be changed;
-    `sent_at[place]`: when that result of the graph is brought where it belongs; `gathered_at`, `update_at[parameter]`:
-    when the last gradients are summed, and when the optimizer updates the parameter. `instants`: how many there are.
+    """`at[node]`: when it runs; `gathered_at`, `update_at[parameter]`: when the last gradients are summed, and when the
+    optimizer updates the parameter. `instants`: how many there are.
 
     `made[ref]`: while that storage counts as its maker's. `new_until[read]`, `sent_until[place]`: until when the new
     tensor of a layout change there counts as the change's. `turn_of[read]`, `sent_turn[place]`: the reader's turn.
@@ -76,8 +75,6 @@ class Liveness:
     """
 
     at: Mapping[str, int]
-    read_at: Mapping[Read, int]
-    sent_at: Mapping[int, int]
     gathered_at: int
     update_at: Mapping[str, int]
     instants: int
@@ -105,36 +102,20 @@ class _Use:
     ref: Ref
 
 
-def liveness(graph: Graph, changed: Collection[Read | int] | None = None, leaving: Collection[int] = ()) -> Liveness:
-    """`changed`: the reads and results whose layout is changed, where a plan says so. `leaving`: the results that leave
-    the device once they have been brought where they belong; others stay for the rest of the step.
-    """
-    return _Liveness(graph, changed, leaving).found()
+def liveness(graph: Graph) -> Liveness:
+    return _Liveness(graph).found()
 
 
 class _Liveness:
-    def __init__(self, graph: Graph, changed: Collection[Read | int] | None, leaving: Collection[int]) -> None:
-        self.graph, self.node_of, self.changed, self.leaving = graph, graph.by_name, changed, leaving
-        self.at: dict[str, int] = {}
-        self.read_at: dict[Read, int] = {}
-        self.sent_at: dict[int, int] = {}
-        self.node_at: list[str] = []
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.node_of = graph, graph.by_name
+        self.at = {node.name: instant for instant, node in enumerate(graph.nodes)}
         self.uses: dict[Ref, list[_Use]] = defaultdict(list)
 
     def found(self) -> Liveness:
-        sent: dict[str, list[int]] = defaultdict(list)
-        for place, result in enumerate(self.graph.results):
-            if result.ref is not None:
-                sent[result.ref.name].append(place)
-        for node in self.graph.nodes:
-            for position in range(len(node.operands)):
-                self.read_at[node.name, position] = self._instant(node)
-            self.at[node.name] = self._instant(node)
-            for place in sent[node.name]:
-                self.sent_at[place] = self._instant(node)
         trained = {r.target for r in self.graph.results if r.kind == "gradient" and r.ref is not None}
         parameters = [n.target for n in self.graph.nodes if n.op == "parameter" and n.target in trained]
-        gathered_at = len(self.node_at)
+        gathered_at = len(self.graph.nodes)
         update_at = {name: gathered_at + 1 + place for place, name in enumerate(parameters)}
         self.last = gathered_at + 1 + max(1, len(parameters))
         self.backward_ends = gathered_at + 1
@@ -149,38 +130,32 @@ class _Liveness:
             if type is not None
         }
         return Liveness(
-            self.at, self.read_at, self.sent_at, gathered_at, update_at, self.last, made,
+            self.at, gathered_at, update_at, self.last, made,
             {by: end for by, end in self.until.items() if not isinstance(by, int)},
             {by: end for by, end in self.until.items() if isinstance(by, int)},
             {by: turn for by, turn in self.turns.items() if not isinstance(by, int)},
             {by: turn for by, turn in self.turns.items() if isinstance(by, int)},
             self.gone,
-            (*self.node_at, *[""] * (self.last - gathered_at)),
+            (*self.at, *[""] * (self.last - gathered_at)),
         )  # fmt: skip
-
-    def _instant(self, node: Node) -> int:
-        if self.changed is not None or not self.node_at or self.node_at[-1] != node.name:
-            self.node_at.append(node.name)
-        return len(self.node_at) - 1
 
     def _find_uses(self) -> None:
         self.until: dict[Read | int, int] = {}
 
         def use(ref: Ref, at: int, end: int, by: Read | int) -> None:
             self.until[by] = end
-            needed = at + 1 if self.changed is not None and by in self.changed else end
-            self.uses[self._value(ref)].append(_Use(at + 1, needed, by, ref))
+            self.uses[self._value(ref)].append(_Use(at + 1, end, by, ref))
 
         for place, result in enumerate(self.graph.results):
             if result.ref is not None:
-                at = self.sent_at[place]
-                use(result.ref, at, at + 1 if place in self.leaving else self.last, place)
+                use(result.ref, self.at[result.ref.name], self.last, place)
         for node in reversed(self.graph.nodes):
-            end = self.at[node.name] + 1
+            at = self.at[node.name]
+            end = at + 1
             if not holds_storage(node.op):
                 end = max([end, *(found.end for found in self.uses[Ref(node.name)])])
             for position, ref in enumerate(node.operands):
-                use(ref, self.read_at[node.name, position], end, (node.name, position))
+                use(ref, at, end, (node.name, position))
 
     def _value(self, ref: Ref) -> Ref:
         """All results of a view are one value: looks at the same storage."""
@@ -205,27 +180,10 @@ class _Liveness:
             self.turns[heir.by] = Turn(begin, end, share, value, through)
             if not isinstance(heir.by, int):
                 through = (*through, heir.by)
-            if self.changed is None and heir.least == begin:
+            if heir.least == begin:
                 self.gone[heir.by] = share
             begin, heir = end, next_heir
-        if self.changed is not None:
-            self._find_gone(value, type, begin)
         return start, first
-
-    def _find_gone(self, value: Ref, type: TensorType, end: int) -> None:
-        """The layout changes for whose sake alone a storage is held at last, until before `end`."""
-        assert self.changed is not None
-        below = [value]
-        while below:
-            for use in self.uses[below.pop()]:
-                if use.by not in self.changed:
-                    if not isinstance(use.by, int) and not holds_storage(self.node_of[use.by[0]].op):
-                        below.append(Ref(use.by[0]))
-                    continue
-                if use.least == end:
-                    self.gone[use.by] = Share(type.nbytes, self.graph.type_of(use.ref).nbytes)
-                if not isinstance(use.by, int) and not holds_storage(self.node_of[use.by[0]].op):
-                    self._find_gone(Ref(use.by[0]), self.graph.type_of(use.ref), self.until[use.by])
 
     def _shared(self, value: Ref, end: int) -> tuple[int, _Use | None]:
         """(until when the value is held for all but its last reader, that reader if it holds it for longer)."""
@@ -236,6 +194,5 @@ class _Liveness:
         end = max([end, *(use.least for use in uses), *(use.end for use in others)])
         if final.end <= end:
             return end, None
-        if self.changed is None:
-            self.until[final.by] = end
+        self.until[final.by] = end
         return end, final

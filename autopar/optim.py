@@ -19,7 +19,7 @@ from autopar.attach.module import ParallelModule
 from autopar.attach.tensors import as_dtensor, layout_of
 from autopar.emit.moves import settle
 from autopar.modules import tensors_by_name
-from autopar.steady import read_order
+from autopar.simulate.steady_state import read_order
 from autopar.whole import Whole
 
 __all__ = ["Streamed", "Whole"]

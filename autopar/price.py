@@ -127,21 +127,13 @@ class Pricer:
         found: list[tuple[Step, float]] = [(row, self.seconds((row,)))]
         for change in changes:
             ranks = self.mesh.size(change.axis)
-            full = self.seconds((Comm("all_reduce", change.axis, ranks, self.bucket_bytes),))
             one = Comm("all_reduce", change.axis, ranks, local.nbytes)
-            found.append((one, full * local.nbytes / self.bucket_bytes))
+            found.append((one, self.share(one)))
         return found
 
-    def row(self, gradients: Sequence[Sequence[Reshard]]) -> list[tuple[Step, float]]:
-        """The steps of gradients that are summed as one row, with their seconds. `gradients`: the changes of each."""
-        found: list[tuple[Step, float]] = []
-        for column in zip(*map(self.delivered, gradients), strict=True):
-            step, seconds = column[0][0], sum(seconds for _, seconds in column)
-            if isinstance(step, Comm):
-                step = replace(step, nbytes=sum(one.nbytes for one, _ in column if isinstance(one, Comm)))
-                seconds = self.seconds((step,))
-            found.append((step, seconds))
-        return found
+    def share(self, step: Comm) -> float:
+        """Seconds of gradients that are summed in a bucket: their share of a full one."""
+        return self.seconds((replace(step, nbytes=self.bucket_bytes),)) * step.nbytes / self.bucket_bytes
 
     def _sums(self, type: TensorType, give: Layout, take: Layout) -> tuple[Reshard, ...]:
         """The all-reduces from `give` to `take`; none unless partial sums that become whole are all that differs."""
@@ -165,16 +157,6 @@ class Pricer:
         table, rooms = self.resharder.table(type), self.resharder.rooms(type)
         places = np.ix_([table.index[layout] for layout in gives], [table.index[layout] for layout in takes])
         return rooms[0][places], rooms[1][places]
-
-    def rooms(self, changes: Sequence[Reshard]) -> list[int]:
-        """Bytes of what a sequence of changes makes, as it goes on: first while it holds what it starts from, then
-        after it has let go of that.
-        """
-        found: list[int] = []
-        for place, change in enumerate(changes):
-            beside, alone = change.rooms(self.mesh.size(change.axis))
-            found += [change.local.nbytes + beside if place else beside, alone]
-        return found
 
     def nbytes(self, type: TensorType, layouts: Sequence[Layout]) -> Array:
         return np.array([self.local_bytes(type, layout) for layout in layouts], dtype=np.float64)

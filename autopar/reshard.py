@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,32 @@ from autopar.mesh import Mesh
 from cost_models.hardware import Hardware
 from cost_models.price import Link, seconds
 from cost_models.steps import Comm, Compute, Step
+
+
+class Work(Enum):
+    """Local work around a collective. All but the last three are about one dim, cut into as many pieces as ranks."""
+
+    PIECE = "slice"  # this rank's piece
+    TO_FRONT = "to front"  # the pieces one behind the other
+    FROM_FRONT = "from front"  # the pieces side by side again
+    NOTHING = "nothing"  # a layout change among one rank
+    FLATTEN = "flatten"  # several tensors in one row
+    UNFLATTEN = "unflatten"  # and apart again
+    CLONE = "copy"  # of what somebody else has, too
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a transfer: local work, on a dim, or with None the collective or copy that its steps are.
+
+    `made`: bytes of what it makes; None: another look at what it is given. It takes `share` of what its steps take.
+    """
+
+    what: Work | None
+    steps: tuple[Step, ...] = ()
+    dim: int = 0
+    made: int | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +115,39 @@ class Reshard:
                 return local, 2 * local if self._is_scattered(dst) or self._is_scattered(src) else 0
             case _:
                 return local // ranks, 0
+
+    def parts(self, ranks: int) -> tuple[Part, ...]:
+        """The same, piece by piece in order; what is cut along another dim than the leading one is copied in front of
+        the collective, or behind it.
+        """
+        steps = self.steps(ranks)
+        copies = tuple(step for step in steps if isinstance(step, Compute))
+        if ranks == 1:
+            return (Part(Work.NOTHING, copies),) if copies else ()
+        comm, local = tuple(step for step in steps if isinstance(step, Comm)), self.local.nbytes
+        match self.before, self.after:
+            case Shard(dim), Replicate():
+                return (Part(None, comm, made=local * ranks), *self._copy(Work.FROM_FRONT, dim, local * ranks, copies))
+            case Partial(), Replicate():
+                return (Part(None, comm, made=local),)
+            case Partial(), Shard(dim):
+                return (*self._copy(Work.TO_FRONT, dim, local, copies), Part(None, comm, made=local // ranks))
+            case Shard(src), Shard(dst):
+                share = 0.5 if src and dst else 1.0
+                before = self._copy(Work.TO_FRONT, dst, local, copies, share)
+                behind = self._copy(Work.FROM_FRONT, src, local, copies, share)
+                return (*before, Part(None, comm, made=local), *behind)
+            case _, Shard(dim):
+                return (Part(Work.PIECE, steps, dim=dim, made=local // ranks),)
+            case _:
+                raise ValueError(f"no step leads from {self.before} to {self.after}")
+
+    def _copy(
+        self, what: Work, dim: int, nbytes: int, steps: tuple[Step, ...], share: float = 1.0
+    ) -> tuple[Part, ...]:  # fmt: skip
+        if not dim:
+            return ()
+        return (Part(what, steps, dim=dim, made=nbytes if self._is_scattered(dim) else None, share=share),)
 
     def _is_scattered(self, dim: int) -> bool:
         """Whether pieces along `dim` are not contiguous in memory, so that they are copied."""

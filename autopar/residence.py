@@ -223,7 +223,7 @@ def add_gradient(work: Assembly, node: Node, place: int) -> None:
     type, live, item = work.type(result.ref), work.live, work.item_of[node.name]
     producer = work.item_of[result.ref.name]
     stored = work.gives(item, 0)
-    at, until, turn = live.sent_at[place], live.sent_until[place], live.sent_turn.get(place)
+    at, until, turn = live.at[result.ref.name], live.sent_until[place], live.sent_turn.get(place)
     cost, nbytes, room = work.delivered(type, producer, result.ref.index, item, stored, place)
     edge = work.add_edge(producer, item, cost)
     if "host" not in work.residences:

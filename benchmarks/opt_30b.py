@@ -9,9 +9,9 @@ host as the search decides. Efficiency is the share of the step in which the GPU
 where the program has them there:
 
     compute     seconds of all kernels of forward, backward and what runs again
-    step        the plan played (`autopar.timeline`): one step, at whose end the host updates its parameters
-    overlapped  the same steps one behind the other, the host's updates beside the next forward (`autopar.steady`), as
-                `autopar.optim.Streamed(..., overlap=True)` makes them
+    step        the plan played (`autopar.simulate.timeline`): one step, at whose end the host updates its parameters
+    overlapped  the same steps one behind the other, the host's updates beside the next forward
+                (`autopar.simulate.steady_state`), as `autopar.optim.Streamed(..., overlap=True)` makes them
     8 P T / F   what people count for it: P parameters, T tokens, F flops per second, layers run forward twice
 
 A search counts on what waits for its copies, and fills the memory; copies ahead need some. So searches are asked with
@@ -44,7 +44,7 @@ from autopar.mesh import Mesh
 from autopar.search import Infeasible, Question, answer, ask
 from autopar.search.curve import offloaded_bytes, recomputed
 from autopar.search.simulated import Played, best_prefetch
-from autopar.steady import steady_s
+from autopar.simulate.steady_state import steady_s
 from benchmarks.limits import machine
 from cost_models.hardware import Hardware, HostLink
 from cost_models.whole_file import write_whole

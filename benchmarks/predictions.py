@@ -36,7 +36,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar import Plan
 from autopar.attach.tensors import mesh_of
-from autopar.decide import refereed
 from autopar.layout import REPLICATE
 from autopar.local_ranks import environment
 from autopar.measure.twin import measure, traced
@@ -44,6 +43,7 @@ from autopar.measure.values import as_trained
 from autopar.mesh import Mesh
 from autopar.policies import policies_for
 from autopar.price import Pricer
+from autopar.referee import refereed
 from autopar.search import search
 from benchmarks.models import MODELS
 from cost_models.hardware import Hardware, Link

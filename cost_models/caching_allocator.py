@@ -27,7 +27,6 @@ from cost_models.simulator import Event, Hold
 
 ROUND, SMALL, SMALL_PAGE, PAGE = 512, 1 << 20, 2 << 20, 20 << 20
 LARGE, ROUND_LARGE = 10 << 20, 2 << 20  # from here on a request has a segment of its own size
-AT_FIRST_UPDATE = ("optimizer states of ", "count of updates of ")  # torch.optim makes them in the first step
 
 
 @dataclass(slots=True)
@@ -157,7 +156,7 @@ def reserved_by(
     streams: dict[str, Stream] = defaultdict(lambda: Stream.of(expandable))
     kept: list[Hold] = [hold for event in events for hold in event.holds if hold.resident]
     for hold in kept:
-        if not hold.tenant.startswith(AT_FIRST_UPDATE):
+        if not hold.at_first_update:
             streams[hold.tier].allocate(hold.nbytes)
     for tier, blocks in (beside or {}).items():
         for nbytes in blocks:
@@ -171,7 +170,7 @@ def reserved_by(
                 ends[last].append(streams[hold.tier].allocate(hold.nbytes))
             if step == 0 and number == len(events) - 1:
                 for hold in kept:
-                    if hold.tenant.startswith(AT_FIRST_UPDATE):
+                    if hold.at_first_update:
                         streams[hold.tier].allocate(hold.nbytes)
             for segment, at, nbytes in ends.pop(number, ()):
                 segment.release(at, nbytes)

@@ -29,7 +29,8 @@ class Hold:
     """`tenant` holds `nbytes` of a memory tier.
 
     From the start of its event, or from the end of event `since`; until its event and all of `until` (the readers) have
-    ended, or with `until` None until the end of the step. `resident`: before the step, throughout it, and after it.
+    ended, or with `until` None until the end of the step. `resident`: before the step, throughout it, and after it;
+    with `at_first_update` of the first step only from its update on.
     """
 
     tenant: str
@@ -38,6 +39,7 @@ class Hold:
     since: int | None = None
     until: tuple[int, ...] | None = ()
     resident: bool = False
+    at_first_update: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Event:
     """Something that occupies one stream for `seconds`. Events are called by their places in the list, from 0.
 
     `after`: events that must have ended before it starts, all earlier in the list. `phase`: the part of the step it
-    counts to. `about`: what a viewer shows of it, as (name, value).
+    counts to. `about`: what a viewer shows of it, as (name, value). `by`: what it is an event of, for who wrote it.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Event:
     holds: tuple[Hold, ...] = ()
     phase: str = ""
     about: tuple[tuple[str, str | int], ...] = ()
+    by: object = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.seconds < inf:

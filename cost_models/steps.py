@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-TIERS = ("hbm", "host")
+DEVICE, HOST = TIERS = ("hbm", "host")
 MATRIX_KINDS = frozenset({"matmul", "attention", "conv"})  # run on matrix units, where a device has them
 
 

@@ -48,7 +48,7 @@ from autopar.attach.tensors import (
 from autopar.attach.watch import PATIENCE_S
 from autopar.attach.wrappers import parallel_class
 from autopar.batch_norm import GLOBAL
-from autopar.emit import Program
+from autopar.emit import Emitted
 from autopar.modules import aliases, computed_tensors, replace_tensors, tensors_by_name, with_tensors
 from autopar.plan import Plan, PlanMismatch
 from autopar.trace import TraceError, flatten_inputs
@@ -99,7 +99,7 @@ class ParallelModule(nn.Module):
         return self._autopar.plan or self._main().plan
 
     @property
-    def program(self) -> Program:
+    def program(self) -> Emitted:
         """The generated code of the training step: `print(parallel.program.code)`."""
         return self._main().runner.program
 

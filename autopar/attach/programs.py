@@ -32,7 +32,7 @@ from autopar.attach.tensors import layout_of, mesh_of
 from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
 from autopar.batch_norm import parts_of
-from autopar.emit import Program, emit, forward_only
+from autopar.emit import Emitted, emit, forward_only
 from autopar.emit.seeded import pieces_of
 from autopar.graph import Graph, Node
 from autopar.layout import Layout, replicated
@@ -372,7 +372,7 @@ def _slots(parallel: nn.Module, kind: str) -> dict[str, Slot]:
 def _runner(state: State, plan: Plan) -> Runner:
     groups = {axis: state.device_mesh.get_group(place).group_name for place, axis in enumerate(state.mesh.names)}
     device = state.device_mesh.device_type
-    program: Program = emit(plan, groups, device, one_at_a_time=device == "cpu")
+    program: Emitted = emit(plan, groups, device, one_at_a_time=device == "cpu")
     if state.backend == "inductor":
         program = program.compiled()
     coordinate = state.device_mesh.get_coordinate()

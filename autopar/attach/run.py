@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
 from autopar.attach.updates import Updates
 from autopar.attach.watch import BACKWARD, Watch
-from autopar.emit import Program
+from autopar.emit import Emitted
 from autopar.emit.moves import settle
 from autopar.graph import Node
 from autopar.layout import Layout, local_shape
@@ -29,7 +29,7 @@ class Runner:
     the updates of parameters that may still be under way.
     """
 
-    program: Program
+    program: Emitted
     mesh: Mesh
     coordinates: tuple[Tensor, ...]
     pieces: tuple[int, ...]

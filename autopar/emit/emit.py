@@ -9,7 +9,7 @@ a coordinate or a seed comes in as a tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,23 +20,37 @@ from autopar.attention import OPERANDS_OF_ATTENTION, kernel_at
 from autopar.emit import ops
 from autopar.emit.attention import capability_of
 from autopar.emit.seeded import drawing, seeded
-from autopar.emit.writer import BodyWriter, Pending, Writer, target_of
+from autopar.emit.writer import BodyWriter, Writer, target_of
 from autopar.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
 from autopar.layout import Layout, local_type, show
-from autopar.liveness import holds_storage
+from autopar.lower import Program, lower
+from autopar.lower.program import (
+    Alloc,
+    Copy,
+    Free,
+    Launch,
+    Local,
+    Operator,
+    Read,
+    Run,
+    Send,
+    Transfer,
+    Update,
+    Wait,
+)
+from autopar.lower.verify import verify
 from autopar.plan import Choice, Delivery, Plan
-from autopar.reshard import Reshard
+from autopar.reshard import Work
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
-from autopar.schedule import Advance, Copy, Read, Run, Send, Transfer, changes_of, leaves, schedule
 from autopar.strategy import operand_types
-from autopar.work import STORE
+from cost_models.steps import DEVICE, Move
 
 INPUT_KINDS = ("parameter", "buffer", "constant", "input")
 
 
 @dataclass(frozen=True)
-class Program:
+class Emitted:
     """What runs on every rank.
 
     `inputs`: the sources that the forward takes, in order (nodes of the graph); after them one coordinate per axis, and
@@ -54,7 +68,7 @@ class Program:
     gradients: tuple[tuple[Result, Layout], ...]
     drawing: tuple[tuple[Node, Layout], ...] = ()
 
-    def compiled(self) -> Program:
+    def compiled(self) -> Emitted:
         """The same program with both parts compiled by inductor at their first call."""
         return replace(
             self,
@@ -71,40 +85,43 @@ class Program:
         return "\n".join(parts)
 
 
-def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a_time: bool = False) -> Program:
-    """Write the program of `plan`. `groups`: mesh axis -> name of this rank's process group on it.
+def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a_time: bool = False) -> Emitted:
+    """Write the code of `plan`. `groups`: mesh axis -> name of this rank's process group on it.
 
     `one_at_a_time`: every collective is waited for as soon as it is launched, in the order in which the plan launches
     them. gloo needs that: several of its collectives in flight corrupt memory (docs/design/0018).
     """
-    forward = _Emitter(plan, groups, device, "forward", None, one_at_a_time)
+    program = lower(plan, plan.prefetch)
+    verify(program)
+    forward = _Emitter(plan, program, groups, device, "forward", None, one_at_a_time)
     sources = tuple(n for kind in INPUT_KINDS for n in plan.graph.nodes if n.op == kind)
     for node in sources:
-        forward.values[Ref(node.name)] = forward.placeholder(node.name)
+        forward.source(node)
     forward.add_coordinates()
     drawn = forward.add_seeds()
     forward.run()
     backward, saved = None, []
     tangents = tuple(n for n in plan.graph.nodes if n.op == "tangent")
     if any(result.kind == "gradient" for result in plan.graph.results):
-        backward = _Emitter(plan, groups, device, "backward", forward.values, one_at_a_time)
+        backward = _Emitter(plan, program, groups, device, "backward", forward, one_at_a_time)
         for node in tangents:
-            backward.values[Ref(node.name)] = backward.placeholder(node.name)
+            backward.source(node)
         backward.add_coordinates()
         backward.add_seeds()
         backward.run()
-        saved = [forward.values[ref] for ref in reversed(backward.popped)]
-    results = forward.delivered
+        saved = [forward.values[value] for value in reversed(backward.popped)]
+    results = forward.delivered()
     forward.graph.output(tuple([*(value for _, _, value in results), *saved]))
+    gradients = [] if backward is None else backward.delivered()
     if backward is not None:
-        backward.graph.output(tuple(value for _, _, value in backward.delivered))
-    return Program(
+        backward.graph.output(tuple(value for _, _, value in gradients))
+    return Emitted(
         forward.finish("Forward"),
         None if backward is None else backward.finish("Backward"),
         sources,
         tuple((result, layout) for result, layout, _ in results),
         tangents,
-        () if backward is None else tuple((result, layout) for result, layout, _ in backward.delivered),
+        tuple((result, layout) for result, layout, _ in gradients),
         tuple((node, plan.choices[node.name].gives[0]) for node in drawn),
     )
 
@@ -115,28 +132,31 @@ class _Emitter:
     def __init__(
         self,
         plan: Plan,
+        program: Program,
         groups: Mapping[str, str],
         device: str,
         phase: Phase,
-        saved_from: Mapping[Ref, fx.Node] | None,
+        saved_from: _Emitter | None,
         one_at_a_time: bool,
     ) -> None:
-        self.plan = plan
+        self.plan, self.program = plan, program
         self.phase: Phase = phase
         self.graph = fx.Graph()
         self.writer = Writer(self.graph, plan.mesh, groups, device, one_at_a_time)
-        self.values: dict[Ref, fx.Node] = {}
+        self.values: dict[int, fx.Node] = {}
+        self.ref_of: dict[int, Ref] = {}  # of values of the graph
+        self.launched: dict[int, Launch] = {}
         self.saved_from = saved_from
         self.saved = None if saved_from is None else self.placeholder("saved")
-        self.popped: list[Ref] = []
-        self.delivered: list[tuple[Result, Layout, fx.Node | None]] = []
+        self.popped: list[int] = []
         self.seed_of: dict[str, int] = {}
-        self.under_way: dict[Transfer, Pending] = {}
-        self.copies: dict[Transfer, list[tuple[Result | Ref, Layout, fx.Node, fx.Node]]] = {}  # what is made, from what
         self.node_of = plan.graph.by_name
         self.used = {ref for node in plan.graph.nodes for ref in node.operands} | {
             r.ref for r in plan.graph.results if r.ref
         }
+
+    def source(self, node: Node) -> None:
+        self._bind_value(self.program.sources[node.name], Ref(node.name), self.placeholder(node.name))
 
     def placeholder(self, name: str) -> fx.Node:
         """A parameter of the function that is written, under the name that fx makes of `name`: what stands in the
@@ -162,144 +182,117 @@ class _Emitter:
         return fx.GraphModule(torch.nn.Module(), self.graph, class_name=name)
 
     def run(self) -> None:
-        for result, delivery in zip(self.plan.graph.results, self.plan.deliveries, strict=True):
-            is_here = (result.kind == "gradient") == (self.phase == "backward")
-            if is_here and (result.ref is None or delivery is None):
-                self.delivered.append((result, (), None))
-        for action in schedule(self.plan, self.phase, self.plan.prefetch):
-            match action:
-                case Run(name):
-                    if not (node := self.node_of[name]).is_source:
-                        self._node(node, self.plan.choices[name])
-                case Advance(Read() as read):
-                    self._bring(read)
-                case Advance(Send() as send):
-                    self._send(send)
-                case Advance(Copy(name)):
-                    self._copy(self.node_of[name])
-        order = {result: place for place, result in enumerate(self.plan.graph.results)}
-        self.delivered.sort(key=lambda item: order[item[0]])
-        self._take_apart()
+        for instruction in self.program.instructions[self.phase]:
+            match instruction:
+                case Run(Operator(name), reads=reads, makes=makes):
+                    self._node(self.node_of[name], [self.value(read) for read in reads], makes)
+                case Run(Local() as what, reads=reads, makes=makes):
+                    self.writer.comment = self._comment(what.of)
+                    self._local(what, [self.value(read) for read in reads], makes)
+                case Launch():
+                    self._launch(instruction)
+                case Wait(number):
+                    self._wait(self.launched.pop(number))
+                case Alloc() | Free():
+                    pass  # the code lets go of a value behind its last use
+                case _:
+                    raise ValueError(f"no code is written of {instruction}")
 
-    def _bring(self, read: Read) -> None:
-        """Take the layout change of an operand further; the reader finds it under way, at its end."""
-        reader = self.node_of[read.reader]
-        ref, layout = reader.operands[read.position], self.plan.choices[read.reader].takes[read.position]
-        ahead = "" if self.plan.prefetch is None else f" for {reader.name}"
-        self.writer.comment = f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)}{ahead}"
-        if read in self.under_way:
-            self.under_way[read] = self.writer.advance(self.under_way[read])
-        else:
-            self.under_way[read] = self.writer.begin(self.value(ref), changes_of(self.plan, read))
-
-    def _send(self, send: Send) -> None:
-        """Take results on their way further, and hand over those that have arrived."""
-        pairs = [(self.plan.graph.results[place], self.plan.deliveries[place]) for place in send.results]
-        sent = [(result, delivery) for result, delivery in pairs if result.ref is not None and delivery is not None]
-        (first, _), *others = sent
-        if others:
-            self.writer.comment = "gradients of " + ", ".join(result.target for result, _ in sent)
-        else:
-            self.writer.comment = self._told_result(*sent[0])
-        if send in self.copies:
-            self.delivered += self._arrived(send)
-            return
-        if send in self.under_way:
-            pending = self.writer.advance(self.under_way[send])
-        elif others:
-            pending = self._begin_row(sent)
-        else:
-            assert first.ref is not None
-            pending = self.writer.begin(self.value(first.ref), changes_of(self.plan, send))
-        self.under_way[send] = pending
-        if pending.change is not None:
-            return
-        values = [pending.value]
-        if others:
-            shapes = [delivery.changes[0].local.shape for _, delivery in sent]
-            parts = self.writer.make("gradients_apart", ops.unflatten, (pending.value, shapes), {})
-            values = [self.writer.get(parts, index) for index in range(len(sent))]
-        brought = [(result, delivery.layout, value) for (result, delivery), value in zip(sent, values, strict=True)]
-        if not leaves(self.plan, send.results[0]):
-            self.delivered += brought
-            return
-        self.copies[send] = [
-            (result, layout, self.writer.store(value, f"gradient of {result.target}"), value)
-            for result, layout, value in brought
-        ]
-
-    def _copy(self, node: Node) -> None:
-        """Launch the copy of a store or a fetch, or wait for it."""
-        choice, copy = self.plan.choices[node.name], Copy(node.name)
-        self.writer.comment = "; ".join(filter(None, [node.module, node.source, self._layouts(node, choice)]))
-        if copy in self.copies:
-            for _, _, made in self._arrived(copy):
-                self.values[Ref(node.name)] = made
-            return
-        brought = self.under_way.pop(Read(node.name, 0), None)
-        value = self.value(node.operands[0]) if brought is None else brought.value
-        launch = self.writer.store if node.op == STORE else self.writer.fetch
-        self.copies[copy] = [(Ref(node.name), choice.gives[0], launch(value, node.name), value)]
-
-    def _arrived(self, transfer: Transfer) -> list[tuple[Any, Layout, fx.Node]]:
-        """Wait for the copies of a transfer."""
-        found: list[tuple[Any, Layout, fx.Node]] = []
-        for what, layout, made, source in self.copies.pop(transfer):
-            self.writer.wait_copy(made, source)
-            found.append((what, layout, made))
+    def delivered(self) -> list[tuple[Result, Layout, fx.Node | None]]:
+        """What this phase gives back, in the order of the graph's results."""
+        found: list[tuple[Result, Layout, fx.Node | None]] = []
+        for place, (result, delivery) in enumerate(zip(self.plan.graph.results, self.plan.deliveries, strict=True)):
+            if (result.kind == "gradient") != (self.phase == "backward"):
+                continue
+            if result.ref is None or delivery is None:
+                found.append((result, (), None))
+            else:
+                found.append((result, delivery.layout, self.value(self.program.results[place])))
         return found
 
-    def _begin_row(self, sent: list[tuple[Result, Delivery]]) -> Pending:
-        """Put gradients in one row, and launch its sum."""
-        values = [self.value(result.ref) for result, _ in sent if result.ref is not None]
-        row = self.writer.make("gradients", ops.flatten, (values,), {})
-        changes = sent[0][1].changes
-        flat = [replace(change, local=TensorType((0,), change.local.dtype)) for change in changes]
-        return self.writer.begin(row, flat, owned=True)
+    # --- transfers ---------------------------------------------------------------------------------------------------
 
-    def _take_apart(self) -> None:
-        """Whoever is given a gradient may write to it: copy those that look at what somebody else has."""
-        delivery_of = dict(zip(self.plan.graph.results, self.plan.deliveries, strict=True))
-        taken: set[Ref] = set()
-        for place, (result, layout, value) in enumerate(self.delivered):
-            delivery = delivery_of[result]
-            if result.kind != "gradient" or result.ref is None or value is None or delivery is None:
-                continue
-            if any(self._moves(change) for change in delivery.changes):
-                continue
-            below = self._below(result.ref)
-            if below in taken or self.node_of[below.name].phase != self.phase or self.node_of[below.name].is_source:
-                self.writer.comment = f"{self._told_result(result, delivery)}, a copy of its own"
-                copy = self.writer.named(value, "copy", torch.ops.aten.clone.default, value)
-                self.delivered[place] = (result, layout, copy)
-            taken.add(below)
+    def _local(self, what: Local, values: list[fx.Node], makes: Sequence[int | None]) -> None:
+        match what.work:
+            case Work.FLATTEN:
+                made = [self.writer.make("gradients", ops.flatten, (values,), {})]
+            case Work.UNFLATTEN:
+                assert isinstance(what.of, Send)
+                sent = [self.plan.deliveries[place] for place in what.of.results]
+                shapes = [delivery.changes[0].local.shape for delivery in sent if delivery is not None]
+                parts = self.writer.make("gradients_apart", ops.unflatten, (values[0], shapes), {})
+                made = [self.writer.get(parts, index) for index in range(len(shapes))]
+            case _:
+                axis = "" if what.change is None else what.change.axis
+                made = [self.writer.local(what.work, values[0], what.dim, axis)]
+        for value, one in zip(makes, made, strict=True):
+            assert value is not None
+            self.values[value] = one
 
-    def _below(self, ref: Ref) -> Ref:
-        """The value whose storage this one looks at."""
-        node = self.node_of[ref.name]
-        while not holds_storage(node.op) and not any(map(self._moves, self.plan.choices[node.name].reads[0])):
-            ref = node.operands[0]
-            node = self.node_of[ref.name]
-        return ref
+    def _launch(self, launch: Launch) -> None:
+        (read,), (made,), writer = launch.reads, launch.makes, self.writer
+        value = self.value(read)
+        writer.comment = self._comment(launch.of)
+        self.launched[launch.number] = launch
+        match launch.step, launch.of:
+            case Move(), Copy(name):
+                fetches = launch.step.dst == DEVICE
+                self._bind_value(made, Ref(name), (writer.fetch if fetches else writer.store)(value, name))
+            case Move(), Send():
+                (place,) = (place for place, result in self.program.results.items() if result == made)
+                name = f"gradient of {self.plan.graph.results[place].target}"
+                self.values[made] = writer.store(value, name)
+            case _:
+                assert launch.change is not None
+                self.values[made] = writer.launch(value, launch.change, launch.in_place)
 
-    def _moves(self, change: Reshard) -> bool:
-        """Whether a layout change makes a new tensor."""
-        return self.plan.mesh.size(change.axis) > 1
+    def _wait(self, launch: Launch) -> None:
+        (read,), (made,) = launch.reads, launch.makes
+        self.writer.comment = self._comment(launch.of)
+        if launch.change is None:
+            self.writer.wait_copy(self.values[made], self.values[read])
+        else:
+            self.values[made] = self.writer.waited(self.values[made], launch.change)
+
+    def _comment(self, of: Transfer | Update) -> str:
+        match of:
+            case Read(name, position):
+                ref, layout = self.node_of[name].operands[position], self.plan.choices[name].takes[position]
+                ahead = "" if self.plan.prefetch is None else f" for {name}"
+                return f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)}{ahead}"
+            case Copy(name):
+                node = self.node_of[name]
+                return "; ".join(filter(None, [node.module, node.source, self._layouts(node, self.plan.choices[name])]))
+            case Send(places):
+                results = [self.plan.graph.results[place] for place in places]
+                if len(results) > 1:
+                    return "gradients of " + ", ".join(result.target for result in results)
+                delivery = self.plan.deliveries[places[0]]
+                assert delivery is not None
+                return self._told_result(results[0], delivery)
+            case Update(parameter):
+                return f"update of {parameter}"
 
     def _told_result(self, result: Result, delivery: Delivery) -> str:
         told = "" if result.ref is None else self._told(result.ref, delivery.layout)
         return f"{result.kind} {result.target}: {told}"
 
-    def value(self, ref: Ref) -> fx.Node:
-        """The value in its producer's layout; from the forward, it is popped off the saved list here, once."""
-        if ref not in self.values:
-            assert self.saved_from is not None and ref in self.saved_from, f"{ref} is not made before it is used"
-            name = f"{self.saved_from[ref].name}_saved"
-            popped = self.graph.create_node("call_method", "pop", (self.saved,), {}, name=name)
+    def value(self, value: int) -> fx.Node:
+        """What a value is called in this phase; from the forward, it is popped off the saved list here, once."""
+        if value not in self.values:
+            before = self.saved_from
+            assert before is not None and value in before.values, f"value {value} is not made before it is used"
+            popped = self.graph.create_node(
+                "call_method", "pop", (self.saved,), {}, name=f"{before.values[value].name}_saved"
+            )
+            ref = before.ref_of[value]
             popped.meta["comment"] = self._told(ref, self._given(ref))
-            self.values[ref] = popped
-            self.popped.append(ref)
-        return self.values[ref]
+            self.values[value] = popped
+            self.popped.append(value)
+        return self.values[value]
+
+    def _bind_value(self, value: int, ref: Ref, made: fx.Node) -> None:
+        self.values[value], self.ref_of[value] = made, ref
 
     def _given(self, ref: Ref) -> Layout:
         return self.plan.choices[ref.name].gives[ref.index]
@@ -308,18 +301,13 @@ class _Emitter:
         type = self.node_of[ref.name].outputs[ref.index]
         return "" if type is None else show(layout, self.plan.mesh, len(type.shape))
 
-    def _node(self, node: Node, choice: Choice) -> None:
-        writer = self.writer
-        moved: dict[tuple[Ref, Layout], fx.Node] = {}
-        operands: list[fx.Node] = []
-        for position, (ref, layout) in enumerate(zip(node.operands, choice.takes, strict=True)):
-            if (ref, layout) not in moved:
-                brought = self.under_way.pop(Read(node.name, position), None)
-                moved[ref, layout] = self.value(ref) if brought is None else brought.value
-            operands.append(moved[ref, layout])
+    def _node(self, node: Node, operands: list[fx.Node], makes: Sequence[int | None]) -> None:
+        writer, choice = self.writer, self.plan.choices[node.name]
         writer.comment = "; ".join(filter(None, [node.module, node.source, self._layouts(node, choice)]))
         if node.op == "autopar.share":
-            self.values[Ref(node.name)] = operands[0]
+            (value,) = makes
+            assert value is not None
+            self._bind_value(value, Ref(node.name), operands[0])
             if Ref(node.name) not in self.used:  # it is there to be held until here
                 writer.make(node.name, torch.ops.aten.alias.default, (operands[0],), {})
             return
@@ -333,7 +321,7 @@ class _Emitter:
         args = map_refs(localise(node, node.args, local_out, local_in), lambda _: next(values))
         kwargs = {key: map_refs(arg, lambda _: next(values)) for key, arg in node.kwargs}
         if choice.body:
-            self._bind_body(node, choice, args, kwargs, local_in, local_out)
+            self._bind_body(node, choice, args, local_in, local_out, makes)
         else:
             target = target_of(node.op)
             if node.op in OPERANDS_OF_ATTENTION:
@@ -343,26 +331,30 @@ class _Emitter:
                 seed = writer.call(torch.ops.aten.select.int, self.seeds, 0, self.seed_of[node.name])
                 target, args = seeded(target), (seed, *args)
             value = writer.make(node.name, target, args, kwargs)
-            self._bind(node, value, lambda index: writer.get(value, index))
+            self._bind(node, makes, value, lambda index: writer.get(value, index))
 
     def _bind_body(
-        self, node: Node, choice: Choice, args: Any, kwargs: dict[str, Any],
-        local_in: tuple[TensorType, ...], local_out: tuple[TensorType | None, ...],
+        self, node: Node, choice: Choice, args: Any, local_in: tuple[TensorType, ...],
+        local_out: tuple[TensorType | None, ...], makes: Sequence[int | None],
     ) -> None:  # fmt: skip
         body = BodyWriter(self.writer, choice.body_axes, choice.body_size, local_in, local_out)
         made = BODIES[choice.body].emit(body, node, args)
         if len(node.outputs) == 1 and not isinstance(made, tuple):
             made = (made,)
-        self._bind(node, None, lambda index: made[index])
+        self._bind(node, makes, None, lambda index: made[index])
 
-    def _bind(self, node: Node, single: fx.Node | None, pick: Callable[[int], fx.Node]) -> None:
+    def _bind(
+        self, node: Node, makes: Sequence[int | None], single: fx.Node | None, pick: Callable[[int], fx.Node]
+    ) -> None:
         """Name the results; of several, only those that somebody reads."""
-        if len(node.outputs) == 1 and single is not None:
-            self.values[Ref(node.name)] = single
-            return
-        for index in range(len(node.outputs)):
-            if (ref := Ref(node.name, index)) in self.used:
-                self.values[ref] = pick(index)
+        for index, value in enumerate(makes):
+            ref = Ref(node.name, index)
+            if value is None:
+                continue
+            if len(makes) == 1 and single is not None:
+                self._bind_value(value, ref, single)
+            elif ref in self.used:
+                self._bind_value(value, ref, pick(index))
 
     def _layouts(self, node: Node, choice: Choice) -> str:
         roles = [f"{role}@{axis}" for role, axis in zip(choice.roles, self.plan.mesh.names, strict=True) if role]

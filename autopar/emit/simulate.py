@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar._compat import FakeStore, LocalTensor, LocalTensorMode
-from autopar.emit.emit import Program, emit
+from autopar.emit.emit import Emitted, emit
 from autopar.emit.seeded import pieces_of, seeds
 from autopar.graph import Result
 from autopar.layout import Layout, Partial, Shard
@@ -87,7 +87,7 @@ def unshard(pieces: Mapping[int, Tensor], layout: Layout, mesh: Mesh) -> Tensor:
 
 
 def run(
-    plan: Plan, device_mesh: DeviceMesh, values: Mapping[str, Tensor], program: Program | None = None, seed: int = 0
+    plan: Plan, device_mesh: DeviceMesh, values: Mapping[str, Tensor], program: Emitted | None = None, seed: int = 0
 ) -> Ran:
     """One forward (and backward) of `plan` from whole tensors, by node name: parameters, buffers, inputs, tangents.
 
@@ -128,7 +128,7 @@ def run(
     return Ran(whole)
 
 
-def _seeds(program: Program, mesh: Mesh, seed: int) -> list[Tensor]:
+def _seeds(program: Emitted, mesh: Mesh, seed: int) -> list[Tensor]:
     if not program.drawing:
         return []
     ranks = range(mesh.ranks)

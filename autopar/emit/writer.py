@@ -7,7 +7,6 @@ import operator
 import re
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from autopar.emit import moves, ops
 from autopar.graph import Const, TensorType
 from autopar.layout import Partial, Replicate, Shard
 from autopar.mesh import Mesh
-from autopar.reshard import Reshard
+from autopar.reshard import Reshard, Work
 
 C10D = torch.ops._c10d_functional
 MOVES = torch.ops.autopar
@@ -113,77 +112,52 @@ class Writer:
     def contiguous(self, value: fx.Node) -> fx.Node:
         return self.named(value, "contiguous", torch.ops.aten.contiguous.default, value)
 
-    def reshard(self, value: fx.Node, changes: Sequence[Reshard]) -> fx.Node:
-        """Apply a layout change, waiting for each collective at once."""
-        return self.end(self.begin(value, changes))
+    def local(self, work: Work, value: fx.Node, dim: int, axis: str) -> fx.Node:
+        """Local work of a layout change on one axis."""
+        ranks = self.mesh.size(axis) if axis else 1
+        match work:
+            case Work.PIECE:
+                return self.named(value, "piece", ops.piece, value, dim, ranks, self.coordinates[axis])
+            case Work.TO_FRONT:
+                return self.named(value, "to_front", ops.to_front, value, dim, ranks)
+            case Work.FROM_FRONT:
+                return self.named(value, "in_order", ops.from_front, value, dim, ranks)
+            case Work.NOTHING:
+                return value
+            case Work.CLONE:
+                return self.named(value, "copy", torch.ops.aten.clone.default, value)
+            case Work.FLATTEN | Work.UNFLATTEN:
+                raise ValueError(f"{work} is of several values")
 
-    def begin(self, value: fx.Node, changes: Sequence[Reshard], owned: bool = False) -> Pending:
-        """Launch the first collective of a layout change (after the slices before it) without waiting for it.
+    def launch(self, value: fx.Node, change: Reshard, in_place: bool) -> fx.Node:
+        """Launch the collective of a layout change. `in_place`: nobody else reads the value, which becomes the sum.
 
-        `owned`: nobody else reads the value, so that a sum may be made in place.
+        Complex numbers travel as pairs: not every collective of gloo (all-to-all) and NCCL knows them.
         """
-        for place, change in enumerate(changes):
-            if self.mesh.size(change.axis) == 1:
-                continue
-            match change.before, change.after:
-                case Replicate(), Shard(dim):
-                    index = self.coordinates[change.axis]
-                    value = self.named(value, "piece", ops.piece, value, dim, self.mesh.size(change.axis), index)
-                case _:
-                    return Pending(self._launch(value, change, owned), change, tuple(changes[place + 1 :]))
-        return Pending(value, None, ())
-
-    def advance(self, pending: Pending) -> Pending:
-        """Wait for the collective under way, put its pieces in order, and begin the changes behind it."""
-        if pending.change is None:
-            return pending
-        waited = pending.value if self.one_at_a_time else self._waited(pending.value, pending.change)
-        ranks = self.mesh.size(pending.change.axis)
-        match pending.change.before, pending.change.after:
-            case (Shard(dim), Replicate()) if dim:
-                waited = self.named(waited, "in_order", ops.from_front, waited, dim, ranks)
-            case (Shard(src), Shard(_)) if src:
-                waited = self.named(waited, "in_order", ops.from_front, waited, src, ranks)
-            case _:
-                pass
-        return self.begin(waited, pending.rest)
-
-    def end(self, pending: Pending) -> fx.Node:
-        """Wait for a launched collective and apply the changes behind it."""
-        while pending.change is not None:
-            pending = self.advance(pending)
-        return pending.value
-
-    def _launch(self, value: fx.Node, change: Reshard, owned: bool) -> fx.Node:
-        """Complex numbers travel as pairs: not every collective of gloo (all-to-all) and NCCL knows them."""
         ranks, group = self.mesh.size(change.axis), self.groups[change.axis]
-
-        def sent(made: fx.Node) -> fx.Node:
-            if not change.is_complex:
-                return made
-            return self.named(made, "as_real", torch.ops.aten.view_as_real.default, made)
-
-        def cut(dim: int) -> fx.Node:
-            if dim == 0:
-                return sent(self.contiguous(value))
-            return sent(self.named(value, "to_front", ops.to_front, value, dim, ranks))
-
+        if value.target is not ops.to_front and not in_place:
+            value = self.contiguous(value)
+        if change.is_complex:
+            value = self.named(value, "as_real", torch.ops.aten.view_as_real.default, value)
         match change.before, change.after:
             case Shard(), Replicate():
-                target, args = C10D.all_gather_into_tensor.default, (cut(0), ranks, group)
+                target, args = C10D.all_gather_into_tensor.default, (value, ranks, group)
             case Partial(op), Replicate():
-                sums = C10D.all_reduce_ if owned else C10D.all_reduce
-                target, args = sums.default, (sent(value) if owned else cut(0), op, group)
-            case Partial(), Shard(dim):
-                target, args = C10D.reduce_scatter_tensor.default, (cut(dim), "sum", ranks, group)
+                target, args = (C10D.all_reduce_ if in_place else C10D.all_reduce).default, (value, op, group)
+            case Partial(), Shard():
+                target, args = C10D.reduce_scatter_tensor.default, (value, "sum", ranks, group)
             case Shard(), Shard(dim):
                 rows = change.local.shape[0] if dim == 0 else ranks * change.local.shape[0]
                 splits = [rows // ranks] * ranks
-                target, args = C10D.all_to_all_single.default, (cut(dim), splits, splits, group)
+                target, args = C10D.all_to_all_single.default, (value, splits, splits, group)
             case _:
                 raise ValueError(f"no collective leads from {change.before} to {change.after}")
         launched = self.named(value, change.kind, target, *args)
         return self._waited(launched, change) if self.one_at_a_time else launched
+
+    def waited(self, launched: fx.Node, change: Reshard) -> fx.Node:
+        """The value that a collective makes, once it is there."""
+        return launched if self.one_at_a_time else self._waited(launched, change)
 
     def _waited(self, launched: fx.Node, change: Reshard) -> fx.Node:
         waited = self.named(launched, "wait", C10D.wait_tensor.default, launched)
@@ -199,17 +173,6 @@ class Writer:
 _STEP_SUFFIX = re.compile(
     r"_(all_gather|all_reduce|reduce_scatter|all_to_all|wait|in_order|to_front|contiguous|piece|as_real|as_complex)(_\d+)?$"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A layout change under way: the value launched last, the change it belongs to (None: nothing is in flight), the
-    rest.
-    """
-
-    value: fx.Node
-    change: Reshard | None
-    rest: tuple[Reshard, ...]
 
 
 class BodyWriter:

@@ -25,7 +25,7 @@ from autopar.measure.twin import measure, traced
 from autopar.plan import Plan, PlanMismatch
 from autopar.plan.fit import check
 from autopar.search.factory import Example, build
-from autopar.timeline import pricer_of
+from autopar.simulate.timeline import pricer_of
 from autopar.trace import TraceError
 from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware, known_hardware

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from autopar.assemble import DEVICE, HOST
-from autopar.decide import Referee, peak_of
-from autopar.events import events_of
+from autopar.lower import lower
+from autopar.lower.memory import peaks, peaks_by_phase
 from autopar.plan.plan import Plan
 from autopar.plan.tell import human
 from autopar.price import Pricer
+from autopar.simulate.timeline import events_of
+from cost_models.steps import HOST
 
 PHASES: tuple[str, ...] = ("forward", "backward", "optimizer")
 Moved = tuple[str, str]  # (collective, axis)
@@ -154,8 +155,6 @@ def predicted_seconds(plan: Plan, pricer: Pricer) -> tuple[dict[str, float], dic
             collectives[str(kind), str(about["axis"])] += event.seconds
         else:
             phases[event.phase] += event.seconds
-    for axis, seconds in Referee(plan.graph, plan.choices, plan.deliveries, pricer, plan.residence).unfilled().items():
-        collectives["all_reduce", axis] += seconds
     return phases, dict(collectives)
 
 
@@ -163,19 +162,6 @@ def predicted_peaks(plan: Plan, pricer: Pricer) -> dict[str, int]:
     """phase -> the most that one rank's device holds in it, by the plan's own account; `step`: the most of all;
     `host`: the most that the host holds for it, if anything.
     """
-    referee = Referee(plan.graph, plan.choices, plan.deliveries, pricer, plan.residence)
-    live, phase_of = referee.live, {node.name: node.phase for node in plan.graph.nodes}
-    change: dict[float, int] = defaultdict(int)
-    holdings = referee.holdings()
-    for held in holdings:
-        if held.tier == DEVICE:
-            change[held.start] += held.nbytes
-            change[held.end] -= held.nbytes
-    peaks, level = dict.fromkeys(PHASES, 0), 0
-    for instant in range(live.instants):
-        level += change[instant]
-        name = live.node_at[instant]
-        phase = phase_of[name] if name else "optimizer" if instant > live.gathered_at else "backward"
-        peaks[phase] = max(peaks[phase], level)
-    host = peak_of(holdings, HOST)[0]
-    return {**peaks, "step": max(peaks.values()), **({HOST: host} if host else {})}
+    program = lower(plan, None, pricer)
+    by_phase, host = peaks_by_phase(program), peaks(program).get(HOST, 0)
+    return {**by_phase, "step": max(by_phase.values()), **({HOST: host} if host else {})}

@@ -28,7 +28,7 @@ from autopar.attach.inputs import type_of
 from autopar.attach.module import ParallelModule
 from autopar.batch_norm import GLOBAL
 from autopar.compile import compile
-from autopar.emit import Program
+from autopar.emit import Emitted
 from autopar.graph import Graph
 from autopar.here import device_name, hardware_or_here, processors
 from autopar.measure.memory import LiveBytes
@@ -39,7 +39,7 @@ from autopar.modules import tensors_by_name
 from autopar.optim import Streamed
 from autopar.plan import Plan, PlanMismatch
 from autopar.price import Pricer
-from autopar.timeline import pricer_of
+from autopar.simulate.timeline import pricer_of
 from autopar.trace import capture, flatten_inputs, graph_of
 from cost_models.hardware import Hardware
 
@@ -220,7 +220,7 @@ class _Twin:
             self.step(between)
         return spent
 
-    def _watched(self, program: Program, spent: dict[str | Moved, float]) -> Program:
+    def _watched(self, program: Emitted, spent: dict[str | Moved, float]) -> Emitted:
         parts = {"forward": program.forward, "backward": program.backward}
         watches: dict[str, Any] = {
             phase: None if module is None else Stopwatch(module, phase, self.axis_of, self.device, spent)
@@ -229,7 +229,7 @@ class _Twin:
         return replace(program, **watches)
 
     @contextlib.contextmanager
-    def instead(self, change: Callable[[Program], Program]) -> Iterator[None]:
+    def instead(self, change: Callable[[Emitted], Emitted]) -> Iterator[None]:
         """Inside the context the module runs a changed program."""
         before = [(prepared, prepared.runner) for prepared in self.parallel._autopar.prepared()]
         for prepared, runner in before:

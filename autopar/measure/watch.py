@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from autopar._compat import TorchDispatchMode
-from autopar.emit import Program
+from autopar.emit import Emitted
 from autopar.measure.report import Moved
 from autopar.mesh import Mesh
 from cost_models.steps import COLLECTIVES, Comm, received_bytes
@@ -46,7 +46,7 @@ def collective_of(target: Any, args: tuple[Any, ...], axis_of: Mapping[str, str]
     return KINDS.get(name) or name, axis_of.get(str(args[-1]), "an unknown group")
 
 
-def emitted_calls(program: Program, axis_of: Mapping[str, str]) -> Counter[Moved]:
+def emitted_calls(program: Emitted, axis_of: Mapping[str, str]) -> Counter[Moved]:
     """How often the program calls each collective."""
     found: Counter[Moved] = Counter()
     for module in (program.forward, program.backward):

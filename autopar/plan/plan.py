@@ -61,6 +61,18 @@ class Delivery:
     layout: Layout
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What of a plan says how it runs; see `Plan` for each part."""
+
+    graph: Graph
+    mesh: Mesh
+    choices: Mapping[str, Choice]
+    deliveries: tuple[Delivery | None, ...]
+    residence: Mapping[str, str] = field(default_factory=dict[str, str])
+    bucket_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A plan that the search looked at, with the prefetch that suits it best.
@@ -84,8 +96,9 @@ class Plan:
     bound on the sum of times of any plan of the searched space; `gap` = (step_seconds - bound) / step_seconds.
     `peak_bytes` per memory tier. `notes`: what a user should know, such as operators without a rule, which run
     replicated. `prefetch`: how many matrix operators ahead of their use weights are gathered, and behind them
-    gradients are waited for (`autopar.schedule`); None: every transfer is waited for where it stands. `bucket_bytes`:
-    gradients that are summed whole are put together up to this size and summed at once; 0: each by itself.
+    gradients are waited for (`autopar.lower.schedule`); None: every transfer is waited for where it stands.
+    `bucket_bytes`: gradients that are summed whole are put together up to this size and summed at once; 0: each by
+    itself.
     `simulated_seconds`: what the step takes as its timeline plays it: with collectives beside compute, or, on hardware
     where nothing overlaps, one behind the other, but with whole rows of gradients; None: nothing was played.
     `candidates`: the plans among which this one was the quickest by that measure.
@@ -179,18 +192,14 @@ class Plan:
 
         return load(Path(path))
 
-    def to_trace(
-        self, path: str | Path, hardware: Hardware | None = None, *, overlap: bool | None = None,
-        prefetch: int | None = None,
-    ) -> None:  # fmt: skip
-        """Write one step as a trace that chrome://tracing and ui.perfetto.dev open; see `autopar.timeline`.
+    def to_trace(self, path: str | Path, hardware: Hardware | None = None) -> None:
+        """Write one step as a trace that chrome://tracing and ui.perfetto.dev open, played as the plan runs.
 
-        It is played as the plan was chosen, or as said: with `overlap` of collectives and compute, weights gathered
-        `prefetch` products ahead. `hardware`: the profile that priced the plan, where it is none of autopar's.
+        `hardware`: the profile that priced the plan, where it is none of autopar's.
         """
-        from autopar.timeline import to_trace
+        from autopar.simulate.timeline import write_step
 
-        to_trace(self, path, hardware, overlap=overlap, prefetch=prefetch)
+        write_step(self, path, hardware)
 
     def to_dot(self) -> str:
         """The plan as a Graphviz graph; see `autopar.plan.dot`."""

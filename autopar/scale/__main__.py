@@ -17,7 +17,7 @@ from autopar.saving import plain
 from autopar.scale.grow import Sources, growth_where_possible, usual_sources
 from autopar.scale.report import report, spelled
 from autopar.scale.study import Ground, study
-from autopar.timeline import pricer_of
+from autopar.simulate.timeline import pricer_of
 from cost_models.hardware import Hardware
 
 DESCRIPTION = """\

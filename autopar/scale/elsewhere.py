@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from autopar.decide import refereed
 from autopar.graph import Graph, Node, Ref, TensorType
 from autopar.layout import Layout, Shard, local_shape, local_type, show
 from autopar.mesh import Mesh
-from autopar.plan import Choice, Delivery, Plan
+from autopar.plan.plan import Choice, Decision, Delivery, Plan
 from autopar.price import Pricer
+from autopar.referee import refereed
 from autopar.reshard import Reshard, Resharder
 from autopar.rules.local import localise
 from autopar.scale.grow import Growth
@@ -32,19 +32,9 @@ class DoesNotSplit(ValueError):
     """At these sizes a dim does not divide by the axes that the plan splits it over; the message says which."""
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """The parts of a plan at other sizes: numbers or forms, as the sizes were."""
-
-    graph: Graph
-    mesh: Mesh
-    choices: Mapping[str, Choice]
-    deliveries: tuple[Delivery | None, ...]
-
-
 def elsewhere(
     plan: Plan, growth: Growth, values: Mapping[str, Any], mesh: Mesh, resharder: Resharder | None = None
-) -> Elsewhere:
+) -> Decision:
     """`values`: every size that grows, by name; `mesh` has the plan's axes. `resharder`: what finds other ways for
     layout changes on that mesh; forms need none, as they divide. Raises DoesNotSplit.
     """
@@ -98,7 +88,7 @@ class _Move:
         self.graph = graph_at(growth, values)
         self.known: dict[object, Any] = {}  # equal nodes have equal steps, equal reads equal changes
 
-    def run(self) -> Elsewhere:
+    def run(self) -> Decision:
         type_of: dict[Ref, TensorType] = {}
         gives: dict[Ref, Layout] = {}
         choices: dict[str, Choice] = {}
@@ -128,7 +118,7 @@ class _Move:
             )
             for result, delivery in zip(self.graph.results, self.plan.deliveries, strict=True)
         )
-        return Elsewhere(self.graph, self.mesh, choices, deliveries)
+        return Decision(self.graph, self.mesh, choices, deliveries)
 
     def _steps(self, node: Node, types: tuple[TensorType, ...], choice: Choice) -> Any:
         if node.is_source:

@@ -15,15 +15,17 @@ from fractions import Fraction
 from typing import Any
 
 from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
-from autopar.decide import Holding, Referee
 from autopar.graph import Node, TensorType
 from autopar.layout import local_type
-from autopar.liveness import holds_storage, liveness
+from autopar.liveness import holds_storage
+from autopar.lower import Program, lower
+from autopar.lower.memory import changes
+from autopar.lower.program import Buffer, Kind, Launch, Run
 from autopar.mesh import Mesh
-from autopar.plan import Plan, read_once
+from autopar.plan.plan import Decision, Plan
 from autopar.price import Pricer
 from autopar.rules.notation import Dim, Rule
-from autopar.scale.elsewhere import Elsewhere, elsewhere
+from autopar.scale.elsewhere import elsewhere
 from autopar.scale.grow import Growth
 from autopar.strategy import make_strategy
 from autopar.work import flops_of
@@ -33,8 +35,7 @@ from cost_models.steps import COLLECTIVES, Comm, Compute, Move, Step
 Payload = Mapping[tuple[str, str], Any]  # (collective, axis) -> bytes that one rank passes to it
 
 STATES, ACTIVATIONS = "parameters, gradients, optimizer states", "activations and temporaries"
-# How tenants of the former are called.
-RESIDENT = ("parameter ", "buffer ", "gradient of ", "optimizer states of ", "count of updates of ")
+KINDS_OF_STATES = {Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.STATES, Kind.COUNT}
 
 
 @dataclass(frozen=True)
@@ -177,25 +178,27 @@ def totals(plan: Plan, growth: Growth, pricer: Pricer) -> Totals:
     return totals_of(there, replace(pricer, mesh=mesh, bucket_bytes=0), {**growth.base, **axes})
 
 
-def totals_of(there: Elsewhere, pricer: Pricer, here: Mapping[str, int]) -> Totals:
+def totals_of(there: Decision, pricer: Pricer, here: Mapping[str, int]) -> Totals:
     """Totals of a plan whose sizes are forms, or numbers. `pricer` is one of its mesh."""
-    referee = Referee(there.graph, there.choices, there.deliveries, pricer)
-    return Totals(work_of(_all_steps(there, pricer), there.mesh), _peaks(referee.holdings()), here)
+    program = lower(there, None, pricer)
+    return Totals(work_of(_all_steps(program), there.mesh), _peaks(program), here)
 
 
-def _all_steps(there: Elsewhere, pricer: Pricer) -> Iterable[Step]:
-    trained = liveness(there.graph).update_at
-    for node in there.graph.nodes:
-        choice = there.choices[node.name]
-        for read in read_once(node, choice):
-            for change in read:
-                yield from change.steps(there.mesh.size(change.axis))
-        yield from choice.steps
-        if node.op == "parameter" and node.target in trained and node.outputs[0] is not None:
-            yield pricer.update_step(pricer.local_bytes(node.outputs[0], choice.gives[0]), node.outputs[0].dtype)
-    for delivery in there.deliveries:
-        for change in delivery.changes if delivery is not None else ():
-            yield from change.steps(there.mesh.size(change.axis))
+def _all_steps(program: Program) -> Iterable[Step]:
+    for _, instruction in program:
+        match instruction:
+            case Run(steps=steps, share=share):
+                yield from steps if share == 1.0 else map(_half, steps)
+            case Launch(step=step):
+                yield step
+            case _:
+                pass
+
+
+def _half(step: Step) -> Step:
+    """Half of a copy: the other half stands behind the collective."""
+    assert isinstance(step, Compute) and not step.flops, step
+    return replace(step, nbytes=step.nbytes * Fraction(1, 2))
 
 
 def _bytes_at(one: Mapping[str, Any], values: Mapping[str, int]) -> Fraction:
@@ -205,25 +208,35 @@ def _bytes_at(one: Mapping[str, Any], values: Mapping[str, int]) -> Fraction:
 Level = dict[tuple[str, Powers], Fraction]
 
 
-def _peaks(holdings: Sequence[Holding]) -> tuple[Mapping[str, Any], ...]:
+def _peaks(program: Program) -> tuple[Mapping[str, Any], ...]:
     """Of all instants those that are not below another one whatever the sizes: no term of theirs is larger there."""
-    change: dict[float, Level] = defaultdict(lambda: defaultdict(Fraction))
-    for held in holdings:
-        kind = STATES if held.tenant.startswith(RESIDENT) else ACTIVATIONS
-        for powers, times in terms(held.nbytes).items():
-            change[held.start][kind, powers] += times
-            change[held.end][kind, powers] -= times
     level: Level = defaultdict(Fraction)
     kept: list[tuple[dict[Powers, Fraction], Level]] = []
-    for instant in sorted(change):
-        for key, times in change[instant].items():
-            level[key] += times
+
+    def change(buffer: Buffer, sign: int) -> None:
+        kind = STATES if buffer.kind in KINDS_OF_STATES else ACTIVATIONS
+        for powers, times in terms(buffer.nbytes).items():
+            level[kind, powers] += sign * times
+
+    def look() -> None:
+        nonlocal kept
         total: dict[Powers, Fraction] = defaultdict(Fraction)
         for (_, powers), times in level.items():
             total[powers] += times
         if not any(_is_below(total, other) for other, _ in kept):
             kept = [(other, at) for other, at in kept if not _is_below(other, total)]
             kept.append((total, dict(level)))
+
+    for buffer in program.resident:
+        change(buffer, 1)
+    look()
+    grows = False
+    for _, buffer, sign in changes(program):
+        if grows and sign < 0:  # the top of a rise
+            look()
+        grows = sign > 0
+        change(buffer, sign)
+    look()
     return tuple(
         {
             kind: form_of({powers: times for (of, powers), times in level.items() if of == kind and times})

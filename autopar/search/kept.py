@@ -10,16 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.assemble import DEVICE
-from autopar.decide import refereed
-from autopar.events import Staged
 from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan import Plan, PlanMismatch
 from autopar.plan.fit import check
 from autopar.plan.plan import AGAIN
 from autopar.price import Pricer
+from autopar.referee import refereed
+from autopar.simulate.timeline import timeline_of
 from cost_models.hardware import Hardware
-from cost_models.simulator import play
 
 ROOM = 1.1  # times the room that a plan was searched for: with more than that there may be a better one
 CUT = "cut_at_s"  # among the facts of a search that its time limit has ended
@@ -75,7 +74,7 @@ def priced_again(plan: Plan, hardware: Hardware, optimizer: str, origin: str) ->
     )  # fmt: skip
     played, peaks = found.predicted_seconds, dict(found.peak_bytes)
     if hardware.overlaps and plan.prefetch is not None:
-        timeline = play(Staged(plan, pricer).events(overlap=True, prefetch=plan.prefetch))
+        timeline = timeline_of(plan, pricer, plan.prefetch)
         played, peaks[DEVICE] = timeline.seconds, max(peaks[DEVICE], timeline.memory[DEVICE].peak_bytes)
     if plan.bound > found.step_seconds * (1 + 1e-6):
         raise PlanMismatch(

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from autopar.assemble import DEVICE
-from autopar.events import events_of
+from autopar.attention import ATTENTION_BACKWARD
 from autopar.layout import local_type
+from autopar.lower.program import Operator, Run
 from autopar.plan import Plan
 from autopar.plan.tell import human
 from autopar.price import Pricer
 from autopar.search.limits import Infeasible, NoAnswerInTime
+from autopar.simulate.timeline import events_of
 from cost_models.caching_allocator import reserved_by
 from cost_models.reserve import Room, outside_bytes, peers_of, workspaces
 from cost_models.simulator import COMPUTE, Event, Hold
@@ -31,7 +33,7 @@ def reserved_bytes(plan: Plan, pricer: Pricer, *, expandable: bool = False) -> i
     take beside it.
     """
     priced = replace(pricer, bucket_bytes=plan.bucket_bytes)
-    events = events_of(plan, priced, overlap=plan.prefetch is not None, prefetch=plan.prefetch or 0)
+    events = events_of(plan, priced, plan.prefetch)
     events = [_with_kernel(event, plan) for event in events]
     inside = reserved_by(events, expandable=expandable, beside={DEVICE: workspaces(pricer.hardware)})[DEVICE]
     sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
@@ -45,16 +47,17 @@ def _with_kernel(event: Event, plan: Plan) -> Event:
     Attention sums the gradient of its queries in float32 and keeps a number of each row (flash_api.cpp: dq_accum,
     softmax_d). Of what others take, sums and indices of a row or column, the gaps are many times the size.
     """
-    about = dict(event.about)
-    op, node = str(about.get("op", "")), plan.graph.by_name.get(str(about.get("node", "")))
-    if event.stream != COMPUTE or node is None or "reader" in about or "attention" not in op or "backward" not in op:
-        return event
+    match event.by:
+        case Run(Operator(name)) if event.stream == COMPUTE and plan.graph.by_name[name].op == ATTENTION_BACKWARD:
+            node = plan.graph.by_name[name]
+        case _:
+            return event
     (type, *_), (layout, *_) = node.outputs, plan.choices[node.name].gives
     if type is None:
         return event
     queries = local_type(type, layout, plan.mesh)
     nbytes = 4 * (queries.numel + queries.numel // max(1, queries.shape[-1]))
-    return replace(event, holds=(*event.holds, Hold(f"{op} itself", nbytes, DEVICE)))
+    return replace(event, holds=(*event.holds, Hold(f"{node.op} itself", nbytes, DEVICE)))
 
 
 def held_within(room: Room, find: Callable[[float], Plan], pricer: Pricer) -> Plan:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.assemble import output_name
-from autopar.decide import choose, refereed
+from autopar.decide import choose
 from autopar.graph import Graph
 from autopar.layout import Layout, Partial, local_shape, replicated
 from autopar.plan import Plan
 from autopar.price import Pricer
+from autopar.referee import refereed
 from autopar.search.posed import limits_of
 from autopar.search.spare import NOTHING_SPARED
 from autopar.strategy import NOTHING, Strategy, propose

@@ -16,13 +16,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from autopar.assemble import DEVICE
-from autopar.events import Staged
+from autopar.graph import Graph, weights_in
 from autopar.hidden import GRADIENTS, MOVES, WEIGHTS, Shares
+from autopar.lower import Lowering
+from autopar.lower.program import Launch, Read, Send
 from autopar.plan.plan import Candidate, Plan
 from autopar.price import Pricer
-from autopar.schedule import weights_in
-from cost_models.simulator import Timeline, play
+from autopar.simulate.events import events
+from cost_models.simulator import Event, Timeline, play
+from cost_models.steps import DEVICE
 
 Again = Callable[[Shares, float], Plan | None]
 
@@ -66,13 +68,14 @@ def best_prefetch(plan: Plan, pricer: Pricer, memory: float | None, beat: float 
     """The plan with the prefetch that makes it quickest and fits. `beat`: seconds that a good plan would take."""
     if not pricer.hardware.overlaps:
         return Played(plan, None)
-    staged = Staged(plan, replace(pricer, bucket_bytes=plan.bucket_bytes))
+    pricer = replace(pricer, bucket_bytes=plan.bucket_bytes)
+    lowering = Lowering(plan, pricer)
     best = Played(replace(plan, prefetch=None, simulated_seconds=None), None)
     wished, lacks = None, 0.0
     for prefetch in (FIRST, *OTHERS, 0):
         if prefetch == 0 and best.timeline is not None:
             break  # gathering at the use is for plans that have no memory to gather earlier
-        timeline = play(staged.events(overlap=True, prefetch=prefetch))
+        timeline = play(events(lowering.program(prefetch), plan.graph, pricer, told=False))
         peak = max(plan.peak_bytes[DEVICE], timeline.memory[DEVICE].peak_bytes)
         if memory is not None and peak > memory:
             if prefetch == FIRST:
@@ -171,8 +174,8 @@ def exposed_shares(plan: Plan, timeline: Timeline) -> tuple[dict[tuple[str, str]
     busy: dict[tuple[str, str], float] = defaultdict(float)
     exposed: dict[tuple[str, str], float] = defaultdict(float)
     for event, waited in zip(timeline.events, timeline.exposed_of, strict=True):
-        kind = MOVES if event.stream in BESIDE else _kind(dict(event.about), weights)
-        if kind and (kind == MOVES or event.stream.startswith("comm:")):
+        kind = MOVES if event.stream in BESIDE else _kind(event, plan.graph, weights)
+        if kind:
             key = kind, event.stream.removeprefix("comm:")
             busy[key] += event.seconds
             exposed[key] += waited
@@ -193,10 +196,14 @@ def _completed(known: Shares, axes: Sequence[str], unseen: float) -> dict[tuple[
     return found
 
 
-def _kind(about: Mapping[str, str | int], weights: set[str]) -> str:
-    if "results" in about or str(about.get("result", "")).startswith("gradient"):
-        return GRADIENTS
-    return WEIGHTS if "reader" in about and str(about.get("value")) in weights else ""
+def _kind(event: Event, graph: Graph, weights: set[str]) -> str:
+    match event.by:
+        case Launch(of=Send(places)) if graph.results[places[0]].kind == "gradient":
+            return GRADIENTS
+        case Launch(of=Read(reader, position)) if graph.by_name[reader].operands[position].name in weights:
+            return WEIGHTS
+        case _:
+            return ""
 
 
 def _same(one: Plan, other: Plan) -> bool:

@@ -15,11 +15,11 @@ from functools import cached_property
 from autopar.assemble import Assembled
 from autopar.decide import decide
 from autopar.graph import Graph
+from autopar.lower.buckets import bucket_bytes
 from autopar.plan import Plan
 from autopar.policies import SPARING, called
 from autopar.price import Pricer
 from autopar.saving import Widened
-from autopar.schedule import bucket_bytes
 from autopar.search.layouts import Known, best_among, cheapest
 from autopar.search.limits import Infeasible, picks_or_raise, prices_of
 from autopar.search.posed import Wanted, posed, restricted

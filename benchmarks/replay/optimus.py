@@ -25,11 +25,11 @@ from math import log2, sqrt
 import torch
 from torch import Tensor, nn
 
-from autopar.events import events_of
 from autopar.graph import Graph
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.price import Pricer
+from autopar.simulate.timeline import events_of
 from autopar.strategy import operand_types
 from autopar.trace import capture, graph_of
 from autopar.work import VIEWS, bytes_moved, flops_of

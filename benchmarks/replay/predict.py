@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from autopar.events import events_of
 from autopar.graph import Graph, Node, TensorType
 from autopar.layout import REPLICATE, local_type
 from autopar.plan import Plan
 from autopar.price import Pricer
+from autopar.simulate.timeline import events_of
 from benchmarks.replay.kernels import as_kernels
 from benchmarks.replay.llama import SHAPES, graph_of_model, with_batch
 from benchmarks.replay.published import plan_as_published
@@ -107,9 +107,7 @@ def seconds_of(row: Row, hardware: Hardware, plan: Plan) -> float:
 
 
 def _events(row: Row, hardware: Hardware, plan: Plan) -> list[Event]:
-    return events_of(
-        plan, Pricer.on(row.mesh, hardware, plan.optimizer, plan.bucket_bytes), overlap=True, prefetch=PREFETCH
-    )
+    return events_of(plan, Pricer.on(row.mesh, hardware, plan.optimizer, plan.bucket_bytes), prefetch=PREFETCH)
 
 
 def fitted_rate(row: Row, hardware: Hardware, plan: Plan) -> float:

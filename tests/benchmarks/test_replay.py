@@ -21,12 +21,12 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.attention import OPERANDS_OF_ATTENTION
-from autopar.events import events_of
 from autopar.graph import Graph
 from autopar.measure.memory import LiveBytes
 from autopar.mesh import parse_mesh
 from autopar.plan import Plan
 from autopar.price import Pricer
+from autopar.simulate.timeline import events_of
 from autopar.strategy import operand_types
 from autopar.trace import capture, graph_of
 from autopar.work import VIEWS, flops_of
@@ -260,11 +260,9 @@ def test_copied_layers_are_what_a_longer_model_gives(mesh: str, policy: str) -> 
     assert len(copied.graph.nodes) == len(direct.graph.nodes)
     assert set(copied.parameters) == set(direct.parameters)
     assert copied.comm_bytes == direct.comm_bytes
-    for overlap in (False, True):
+    for prefetch in (None, 8):
         ours, theirs = (
-            play(
-                events_of(one, Pricer.on(one.mesh, H100, one.optimizer, one.bucket_bytes), overlap=overlap, prefetch=8)
-            )
+            play(events_of(one, Pricer.on(one.mesh, H100, one.optimizer, one.bucket_bytes), prefetch))
             for one in (copied, direct)
         )
         assert ours.seconds == pytest.approx(theirs.seconds, rel=1e-9)

@@ -95,7 +95,7 @@ def test_gaps_between_values_that_stay_are_reserved_and_not_held() -> None:
 
 def test_states_of_the_optimizer_come_at_the_end_of_the_first_step() -> None:
     """They take the room of activations, which is what makes the second step ask for more."""
-    states = Hold("optimizer states of w", 40 * MIB, until=None, resident=True)
+    states = Hold("optimizer states of w", 40 * MIB, until=None, resident=True, at_first_update=True)
     weight = Hold("parameter w", 20 * MIB, until=None, resident=True)
     events = [event(weight, states, Hold("activations", 80 * MIB, until=(1,))), event()]
     assert (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar._compat import FakeTensorMode
-from autopar.emit import Program, emit
+from autopar.emit import Emitted, emit
 from autopar.emit.writer import target_of
 from autopar.graph import TensorType
 from autopar.layout import Layout, local_type
@@ -34,7 +34,7 @@ def without_kernel(called: Called, device: str) -> list[str]:
 
 def run_fake(plan: Plan, device: str) -> Called:
     """The operators of one step on fake tensors. Raises AssertionError where a result is not what the plan says."""
-    program: Program = emit(plan, {axis: axis for axis in plan.mesh.names}, device)
+    program: Emitted = emit(plan, {axis: axis for axis in plan.mesh.names}, device)
     mesh = plan.mesh
     with FakeTensorMode() as mode, Called() as called, torch.no_grad():
 

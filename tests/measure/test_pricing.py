@@ -14,7 +14,7 @@ from autopar.plan import Plan
 from autopar.plan.store import dumps, loads
 from autopar.search import Question, answer, ask, search
 from autopar.search.baselines import compare
-from autopar.timeline import pricer_of, timeline_of
+from autopar.simulate.timeline import pricer_of, timeline_of
 from cost_models.hardware import Hardware
 from cost_models.measured import Key
 from cost_models.price import seconds

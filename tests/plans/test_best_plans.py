@@ -9,11 +9,13 @@ from functools import cache
 
 import pytest
 
-from autopar.decide import Referee, peak_of
 from autopar.layout import Shard
+from autopar.lower import lower
+from autopar.lower.memory import peaks
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.price import Pricer
+from autopar.referee import seconds_by
 from autopar.search import search
 from tests.support.check import difference, mesh_of, worst_difference
 from tests.support.families import FAMILIES, family
@@ -59,11 +61,10 @@ def test_the_best_plan_is_right_in_float64(name: str) -> None:
 def test_price_and_memory_add_up_again(name: str, sizes: tuple[int, ...]) -> None:
     """`search` raises RefereeError otherwise; here once more, from the steps that the plan holds."""
     plan = best(name, mesh_of(*sizes))
-    referee = Referee(
-        plan.graph, plan.choices, plan.deliveries, Pricer.on(plan.mesh, FAST, plan.optimizer, plan.bucket_bytes)
-    )
-    assert math.isclose(sum(referee.seconds_by().values()), plan.step_seconds, rel_tol=1e-9)
-    assert peak_of(referee.holdings())[0] == plan.peak_bytes["hbm"]
+    pricer = Pricer.on(plan.mesh, FAST, plan.optimizer, plan.bucket_bytes)
+    program = lower(plan, None, pricer)
+    assert math.isclose(sum(seconds_by(program, pricer).values()), plan.step_seconds, rel_tol=1e-9)
+    assert peaks(program) == plan.peak_bytes
     assert math.isclose(sum(plan.seconds_by.values()), plan.step_seconds, rel_tol=1e-9)
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from autopar.emit import emit
-from autopar.schedule import Advance, Read, Run, is_product, schedule
+from autopar.lower.program import Read
+from autopar.lower.schedule import Advance, Facts, Turn, is_product, schedule
 from autopar.search import search
 from cost_models.hardware import Hardware
 from tests.support.check import difference, mesh_of
@@ -28,17 +29,17 @@ def test_a_weight_is_launched_one_product_ahead_and_waited_for_at_its_use() -> N
     for seed in range(20):
         plan = sampler.draw(seed)
         weights = {node.name for node in plan.graph.nodes if node.op == "parameter"}
-        order = [item for item in schedule(plan, "forward", 1) if isinstance(item, (Run, Advance))]
+        order = schedule(Facts(plan), "forward", 1)
         for read in {item.transfer for item in order if isinstance(item, Advance) and isinstance(item.transfer, Read)}:
             reader = plan.graph.by_name[read.reader]
             if (
                 reader.operands[read.position].name in weights
                 and plan.choices[read.reader].reads[read.position][0].kind == "all_gather"
             ):
-                between = order[order.index(Advance(read)) : order.index(Run(read.reader))]
-                before = order[: order.index(Run(read.reader))]
+                between = order[order.index(Advance(read)) : order.index(Turn(read.reader))]
+                before = order[: order.index(Turn(read.reader))]
                 count = [
-                    sum(isinstance(i, Run) and is_product(plan.choices[i.node]) for i in part)
+                    sum(isinstance(i, Turn) and is_product(plan.choices[i.node]) for i in part)
                     for part in (between, before)
                 ]
                 assert count[0] == min(1, count[1]), read

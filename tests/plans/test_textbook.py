@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.decide import Referee
 from autopar.layout import REPLICATE, Partial, Shard, encode
+from autopar.lower import lower
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.price import Pricer
+from autopar.referee import seconds_by
 from autopar.search import search
 from tests.support.check import difference, mesh_of
 from tests.support.families import Case, family
@@ -131,11 +132,12 @@ def test_one_producer_used_twice_by_one_node_is_paid_once_and_paid() -> None:
     changes = [change for node in at for change in plan.choices[node.name].reads[0]]
     assert [change.kind for change in changes] == ["all_to_all"]
     assert changes[0].local.nbytes == 64 * 32 * 4 // 8
-    referee = Referee(plan.graph, plan.choices, plan.deliveries, sampler.pricer)
-    assert sum(referee.seconds_by().values()) == pytest.approx(plan.step_seconds, rel=1e-12)
+    pricer = sampler.pricer
+    priced = sum(seconds_by(lower(plan, None, pricer), pricer).values())
+    assert priced == pytest.approx(plan.step_seconds, rel=1e-12)
     without = replace(plan.choices[at[0].name], reads=tuple(() for _ in plan.choices[at[0].name].reads))
-    free = Referee(plan.graph, {**plan.choices, at[0].name: without}, plan.deliveries, sampler.pricer)
-    paid = sum(referee.seconds_by().values()) - sum(free.seconds_by().values())
+    free = replace(plan, choices={**plan.choices, at[0].name: without})
+    paid = priced - sum(seconds_by(lower(free, None, pricer), pricer).values())
     assert len(at) == 2 or paid == pytest.approx(sampler.pricer.seconds([s for c in changes for s in c.steps(8)]))
     assert difference(plan, case)[0] <= 1e-4
 
@@ -158,8 +160,8 @@ def test_more_and_equal_layers_cost_as_the_plan_says_tied_or_not() -> None:
     assert free.step_seconds <= tied.step_seconds * (1 + 1e-9)
     first = PlanSampler(case.graph, mesh, hardware)
     for plan in (tied, free):
-        referee = Referee(case.graph, plan.choices, plan.deliveries, Pricer.on(mesh, hardware, "adamw"))
-        assert sum(referee.seconds_by().values()) == pytest.approx(plan.step_seconds, rel=1e-9)
+        pricer = Pricer.on(mesh, hardware, "adamw", plan.bucket_bytes)
+        assert sum(seconds_by(lower(plan, None, pricer), pricer).values()) == pytest.approx(plan.step_seconds, rel=1e-9)
         assert difference(plan, case)[0] <= 1e-4
     assert first.solve().cost == pytest.approx(free.step_seconds, rel=1e-6)
 

@@ -15,13 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar._compat import fx_graph_cse
-from autopar.emit import Program, emit
+from autopar.emit import Emitted, emit
+from autopar.lower.program import Copy
+from autopar.lower.schedule import Advance, Facts, Turn, is_product, schedule
 from autopar.mesh import Mesh
 from autopar.optim import Streamed
 from autopar.plan import Plan
 from autopar.price import OPTIMIZER_STATES, Pricer
-from autopar.schedule import Advance, Copy, Run, is_product, schedule
-from autopar.timeline import events_of
+from autopar.simulate.timeline import events_of
 from autopar.work import FETCH, STORE
 from cost_models.simulator import Event
 from cost_models.steps import Move
@@ -43,11 +44,11 @@ def drawn(name: str, sizes: tuple[int, ...], seed: int) -> Plan:
     return ResidenceSampler(family(name).wide_graph, mesh_of(*sizes)).draw(seed)
 
 
-def program_of(plan: Plan) -> Program:
+def program_of(plan: Plan) -> Emitted:
     return emit(plan, {axis: axis for axis in plan.mesh.names})
 
 
-def parts(program: Program) -> list[fx.GraphModule]:
+def parts(program: Emitted) -> list[fx.GraphModule]:
     assert program.backward is not None
     return [program.forward, program.backward]
 
@@ -79,8 +80,8 @@ def test_copies_may_come_as_late_as_they_are_waited_for(name: str, sizes: tuple[
 
 def copies_of(plan: Plan, pricer: Pricer) -> list[Event]:
     """What is copied in forward and backward, as the simulator plays it."""
-    events = events_of(plan, pricer, overlap=True, prefetch=plan.prefetch or 0)
-    return [event for event in events if "copy" in dict(event.about)]
+    events = events_of(plan, pricer, plan.prefetch or 0)
+    return [event for event in events if "copy" in dict(event.about) and event.phase != "optimizer"]
 
 
 def nbytes_of(copies: Sequence[Event]) -> Counter[str]:
@@ -122,7 +123,7 @@ def test_the_optimizer_moves_the_states_that_the_plan_streams(one: DeviceMesh, s
     steps = [step for one_of_them in streamed for step in pricer.update_steps(one_of_them.nbytes, "float32", "stream")]
     fetched = sum(step.nbytes for step in steps if isinstance(step, Move) and step.dst == "hbm")
     assert late.nbytes == {"fetch": fetched, "store": fetched} and fetched > 0
-    events = [event for event in events_of(plan, pricer, overlap=True) if event.phase == "optimizer"]
+    events = [event for event in events_of(plan, pricer, prefetch=1) if event.phase == "optimizer"]
     for what, way in (("fetch", "h2d"), ("store", "d2h")):
         played = sum(event.stream == way for event in events)
         assert sum(entry[0] == what for entry in late.log) == OPTIMIZER_STATES["adamw"] * played == 2 * len(streamed)
@@ -170,8 +171,8 @@ def test_fetches_are_launched_so_many_products_ahead(
     """Of what runs where it stands; what runs ahead, to be gathered, is fetched ahead of that."""
     plan = drawn(name, sizes, seed)
     for phase in ("forward", "backward"):
-        order = schedule(plan, phase, prefetch)
-        products = [i for i, a in enumerate(order) if isinstance(a, Run) and is_product(plan.choices[a.node])]
+        order = schedule(Facts(plan), phase, prefetch)
+        products = [i for i, a in enumerate(order) if isinstance(a, Turn) and is_product(plan.choices[a.node])]
         for node in plan.graph.nodes:
             if node.op == FETCH and node.phase == phase:
                 launched, waited = (i for i, action in enumerate(order) if action == Advance(Copy(node.name)))

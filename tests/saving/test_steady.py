@@ -9,11 +9,10 @@ from math import isclose
 
 import pytest
 
-from autopar.events import events_of
 from autopar.plan import Plan
 from autopar.price import Pricer
-from autopar.steady import read_order, steady_s
-from autopar.timeline import timeline_of
+from autopar.simulate.steady_state import read_order, steady_s
+from autopar.simulate.timeline import events_of, timeline_of
 from cost_models.hardware import Hardware
 from cost_models.simulator import COMPUTE
 from tests.support.check import mesh_of
@@ -51,7 +50,7 @@ CASES = [(name, seed, rate) for name in ("mlp", "block", "gpt2") for seed in ran
 @pytest.mark.parametrize(("name", "seed", "rate"), CASES, ids=str)
 def test_a_step_takes_no_longer_than_alone_and_no_less_than_its_busiest_stream(name, seed, rate) -> None:
     plan, pricer = drawn(name, seed, rate)
-    alone = timeline_of(plan, pricer, overlap=True, prefetch=plan.prefetch or 0)
+    alone = timeline_of(plan, pricer, plan.prefetch or 0)
     steady = steady_s(plan, pricer)
     assert steady <= alone.seconds * (1 + 1e-9)
     assert steady >= max(alone.busy_s.values()) * (1 - 1e-9)
@@ -61,7 +60,7 @@ def test_a_step_takes_no_longer_than_alone_and_no_less_than_its_busiest_stream(n
 def test_without_parameters_on_the_host_a_step_is_what_it_is_alone() -> None:
     sampler = ResidenceSampler(family("gpt2").graph, mesh_of(2), H100)
     plan = replace(sampler.plan({}, {}, random.Random(0)), prefetch=2)
-    alone = timeline_of(plan, sampler.pricer, overlap=True, prefetch=2)
+    alone = timeline_of(plan, sampler.pricer, prefetch=2)
     assert isclose(steady_s(plan, sampler.pricer), alone.seconds, rel_tol=1e-9) and not read_order(plan)
 
 
@@ -70,7 +69,7 @@ def test_without_parameters_on_the_host_a_step_is_what_it_is_alone() -> None:
 def test_a_step_is_that_of_two_played_by_hand(name: str, rate: float) -> None:
     """The second of two steps, by rules of its own: queues, and when each parameter was updated."""
     plan, pricer = offloaded(name, rate)
-    once = events_of(plan, pricer, overlap=True, prefetch=1)
+    once = events_of(plan, pricer, 1)
     updates = {dict(event.about)["target"]: event.seconds for event in once if event.stream == HOST}
     parameter_of = {node.name: node.target for node in plan.graph.nodes if node.op == "parameter"}
     parameter_of |= {

@@ -9,11 +9,13 @@ from math import isclose
 
 import pytest
 
-from autopar.decide import Referee, peak_of, refereed
 from autopar.emit import emit
+from autopar.lower import lower
+from autopar.lower.memory import changes, peaks
 from autopar.plan import Plan
 from autopar.price import Pricer
-from autopar.timeline import events_of, timeline_of
+from autopar.referee import refereed, unfilled
+from autopar.simulate.timeline import events_of, timeline_of
 from cost_models.hardware import Hardware
 from cost_models.simulator import COMPUTE
 from cost_models.steps import Compute, Move
@@ -42,10 +44,10 @@ def test_without_overlap_a_plan_takes_and_holds_what_it_says(name, sizes, machin
     plan, pricer = drawn(name, sizes, machine, seed)
     timeline = timeline_of(plan, pricer)
     assert isclose(timeline.seconds, plan.step_seconds, rel_tol=1e-12)
-    holdings = Referee(plan.graph, plan.choices, plan.deliveries, pricer, plan.residence).holdings()
+    held = peaks(lower(plan, None, pricer))
     assert timeline.memory.keys() == plan.peak_bytes.keys()
     for tier, memory in timeline.memory.items():
-        assert memory.peak_bytes == plan.peak_bytes[tier] == peak_of(holdings, tier)[0]
+        assert memory.peak_bytes == plan.peak_bytes[tier] == held[tier]
         assert memory.levels[0] == memory.levels[-1]
     for stream in ("h2d", "d2h"):
         assert isclose(timeline.busy_s.get(stream, 0.0), plan.seconds_by.get(stream, 0.0), rel_tol=1e-9)
@@ -61,14 +63,13 @@ def test_with_overlap_the_same_work_is_done_within_its_bounds(name, sizes, machi
             outputs="sharded", residence=plan.residence,
         )  # fmt: skip
         alone = timeline_of(priced, pricer)
-        beyond = Referee(plan.graph, plan.choices, plan.deliveries, pricer, plan.residence).unfilled()  # rows' waiting
+        beyond = unfilled(lower(priced, None, pricer), pricer)  # buckets' waiting
         for prefetch in (0, 2):
-            timeline = timeline_of(priced, pricer, overlap=True, prefetch=prefetch)
+            timeline = timeline_of(priced, pricer, prefetch=prefetch)
             assert timeline.seconds <= (priced.step_seconds + sum(beyond.values())) * (1 + 1e-12)
             assert timeline.busy_s.keys() == alone.busy_s.keys()
             for stream, busy in alone.busy_s.items():
-                told = busy + beyond.get(stream.removeprefix("comm:"), 0.0)
-                assert isclose(timeline.busy_s[stream], told, rel_tol=1e-9)
+                assert isclose(timeline.busy_s[stream], busy, rel_tol=1e-9)
             for tier, memory in timeline.memory.items():
                 assert memory.levels[0] == memory.levels[-1] == alone.memory[tier].levels[0]
                 assert min(memory.levels) >= 0
@@ -77,7 +78,7 @@ def test_with_overlap_the_same_work_is_done_within_its_bounds(name, sizes, machi
 def played(plan: Plan, pricer: Pricer, prefetch: int) -> list[tuple[str, object]]:
     found: list[tuple[str, object]] = []
     number_of: dict[int, int] = {}
-    for place, event in enumerate(events_of(plan, pricer, overlap=True, prefetch=prefetch)):
+    for place, event in enumerate(events_of(plan, pricer, prefetch)):
         if event.phase == "optimizer":
             continue
         if event.stream != COMPUTE:
@@ -141,8 +142,9 @@ def test_prices_of_a_parameter_are_those_of_its_residence(name, sizes, machine, 
 @some_plans
 def test_what_lies_on_the_host_is_told(name, sizes, machine, seed) -> None:
     plan, pricer = drawn(name, sizes, machine, seed)
-    holdings = Referee(plan.graph, plan.choices, plan.deliveries, pricer, plan.residence).holdings()
-    tenants = {(held.tenant, held.tier) for held in holdings}
+    program = lower(plan, None, pricer)
+    buffers = [*program.resident, *(buffer for _, buffer, _ in changes(program))]
+    tenants = {(buffer.owner, buffer.tier) for buffer in buffers}
     for name_of in hosted(plan.residence):
         assert (f"parameter {name_of}", "host") in tenants and (f"parameter {name_of}", "hbm") not in tenants
         assert (f"gradient of {name_of}", "host") in tenants

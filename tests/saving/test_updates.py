@@ -24,7 +24,7 @@ from autopar.attach.late import Late
 from autopar.attach.updates import Updates
 from autopar.optim import Streamed
 from autopar.plan import Plan
-from autopar.steady import read_order
+from autopar.simulate.steady_state import read_order
 from tests.saving.test_module import compiled, everything, local, loss_of, model_of, sampler_of
 from tests.support.moves import FETCH
 from tests.support.residence import hosted

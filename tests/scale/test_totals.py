@@ -14,10 +14,11 @@ from autopar.graph import Graph, Ref, TensorType
 from autopar.layout import REPLICATE, Layout, Shard, local_type
 from autopar.mesh import Mesh
 from autopar.plan import Choice, Delivery, Plan
+from autopar.plan.plan import Decision
 from autopar.price import Pricer
 from autopar.reshard import Reshard
 from autopar.scale import DoesNotSplit, Growth, Totals, growth_of, plan_at, totals, usual_sources
-from autopar.scale.elsewhere import Elsewhere, units
+from autopar.scale.elsewhere import units
 from autopar.scale.forms import STATES, totals_of
 from autopar.search import search
 from autopar.strategy import propose
@@ -77,7 +78,7 @@ def same_choices(plan: Plan, graph: Graph, mesh: Mesh, hardware: Hardware) -> Pl
 
 
 def numbers(plan: Plan, hardware: Hardware) -> Totals:
-    there = Elsewhere(plan.graph, plan.mesh, plan.choices, plan.deliveries)
+    there = Decision(plan.graph, plan.mesh, plan.choices, plan.deliveries)
     return totals_of(there, Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes), {})
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from autopar.classes import classes_of
-from autopar.decide import Referee
 from autopar.graph import Graph, Node, Ref
 from autopar.layout import REPLICATE, Layout, Shard, replicated
+from autopar.lower import lower
 from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.policies import POLICIES, REWRITES, agree, batch_size, policies_for, restrict
@@ -25,6 +25,7 @@ from cost_models.hardware import Hardware
 from tests.support.check import difference, mesh_of
 from tests.support.families import family
 from tests.support.machines import FAST, SLOW
+from tests.support.programs import held_before, runs
 
 H100 = Hardware.load("h100-sxm")
 NAMES = ["mlp", "gpt2", "cnn"]
@@ -162,11 +163,10 @@ def test_fsdp_gathers_weights_for_each_use_and_scatters_gradients(name: str) -> 
 
 def whole_weights(plan: Plan) -> set[str]:
     """What holds a weight that was gathered when backward begins, as the referee counts it."""
-    referee = Referee(plan.graph, plan.choices, plan.deliveries, Pricer.on(plan.mesh, H100, "adamw"))
+    program = lower(plan, None, Pricer.on(plan.mesh, H100, "adamw"))
     first = next(node.name for node in plan.graph.nodes if node.phase == "backward" and not node.is_source)
-    at = referee.live.at[first]
-    held = [h for h in referee.holdings() if h.start <= at < h.end and " resharded for " in h.tenant]
-    return {held_by.tenant.split(" resharded for ")[0] for held_by in held} & set(plan.parameters)
+    held = [buffer.owner for buffer in held_before(program, runs(first)) if " resharded for " in buffer.owner]
+    return {owner.split(" resharded for ")[0] for owner in held} & set(plan.parameters)
 
 
 def test_zero2_gathers_each_weight_once_and_scatters_each_gradient_once() -> None:

@@ -19,7 +19,7 @@ from autopar.search import Question, answer, ask
 from autopar.search.__main__ import main
 from autopar.search.baselines import compare, table
 from autopar.search.simulated import best_prefetch, choose, floor_s
-from autopar.timeline import timeline_of
+from autopar.simulate.timeline import timeline_of
 from autopar.work import STORE
 from cost_models.hardware import Hardware, HostLink
 from cost_models.steps import Comm
@@ -56,9 +56,7 @@ def plans(name: str, sizes: tuple[int, ...], hardware: Hardware) -> tuple[Plan, 
 def played_s(plan: Plan, pricer: Pricer) -> float:
     if plan.prefetch is None:
         return plan.step_seconds
-    return timeline_of(
-        plan, replace(pricer, bucket_bytes=plan.bucket_bytes), overlap=True, prefetch=plan.prefetch
-    ).seconds
+    return timeline_of(plan, replace(pricer, bucket_bytes=plan.bucket_bytes), prefetch=plan.prefetch).seconds
 
 
 @some
@@ -119,7 +117,7 @@ def test_the_plan_fits_with_what_is_in_flight(name, share):
     assert plan.peak_bytes["hbm"] <= share * roomy
     pricer = replace(asked.pricer, bucket_bytes=plan.bucket_bytes)
     if plan.prefetch is not None:
-        timeline = timeline_of(plan, pricer, overlap=True, prefetch=plan.prefetch)
+        timeline = timeline_of(plan, pricer, prefetch=plan.prefetch)
         assert timeline.memory["hbm"].peak_bytes <= plan.peak_bytes["hbm"]
 
 
@@ -186,7 +184,7 @@ def test_one_rank_that_copies_to_its_host_and_back_is_simulated():
     assert in_sum.residence or any(node.op == STORE for node in in_sum.graph.nodes)
     assert plan.simulated_seconds is not None and plan.prefetch
     assert plan.predicted_seconds == plan.simulated_seconds < in_sum.step_seconds
-    assert timeline_of(plan, asked.pricer, overlap=True, prefetch=plan.prefetch).memory["hbm"].peak_bytes <= memory
+    assert timeline_of(plan, asked.pricer, prefetch=plan.prefetch).memory["hbm"].peak_bytes <= memory
 
 
 @some

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar.decide import Referee
 from autopar.emit import emit
 from autopar.graph import Graph, Ref
+from autopar.lower import lower
 from autopar.plan import Plan
 from autopar.price import Pricer
 from autopar.saving import gathered_once, is_gathered_once, kept_whole, plain
@@ -20,6 +20,7 @@ from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from tests.support.check import mesh_of
 from tests.support.families import family
+from tests.support.programs import held_before, of_a_gradient
 
 H100 = Hardware.load("h100-sxm")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -66,13 +67,11 @@ def test_gathers_come_before_what_is_computed_and_reductions_behind_it(name: str
 def test_weights_and_gradients_are_whole_when_backward_ends(name: str) -> None:
     """The first reduction finds all of both; the peak is above that of zero2, which is above that of fsdp."""
     plan, zero2 = plan_of(name, "zero1"), plan_of(name, "zero2")
-    referee = Referee(plan.graph, plan.choices, plan.deliveries, Pricer.on(plan.mesh, H100, "adamw"))
-    at = min(at for place, at in referee.live.sent_at.items() if plan.graph.results[place].kind == "gradient")
-    held = [holding for holding in referee.holdings() if holding.start <= at < holding.end]
-    gathered = [holding.nbytes for holding in held if " resharded for " in holding.tenant and "_once" in holding.tenant]
+    held = held_before(lower(plan, None, Pricer.on(plan.mesh, H100, "adamw")), of_a_gradient(plan.graph))
+    gathered = [one.nbytes for one in held if " resharded for " in one.owner and "_once" in one.owner]
     assert sorted(gathered) == sizes(plan.graph)
     whole = sum(sizes(plan.graph))  # of weights and of gradients; half of it for each of pieces, and two states
-    assert sum(holding.nbytes for holding in held) >= whole * (1 + 1 + 3 / 2)
+    assert sum(buffer.nbytes for buffer in held) >= whole * (1 + 1 + 3 / 2)
     assert plan.peak_bytes["hbm"] > zero2.peak_bytes["hbm"] > plan_of(name, "fsdp").peak_bytes["hbm"]
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.assemble import DEVICE, HOST, Assembled, assemble
-from autopar.decide import Holding, Referee, decide
+from autopar.decide import decide
 from autopar.graph import Graph
 from autopar.liveness import Liveness, liveness
+from autopar.lower import Program, lower
+from autopar.lower.memory import resident_bytes
+from autopar.lower.program import Alloc, Copy, Free, Instruction, Launch, Local, Operator, Read, Run
 from autopar.plan import Plan
 from autopar.price import Pricer
 from autopar.saving import Widened
@@ -54,23 +57,53 @@ class Drawn:
         """Instants at which the referee finds more bytes than the problem says."""
         said = self.priced(picks)
         plan = self.plan(picks, said)
-        referee = Referee(plan.graph, plan.choices, plan.deliveries, self.pricer, plan.residence)
         found: list[str] = []
         room = {DEVICE: ROW_TIMES * self.pricer.bucket_bytes, HOST: 0}
         assert all(nbytes <= said.peak.get(tier, 0.0) + room[tier] for tier, nbytes in plan.peak_bytes.items())
         live = liveness(self.wide.graph)
-        where = self._instants(plan.graph, referee.live, live)
         for tier, more in room.items():
-            ours = _profile(referee.holdings(), tier, referee.live.instants)
             theirs = self._said(picks, tier, live.instants) + more
-            for instant, nbytes in enumerate(ours):
-                if nbytes > theirs[where[instant]]:
-                    node = referee.live.node_at[instant]
-                    found.append(f"{tier} at {node or 'the end'}: {nbytes}, the problem says {theirs[where[instant]]}")
+            theirs[live.gathered_at] = max(theirs[live.gathered_at : live.instants])
+            for (instant, name), nbytes in self._held(plan, live, tier).items():
+                if nbytes > theirs[instant]:
+                    found.append(f"{tier} at {name}: {nbytes}, the problem says {theirs[instant]}")
         return found
 
-    def _instants(self, runs: Graph, live: Liveness, wide: Liveness) -> list[int]:
-        """The problem's instant of each of the referee's."""
+    def _held(self, plan: Plan, wide: Liveness, tier: str) -> dict[tuple[int, str], int]:
+        """The most that the plan's program holds, by the problem's instant of what runs and its name."""
+        stands_for, instant, name = self._stands_for(plan.graph), 0, "the start"
+        program = lower(plan, None, self.pricer)
+        level = resident_bytes(program).get(tier, 0)
+        found: dict[tuple[int, str], int] = {}
+        for phase, instruction in self._with_their_memory(program):
+            made = [one.buffer for one in instruction if isinstance(one, Alloc) and one.buffer.tier == tier]
+            gone = [one.buffer for one in instruction if isinstance(one, Free) and one.buffer.tier == tier]
+            match next(one for one in instruction if not isinstance(one, Alloc | Free)):
+                case Run(Operator(node)) | Run(Local(of=Read(node) | Copy(node))) | Launch(of=Read(node) | Copy(node)):
+                    instant, name = wide.at[stands_for[node]], node
+                case _ if phase == "optimizer":  # it has an order of its own
+                    instant, name = wide.gathered_at, "the updates"
+                case _:
+                    pass
+            level += sum(buffer.nbytes for buffer in made)
+            found[instant, name] = max(found.get((instant, name), 0), level)
+            level -= sum(buffer.nbytes for buffer in gone)
+        return found
+
+    def _with_their_memory(self, program: Program) -> Iterator[tuple[str, list[Instruction]]]:
+        """Each instruction with what is allocated for it and freed behind it."""
+        for phase, instructions in program.instructions.items():
+            group: list[Instruction] = []
+            for instruction in instructions:
+                if any(not isinstance(one, Alloc | Free) for one in group) and not isinstance(instruction, Free):
+                    yield phase, group
+                    group = []
+                group.append(instruction)
+            if any(not isinstance(one, Alloc | Free) for one in group):
+                yield phase, group
+
+    def _stands_for(self, runs: Graph) -> dict[str, str]:
+        """The problem's node for each of the plan's."""
         names = self.wide.graph.by_name
         stands_for: dict[str, str] = {}
         following = ""
@@ -85,11 +118,7 @@ class Drawn:
             else:
                 stands_for[node.name] = following = node.name
         assert set(stands_for.values()) <= names.keys()
-        found = [wide.at[stands_for[name]] if name else -1 for name in live.node_at]
-        ends = range(live.gathered_at, live.instants)
-        found[live.gathered_at :] = [wide.gathered_at + at - live.gathered_at for at in ends]
-        assert found == sorted(found)
-        return found
+        return stands_for
 
     def _said(self, picks: Sequence[int], tier: str, instants: int) -> np.ndarray:
         change = np.zeros(instants + 1)
@@ -104,15 +133,6 @@ class Drawn:
                 change[usage.start] += usage.nbytes[picks[edge.src], picks[edge.dst]]
                 change[usage.end] -= usage.nbytes[picks[edge.src], picks[edge.dst]]
         return change.cumsum()
-
-
-def _profile(holdings: Sequence[Holding], tier: str, instants: int) -> np.ndarray:
-    change = np.zeros(instants + 1, dtype=np.int64)
-    for held in holdings:
-        if held.tier == tier:
-            change[int(held.start)] += held.nbytes
-            change[int(held.end)] -= held.nbytes
-    return change.cumsum()[:-1]
 
 
 def drawn(

@@ -10,13 +10,17 @@ import pytest
 from torch import bfloat16, float32
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar.decide import Referee, peak_of, refereed
 from autopar.emit import emit
+from autopar.graph import weights_in
+from autopar.lower import lower
+from autopar.lower.memory import holders, peaks
+from autopar.lower.program import Read
+from autopar.lower.schedule import Advance, Facts, Turn, is_product, schedule
 from autopar.plan import Plan
 from autopar.price import Pricer
-from autopar.schedule import Advance, Read, Run, is_product, schedule, weights_in
+from autopar.referee import refereed, unfilled
 from autopar.search import search
-from autopar.timeline import events_of, timeline_of
+from autopar.simulate.timeline import events_of, timeline_of
 from autopar.trace import capture, graph_of
 from autopar.work import VIEWS
 from cost_models.simulator import COMPUTE, Event, play
@@ -57,13 +61,8 @@ def check_against_the_referee(plan: Plan, pricer: Pricer) -> None:
     assert isclose(timeline.seconds, plan.step_seconds, rel_tol=1e-12)
     memory = timeline.memory["hbm"]
     assert memory.peak_bytes == plan.peak_bytes["hbm"]
-    holdings = Referee(plan.graph, plan.choices, plan.deliveries, pricer).holdings()
-    _, at = peak_of(holdings)
-    held: Counter[str] = Counter()
-    for holding in holdings:
-        if holding.start <= at < holding.end:
-            held[holding.tenant] += holding.nbytes
-    assert dict(memory.holders) == held
+    program = lower(plan, None, pricer)
+    assert peaks(program)["hbm"] == memory.peak_bytes and holders(program) == dict(memory.holders)
     assert memory.levels[0] == memory.levels[-1]
 
 
@@ -115,7 +114,7 @@ def test_with_overlap_the_same_work_is_done_within_its_bounds(name, sizes, seed)
     plan, pricer = drawn(name, sizes, seed)
     alone = timeline_of(plan, pricer)
     for prefetch in (0, 1, 3):
-        timeline = timeline_of(plan, pricer, overlap=True, prefetch=prefetch)
+        timeline = timeline_of(plan, pricer, prefetch)
         assert Counter(map(called, sent(list(timeline.events)))) == Counter(map(called, sent(list(alone.events))))
         for stream, busy in alone.busy_s.items():
             assert isclose(timeline.busy_s[stream], busy, rel_tol=1e-9)
@@ -129,7 +128,7 @@ def test_with_overlap_the_same_work_is_done_within_its_bounds(name, sizes, seed)
 def test_values_are_ready_before_they_are_read(name, sizes, seed):
     """Every operator starts when its operands, and every update when its gradient, have been made and brought there."""
     plan, pricer = drawn(name, sizes, seed)
-    timeline = timeline_of(plan, pricer, overlap=True, prefetch=2)
+    timeline = timeline_of(plan, pricer, 2)
     made: dict[str, float] = defaultdict(float)
     brought: dict[tuple[str, str], float] = defaultdict(float)
     runs: dict[str, float] = {}
@@ -158,7 +157,7 @@ def test_values_are_ready_before_they_are_read(name, sizes, seed):
 @some_plans
 def test_a_collective_starts_after_the_kernels_issued_before_it(name, sizes, seed):
     plan, pricer = drawn(name, sizes, seed)
-    timeline = timeline_of(plan, pricer, overlap=True)
+    timeline = timeline_of(plan, pricer, prefetch=1)
     kernels_end = 0.0
     for event, start, end in zip(timeline.events, timeline.starts, timeline.ends, strict=True):
         if event.stream == COMPUTE:
@@ -172,7 +171,7 @@ def test_faster_links_never_make_a_step_slower():
         plan, _ = drawn(name, sizes, seed)
         steps = [
             timeline_of(
-                plan, Pricer.on(plan.mesh, machine(link, memory=1e11), plan.optimizer, plan.bucket_bytes), overlap=True
+                plan, Pricer.on(plan.mesh, machine(link, memory=1e11), plan.optimizer, plan.bucket_bytes), prefetch=1
             ).seconds
             for link in (1e9, 1e10, 1e11, 1e15)
         ]
@@ -222,7 +221,7 @@ def test_what_is_played_is_launched_and_waited_for_as_in_the_emitted_program(pre
         plan, pricer = drawn(name, sizes, seed)
         plan = replace(plan, prefetch=prefetch, bucket_bytes=bucket_bytes)
         pricer = replace(pricer, bucket_bytes=bucket_bytes)
-        order = order_of(events_of(plan, pricer, overlap=True, prefetch=prefetch))
+        order = order_of(events_of(plan, pricer, prefetch))
         assert order == emitted_order(plan), (name, sizes, seed)
         assert len([what for what, _ in order if what == "launch"]) == len(
             [what for what, _ in order if what == "wait"]
@@ -237,7 +236,7 @@ def test_so_it_is_for_plans_that_gather_weights_and_for_those_that_sum_gradients
         for prefetch in (0, 1, 2):
             asked = replace(plan, prefetch=prefetch, bucket_bytes=bucket_bytes)
             pricer = Pricer.on(mesh, hardware, plan.optimizer, bucket_bytes)
-            assert order_of(events_of(asked, pricer, overlap=True, prefetch=prefetch)) == emitted_order(asked)
+            assert order_of(events_of(asked, pricer, prefetch=prefetch)) == emitted_order(asked)
 
 
 @pytest.mark.parametrize("bucket_bytes", [3000, 1 << 20])
@@ -248,9 +247,9 @@ def test_rows_of_gradients_keep_a_step_within_its_bounds(name, sizes, seed, buck
     plan = refereed(
         plan.graph, plan.choices, plan.deliveries, pricer, objective=None, bound=0.0, memory=None, outputs="sharded"
     )
-    beyond = Referee(plan.graph, plan.choices, plan.deliveries, pricer).unfilled()  # a row's waiting
+    beyond = unfilled(lower(plan, None, pricer), pricer)  # a bucket's waiting
     for prefetch in (0, 2):
-        timeline = timeline_of(plan, pricer, overlap=True, prefetch=prefetch)
+        timeline = timeline_of(plan, pricer, prefetch)
         assert timeline.seconds <= (plan.step_seconds + sum(beyond.values())) * (1 + 1e-12)
         for axis in plan.mesh.names:
             busy = plan.seconds_by.get(f"comm:{axis}", 0.0) + beyond.get(axis, 0.0)
@@ -263,7 +262,7 @@ def test_rows_of_gradients_keep_a_step_within_its_bounds(name, sizes, seed, buck
 @pytest.mark.parametrize("name", ["block", "gpt2", "llama"])
 def test_the_sum_of_a_gradient_is_waited_for_as_many_products_later(name, prefetch):
     plan, pricer = fsdp(name)
-    events = events_of(plan, pricer, overlap=True, prefetch=prefetch)
+    events = events_of(plan, pricer, prefetch)
     products = [
         number for number, event in enumerate(events)
         if event.stream == COMPUTE and "value" not in dict(event.about) and event.phase == "backward"
@@ -284,13 +283,13 @@ def test_the_sum_of_a_gradient_is_waited_for_as_many_products_later(name, prefet
 @pytest.mark.parametrize("name", ["block", "gpt2", "llama"])
 def test_gathers_launched_ahead_hide_behind_products_and_hold_memory_for_longer(name):
     plan, pricer = fsdp(name)
-    late, early = (timeline_of(plan, pricer, overlap=True, prefetch=prefetch) for prefetch in (0, 1))
+    late, early = (timeline_of(plan, pricer, prefetch) for prefetch in (0, 1))
     assert early.seconds < late.seconds < timeline_of(plan, pricer).seconds
     assert early.exposed_s["comm:a"] < late.exposed_s["comm:a"]
 
     def held(prefetch: int) -> int:
         """Gathered weights, in bytes times the events for which they are held."""
-        events, found = events_of(plan, pricer, overlap=True, prefetch=prefetch), 0
+        events, found = events_of(plan, pricer, prefetch), 0
         for number, event in enumerate(events):
             for hold in event.holds:
                 if "resharded for" in hold.tenant and hold.until is not None:
@@ -308,7 +307,7 @@ def test_gathers_are_launched_that_many_products_ahead(prefetch):
     products: list[tuple[int, str]] = []
     gathers: dict[int, str] = {}
     reads: dict[str, int] = {}
-    events = events_of(plan, pricer, overlap=True, prefetch=prefetch)
+    events = events_of(plan, pricer, prefetch)
     for number, event in enumerate(events):
         about = dict(event.about)
         if event.stream != COMPUTE and "reader" in about and node_of[str(about["value"])].op == "parameter":
@@ -333,9 +332,9 @@ def test_gathers_over_two_axes_are_launched_in_equal_parts_of_the_way(prefetch, 
     gathers: dict[tuple[str, str], list[int]] = defaultdict(list)  # (value, reader) -> products run by each launch
     reads: dict[tuple[str, str], int] = {}
     products = 0
-    for action in schedule(plan, "forward", prefetch):
+    for action in schedule(Facts(plan), "forward", prefetch):
         match action:
-            case Run(name):
+            case Turn(name):
                 for ref, changes in zip(plan.graph.by_name[name].operands, plan.choices[name].reads, strict=True):
                     if len(changes) == 2 and plan.graph.by_name[ref.name].op == "parameter":
                         reads.setdefault((ref.name, name), products)
@@ -349,7 +348,7 @@ def test_gathers_over_two_axes_are_launched_in_equal_parts_of_the_way(prefetch, 
     for by in late:
         *launched, waited = gathers[by]
         assert [reads[by] - at for at in launched] == ahead and waited == reads[by], by
-    one, other = (timeline_of(plan, pricer, overlap=True, prefetch=count).exposed_s for count in (1, 2))
+    one, other = (timeline_of(plan, pricer, count).exposed_s for count in (1, 2))
     assert sum(other.values()) < sum(one.values())
 
 
@@ -366,8 +365,8 @@ def mixed() -> tuple[Plan, Pricer]:
 def test_weights_are_fetched_ahead_through_their_casts():
     plan, pricer = mixed()
     weights = weights_in(plan.graph)
-    order = schedule(plan, "forward", 2)
-    runs = {action.node: place for place, action in enumerate(order) if isinstance(action, Run)}
+    order = schedule(Facts(plan), "forward", 2)
+    runs = {action.node: place for place, action in enumerate(order) if isinstance(action, Turn)}
     products = [place for name, place in runs.items() if is_product(plan.choices[name])]
     found = 0
     for place, action in enumerate(order):
@@ -386,9 +385,9 @@ def test_weights_are_fetched_ahead_through_their_casts():
             assert runs[ref.name] < place
     assert found > 10
     for prefetch in (0, 1, 2, 4):
-        events = events_of(plan, pricer, overlap=True, prefetch=prefetch)
+        events = events_of(plan, pricer, prefetch)
         assert order_of(events) == emitted_order(replace(plan, prefetch=prefetch))
-    times = [timeline_of(plan, pricer, overlap=True, prefetch=prefetch).seconds for prefetch in (0, 1, 2)]
+    times = [timeline_of(plan, pricer, prefetch).seconds for prefetch in (0, 1, 2)]
     assert times == sorted(times, reverse=True) and times[0] > times[2]
 
 
@@ -397,8 +396,8 @@ def test_the_small_sum_of_a_bias_does_not_stop_compute_behind_a_large_one():
     mesh, hardware = mesh_of(2), machine(3e9, flops=1e11, memory=1e12)
     plan = search(family("gpt2").graph, mesh, hardware, policy="data-parallel", tied=False)
     tails = 0
-    order = schedule(plan, "backward", 2)
-    runs = {action.node: place for place, action in enumerate(order) if isinstance(action, Run)}
+    order = schedule(Facts(plan), "backward", 2)
+    runs = {action.node: place for place, action in enumerate(order) if isinstance(action, Turn)}
     products = [place for name, place in runs.items() if is_product(plan.choices[name])]
     gradients = {result.ref.name for result in plan.graph.results if result.kind == "gradient" and result.ref}
     for node in plan.graph.nodes:
@@ -415,19 +414,19 @@ def test_a_prefetch_below_zero_is_refused():
         events_of(*drawn("mlp", (2,), 0), prefetch=-1)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_twenty_thousand_nodes_are_played(overlap):
+@pytest.mark.parametrize("prefetch", [None, 1])
+def test_twenty_thousand_nodes_are_played(prefetch):
     plan, pricer = drawn("llama", (2, 2), 0)
     large = repeated(plan, pricer, math.ceil(20_000 / len(plan.graph.nodes)))
     assert len(large.graph.nodes) >= 20_000
-    timeline = play(events_of(large, pricer, overlap=overlap))
+    timeline = play(events_of(large, pricer, prefetch))
     assert len(timeline.events) > 20_000
-    assert timeline.seconds == pytest.approx(large.step_seconds) or (overlap and timeline.seconds < large.step_seconds)
-    if not overlap:
+    assert timeline.seconds == pytest.approx(large.step_seconds) or (prefetch and timeline.seconds < large.step_seconds)
+    if prefetch is None:
         assert timeline.memory["hbm"].peak_bytes == large.peak_bytes["hbm"]
 
 
 def test_the_two_modes_agree_where_nothing_is_sent():
     plan, pricer = best("gpt2", (2,))
     assert not plan.comm_bytes, "the test wants a plan that sends nothing"
-    assert timeline_of(plan, pricer, overlap=True).seconds == timeline_of(plan, pricer).seconds
+    assert timeline_of(plan, pricer, prefetch=1).seconds == timeline_of(plan, pricer).seconds

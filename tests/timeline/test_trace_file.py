@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from autopar.plan import PlanMismatch
-from autopar.timeline import timeline_of
+from autopar.simulate.timeline import timeline_of
 from cost_models.simulator import COMPUTE, Event, play
 from cost_models.trace_file import trace_events, write_trace
 from tests.support.machines import FAST
@@ -71,14 +71,15 @@ def test_a_slice_tells_its_phase_its_stream_and_what_is_known_of_it():
     assert (phase["tid"], phase["dur"]) == (thread_of["phase"], 3)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_plan_writes_its_trace(tmp_path, overlap):
+@pytest.mark.parametrize("prefetch", [None, 1])
+def test_a_plan_writes_its_trace(tmp_path, prefetch):
     plan, pricer = drawn("gpt2", (2, 2), 1)
+    plan = replace(plan, prefetch=prefetch)
     path = tmp_path / "step.json"
-    plan.to_trace(path, overlap=overlap)
+    plan.to_trace(path)
     file = json.loads(path.read_text())
     check(file["traceEvents"])
-    timeline = timeline_of(plan, pricer, overlap=overlap)
+    timeline = timeline_of(plan, pricer, prefetch)
     assert file["otherData"]["step_seconds"] == timeline.seconds
     assert file["otherData"]["peak_bytes.hbm"] == timeline.memory["hbm"].peak_bytes
     slices = [entry for entry in file["traceEvents"] if entry["ph"] == "X"]
@@ -86,7 +87,7 @@ def test_a_plan_writes_its_trace(tmp_path, overlap):
     assert len(slices) == sum(event.seconds > 0 for event in timeline.events) + 3
     assert any(entry["args"].get("module", "").startswith("transformer.h.0") for entry in slices)
     assert any(".py:" in entry["args"].get("source", "") for entry in slices)
-    if not overlap:
+    if prefetch is None:
         assert max(e["args"]["hbm"] for e in file["traceEvents"] if e["ph"] == "C") == plan.peak_bytes["hbm"]
 
 
@@ -97,9 +98,8 @@ def test_a_trace_plays_the_plan_as_it_was_chosen(tmp_path):
         plan = replace(plan, prefetch=prefetch)
         plan.to_trace(tmp_path / "step.json")
         told = json.loads((tmp_path / "step.json").read_text())["otherData"]
-        overlap = prefetch is not None
-        assert told["step_seconds"] == timeline_of(plan, pricer, overlap=overlap, prefetch=prefetch or 1).seconds
-        assert told["overlap"] == int(overlap)
+        assert told["step_seconds"] == timeline_of(plan, pricer, prefetch).seconds
+        assert told["prefetch"] == ("nothing overlaps" if prefetch is None else prefetch)
 
 
 def test_two_traces_of_a_plan_are_the_same_to_the_byte(tmp_path):

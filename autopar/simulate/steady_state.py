@@ -1,6 +1,6 @@
 """Steps one behind the other: what it gives that the host updates its parameters beside the next forward.
 
-A step that is played alone (`autopar.timeline`) ends when the host has updated the last parameter. With
+A step that is played alone (`autopar.simulate.timeline`) ends when the host has updated the last parameter. With
 `autopar.optim.Streamed(..., overlap=True)` the next step begins before: its forward waits for each parameter where it
 fetches it, its backward for all.
 """
@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.assembly import HOST
-from autopar.events import events_of
+from autopar.lower.program import Copy, Launch, Update
 from autopar.plan.plan import Plan
 from autopar.price import Pricer
+from autopar.simulate.timeline import events_of
 from autopar.work import FETCH
 from cost_models.simulator import Event, play
+from cost_models.steps import HOST
 
+OPTIMIZER = "optimizer"  # the phase
 STEPS = 3  # the first finds nothing to wait for; the others are alike, as each backward waits for all
 
 
@@ -39,17 +41,16 @@ def steady_s(plan: Plan, pricer: Pricer) -> float:
             f"profile {pricer.hardware.name} says that nothing runs beside compute (overlaps = false), so neither does "
             "the host's update; plan.predicted_seconds is the step. Give the profile of a GPU"
         )
-    once = _in_read_order(events_of(plan, pricer, overlap=True, prefetch=plan.prefetch or 0), read_order(plan))
+    once = _in_read_order(events_of(plan, pricer, plan.prefetch or 0), read_order(plan))
     timeline = play(_repeated(plan, once))
-    ends = [end for event, end in zip(timeline.events, timeline.ends, strict=True) if event.name == "step ends"]
-    return ends[-1] - ends[-2]
+    return timeline.ends[-1] - timeline.ends[-1 - len(once)]
 
 
 def _in_read_order(events: Sequence[Event], order: Sequence[str]) -> list[Event]:
     """The same events, the host's in the order in which it works where its thread overlaps the forward."""
     places = [place for place, event in enumerate(events) if event.stream == HOST]
     rank = {name: number for number, name in enumerate(order)}
-    ordered = sorted((events[place] for place in places), key=lambda event: rank[_target(event)])
+    ordered = sorted((events[place] for place in places), key=lambda event: rank[_updated(event)])
     found = [*events]
     for place, event in zip(places, ordered, strict=True):
         found[place] = event
@@ -60,20 +61,22 @@ def _repeated(plan: Plan, once: Sequence[Event]) -> list[Event]:
     """Several steps of these events, whose ends do not wait for the host."""
     operand_of = {node.name: node.operands[0].name for node in plan.graph.nodes if node.op == FETCH}
     target_of = {node.name: node.target for node in plan.graph.nodes if node.op == "parameter"}
-    updates = {_target(event): place for place, event in enumerate(once) if event.stream == HOST}
+    updates = {_updated(event): place for place, event in enumerate(once) if event.stream == HOST}
     backward = next((place for place, event in enumerate(once) if event.phase == "backward"), len(once) - 1)
     found: list[Event] = []
     for step in range(STEPS):
         start = step * len(once)
         for place, event in enumerate(once):
             after = {start + other for other in event.after}
-            if event.name == "step ends":
+            if event.phase == OPTIMIZER:
                 after -= {start + update for update in updates.values()}
             if step:
                 before = start - len(once)
-                fetched = target_of.get(operand_of.get(str(dict(event.about).get("node")), ""))
-                if event.stream == "h2d" and fetched in updates:
-                    after.add(before + updates[fetched])
+                match event.by:
+                    case Launch(of=Copy(node)) if (name := target_of.get(operand_of.get(node, ""))) in updates:
+                        after.add(before + updates[name])
+                    case _:
+                        pass
                 if place == 0:
                     after.add(before + len(once) - 1)
                 if place == backward:
@@ -82,5 +85,7 @@ def _repeated(plan: Plan, once: Sequence[Event]) -> list[Event]:
     return found
 
 
-def _target(event: Event) -> str:
-    return str(dict(event.about)["target"])
+def _updated(event: Event) -> str:
+    """The parameter that the host updates."""
+    assert isinstance(event.by, Launch) and isinstance(event.by.of, Update), event
+    return event.by.of.parameter

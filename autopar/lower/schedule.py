@@ -1,6 +1,6 @@
 """The order in which a step's program does things: when nodes run, and when transfers are launched and waited for.
 
-`emit` writes this order and `events` plays it, so that what is simulated is what runs. With `prefetch` None everything
+`lower` makes instructions of this order. With `prefetch` None everything
 is launched and waited for where it stands. Else
 
     weights (parameters, their casts and views) are fetched `prefetch` operators ahead of their use, over several axes
@@ -17,8 +17,8 @@ operators ahead of where it is first needed, and waited for there; a gradient th
 of its way.
 
 Ahead and later are counted in operators that use the matrix units (products, attention, convolutions), as those are
-what hides a transfer. Small gradients are summed together, as one row; whatever `prefetch`, the row is launched when it
-is full and waited for when the next one is, or at the end.
+what hides a transfer. Small gradients are summed together, in a bucket; whatever number `prefetch` is, the bucket is
+launched when it is full and waited for when the next one is, or at the end.
 """
 
 from __future__ import annotations
@@ -29,43 +29,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from autopar.graph import Graph, Node, Phase, Ref
+from autopar.graph import Node, Phase, Ref, weights_in
 from autopar.layout import Layout
-from autopar.plan.plan import Choice, Plan
-from autopar.price import Pricer
-from autopar.reshard import Reshard, travels_together
+from autopar.lower.buckets import BucketKey, bucket_key, row_bytes
+from autopar.lower.program import Copy, Read, Send, Transfer
+from autopar.lower.transfers import changes_of, copies_of
+from autopar.plan.plan import Choice, Decision, Plan
+from autopar.reshard import Reshard
 from autopar.work import FETCH, STORE, VIEWS
-from cost_models.steps import MATRIX_KINDS, Comm, Compute
+from cost_models.steps import MATRIX_KINDS, Compute
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """What brings the operand at `position` to the node `reader`."""
-
-    reader: str
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """What brings results of the graph, by their places among them, where they belong; several are summed as one."""
-
-    results: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """What a store or a fetch, by its name, copies between device and host."""
-
-    node: str
-
-
-Transfer = Read | Send | Copy
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Run a node."""
+class Turn:
+    """A node's turn to run."""
 
     node: str
 
@@ -79,31 +56,40 @@ class Advance:
     transfer: Transfer
 
 
-Action = Run | Advance
-BucketKey = tuple[tuple[str, ...], str, bool]  # the axes that sum, the dtype, and whether they leave for the host
-ROWS, SMALL, LARGE = 8, 1 << 22, 1 << 24
+Action = Turn | Advance
 MOVABLE = {*VIEWS, "aten._to_copy.default"}  # may run ahead of their place
 
 
-def schedule(plan: Plan, phase: Phase, prefetch: int | None, *, rows: bool = True) -> list[Action]:
-    """What one phase does, in order. `rows`: small gradients are summed together; False: each by itself.
+class Facts:
+    """What is the same of a plan however far ahead transfers are launched.
+
+    `reads[node][position]`: the layout changes of that operand, where there are any; a value that stands twice in one
+    layout is brought there once. `products`: the nodes that use the matrix units. `weights`: see `weights_in`.
+    """
+
+    def __init__(self, plan: Decision | Plan) -> None:
+        self.plan, self.node_of = plan, plan.graph.by_name
+        changed = [node for node in plan.graph.nodes if any(plan.choices[node.name].reads)]
+        self.reads = {node.name: _reads(node.operands, plan.choices[node.name]) for node in changed}
+        self.products = {name for name, choice in plan.choices.items() if is_product(choice)}
+        self.weights = weights_in(plan.graph)
+
+
+def schedule(facts: Facts, phase: Phase, prefetch: int | None) -> list[Action]:
+    """What one phase does, in order.
 
     A result that is nothing, or comes without a delivery, does not occur.
     """
-    return _Phase(plan, phase, prefetch, rows).actions()
+    return _Phase(facts, phase, prefetch).actions()
 
 
 class _Phase:
-    def __init__(self, plan: Plan, phase: Phase, prefetch: int | None, rows: bool) -> None:
-        self.plan, self.phase, self.prefetch, self.rows = plan, phase, prefetch, rows
-        self.node_of = plan.graph.by_name
-        self.nodes = [node for node in plan.graph.nodes if node.phase == phase]
+    def __init__(self, facts: Facts, phase: Phase, prefetch: int | None) -> None:
+        self.facts, self.plan, self.phase, self.prefetch = facts, facts.plan, phase, prefetch
+        self.node_of = facts.node_of
+        self.nodes = [node for node in self.plan.graph.nodes if node.phase == phase]
         self.operands = {node.name: node.operands for node in self.nodes}
-        self.reads = {
-            node.name: _reads(self.operands[node.name], plan.choices[node.name])
-            for node in self.nodes
-            if any(plan.choices[node.name].reads)
-        }
+        self.reads = facts.reads
         self.done: list[Action] = []
         self.has_run: set[str] = set()
         self.left: dict[Transfer, int] = {}  # transfer -> how often it is still to be advanced
@@ -123,7 +109,7 @@ class _Phase:
         for index, node in enumerate(self.nodes):
             for action in launches.get(index, ()):
                 match action:
-                    case Run(name):
+                    case Turn(name):
                         self._run(self.node_of[name])
                     case Advance(transfer):
                         self._advance(transfer)
@@ -212,8 +198,8 @@ class _Phase:
             self._finish(Copy(node.name))
             return
         self._bring(node)
-        self.done.append(Run(node.name))
-        if is_product(self.plan.choices[node.name]):
+        self.done.append(Turn(node.name))
+        if node.name in self.facts.products:
             self.products += 1
             self._take_further(sum(1 for _ in takewhile(lambda item: item[0] <= self.products, self.pending)))
 
@@ -231,7 +217,7 @@ class _Phase:
         """place -> what comes ahead, just before the node there: fetching weights, and running what makes them."""
         if not self.prefetch:
             return {}
-        weights = weights_in(self.plan.graph)
+        weights = self.facts.weights
         place_of = {node.name: place for place, node in enumerate(self.nodes)}
         moved: dict[str, int] = {}  # node -> the place before which it runs already
         products: list[int] = []
@@ -246,11 +232,11 @@ class _Phase:
                         ahead, makers = max(ahead, place_of[ref.name] + 1), []
                     if ahead < index:
                         moved |= dict.fromkeys(makers, ahead)
-                        launches[ahead] += [*map(Run, makers), Advance(Read(node.name, position))]
+                        launches[ahead] += [*map(Turn, makers), Advance(Read(node.name, position))]
                         for left in range(count - 1, 0, -1):  # over several axes, one after the other
                             if (nearer := self.prefetch * left // count) and _back(products, nearer) > ahead:
                                 launches[_back(products, nearer)].append(Advance(Read(node.name, position)))
-            if is_product(self.plan.choices[node.name]):
+            if node.name in self.facts.products:
                 products.append(index)
         fetches: dict[int, list[Action]] = defaultdict(list)
         for index, node in enumerate(self.nodes):
@@ -282,17 +268,20 @@ class _Phase:
         delivery = self.plan.deliveries[place]
         assert delivery is not None
         is_gradient = self.plan.graph.results[place].kind == "gradient"
-        key = bucket_key(self.plan, place) if is_gradient and self.rows else None
+        key = bucket_key(self.plan, place) if is_gradient else None
         if key is None:
             self._start(Send((place,)))
             return
         bucket = self.buckets.setdefault(key, [])
         bucket.append(place)
-        if sum(_row_bytes(self.plan, place) for place in bucket) >= self.plan.bucket_bytes:
+        if sum(row_bytes(self.plan, place) for place in bucket) >= self.plan.bucket_bytes:
             self._flush(key)
 
     def _flush(self, key: BucketKey) -> None:
         row = Send(tuple(self.buckets.pop(key)))
+        if self.prefetch is None:
+            self._finish(row)
+            return
         self._advance(row)
         self._take_rows_further()
         if self.left[row]:
@@ -341,37 +330,6 @@ class _Phase:
         return sum(change.kind != "slice" and self.plan.mesh.size(change.axis) > 1 for change in changes)
 
 
-def changes_of(plan: Plan, transfer: Transfer) -> tuple[Reshard, ...]:
-    """The layout changes that a transfer makes, one behind the other; of a row, those of its first gradient."""
-    match transfer:
-        case Read(reader, position):
-            return plan.choices[reader].reads[position]
-        case Send((first, *_)):
-            delivery = plan.deliveries[first]
-            return () if delivery is None else delivery.changes
-        case Copy():
-            return ()
-        case Send():
-            raise ValueError("nothing is sent")
-
-
-def copies_of(plan: Plan, transfer: Transfer) -> int:
-    """How many copies between device and host a transfer makes, behind its layout changes."""
-    match transfer:
-        case Copy():
-            return 1
-        case Send((place, *_)):  # a row leaves as a whole
-            return int(leaves(plan, place))
-        case _:
-            return 0
-
-
-def leaves(plan: Plan, place: int) -> bool:
-    """Whether that result of the graph is a gradient that leaves for the host."""
-    result = plan.graph.results[place]
-    return result.kind == "gradient" and plan.residence.get(result.target) == "host"
-
-
 def _reads(operands: Sequence[Ref], choice: Choice) -> dict[int, tuple[Reshard, ...]]:
     """position -> changes, where there are any; a value that stands twice in one layout is brought there once."""
     seen: set[tuple[Ref, Layout]] = set()
@@ -383,56 +341,9 @@ def _reads(operands: Sequence[Ref], choice: Choice) -> dict[int, tuple[Reshard, 
     return found
 
 
-def weights_in(graph: Graph) -> set[str]:
-    """Parameters, and what is made of them alone: casts and views."""
-    weights: set[str] = set()
-    for node in graph.nodes:
-        if node.op == "parameter" or (node.operands and all(ref.name in weights for ref in node.operands)):
-            weights.add(node.name)
-    return weights
-
-
 def is_product(choice: Choice) -> bool:
     """Whether the operator uses the matrix units, and so hides what is under way meanwhile."""
     return any(isinstance(step, Compute) and step.kind in MATRIX_KINDS for step in choice.steps)
-
-
-def _row_bytes(plan: Plan, place: int) -> int:
-    delivery = plan.deliveries[place]
-    assert delivery is not None
-    return delivery.changes[0].local.nbytes
-
-
-def bucket_key(plan: Plan, place: int) -> BucketKey | None:
-    """Which gradients that one may be summed together with; None: it is summed by itself."""
-    delivery = plan.deliveries[place]
-    if delivery is None or not travels_together(delivery.changes, plan.mesh, plan.bucket_bytes):
-        return None
-    return tuple(change.axis for change in delivery.changes), delivery.changes[0].local.dtype, leaves(plan, place)
-
-
-def bucket_bytes(pricer: Pricer, gradients: int, memory: float | None) -> int:
-    """The size up to which gradients gather before they are summed.
-
-    No more than all `gradients` bytes, and no more than a hundredth of the `memory`, since the row is a copy; 0 where
-    that leaves next to nothing. Where nothing overlaps, up to LARGE: each row takes processors from what computes
-    meanwhile. Where collectives overlap compute, several rows are better than one that is launched at the end: no more
-    than the ROWS-th part, from SMALL on; and so many that waiting is a fiftieth of the time per axis, where twice the
-    size sums at less than 1.02 times the rate.
-    """
-    size = 1 << 16
-    largest = gradients if memory is None else min(gradients, int(memory / 100))
-    if not pricer.hardware.overlaps:
-        return min(largest, LARGE) if largest > size and pricer.mesh.ranks > 1 else 0
-    largest = min(largest, max(gradients // ROWS, SMALL))
-    for axis, ranks in zip(pricer.mesh.names, pricer.mesh.sizes, strict=True):
-
-        def rate(nbytes: int, axis: str = axis, ranks: int = ranks) -> float:
-            return nbytes / pricer.seconds((Comm("all_reduce", axis, ranks, nbytes),))
-
-        while ranks > 1 and size < largest and rate(2 * size) > 1.02 * rate(size):
-            size *= 2
-    return min(size, largest) if largest > 1 << 16 else 0
 
 
 def _back(products: Sequence[int], count: int) -> int:

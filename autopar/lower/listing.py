@@ -1,0 +1,104 @@
+"""The list that becomes a program: instructions as they are issued, and how long each buffer is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Run, Wait
+from cost_models.steps import DEVICE
+
+
+class Listing:
+    """Instructions so far, the values that they make, and the last one that needs each buffer."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[Buffer, ...]] = []
+        self.done: list[Instruction] = []
+        self.ends: dict[str, int] = {}  # phase -> how many instructions there are with those of it
+        self.launches = 0
+        self._launched: dict[int, Launch] = {}
+        self._made_at: dict[int, list[Buffer]] = {}  # instruction -> buffers that it makes or takes
+        self._maker_of: dict[Buffer, int] = {}  # and the other way round
+        self._needed: dict[Buffer, int] = {}
+
+    # --- values --------------------------------------------------------------------------------------------------
+
+    def value(self, buffers: tuple[Buffer, ...]) -> int:
+        """A new value that lies in these buffers."""
+        self.values.append(buffers)
+        return len(self.values) - 1
+
+    def new(self, nbytes: Any, kind: Kind, owner: str, tier: str = DEVICE) -> int:
+        """A new value in a buffer of its own."""
+        return self.value((Buffer(nbytes, kind, owner, tier),))
+
+    def view(self, value: int) -> int:
+        """Another value that lies where this one does."""
+        return self.value(self.values[value])
+
+    def given(self, buffer: Buffer) -> int:
+        """A value that is not made here."""
+        self._needed[buffer] = -1
+        return self.value((buffer,))
+
+    def is_made_behind(self, buffer: Buffer, phase: str) -> bool:
+        return self._maker_of.get(buffer, -1) >= self.ends[phase]
+
+    # --- instructions --------------------------------------------------------------------------------------------
+
+    def do(self, instruction: Instruction, makes: Sequence[int | None] = (), takes: Sequence[Buffer] = ()) -> None:
+        """Issue an instruction; what it makes in buffers of its own, and takes, is allocated for it."""
+        at, needed = len(self.done), self._needed
+        new = [*takes]
+        for value in makes:
+            if value is not None:
+                new += [buffer for buffer in self.values[value] if buffer not in needed]
+        self.done.append(instruction)
+        if new:
+            self._made_at[at] = new
+            for buffer in new:
+                self._maker_of[buffer] = needed[buffer] = at
+        match instruction:
+            case Run() | Launch():
+                self._need(instruction.reads, at)
+                if isinstance(instruction, Launch):
+                    self._launched[instruction.number] = instruction
+                    self.launches += 1
+            case Wait():
+                sent = self._launched.pop(instruction.launch)
+                self._need((*sent.reads, *sent.makes), at)
+            case _:
+                pass
+
+    def keep(self, buffers: Sequence[Buffer]) -> None:
+        """They are needed up to here."""
+        self._needed |= dict.fromkeys(buffers, len(self.done) - 1)
+
+    def _need(self, values: Sequence[int], at: int) -> None:
+        for value in values:
+            for buffer in self.values[value]:
+                self._needed[buffer] = at
+
+    def with_memory(
+        self, resident: Sequence[Buffer], results: Sequence[int], opens: Mapping[str, Sequence[Buffer]]
+    ) -> dict[str, tuple[Instruction, ...]]:
+        """The instructions of each phase, buffers allocated in front of their makers and freed behind their last use.
+
+        What `results` lie in is kept. `opens`: what others allocate at the head of a phase.
+        """
+        kept = {*resident, *(buffer for value in results for buffer in self.values[value])}
+        last: dict[int, list[Buffer]] = {}
+        for buffer, at in self._needed.items():
+            if buffer not in kept:
+                last.setdefault(at, []).append(buffer)
+        found: dict[str, tuple[Instruction, ...]] = {}
+        start = 0
+        for phase, end in self.ends.items():
+            issued: list[Instruction] = [*map(Alloc, opens.get(phase, ()))]
+            for at in range(start, end):
+                issued += map(Alloc, self._made_at.get(at, ()))
+                issued.append(self.done[at])
+                issued += map(Free, last.get(at, ()))
+            found[phase], start = tuple(issued), end
+        return found

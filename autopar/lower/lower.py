@@ -1,0 +1,366 @@
+"""lower: a plan becomes one rank's program.
+
+The order is that of `autopar.lower.schedule`; a layout change becomes its parts, a bucket of gradients is put together,
+summed and taken apart. Behind backward the optimizer updates each parameter. Then every buffer is allocated in front of
+what makes it and freed behind the last instruction that needs it. Nothing is priced here, and nothing decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from autopar.graph import Graph, Node, Phase, Ref, TensorType
+from autopar.layout import Layout, local_type
+from autopar.liveness import holds_storage
+from autopar.lower.listing import Listing
+from autopar.lower.program import (
+    GIVEN,
+    Buffer,
+    Copy,
+    Free,
+    Instruction,
+    Kind,
+    Launch,
+    Local,
+    Operator,
+    Program,
+    Read,
+    Run,
+    Send,
+    Transfer,
+    Wait,
+)
+from autopar.lower.schedule import Advance, Facts, Turn, schedule
+from autopar.lower.transfers import changes_of, in_a_bucket, leaves, leaving
+from autopar.lower.updates import Trained, Updates
+from autopar.plan.plan import Decision, Plan
+from autopar.price import Pricer
+from autopar.reshard import Part, Reshard, Work, travels_together
+from autopar.strategy import operand_types
+from autopar.work import STORE, temporary_bytes
+from cost_models.steps import DEVICE, HOST, Comm, Move
+
+RESULT_KIND = {"gradient": Kind.GRADIENT, "output": Kind.OUTPUT, "buffer": Kind.NEW_BUFFER}
+OWNER_OF_RESULT = {"gradient": "gradient of ", "output": "output ", "buffer": "new "}
+BUCKET = "gradients in a bucket"
+
+
+def lower(plan: Decision | Plan, prefetch: int | None, pricer: Pricer | None = None) -> Program:
+    """One rank's step, with transfers `prefetch` products ahead (`autopar.lower.schedule`); None: none runs beside
+    compute.
+
+    `pricer`: of the optimizer that updates the parameters; None: forward and backward alone, as code is made of them.
+    """
+    return Lowering(plan, pricer).program(prefetch)
+
+
+class Lowering:
+    """`lower` of one plan, as often as one likes: what is the same each time is found out once."""
+
+    def __init__(self, plan: Decision | Plan, pricer: Pricer | None = None) -> None:
+        self.plan, self.pricer, self.facts = plan, pricer, Facts(plan)
+        self.parts_of: dict[Reshard, tuple[Part, ...]] = {}
+        self.bytes_of: dict[tuple[TensorType, Layout], Any] = {}
+
+    def program(self, prefetch: int | None) -> Program:
+        if prefetch is not None and prefetch < 0:
+            raise ValueError(f"prefetch is {prefetch}; it counts operators, from 0")
+        return _Program(self, prefetch).made()
+
+    def parts(self, change: Reshard) -> tuple[Part, ...]:
+        if change not in self.parts_of:
+            self.parts_of[change] = change.parts(self.plan.mesh.size(change.axis))
+        return self.parts_of[change]
+
+    def nbytes(self, type: TensorType, layout: Layout) -> Any:
+        """Of the piece of one rank."""
+        key = type, layout
+        if key not in self.bytes_of:
+            self.bytes_of[key] = local_type(type, layout, self.plan.mesh).nbytes
+        return self.bytes_of[key]
+
+
+@dataclass(slots=True)
+class _Way:
+    """A transfer on its way: `values`, what it has come to (several before and after a bucket), and what is left of it.
+
+    `in_flight`: launches that nobody has waited for.
+    """
+
+    values: tuple[int, ...]
+    parts: Iterator[tuple[Part, Reshard | None]]
+    owner: str
+    kind: Kind
+    in_flight: list[Launch] = field(default_factory=list[Launch])
+    in_bucket: bool = False
+
+
+class _Program:
+    def __init__(self, lowering: Lowering, prefetch: int | None) -> None:
+        self.lowering, self.prefetch, self.pricer = lowering, prefetch, lowering.pricer
+        plan = self.plan = lowering.plan
+        self.graph, self.mesh = plan.graph, plan.mesh
+        self.node_of = plan.graph.by_name
+        self.listing = Listing()
+        self.value_of: dict[Ref, int] = {}
+        self.ways: dict[Transfer, _Way] = {}
+        self.results: dict[int, int] = {}
+        self.resident = [Buffer(8 * len(self.mesh.sizes), Kind.COORDINATES, "coordinates")]
+        self.tangents: list[Buffer] = []
+        self.given = self._given_as_made()
+
+    def made(self) -> Program:
+        sources, listing = self._sources(), self.listing
+        phases: tuple[Phase, ...] = ("forward", "backward")
+        for phase in phases:
+            self._phase(phase)
+            listing.ends[phase] = len(listing.done)
+        listing.keep(self.tangents)
+        updates = [] if self.pricer is None else self._update_parameters(self.pricer)
+        instructions = listing.with_memory(self.resident, [*self.results.values()], {"backward": self.tangents})
+        resident = {*self.resident}
+        given = dict.fromkeys(buffer for value in self.results.values() for buffer in listing.values[value])
+        instructions["optimizer"] = (*updates, *(Free(buffer) for buffer in given if buffer not in resident))
+        return Program(instructions, tuple(self.resident), tuple(listing.values), sources, dict(self.results))
+
+    def _phase(self, phase: Phase) -> None:
+        for action in schedule(self.lowering.facts, phase, self.prefetch):
+            match action:
+                case Turn(name):
+                    if not (node := self.node_of[name]).is_source:
+                        self._node(node)
+                case Advance(transfer):
+                    self._advance(transfer)
+        self._take_apart(phase)
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def _sources(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for node in self.graph.nodes:
+            if node.is_source and node.outputs[0] is not None:
+                nbytes = self.lowering.nbytes(node.outputs[0], self.plan.choices[node.name].gives[0])
+                buffer = Buffer(nbytes, Kind(node.op), owner_of(node), self._tier_of(node))
+                (self.resident if buffer.kind in GIVEN else self.tangents).append(buffer)
+                found[node.name] = self.value_of[Ref(node.name)] = self.listing.given(buffer)
+        return found
+
+    def _given_as_made(self) -> dict[Ref, tuple[Kind, str]]:
+        """What is a result as it is made: for what, and whose."""
+        found: dict[Ref, tuple[Kind, str]] = {}
+        for result, delivery in zip(self.graph.results, self.plan.deliveries, strict=True):
+            ref = result.ref
+            if ref is None or delivery is None or self._moves(delivery.changes):
+                continue
+            while not holds_storage((node := self.node_of[ref.name]).op) and not self._moves(
+                self.plan.choices[node.name].reads[0]
+            ):
+                ref = node.operands[0]
+            found.setdefault(ref, (RESULT_KIND[result.kind], OWNER_OF_RESULT[result.kind] + result.target))
+        return found
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def _node(self, node: Node) -> None:
+        choice, brought = self.plan.choices[node.name], dict[tuple[Ref, Layout], int]()
+        reads: list[int] = []
+        for position, (ref, layout) in enumerate(zip(node.operands, choice.takes, strict=True)):
+            if (ref, layout) not in brought:
+                brought[ref, layout] = self._brought(Read(node.name, position), ref)
+            reads.append(brought[ref, layout])
+        makes: list[int | None] = []
+        looked_at = (
+            () if holds_storage(node.op) else tuple(dict.fromkeys(b for v in reads for b in self.listing.values[v]))
+        )
+        for index, (type, layout) in enumerate(zip(node.outputs, choice.gives, strict=True)):
+            if type is None:
+                makes.append(None)
+                continue
+            if looked_at:
+                value = self.listing.value(looked_at)
+            else:
+                kind, owner = self.given.get(Ref(node.name, index), (Kind.VALUE, owner_of(node)))
+                value = self.listing.new(self.lowering.nbytes(type, layout), kind, owner, self._tier_of(node))
+            makes.append(value)
+            self.value_of[Ref(node.name, index)] = value
+        steps = tuple(step for step in choice.steps if not isinstance(step, Comm) or step.ranks > 1)
+        takes = self._workspace(node)
+        self.listing.do(Run(Operator(node.name), steps, tuple(reads), tuple(makes), takes=takes), makes, takes)
+
+    def _brought(self, read: Read, ref: Ref) -> int:
+        """The operand in the layout in which it is read."""
+        way = self.ways.pop(read, None)
+        if way is None:
+            return self.value_of[ref]
+        (value,) = way.values
+        return value
+
+    def _workspace(self, node: Node) -> tuple[Buffer, ...]:
+        types = operand_types(node, self.node_of)
+        if not temporary_bytes(node, types):  # of few operators, whatever the layouts
+            return ()
+        takes = self.plan.choices[node.name].takes
+        local = [local_type(type, layout, self.mesh) for type, layout in zip(types, takes, strict=True)]
+        nbytes = temporary_bytes(node, local)
+        return (Buffer(nbytes, Kind.WORKSPACE, owner_of(node)),) if nbytes else ()
+
+    # --- transfers ---------------------------------------------------------------------------------------------------
+
+    def _advance(self, transfer: Transfer) -> None:
+        """Wait for what is in flight, then go on up to the next launch."""
+        if transfer not in self.ways:
+            self.ways[transfer] = self._begin(transfer)
+        way = self.ways[transfer]
+        for launch in way.in_flight:
+            self.listing.do(Wait(launch.number, transfer))
+        way.in_flight = []
+        for part, change in way.parts:
+            if part.what is None:
+                self._launch(transfer, way, part, change)
+                return
+            self._run(transfer, way, part, part.what, change)
+        self._arrive(transfer, way)
+
+    def _begin(self, transfer: Transfer) -> _Way:
+        match transfer:
+            case Read(reader, position):
+                ref = self.node_of[reader].operands[position]
+                owner = f"{told(self.node_of[ref.name])} resharded for {reader}"
+                parts = self._parts(changes_of(self.plan, transfer))
+                return _Way((self.value_of[ref],), parts, owner, Kind.RESHARDED)
+            case Copy(name):
+                node = self.node_of[name]
+                value = self._brought(Read(name, 0), node.operands[0])
+                parts = iter([(Part(None, self.plan.choices[name].steps), None)])
+                return _Way((value,), parts, owner_of(node), Kind.VALUE)
+            case Send():
+                return self._sending(transfer)
+
+    def _sending(self, send: Send) -> _Way:
+        """Results on their way. Gradients that travel together are put in one row; one alone is priced as if it was."""
+        places, first = send.results, send.results[0]
+        results = [self.graph.results[place] for place in places]
+        refs = [result.ref for result in results if result.ref is not None]
+        changes, is_gradient = changes_of(self.plan, send), results[0].kind == "gradient"
+        in_bucket = is_gradient and travels_together(changes, self.mesh, self.plan.bucket_bytes)
+        parts = in_a_bucket(self.plan, places) if in_bucket else self._parts(changes)
+        owner = BUCKET if len(places) > 1 else OWNER_OF_RESULT[results[0].kind] + results[0].target
+        kind = Kind.BUCKET if len(places) > 1 else RESULT_KIND[results[0].kind]
+        if is_gradient and leaves(self.plan, first):
+            parts = chain(parts, leaving(self.plan, places))
+        values = tuple(self.value_of[ref] for ref in refs)
+        return _Way(values, parts, owner, kind, in_bucket=in_bucket)
+
+    def _parts(self, changes: Sequence[Reshard]) -> Iterator[tuple[Part, Reshard | None]]:
+        for change in changes:
+            for part in self.lowering.parts(change):
+                yield part, change
+
+    def _run(self, transfer: Transfer, way: _Way, part: Part, work: Work, change: Reshard | None) -> None:
+        if work is Work.UNFLATTEN:
+            assert isinstance(transfer, Send)
+            makes = tuple(self.listing.view(way.values[0]) for _ in transfer.results)
+        elif part.made is None:
+            makes = (self.listing.view(way.values[0]),)
+        else:
+            makes = (self.listing.new(part.made, way.kind, way.owner),)
+        what = Local(work, transfer, part.dim, change)
+        self.listing.do(Run(what, part.steps, way.values, makes, part.share), makes)
+        way.values = makes
+
+    def _launch(self, transfer: Transfer, way: _Way, part: Part, change: Reshard | None) -> None:
+        """One collective; or the copies of all values, each by itself."""
+        made: list[int] = []
+        for value, one in zip(way.values, part.steps, strict=True):
+            if isinstance(one, Move):
+                kind, owner = way.kind, way.owner
+                if isinstance(transfer, Send):
+                    target = self.graph.results[transfer.results[len(made)]].target
+                    kind, owner = Kind.GRADIENT, f"gradient of {target}"
+                new = self.listing.new(one.nbytes, kind, owner, one.dst)
+            elif part.made is None:
+                new = self.listing.view(value)
+            else:
+                new = self.listing.new(part.made, way.kind, way.owner)
+            assert isinstance(one, Comm | Move)
+            is_comm = isinstance(one, Comm)
+            launch = Launch(
+                self.listing.launches, one, transfer, (value,), (new,), change,
+                in_place=is_comm and part.made is None, in_bucket=is_comm and way.in_bucket,
+            )  # fmt: skip
+            self.listing.do(launch, (new,))
+            way.in_flight.append(launch)
+            made.append(new)
+        way.values = tuple(made)
+
+    def _arrive(self, transfer: Transfer, way: _Way) -> None:
+        match transfer:
+            case Read():
+                pass  # its reader takes it
+            case Copy(name):
+                (self.value_of[Ref(name)],) = way.values
+            case Send(places):
+                self.results.update(zip(places, way.values, strict=True))
+
+    def _take_apart(self, phase: Phase) -> None:
+        """Whoever is given a gradient may write to it: copy those that look at what somebody else has."""
+        if phase == "forward":
+            return
+        taken: set[Buffer] = set()
+        for place, (result, delivery) in enumerate(zip(self.graph.results, self.plan.deliveries, strict=True)):
+            if result.kind != "gradient" or result.ref is None or delivery is None or self._moves(delivery.changes):
+                continue
+            value = self.results[place]
+            buffer = self.listing.values[value][0]
+            if buffer in taken or not self.listing.is_made_behind(buffer, "forward"):
+                nbytes = self.lowering.nbytes(self.graph.type_of(result.ref), delivery.layout)
+                copy = self.listing.new(nbytes, Kind.GRADIENT, f"gradient of {result.target}")
+                self.listing.do(Run(Local(Work.CLONE, Send((place,))), (), (value,), (copy,)), (copy,))
+                self.results[place] = copy
+            taken.add(buffer)
+
+    def _moves(self, changes: Sequence[Reshard]) -> bool:
+        """Whether layout changes make a new tensor."""
+        return any(self.mesh.size(change.axis) > 1 for change in changes)
+
+    # --- the optimizer -----------------------------------------------------------------------------------------------
+
+    def _update_parameters(self, pricer: Pricer) -> list[Instruction]:
+        places = {result.target: place for place, result in enumerate(self.graph.results) if result.kind == "gradient"}
+        parameters: list[Trained] = []
+        for node in trained(self.graph):
+            type, value = node.outputs[0], self.value_of[Ref(node.name)]
+            assert type is not None
+            nbytes, resides = self.listing.values[value][0].nbytes, self.plan.residence.get(node.target, "device")
+            gradient = self.results[places[node.target]]
+            parameters.append(Trained(node.target, nbytes, type.dtype, resides, value, gradient))
+        updates = Updates(pricer, self.prefetch is not None, self.listing.launches)
+        updates.of(parameters)
+        self.resident += updates.resident
+        return updates.done
+
+    # --- small ones --------------------------------------------------------------------------------------------------
+
+    def _tier_of(self, node: Node) -> str:
+        hosted = node.op == STORE or (node.op == "parameter" and self.plan.residence.get(node.target) == HOST)
+        return HOST if hosted else DEVICE
+
+
+def owner_of(node: Node) -> str:
+    """Whose memory a node's results are, as a reader is told."""
+    return f"{node.op} {node.target}" if node.is_source else told(node)
+
+
+def told(node: Node) -> str:
+    if node.is_source:
+        return node.target
+    return f"{node.name} ({node.module})" if node.module else node.name
+
+
+def trained(graph: Graph) -> list[Node]:
+    """The parameters that have a gradient."""
+    targets = {result.target for result in graph.results if result.kind == "gradient" and result.ref is not None}
+    return [node for node in graph.nodes if node.op == "parameter" and node.target in targets]

@@ -1,0 +1,77 @@
+"""What a program holds: a scan over its allocations."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from autopar.lower.program import PHASES, Alloc, Buffer, Free, Instruction, Loop, Program
+from cost_models.steps import DEVICE
+
+
+def changes(program: Program) -> Iterator[tuple[str, Buffer, int]]:
+    """(phase, buffer, 1 where it is allocated or -1 where it is freed), in order; of a loop, its first round."""
+    for phase, instruction in program:
+        for buffer, sign in _of(instruction):
+            yield phase, buffer, sign
+
+
+def _of(instruction: Instruction) -> Iterator[tuple[Buffer, int]]:
+    match instruction:
+        case Alloc(buffer):
+            yield buffer, 1
+        case Free(buffer):
+            yield buffer, -1
+        case Loop(body=body):
+            for inner in body:
+                yield from _of(inner)
+        case _:
+            pass
+
+
+def resident_bytes(program: Program) -> dict[str, Any]:
+    """Tier -> bytes that are held before the step, throughout it and after it."""
+    held: dict[str, Any] = defaultdict(int)
+    for buffer in program.resident:
+        held[buffer.tier] += buffer.nbytes
+    return dict(held)
+
+
+def peaks(program: Program) -> dict[str, int]:
+    """Tier -> the most bytes that it holds at a time."""
+    level = defaultdict(int, resident_bytes(program))
+    found = {DEVICE: 0, **level}
+    for _, buffer, sign in changes(program):
+        level[buffer.tier] += sign * buffer.nbytes
+        found[buffer.tier] = max(found.get(buffer.tier, 0), level[buffer.tier])
+    return {tier: nbytes for tier, nbytes in sorted(found.items()) if nbytes or tier == DEVICE}
+
+
+def peaks_by_phase(program: Program, tier: str = DEVICE) -> dict[str, int]:
+    """Phase -> the most bytes that the tier holds in it."""
+    level = resident_bytes(program).get(tier, 0)
+    found: dict[str, int] = {}
+    for phase in PHASES:
+        found[phase] = level
+        for instruction in program.instructions.get(phase, ()):
+            for buffer, sign in _of(instruction):
+                if buffer.tier == tier:
+                    level += sign * buffer.nbytes
+                    found[phase] = max(found[phase], level)
+    return found
+
+
+def holders(program: Program, tier: str = DEVICE) -> dict[str, int]:
+    """Owner -> bytes that it holds of the tier where that holds the most."""
+    most = peaks(program).get(tier, 0)
+    held: Counter[str] = Counter()
+    for buffer in program.resident:
+        if buffer.tier == tier:
+            held[buffer.owner] += buffer.nbytes
+    for _, buffer, sign in changes(program):
+        if held.total() == most:
+            break
+        if buffer.tier == tier:
+            held[buffer.owner] += sign * buffer.nbytes
+    return {owner: nbytes for owner, nbytes in held.items() if nbytes}

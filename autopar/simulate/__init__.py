@@ -1,0 +1,1 @@
+"""Simulate: a program is played on the streams of one rank."""
