@@ -21,6 +21,7 @@ from solver.problem import Problem
 from solver.solution import Solution
 from solver.store import problem_from_document, solution_document
 
+AGAIN = "python -m solver: stopping with the best so far; Ctrl-C again ends at once"
 BAD_INPUT, INFEASIBLE, NO_ANSWER, INTERRUPTED = 2, 3, 4, 130
 
 
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         problem = _problem(json.load(sys.stdin)) if given.file == "-" else read_as(given.file, _problem)
-        with until_pressed() as stop:
+        with until_pressed(lambda: print(AGAIN, file=sys.stderr)) as stop:
             solution = solve(
                 problem,
                 time_limit_s=given.time_limit,

@@ -10,8 +10,9 @@ from types import FrameType
 
 
 @contextmanager
-def until_pressed() -> Generator[Callable[[], bool]]:
-    """Gives a function that says whether Ctrl-C was pressed. Pressed twice, it is the usual KeyboardInterrupt.
+def until_pressed(first: Callable[[], None] = lambda: None) -> Generator[Callable[[], bool]]:
+    """Gives a function that says whether Ctrl-C was pressed. `first` is called at once when it is. Pressed twice, it is
+    the usual KeyboardInterrupt.
 
     Beside the main thread, whose signals they are, it says no.
     """
@@ -24,6 +25,7 @@ def until_pressed() -> Generator[Callable[[], bool]]:
         if pressed:
             raise KeyboardInterrupt
         pressed.append(number)
+        first()
 
     before = signal.signal(signal.SIGINT, press)
     try:

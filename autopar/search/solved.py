@@ -106,10 +106,10 @@ def _solved(
     gap = 0.0 if is_small and not sparing.ways else GAP
     prices: Prices = {}
     if begins is None:
-        solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick)
+        solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop)
     elif is_small:
         start = cheapest(question.found, assembled)
-        solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, start=start)
+        solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, start=start, stop=wanted.stop)
     else:
         gap = LARGE_GAP
         solution, prices = _begun(question, assembled, wide, wanted, begins, progress)
@@ -141,21 +141,22 @@ def _begun(
     question: Question, assembled: Assembled, wide: Widened, wanted: Wanted, begins: Begins, progress: Progress
 ) -> tuple[Solution, Prices]:
     """The solution of a large problem, and the prices of memory among the layouts with which it began."""
-    limit_s = wanted.time_limit_s
+    limit_s, stop = wanted.time_limit_s, wanted.stop
     plans = [*begins.layouts(), *question.found]
-    start = best_among(plans, assembled, wide.again, limit_s)
+    start = best_among(plans, assembled, wide.again, limit_s, stop=stop)
     if start is None:
         plans += begins.fitting()
-        start = best_among(plans, assembled, wide.again, limit_s)
+        start = best_among(plans, assembled, wide.again, limit_s, stop=stop)
     told = "does not fit" if start is None else f"takes {start.cost * 1e3:.3f} ms"
     progress(f"the best among the layouts of {len(plans)} plans {told}")
     if start is None:
-        return solve(assembled.problem, time_limit_s=limit_s, gap=LARGE_GAP), {}
+        return solve(assembled.problem, time_limit_s=limit_s, gap=LARGE_GAP, stop=stop), {}
     # it is seldom bettered: what follows proves how good it is
     left_s = max(1.0, limit_s - start.seconds)
     solution = solve(
-        assembled.problem, time_limit_s=left_s, gap=LARGE_GAP, start=start.picks, start_prices=start.prices, quick=True
-    )
+        assembled.problem, time_limit_s=left_s, gap=LARGE_GAP, start=start.picks, start_prices=start.prices,
+        quick=True, stop=stop,
+    )  # fmt: skip
     return solution, start.prices
 
 
