@@ -85,6 +85,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "utilisation": utilisation(plan).to_json(),
         "prefetch": plan.prefetch,
         "bound": plan.bound if math.isfinite(plan.bound) else None,
+        "simulated_bound": plan.simulated_bound or None,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "seconds_by": dict(plan.seconds_by),
         "peak_bytes": dict(plan.peak_bytes),

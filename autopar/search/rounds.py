@@ -13,6 +13,7 @@ from autopar.decide import decide
 from autopar.elixir import DoesNotFit
 from autopar.hidden import Shares
 from autopar.plan import Plan
+from autopar.plan.plan import SIMULATED_BOUND
 from autopar.policies import called, is_open, policies_for, sparing_of
 from autopar.search.layouts import LOOSE, Known, best_among
 from autopar.search.limits import Infeasible, NoAnswerInTime, size
@@ -172,4 +173,5 @@ def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Prog
         one for one in policies_for(pricer.mesh, sparing=spares, once=True) if is_open(one, solved.sparing.ways)
     ]
     baselines = {called(policy, graph): baseline(policy) for policy in policies}
-    return choose(solved.plan, pricer, wanted.memory, baselines, again, spares, progress, wanted.stop)
+    plan = choose(solved.plan, pricer, wanted.memory, baselines, again, spares, progress, wanted.stop)
+    return replace(plan, search={**plan.search, SIMULATED_BOUND: floor_s(question, None)})

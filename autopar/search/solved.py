@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,7 +26,7 @@ from autopar.search.posed import Wanted, posed, restricted
 from autopar.search.question import Progress, Question
 from autopar.search.spare import Sparing, ways_on
 from autopar.settle import tidied
-from cost_models.steps import Comm, Compute
+from cost_models.steps import Comm, Compute, Loop, Move, Step
 from solver import Prices, Problem, Solution, evaluate, solve
 
 Begin = Callable[[], list[Known]]
@@ -190,22 +190,37 @@ def _facts(
     return facts | prices_of(solution) | ({} if policy is None else {"policy": policy})
 
 
-def floor_s(question: Question, policy: str) -> float:
-    """Seconds of compute that no plan of the policy can do without; found out once."""
-    policy = SPARING.get(policy, policy)  # what is gathered once computes nothing
+def floor_s(question: Question, policy: str | None) -> float:
+    """Seconds of compute that no plan of the policy (None: no plan at all) can do without; found out once.
+
+    Each node runs once at least, in one of its ways; whatever is spared only adds to that. So no simulation of a plan,
+    in which computing has one stream, takes less.
+    """
+    policy = None if policy is None else SPARING.get(policy, policy)  # what is gathered once computes nothing
     if (key := ("floor", policy)) not in question.known:
         question.known[key] = _floor_s(question, policy)
     return question.known[key]
 
 
-def _floor_s(question: Question, policy: str) -> float:
-    strategies = restricted(question, policy)
+def _floor_s(question: Question, policy: str | None) -> float:
+    strategies = question.strategies if policy is None else restricted(question, policy)
     least: dict[int, float] = {}
     for options in strategies.values():
         if id(options) not in least:
-            computes = [[step for step in option.steps if not isinstance(step, Comm)] for option in options]
-            least[id(options)] = min(map(question.pricer.seconds, computes))
+            least[id(options)] = min(sum(_computing(option.steps, question.pricer)) for option in options)
     return sum(least[id(options)] for options in strategies.values())
+
+
+def _computing(steps: Iterable[Step], pricer: Pricer) -> Iterator[float]:
+    """Seconds of what steps compute, that in loops each time it runs."""
+    for step in steps:
+        match step:
+            case Compute():
+                yield pricer.seconds((step,))
+            case Loop():
+                yield step.rounds * sum(_computing(step.body, pricer))
+            case Comm() | Move():
+                pass
 
 
 def _with_measured_noted(plan: Plan, question: Question) -> Plan:

@@ -190,6 +190,21 @@ def test_one_rank_that_copies_to_its_host_and_back_is_simulated():
 
 
 @some
+def test_no_plan_computes_for_less_than_the_bound_of_simulated_time(name, sizes, hardware):
+    """Not the plans of any kind: those of the search, random ones, those that recompute."""
+    asked = question(name, sizes, hardware)
+    plan = plans(name, sizes, hardware)[1]
+    assert 0 < plan.simulated_bound <= plan.simulated_seconds
+    sampler = PlanSampler(family(name).graph, mesh_of(*sizes), hardware)
+    drawn = [sampler.draw(seed) for seed in range(5)]
+    for policy in ("zero2", "checkpoint-every-block", "zero3-offload"):
+        drawn.append(answer(asked, policy=policy))
+    for one in drawn:
+        assert one.seconds_by["compute"] >= plan.simulated_bound * (1 - 1e-9)
+        assert timeline_of(one, asked.pricer, overlap=True, prefetch=2).seconds >= plan.simulated_bound * (1 - 1e-9)
+
+
+@some
 def test_the_file_gives_back_the_plan(name, sizes, hardware):
     plan = plans(name, sizes, hardware)[1]
     assert loads(dumps(plan), "test") == plan
