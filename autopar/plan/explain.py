@@ -66,7 +66,7 @@ def _time(plan: Plan) -> Iterator[str]:
     how = f"{_ms(hidden)} of the parts overlap" if hidden > 1e-6 * parts else "the sum of its parts, nothing overlaps"
     if plan.simulated_seconds is not None and plan.prefetch is not None:
         how = f"collectives run beside compute; one after the other {_ms(plan.step_seconds)}"
-    yield f"step time {_ms(plan.predicted_seconds)}, predicted (simulated): {how}"
+    yield f"step time {_ms(plan.predicted_seconds)}, {plan.measure}: {how}"
     for name in ("compute", "optimizer", "copies"):
         yield _time_line(plan, name, plan.seconds_by.get(name, 0.0), "")
     for axis in plan.mesh.names:

@@ -127,6 +127,11 @@ class Plan:
         return self.step_seconds if self.simulated_seconds is None else self.simulated_seconds
 
     @property
+    def measure(self) -> str:
+        """How `predicted_seconds` was predicted, in words."""
+        return "predicted (simulated)" if self.simulated_seconds is not None else "predicted (summed)"
+
+    @property
     def simulated_bound(self) -> float:
         """A proven lower bound on the simulated time of any plan of the searched space: of the stream that computes,
         without what it waits for. 0: none is known.

@@ -107,7 +107,7 @@ def table(chosen: Plan, rows: Sequence[Row]) -> str:
         (name, *(_figures(row.plan, chosen) if row.plan else (*"-" * 4, row.why)))
         for name, row in zip(names, rows, strict=True)
     ]
-    lines = [f"baselines, predicted (simulated): one training step on {chosen.mesh}, {chosen.hardware}"]
+    lines = [f"baselines, {chosen.measure}: one training step on {chosen.mesh}, {chosen.hardware}"]
     if chosen.batch_norm:
         norms = ("batch norm", *(OVER.get(one, "") for one in (chosen.batch_norm, *(row.batch_norm for row in rows))))
         head, *body = [(*line[:-1], norm, line[-1]) for line, norm in zip((head, *body), norms, strict=True)]

@@ -202,7 +202,7 @@ def table(points: Sequence[Point]) -> str:
         lines.append((*told, str(recomputed(there) or "-"), *(human(n) if n else "-" for n in nbytes)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     body = ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    head = f"step time over memory per rank, predicted (simulated): {plan.mesh}, {plan.hardware}"
+    head = f"step time over memory per rank, {plan.measure}: {plan.mesh}, {plan.hardware}"
     return "\n".join([head, *body]) + "\n"
 
 

@@ -35,7 +35,7 @@ def test_it_is_one_screen(graph, seed):
 def test_the_figures_are_those_of_the_plan(plan):
     text = explain(plan)
     assert text.startswith("mesh data=4,tensor=2 (8 ranks) on h100-sxm, optimizer adamw\n")
-    assert f"step time {plan.step_seconds * 1e3:.3f} ms, predicted (simulated)" in text
+    assert f"step time {plan.step_seconds * 1e3:.3f} ms, predicted (summed)" in text
     for name, part in (("compute", "compute"), ("optimizer", "optimizer"), ("communication, data", "comm:data")):
         assert f"{plan.seconds_by[part] * 1e3:.3f} ms" in next(
             x for x in text.splitlines() if x.strip().startswith(name)

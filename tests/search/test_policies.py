@@ -333,7 +333,7 @@ def test_a_baseline_that_does_not_fit_says_what_it_needs() -> None:
 def test_the_table_names_every_policy_and_says_that_it_is_predicted() -> None:
     asked, chosen = question("mlp", (2, 2)), plan_of("mlp", (2, 2), None)
     text = table(chosen, compare(asked, chosen, memory=None, outputs="sharded", time_limit_s=60))
-    assert "predicted (simulated)" in text.splitlines()[0]
+    assert "predicted (summed)" in text.splitlines()[0]
     assert [line.split()[0] for line in text.splitlines()[2:]] == ["this", *POLICIES]
     ratios = [float(line.split(" x ")[0].split()[-1]) for line in text.splitlines()[2:]]
     assert ratios[0] == 1 and min(ratios) == 1

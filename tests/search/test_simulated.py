@@ -307,3 +307,16 @@ def test_the_command_simulates_unless_told_not_to(tmp_path, capsys):
     assert plain["simulated_seconds"] is None and not plain["candidates"] and plain["prefetch"] is None
     assert simulated["simulated_seconds"] <= plain["step_seconds"] <= simulated["step_seconds"] * (1 + 1e-6)
     assert {"least sum", "data-parallel", "fsdp", "tensor-parallel"} <= {one["name"] for one in simulated["candidates"]}
+
+
+def test_the_text_says_simulated_where_the_object_has_a_simulated_time(capsys):
+    model = Path(__file__).parent.parent.parent / "examples" / "mlp.py"
+    given = [f"{model}:build", "--mesh", "data=2", "--hardware", "h100-sxm", "--quiet", "--baselines"]
+    for more in ([], ["--no-simulation"]):
+        assert main([*given, *more]) == 0
+        text = capsys.readouterr().out
+        assert main([*given, *more, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert ("predicted (simulated)" in text) == (told["simulated_seconds"] is not None)
+        assert ("predicted (summed)" in text) == (told["simulated_seconds"] is None)
+        assert all((row.get("simulated_seconds") is None) == bool(more) for row in told["baselines"] if row["fits"])
