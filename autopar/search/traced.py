@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,9 +55,7 @@ def traced(text: str, precision: MixedPrecisionPolicy | None, device_type: str, 
 @contextlib.contextmanager
 def _without_torchs_dump() -> Iterator[None]:
     """Where a model cannot be captured, torch prints the half of it that could be; our sentence names the line."""
-    said, log = io.StringIO(), logging.getLogger("torch")
-    before = log.level
-    log.setLevel(logging.ERROR)
+    said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
             yield
@@ -66,7 +63,6 @@ def _without_torchs_dump() -> Iterator[None]:
         said = io.StringIO()
         raise
     finally:
-        log.setLevel(before)
         sys.stderr.write(said.getvalue())
 
 
