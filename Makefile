@@ -20,8 +20,8 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install -e '.[dev,demo]'
 	@touch $@
 
-demo: $(READY) ## see autopar find and run a plan
-	$(BIN)/python examples/demo.py
+demo: $(READY) ## see autopar find and run a plan, 2 minutes (ARGS=--long: 200 steps)
+	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(READY) ## tests that are not marked slow
 	$(PYTEST) -m "not slow"

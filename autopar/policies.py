@@ -72,11 +72,12 @@ Wish = Callable[[Strategy], bool]
 WEIGHT: tuple[Kind, ...] = ("matrix", "vector")
 
 
-def policies_for(mesh: Mesh, *, sparing: bool = False, dominated: bool = False) -> tuple[str, ...]:
+def policies_for(mesh: Mesh, *, sparing: bool = False, once: bool = False, dominated: bool = False) -> tuple[str, ...]:
     """Names of the policies that a mesh of so many axes allows; `sparing`: also those that keep less on the device;
-    `dominated`: also those that cannot be the best.
+    `once`: also those that gather weights once, which the search's own plans never do; `dominated`: also those that
+    cannot be the best.
     """
-    named = (name for name in POLICIES if sparing or name not in SPARING)
+    named = (name for name in POLICIES if sparing or name not in SPARING or (once and name in REWRITES))
     named = (name for name in named if dominated or name not in DOMINATED)
     return tuple(name for name in named if len(mesh.sizes) > 1 or name != "fsdp+tensor-parallel")
 

@@ -1,6 +1,7 @@
 """See autopar work: train a small GPT-2 on 2 processes, and check that it learns exactly what one process learns.
 
-    python examples/demo.py                                    # starts 2 processes on this machine's CPU
+    python examples/demo.py                                    # starts 2 processes on this machine's CPU; 2 minutes
+    python examples/demo.py --long                             # 200 steps in the place of 25
     torchrun --nproc-per-node 4 examples/demo.py --steps 50    # or uses those that torchrun started
 
 A GPT-2 of 10.8 million parameters, with random weights, reads the source of Python's standard library, byte by byte.
@@ -12,7 +13,6 @@ downloaded. Dropout is off, as two runs that drop different values cannot be com
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import signal
 import socket
@@ -23,39 +23,32 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from demo_report import History, compare, draw, relative, say, write_losses
 
 if TYPE_CHECKING:  # the process that only starts others does not wait for torch
     from torch import Tensor, nn
 
 SEED = 0
 BATCH, SEQUENCE = 8, 64  # of all processes together
+STEPS, LONG = 25, 200
 LEARNING_RATE, WARMUP, CLIP_NORM = 3e-4, 20, 1.0
 PROMPT, SAMPLE_BYTES = b"    def __init__(self", 160
-
-# How far the losses may differ, relatively: in the first so many steps, and in the mean of the last tenth of all steps.
-# Training amplifies rounding, so the line is drawn between two things measured on one process without autopar (torch
-# 2.13, AMD EPYC, 2026-11-20, two texts, batches of two seeds); the largest difference in 10 and in 50 steps, when
-#   every weight is moved by one rounding, or every activation rounded once more    at most  2.2e-7  2.3e-7
-#   one bias of 384 misses half of the batch                                        at least 3.4e-6  4.9e-5
-# (7.2e-7 with three more seeds.) That holds at this rate of learning. At 1e-3 the largest gradient may be three times
-# that of the steps around it, as at step 25 on one of the texts: from there on one rounding made 7.2e-5.
-# tests/examples/test_demo.py measures both again.
-TOLERANCES, END_TOLERANCE = {10: 1e-6, 50: 5e-6}, 1e-2
-SAME = "SAME: in parallel it learns what one process learns"
-DIFFERENT = "DIFFERENT: this is a defect of autopar; please report it, with losses.csv"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=200, help="training steps of each run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help=f"training steps of each run (default: {STEPS}; --long: {LONG})")
+    parser.add_argument("--long", action="store_true", help=f"the long comparison, of {LONG} steps")
     parser.add_argument("--processes", type=int, default=2, help="processes to start (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where results go (default: %(default)s)")
     parser.add_argument("--hardware", help="the machine to plan for: a profile's name or file (default: cpu-gloo)")
     parser.add_argument("--memory", help="memory that each process may use, such as 100MiB (default: what is free)")
     args = parser.parse_args()
+    if args.steps is None:
+        args.steps = LONG if args.long else STEPS
     if args.steps < 1 or args.processes < 1:
         parser.error("--steps and --processes must be at least 1")
     return work(args) if "RANK" in os.environ else launch(args.processes)
@@ -77,6 +70,7 @@ def launch(processes: int) -> int:
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
     }
+    print(f"starting {processes} processes; each loads torch and transformers first", flush=True)
     command = [sys.executable, *sys.argv]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     ranks = [
@@ -123,12 +117,6 @@ def work(args: argparse.Namespace) -> int:
             dist.destroy_process_group()
 
 
-def say(*text: object) -> None:
-    """Print on rank 0."""
-    if os.environ["RANK"] == "0":
-        print(*text, flush=True)
-
-
 # --- the demo --------------------------------------------------------------------------------------------------------
 
 
@@ -150,6 +138,7 @@ def demo(args: argparse.Namespace) -> int:
     say(f"text: {len(text) / 1e6:.1f} MB, {origin}; one token per byte; {BATCH} x {SEQUENCE} tokens a step")
 
     # From here on `parallel` is used as `model` would be: the same calls, the same optimizers, the same names.
+    say("tracing it, and searching for the fastest way to train it here ...")
     started = time.perf_counter()
     example = next(batches(text))
     try:
@@ -167,7 +156,7 @@ def demo(args: argparse.Namespace) -> int:
     say(f"\n--- the plan, found in {time.perf_counter() - started:.1f} s\n")
     say(plan.explain())
 
-    say(f"\n--- training on {mesh.size()} processes\n")
+    say(f"\n--- training on {mesh.size()} processes, {args.steps} steps\n")
     ours, optimizer = train(parallel, text, args.steps)
 
     held_out = next(batches(text, held_out=True))
@@ -198,7 +187,8 @@ def demo(args: argparse.Namespace) -> int:
     for path in sorted(out.iterdir()):
         if path.name in WRITTEN:
             say(f"    {path.name:<12} {WRITTEN[path.name]}")
-    say(f"\n{time.perf_counter() - began:.0f} s in all")
+    more = "" if args.steps >= LONG else f"; --long (make demo ARGS=--long) trains for {LONG} steps"
+    say(f"\n{time.perf_counter() - began:.0f} s in all{more}")
     dist.barrier()
     return 0 if agrees else 1
 
@@ -255,24 +245,6 @@ def as_inputs(ids: Tensor) -> dict[str, Tensor]:
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class History:
-    """Of every step, the loss and the seconds it took."""
-
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    @property
-    def step_s(self) -> float:
-        """The median; the first steps, which warm up, count little in it."""
-        return statistics.median(self.seconds)
-
-    @property
-    def end_loss(self) -> float:
-        """The mean of the last tenth: single batches are harder or easier."""
-        return statistics.fmean(self.losses[-max(1, len(self.losses) // 10) :])
-
-
 def train(module: nn.Module, text: Tensor, steps: int, beside: History | None = None) -> tuple[History, Any]:
     """An ordinary training loop. It does not know whether `module` is plain or parallel."""
     import torch
@@ -300,11 +272,6 @@ def train(module: nn.Module, text: Tensor, steps: int, beside: History | None = 
     return history, optimizer
 
 
-def relative(one: History, other: History) -> list[float]:
-    """|one - other| / other of the steps that both have made."""
-    return [abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=False)]
-
-
 # --- saving and loading ----------------------------------------------------------------------------------------------
 
 
@@ -316,6 +283,7 @@ def save(parallel: nn.Module, optimizer: Any, out: Path) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 
     weights, optimizer_state = get_state_dict(parallel, optimizer)
+    warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # of the run before
     dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=out / "checkpoint")
     whole = get_model_state_dict(parallel, options=StateDictOptions(full_state_dict=True))
     if dist.get_rank() == 0:
@@ -347,34 +315,6 @@ def load(plain: nn.Module, out: Path, held_out: Tensor) -> tuple[float, float]:
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def compare(ours: History, alone: History, held_out: tuple[float, float, float], plan: Any, predicted: bool) -> bool:
-    """Say how the two runs compare; whether they agree."""
-    differences = relative(ours, alone)
-    found = {steps: max(differences[:steps], key=worst) for steps in TOLERANCES}
-    at_end = abs(ours.end_loss / alone.end_loss - 1)
-    reloaded = max((abs(loss / held_out[0] - 1) for loss in held_out[1:]), key=worst)
-    agrees = all(found[steps] <= allowed for steps, allowed in TOLERANCES.items())  # nan agrees with nothing
-    agrees = agrees and at_end <= END_TOLERANCE and reloaded <= TOLERANCES[10]
-    say("\n--- how they compare\n")
-    if predicted:
-        took, told = ours.step_s * 1e3, plan.predicted_seconds * 1e3
-        say(f"    step time         predicted {told:.0f} ms, measured {took:.0f} ms")
-    say(f"    on one process    {alone.step_s * 1e3:.0f} ms, {alone.step_s / ours.step_s:.2f} times as long")
-    for steps, allowed in TOLERANCES.items():
-        say(f"    first {steps:2} steps    losses differ by {found[steps]:.1e} at most, allowed {allowed:.0e}")
-    say(f"    last tenth        mean losses differ by {at_end:.1e}, allowed {END_TOLERANCE:.0e}")
-    say(f"    held-out loss     {held_out[0]:.6f} in parallel")
-    say(f"                      {held_out[1]:.6f} in a plain model that loaded model.pt")
-    say(f"                      {held_out[2]:.6f} in a plain model that loaded checkpoint")
-    say(f"\n    {SAME if agrees else DIFFERENT}")
-    return agrees
-
-
-def worst(difference: float) -> float:
-    """A key by which nan is the largest of all."""
-    return float("inf") if difference != difference else difference
-
-
 def sample(model: nn.Module, prompt: bytes, count: int) -> str:
     """`count` bytes drawn from the model after `prompt`."""
     import torch
@@ -388,53 +328,6 @@ def sample(model: nn.Module, prompt: bytes, count: int) -> str:
             ids = torch.cat([ids, drawn[None]], dim=1)
     text = bytes(ids[0].tolist()).decode("utf-8", "replace")
     return "\n".join(("    | " + line).rstrip() for line in text.splitlines())
-
-
-def write_losses(path: Path, ours: History, alone: History) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", "parallel_loss", "one_process_loss", "parallel_s", "one_process_s"])
-        for step, row in enumerate(zip(ours.losses, alone.losses, ours.seconds, alone.seconds, strict=True), start=1):
-            writer.writerow([step, *row])
-
-
-def draw(path: Path, ours: History, alone: History, processes: int) -> None:
-    """Both curves over each other, and below them how far apart they are."""
-    try:
-        import matplotlib
-    except ImportError:
-        say("\n    no picture: matplotlib is missing (pip install -e '.[demo]'); losses.csv has the numbers")
-        path.unlink(missing_ok=True)
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
-
-    steps = range(1, len(ours.losses) + 1)
-    figure, (upper, lower) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 1), layout="constrained"
-    )
-    upper.plot(steps, alone.losses, color="#f2a65a", linewidth=5, label="one process, plain PyTorch")
-    upper.plot(steps, ours.losses, color="#1f3b73", linewidth=1.2, label=f"{processes} processes, autopar")
-    upper.set_ylabel("loss (nats per byte)")
-    upper.set_title("GPT-2 learns Python's standard library")
-    upper.legend(frameon=False)
-    # Equal losses have no place on a logarithmic axis: they stand at 1e-8, below float32's grain.
-    lower.semilogy(steps, [max(d, 1e-8) for d in relative(ours, alone)], ".", color="#1f3b73", markersize=3)
-    last = 0
-    for until, allowed in TOLERANCES.items():
-        lower.plot(
-            (last + 1, max(last + 1, min(until, len(steps)))), (allowed, allowed), color="#b3261e", linewidth=1.5
-        )
-        last = until
-    lower.annotate("allowed", (1, TOLERANCES[10]), xytext=(0, 4), textcoords="offset points", color="#b3261e")
-    lower.set_ylabel("relative difference")
-    lower.set_xlabel("step")
-    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axes in (upper, lower):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

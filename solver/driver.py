@@ -41,7 +41,8 @@ def solve(
                   linear program, and no search for better picks once these are through; for who has picks to begin
                   from, or wants a bound. Where nothing fits, a lower bound of what is needed, and not the least that
                   would do. Where that ends hangs on the problem alone
-    stop          asked now and then, also inside HiGHS; once true, the best picks and bound so far are returned
+    stop          asked now and then, also inside HiGHS; once true, the best picks and bound so far are returned. A time
+                  limit leaves a part of the time for a search for picks; so does this, for `GRACE_S`, without any yet
 
     The answer is the same on every run unless the time limit cuts it. Raises ValueError for arguments that make no
     sense and BackendError if the referee disagrees with what the backend claims.
@@ -55,7 +56,7 @@ def solve(
     try:
         presolved = presolve(problem, reductions)
     except Dead as dead:
-        explanation = explain(problem, str(dead), deadline, quick)
+        explanation = explain(problem, str(dead), _until(deadline, stop), quick)
         seconds = time.monotonic() - began
         return Solution("infeasible", None, math.inf, math.inf, seconds, explanation, stats)
     stats |= _sizes(presolved)
@@ -65,7 +66,7 @@ def solve(
     reserve_s = min(0.25 * stats["presolve_s"], 0.1 * time_limit_s)
     budget = Budget(deadline - reserve_s, gap, threads or 1, projected, start_prices or {}, quick=quick, stop=stop)
     if stats["core_items"]:
-        outcome = run(backend, presolved.core, budget) if backend != "auto" else _best_effort(presolved.core, budget)
+        outcome = run(backend, presolved.core, budget) if backend != "auto" else _within(presolved.core, budget)
     else:
         outcome = _certain(presolved)
     stats |= outcome.stats
@@ -75,7 +76,9 @@ def solve(
         picks, cost = tuple(int(pick) for pick in start), given.cost
     if picks is None:
         explanation = (
-            explain(problem, "no choice of options fits", deadline, quick) if outcome.status == "infeasible" else None
+            explain(problem, "no choice of options fits", _until(deadline, stop), quick)
+            if outcome.status == "infeasible"
+            else None
         )
         seconds = time.monotonic() - began
         return Solution(outcome.status, None, math.inf, outcome.bound, seconds, explanation, stats, outcome.prices)
@@ -84,10 +87,27 @@ def solve(
     return Solution(status, picks, cost, bound, time.monotonic() - began, None, stats, outcome.prices)
 
 
+def _until(deadline: float, stop: Callable[[], bool] | None) -> float:
+    """The deadline, or now where it is time to stop."""
+    return time.monotonic() if stop is not None and stop() else deadline
+
+
 # Above LARGE allowed pairs the linear program takes minutes or does not come to an end in time (measured on the
 # contest's V, 0.4 million, and M, 1.6 million). Prices of memory give picks and a bound at once.
 LARGE = 250_000
 HIGHS_SHARE = 0.6  # of the time, before a race for better picks
+GRACE_S = 5.0  # once it is time to stop, where there are no picks yet
+
+
+def _within(core: Problem, budget: Budget) -> Outcome:
+    """The best effort; who stops it before it has come to look for picks gets some all the same, soon."""
+    best = _best_effort(core, budget)
+    if best.status != "unknown" or budget.stop is None or not budget.stop():
+        return best
+    from solver.backends import race
+
+    soon = min(budget.deadline, time.monotonic() + GRACE_S)
+    return _better(best, race.run(core, replace(budget, deadline=soon, stop=None)))
 
 
 def _best_effort(core: Problem, budget: Budget) -> Outcome:

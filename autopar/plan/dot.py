@@ -229,7 +229,7 @@ class _Picture:
         limit = {} if plan.memory_limit is None else {"hbm": f" of {human(plan.memory_limit)}"}
         peaks = sorted(plan.peak_bytes.items())
         peak = ", ".join(f"{human(nbytes)}{limit.get(tier, '')} of {tier}" for tier, nbytes in peaks)
-        took = f"{plan.predicted_seconds * 1e3:.3f} ms a step, predicted (simulated)"
+        took = f"{plan.predicted_seconds * 1e3:.3f} ms a step, {plan.measure}"
         return f"<B>{escape(f'mesh {plan.mesh} on {plan.hardware}: {took}; peak {peak} per rank')}</B>"
 
     def _cluster(self, tree: _Tree, path: str, depth: int) -> Iterator[str]:

@@ -88,6 +88,9 @@ class Candidate:
     why: str = ""
 
 
+SIMULATED_BOUND = "simulated_bound_s"  # among the facts of a search
+
+
 @dataclass(frozen=True)
 class Plan:
     """Every decision, with what was predicted of it.
@@ -135,6 +138,19 @@ class Plan:
     def predicted_seconds(self) -> float:
         """What a step is predicted to take: as it was played, else the sum of its parts."""
         return self.step_seconds if self.simulated_seconds is None else self.simulated_seconds
+
+    @property
+    def measure(self) -> str:
+        """How `predicted_seconds` was predicted, in words."""
+        return "predicted (simulated)" if self.simulated_seconds is not None else "predicted (summed)"
+
+    @property
+    def simulated_bound(self) -> float:
+        """A proven lower bound on the simulated time of any plan of the searched space: of the stream that computes,
+        without what it waits for. 0: none is known.
+        """
+        found = self.search.get(SIMULATED_BOUND, 0.0)
+        return found if isinstance(found, float) else 0.0
 
     @property
     def gap(self) -> float:

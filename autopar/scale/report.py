@@ -71,7 +71,7 @@ def spelled(target: str) -> str:
 
 
 def _table(found: Study) -> Iterator[str]:
-    yield "this plan elsewhere, its choices kept: one training step, predicted (simulated)"
+    yield "this plan elsewhere, its choices kept: one training step, predicted (the sum of its parts)"
     head = ("", "ms per step", "compute", "optimizer", "communication", "peak per rank", "fits", "best plan there")
     searched = any(row.best is not None or row.best_why for row in found.rows)
     body = [_line(row, found.limit) for row in found.rows]
@@ -79,7 +79,7 @@ def _table(found: Study) -> Iterator[str]:
     yield from _columns([head[:width], *(line[:width] for line in body)], right=range(1, 6))
     for row in found.rows:
         if row.kept is None:
-            yield f"  {row.label}: {row.why}, which does not divide"
+            yield f"  {row.label}: {row.why}{', which does not divide' if row.word == Row.word else ''}"
 
 
 def _line(row: Row, limit: float) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def _line(row: Row, limit: float) -> tuple[str, ...]:
         slower = row.kept.step_seconds / row.best.step_seconds - 1
         best += ", this one is as fast" if slower <= SAME else f", this one is {100 * slower:.1f} % slower"
     if row.kept is None:
-        return label, *"-" * 5, "does not divide", best
+        return label, *"-" * 5, row.word, best
     plan = row.kept
     parts = plan.seconds_by
     compute = parts["compute"] + parts["copies"]
@@ -179,6 +179,9 @@ def _reach(reach: Reach, found: Study) -> str:
         return human(float(closed.peak({**closed.here, reach.name: size})))
 
     step = f", in steps of {reach.unit}" if reach.unit > 1 else ""
+    if reach.too_large is None and reach.most is not None and reach.fits is not None:
+        end = f"the model's last: {reach.most.table} has no more positions"
+        return f"{reach.name} up to {reach.fits} fits ({peak(reach.fits)}), {end}{step}; here {here}"
     if reach.too_large is None:
         return f"{reach.name}: any size fits"
     if reach.fits is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 from autopar.batch_norm import LOCAL
@@ -16,6 +17,7 @@ from autopar.price import Pricer
 from autopar.scale.elsewhere import DoesNotSplit, graph_at, plan_at, units
 from autopar.scale.forms import Totals, totals
 from autopar.scale.grow import BATCH, Growth
+from autopar.scale.positions import Most, beyond, most_positions
 from autopar.search.search import Infeasible, NoAnswerInTime, answer, ask
 from cost_models.hardware import Hardware
 
@@ -29,8 +31,8 @@ WIDER, NARROWER = 6, 10  # powers of two of the present size, up and down, where
 @dataclass(frozen=True)
 class Row:
     """One place: what is other there, the sizes and the mesh; `kept` is the plan with its choices kept, None where it
-    does not split evenly; `best` is what a search finds there, None where it was not asked or found nothing. `why` and
-    `best_why` say what is not there.
+    does not split evenly, or the model ends before (`word`); `best` is what a search finds there, None where it was not
+    asked or found nothing. `why` and `best_why` say what is not there.
     """
 
     label: str
@@ -40,6 +42,7 @@ class Row:
     why: str = ""
     best: Plan | None = None
     best_why: str = ""
+    word: str = "does not divide"  # of a row without a plan
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,16 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reach:
-    """The largest size that fits in memory, and the next one that divides and does not; None: there is no such."""
+    """The largest size that fits in memory, and the next one that divides and does not; None: there is no such.
+
+    `most`: what the model can take at most, where that is known; neither is larger.
+    """
 
     name: str
     unit: int
     fits: int | None
     too_large: int | None
+    most: Most | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,11 @@ class Ground:
             return self.plan.memory_limit, "the plan's limit"
         return float(self.hardware.tiers[DEVICE].capacity_bytes), f"all of a {self.hardware.name}"
 
+    @cached_property
+    def most(self) -> dict[str, Most]:
+        """What the model itself can take of each size."""
+        return most_positions(self.growth)
+
 
 def study(
     ground: Ground,
@@ -112,7 +124,7 @@ def study(
     rows: list[Row] = []
     for label, values, mesh in _places(ground, times):
         row = _row(ground, label, values, mesh)
-        if search_s is not None and label:
+        if search_s is not None and label and not beyond(ground.most, values):
             progress(f"searching at {label}")
             row = _searched(ground, row, search_s)
         rows.append(row)
@@ -173,6 +185,8 @@ def _splits_batch(ground: Ground, axis: str) -> bool:
 
 
 def _row(ground: Ground, label: str, values: Mapping[str, int], mesh: Mesh) -> Row:
+    if why := beyond(ground.most, values):
+        return Row(label, values, mesh, None, why, word="too long")
     try:
         return Row(label, values, mesh, plan_at(ground.plan, ground.growth, values, ground.pricer(mesh)))
     except DoesNotSplit as error:
@@ -214,7 +228,7 @@ def _turn(ground: Ground, name: str, unit: int) -> Turn:
         return communication(plan) / plan.step_seconds if plan.step_seconds else 0.0
 
     sizes = [base >> less for less in range(NARROWER, 0, -1) if base % (unit << less) == 0]
-    sizes += [base << more for more in range(WIDER + 1)]
+    sizes += [base << more for more in range(WIDER + 1) if not beyond(ground.most, {name: base << more})]
     points = [(size, found) for size in sizes if (found := share(size)) is not None]
     for (low, before), (high, after) in pairwise(points):
         if (before > 0.5) != (after > 0.5):
@@ -235,18 +249,21 @@ def _turn(ground: Ground, name: str, unit: int) -> Turn:
 def _reach(ground: Ground, closed: Totals, name: str, unit: int) -> Reach:
     """Memory grows with every size, so the last one that fits is found by halving."""
     limit, _ = ground.limit
+    most = ground.most.get(name)
 
     def fits(count: int) -> bool:
         return closed.peak({**closed.here, name: count * unit}) <= limit
 
     if not fits(1):
-        return Reach(name, unit, None, unit)
+        return Reach(name, unit, None, unit, most)
+    if most is not None and fits(most.value // unit):
+        return Reach(name, unit, most.value // unit * unit, None, most)
     low, high = 1, 2
     while fits(high):
         low, high = high, 2 * high
         if high * unit > FARTHEST:
-            return Reach(name, unit, None, None)
+            return Reach(name, unit, None, None, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return Reach(name, unit, low * unit, high * unit)
+    return Reach(name, unit, low * unit, high * unit, most)

@@ -18,6 +18,7 @@ from autopar.assembly import HOST
 from autopar.layout import local_type
 from autopar.plan import Plan
 from autopar.plan.tell import human
+from autopar.search.posed import Stop, never
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
 from autopar.search.simulated import best_prefetch
 from autopar.work import STORE, VIEWS
@@ -51,16 +52,18 @@ def memory_curve(
     time_limit_s: float = 60.0,
     simulation: bool = False,
     progress: Progress = lambda text: None,
+    stop: Stop = never,
 ) -> tuple[Point, ...]:
     """About so many points, limits rising; the last is the fastest plan. `known`: plans that were found before.
 
-    Each search is bounded by `time_limit_s`. Raises NoAnswerInTime where not even the fastest plan is found.
+    Each search is bounded by `time_limit_s`. `stop`: once true, the points are those of the plans that are known by
+    then. Raises NoAnswerInTime where not even the fastest plan is found.
     """
 
     def find(limit: float | None) -> Plan:
         plan = answer(
             question, memory=limit, spare=spare, keep=keep, outputs=outputs, time_limit_s=time_limit_s,
-            simulation=simulation,
+            simulation=simulation, stop=stop,
         )  # fmt: skip
         if simulation and plan.simulated_seconds is None and question.pricer.hardware.overlaps:
             played = best_prefetch(plan, question.pricer, limit)  # or it would be compared by another measure
@@ -69,7 +72,12 @@ def memory_curve(
         progress(f"memory curve: with {told}, {plan.predicted_seconds * 1e3:.3f} ms a step")
         return plan
 
-    fastest = find(None)
+    try:
+        fastest = find(None)
+    except NoAnswerInTime:
+        if stop():
+            return ()
+        raise
     top = fastest.peak_bytes[DEVICE]
     found = [fastest, *known]
     least = _least(find, top, found, progress)
@@ -194,7 +202,7 @@ def table(points: Sequence[Point]) -> str:
         lines.append((*told, str(recomputed(there) or "-"), *(human(n) if n else "-" for n in nbytes)))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     body = ["  " + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    head = f"step time over memory per rank, predicted (simulated): {plan.mesh}, {plan.hardware}"
+    head = f"step time over memory per rank, {plan.measure}: {plan.mesh}, {plan.hardware}"
     return "\n".join([head, *body]) + "\n"
 
 

@@ -20,7 +20,13 @@ from cost_models.reserve import Room
 
 
 def document(
-    model: str, plan: Plan, rows: Sequence[Row], points: Sequence[curve.Point], seconds: dict[str, float], room: Room
+    model: str,
+    plan: Plan,
+    rows: Sequence[Row],
+    points: Sequence[curve.Point],
+    seconds: dict[str, float],
+    room: Room,
+    interrupted: bool = False,
 ) -> dict[str, Any]:
     """What --json prints; every figure of a plan is predicted, for one rank and one step."""
     types = {node.target: node.outputs[0] for node in plan.graph.nodes if node.op == "parameter"}
@@ -40,6 +46,7 @@ def document(
         "reserved_bytes": plan.search.get(RESERVED),
         **_figures(plan),
         "status": plan.search.get("status"),
+        "interrupted": interrupted,
         "tied": bool(plan.search.get("tied")),
         "measured": plan.search.get("measured", 0),
         "parameters": sum(type.numel for type in types.values() if type is not None),
@@ -78,6 +85,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "utilisation": utilisation(plan).to_json(),
         "prefetch": plan.prefetch,
         "bound": plan.bound if math.isfinite(plan.bound) else None,
+        "simulated_bound": plan.simulated_bound or None,
         "gap": plan.gap if math.isfinite(plan.gap) else None,
         "seconds_by": dict(plan.seconds_by),
         "peak_bytes": dict(plan.peak_bytes),

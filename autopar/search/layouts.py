@@ -6,7 +6,7 @@ cost. So it is where a large search begins, and what is solved again once prices
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -39,19 +39,23 @@ def best_among(
     again: Collection[str],
     time_limit_s: float,
     prices: Prices | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Solution | None:
     """`again`: the nodes that are forward values, of which it is open how they come back; so is where parameters
-    reside. None if nothing of the kind was found to fit. `prices`: of memory, in a problem like this one.
+    reside. None if nothing of the kind was found to fit. `prices`: of memory, in a problem like this one. `stop`: as
+    in `solve`.
     """
     problem = assembled.problem
     keep = _open(known, assembled, again)
     part, back = cut(problem, keep)
     start = cheapest(known, assembled)
     within = None if start is None else inside(start, keep)
-    solution = solve(part, time_limit_s=time_limit_s, gap=LOOSE, start=within, start_prices=prices, quick=True)
+    solution = solve(
+        part, time_limit_s=time_limit_s, gap=LOOSE, start=within, start_prices=prices, quick=True, stop=stop
+    )
     if solution.status == "unknown":
         left_s = max(1.0, time_limit_s - solution.seconds)
-        solution = solve(part, time_limit_s=left_s, gap=LOOSE, start_prices=solution.prices)
+        solution = solve(part, time_limit_s=left_s, gap=LOOSE, start_prices=solution.prices, stop=stop)
     return None if solution.picks is None else replace(solution, picks=back(solution.picks))
 
 

@@ -6,8 +6,9 @@ when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from autopar.assemble import Assembled, assemble
 from autopar.assembly import DEVICE, HOST
@@ -22,6 +23,7 @@ from autopar.saving import Widened
 from autopar.search.question import Question
 from autopar.search.spare import NOTHING_SPARED, Sparing, host_bytes
 from autopar.strategy import Strategy
+from solver.store import write_problem
 
 # Above this many pairs of options the problem is solved with repeated layers tied to one choice. Llama-8B on 8x8 has 6
 # million and needs no ties; a 3-D mesh may.
@@ -30,12 +32,20 @@ TIE_ABOVE_PAIRS = 40_000_000
 ROWS = 2  # of gradients need memory: one is sent when it holds `bucket_bytes`, or more; one more waits for the host
 
 Strategies = Mapping[str, tuple[Strategy, ...]]
+Stop = Callable[[], bool]
+
+
+def never() -> bool:
+    """A search that nobody stops."""
+    return False
 
 
 @dataclass(frozen=True)
 class Wanted:
     """What a search is asked for; see `autopar.search.search`. `quick`: a plan to compare with, however far from proven
     (`solver.solve`). `rows_for`: bytes of a rank that rows of gradients are sized for, where `memory` is no limit.
+    `stop`: once true, the best known by then is the answer; what is found out until then hangs on it no more than on
+    the clock, so it is no part of what a question is known by.
     """
 
     memory: float | None
@@ -46,6 +56,7 @@ class Wanted:
     sparing: Sparing = NOTHING_SPARED
     quick: bool = False
     rows_for: float | None = None
+    stop: Stop = field(default=never, compare=False, repr=False)
 
     @property
     def unlimited(self) -> Wanted:
@@ -155,3 +166,8 @@ def _classes(question: Question) -> dict[str, str]:
 
 def _pairs(graph: Graph, strategies: Strategies) -> int:
     return sum(len(strategies[node.name]) * len(strategies[ref.name]) for node in graph.nodes for ref in node.operands)
+
+
+def write(assembled: Assembled, path: Path) -> None:
+    """The problem as a file for `python -m solver`; it appears whole or not at all."""
+    write_problem(assembled.problem, path)

@@ -13,6 +13,7 @@ from autopar.decide import decide
 from autopar.elixir import DoesNotFit
 from autopar.hidden import Shares
 from autopar.plan import Plan
+from autopar.plan.plan import SIMULATED_BOUND
 from autopar.policies import called, is_open, policies_for, sparing_of
 from autopar.search.layouts import LOOSE, Known, best_among
 from autopar.search.limits import Infeasible, NoAnswerInTime, size
@@ -105,6 +106,8 @@ def _fitting(question: Question, wanted: Wanted, progress: Progress) -> list[Kno
 def _by_hand(question: Question, policies: Iterable[str], wanted: Wanted, progress: Progress) -> list[Known]:
     found: list[Known] = []
     for policy in policies:
+        if wanted.stop():
+            break
         with contextlib.suppress(Infeasible, NoAnswerInTime):
             found.append(of_policy(question, policy, replace(wanted, tied=True, quick=True), progress).as_known)
     return found
@@ -125,11 +128,11 @@ def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Prog
         priced = posed_of(question, question.strategies, pricer, asked, solved.tied, shares).within(limits)
         cheaper = priced.assembled
         if spares:  # too large to be solved again and again
-            solution = best_among(known, cheaper, priced.wide.again, wanted.time_limit_s, prices)
+            solution = best_among(known, cheaper, priced.wide.again, wanted.time_limit_s, prices, wanted.stop)
         else:
             solution = solve(
                 cheaper.problem, time_limit_s=wanted.time_limit_s, gap=max(solved.gap, LOOSE), start=start,
-                start_prices=prices,
+                start_prices=prices, stop=wanted.stop,
             )  # fmt: skip
         if solution is None or solution.picks is None:
             progress("solved again: nothing fits")
@@ -166,6 +169,9 @@ def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Prog
         return found
 
     # A plan found by hand is a candidate like the others: what the user has closed, it may not do either.
-    policies = [one for one in policies_for(pricer.mesh, sparing=spares) if is_open(one, solved.sparing.ways)]
+    policies = [
+        one for one in policies_for(pricer.mesh, sparing=spares, once=True) if is_open(one, solved.sparing.ways)
+    ]
     baselines = {called(policy, graph): baseline(policy) for policy in policies}
-    return choose(solved.plan, pricer, wanted.memory, baselines, again, spares, progress)
+    plan = choose(solved.plan, pricer, wanted.memory, baselines, again, spares, progress, wanted.stop)
+    return replace(plan, search={**plan.search, SIMULATED_BOUND: floor_s(question, None)})

@@ -10,8 +10,9 @@ simulated   which of their plans is the quickest once transfers hide behind comp
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
+from autopar.assemble import Assembled
 from autopar.graph import Graph
 from autopar.layout import Layout
 from autopar.measure.calls import Profile
@@ -20,9 +21,9 @@ from autopar.plan import Plan
 from autopar.policies import policy_named
 from autopar.search.keep import kept
 from autopar.search.limits import Infeasible, NoAnswerInTime
+from autopar.search.posed import Stop, Wanted, never
 from autopar.search.question import Progress, Question, ask
 from autopar.search.rounds import least_sum, of_policy, simulated
-from autopar.search.solved import Wanted
 from autopar.search.spare import Sparing, ways_on
 from autopar.work import STORE
 from cost_models.hardware import Hardware
@@ -82,15 +83,24 @@ def answer(
     spare: Collection[str] | None = None,
     keep: Mapping[str, str] | None = None,
     progress: Progress = lambda text: None,
+    stop: Stop = never,
+    as_posed: Callable[[Assembled], None] = lambda assembled: None,
 ) -> Plan:
-    """`search`, of a question already asked. What it found for a policy, it knows when it is asked again."""
+    """`search`, of a question already asked. What it found for a policy, it knows when it is asked again.
+
+    `stop`: asked now and then; once true, the answer is what a time limit at that moment would give. `as_posed` is
+    given the problem whose bound the plan carries, as it was solved.
+    """
+    if stop():
+        raise NoAnswerInTime("the search was stopped before it began")
     settled = kept(keep or {}, question.graph)
     sparing = Sparing(ways_on(question.pricer, spare)).keeping(settled.modes, settled.residence)
-    wanted = Wanted(memory, outputs, fixed or {}, time_limit_s, tied, sparing)
+    wanted = Wanted(memory, outputs, fixed or {}, time_limit_s, tied, sparing, stop=stop)
     if policy is not None:
         return of_policy(question, policy_named(policy), wanted, progress).plan
     solved = least_sum(question, wanted, progress)
     plan = solved.plan
+    as_posed(solved.assembled)
     is_played = question.pricer.mesh.ranks > 1 or plan.residence or any(node.op == STORE for node in plan.graph.nodes)
     if not simulation or not is_played:  # nothing can overlap: the step is its sum
         return plan

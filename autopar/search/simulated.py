@@ -106,12 +106,13 @@ def choose(
     again: Again,
     spares: bool = False,
     progress: Callable[[str], None] = lambda text: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """The quickest plan that was played. `least_sum`: the solver's plan, whose bound is that of all plans.
 
     `baselines`: name -> the baseline's plan, or why there is none; asked with the seconds to beat. `again`: the
     solver's plan where transfers have those shares of their price, and so many bytes of the device stay free. `spares`:
-    it decides what is spared, too.
+    it decides what is spared, too. `stop`: once true, the quickest of those that were played by then is taken.
     """
     best = first = best_prefetch(least_sum, pricer, memory)
     winner = LEAST_SUM
@@ -131,6 +132,8 @@ def choose(
         return played
 
     for name, solve in baselines.items():
+        if stop():
+            break
         found = solve(best.seconds)
         if isinstance(found, str):
             rows.append(Candidate(name, None, None, None, None, found))
@@ -142,7 +145,7 @@ def choose(
     free = 0.0 if best is first else first.lacks
     for number in range(1, (ROUNDS_SPARING if spares else ROUNDS) + 1):
         timeline = latest.wished or latest.timeline
-        if timeline is None:
+        if timeline is None or stop():
             break
         measured, busy = exposed_shares(latest.plan, timeline)
         moved = sum(abs(share - shares.get(key, 1.0)) * busy[key] for key, share in measured.items())
@@ -217,7 +220,8 @@ def _row(name: str, played: Played) -> Candidate:
 def _chosen(best: Played, winner: str, least_sum: Plan, rows: Sequence[Candidate]) -> Plan:
     """The plan with what was found out about it and the others."""
     plan = best.plan
-    bound = min(least_sum.bound, plan.step_seconds)
+    # proven of the union of the spaces that were searched: that of all plans, and the winner's, if it is another one
+    bound = min(least_sum.bound, plan.bound, plan.step_seconds)
     facts = {**least_sum.search, "candidate": winner}
     if best.timeline is not None:
         facts |= {f"exposed:{stream.removeprefix('comm:')}": s for stream, s in best.timeline.exposed_s.items()}

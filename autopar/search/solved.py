@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,7 +26,7 @@ from autopar.search.posed import Wanted, posed, restricted
 from autopar.search.question import Progress, Question
 from autopar.search.spare import Sparing, ways_on
 from autopar.settle import tidied
-from cost_models.steps import Comm, Compute
+from cost_models.steps import Comm, Compute, Loop, Move, Step
 from solver import Prices, Problem, Solution, evaluate, solve
 
 Begin = Callable[[], list[Known]]
@@ -106,10 +106,10 @@ def _solved(
     gap = 0.0 if is_small and not sparing.ways else GAP
     prices: Prices = {}
     if begins is None:
-        solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick)
+        solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop)
     elif is_small:
         start = cheapest(question.found, assembled)
-        solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, start=start)
+        solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, start=start, stop=wanted.stop)
     else:
         gap = LARGE_GAP
         solution, prices = _begun(question, assembled, wide, wanted, begins, progress)
@@ -141,21 +141,22 @@ def _begun(
     question: Question, assembled: Assembled, wide: Widened, wanted: Wanted, begins: Begins, progress: Progress
 ) -> tuple[Solution, Prices]:
     """The solution of a large problem, and the prices of memory among the layouts with which it began."""
-    limit_s = wanted.time_limit_s
+    limit_s, stop = wanted.time_limit_s, wanted.stop
     plans = [*begins.layouts(), *question.found]
-    start = best_among(plans, assembled, wide.again, limit_s)
+    start = best_among(plans, assembled, wide.again, limit_s, stop=stop)
     if start is None:
         plans += begins.fitting()
-        start = best_among(plans, assembled, wide.again, limit_s)
+        start = best_among(plans, assembled, wide.again, limit_s, stop=stop)
     told = "does not fit" if start is None else f"takes {start.cost * 1e3:.3f} ms"
     progress(f"the best among the layouts of {len(plans)} plans {told}")
     if start is None:
-        return solve(assembled.problem, time_limit_s=limit_s, gap=LARGE_GAP), {}
+        return solve(assembled.problem, time_limit_s=limit_s, gap=LARGE_GAP, stop=stop), {}
     # it is seldom bettered: what follows proves how good it is
     left_s = max(1.0, limit_s - start.seconds)
     solution = solve(
-        assembled.problem, time_limit_s=left_s, gap=LARGE_GAP, start=start.picks, start_prices=start.prices, quick=True
-    )
+        assembled.problem, time_limit_s=left_s, gap=LARGE_GAP, start=start.picks, start_prices=start.prices,
+        quick=True, stop=stop,
+    )  # fmt: skip
     return solution, start.prices
 
 
@@ -189,22 +190,37 @@ def _facts(
     return facts | prices_of(solution) | ({} if policy is None else {"policy": policy})
 
 
-def floor_s(question: Question, policy: str) -> float:
-    """Seconds of compute that no plan of the policy can do without; found out once."""
-    policy = SPARING.get(policy, policy)  # what is gathered once computes nothing
+def floor_s(question: Question, policy: str | None) -> float:
+    """Seconds of compute that no plan of the policy (None: no plan at all) can do without; found out once.
+
+    Each node runs once at least, in one of its ways; whatever is spared only adds to that. So no simulation of a plan,
+    in which computing has one stream, takes less.
+    """
+    policy = None if policy is None else SPARING.get(policy, policy)  # what is gathered once computes nothing
     if (key := ("floor", policy)) not in question.known:
         question.known[key] = _floor_s(question, policy)
     return question.known[key]
 
 
-def _floor_s(question: Question, policy: str) -> float:
-    strategies = restricted(question, policy)
+def _floor_s(question: Question, policy: str | None) -> float:
+    strategies = question.strategies if policy is None else restricted(question, policy)
     least: dict[int, float] = {}
     for options in strategies.values():
         if id(options) not in least:
-            computes = [[step for step in option.steps if not isinstance(step, Comm)] for option in options]
-            least[id(options)] = min(map(question.pricer.seconds, computes))
+            least[id(options)] = min(sum(_computing(option.steps, question.pricer)) for option in options)
     return sum(least[id(options)] for options in strategies.values())
+
+
+def _computing(steps: Iterable[Step], pricer: Pricer) -> Iterator[float]:
+    """Seconds of what steps compute, that in loops each time it runs."""
+    for step in steps:
+        match step:
+            case Compute():
+                yield pricer.seconds((step,))
+            case Loop():
+                yield step.rounds * sum(_computing(step.body, pricer))
+            case Comm() | Move():
+                pass
 
 
 def _with_measured_noted(plan: Plan, question: Question) -> Plan:

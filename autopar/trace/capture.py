@@ -36,7 +36,7 @@ from autopar.trace.attention import keep_attention
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.forward import no_unknown_constants, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
-from autopar.trace.lines import TraceError, naming_the_line
+from autopar.trace.lines import TraceError, naming_the_line, without_torchs_log
 from autopar.trace.masks import masks_left_out
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
@@ -127,6 +127,16 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[li
     return [(pytree.keystr(path[1:]), leaf) for path, leaf in paths], spec
 
 
+def shown(leaves: list[tuple[str, Any]]) -> str:
+    """The inputs in words: `x float32[8, 31], y float32[8, 30]`; numbers, texts and nothing are left out."""
+    told: list[str] = []
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            name = path[2:-2] if path.startswith("['") and path.count("[") == 1 else path
+            told.append(f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
+    return ", ".join(told) or "none of which is a tensor"
+
+
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -165,7 +175,19 @@ def capture(
         fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         casts = precision if precision is not None and precision.cast_forward_inputs else None
         cast = [_fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
-    with _ONE_AT_A_TIME, naming_the_line(), ExitStack() as stack, naming_autocast(device_type, under_its_autocast):
+
+    def by_itself() -> object:
+        called = fake_copy(model, mode, precision, exported_on)
+        called.train(model.training if training is None else training)
+        call_args, call_kwargs = pytree.tree_unflatten(cast, spec)
+        with mode, autocast_as(autocast), autocast_as_asked(device_type), torch.no_grad():
+            return called(*call_args, **call_kwargs)
+
+    naming = naming_the_line(shown(leaves), by_itself)
+    with (
+        _ONE_AT_A_TIME, without_torchs_log(), naming, ExitStack() as stack,
+        naming_autocast(device_type, under_its_autocast),
+    ):  # fmt: skip
         stack.enter_context(one_tf32_setting())
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         without_onednn = torch.backends.mkldnn.flags(False, None, None, None)  # type: ignore[arg-type]

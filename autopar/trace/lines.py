@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -27,8 +28,15 @@ HELD = (
     "(register_buffer), or pass it as an argument."
 )
 CAUSAL_BIAS = "Give scaled_dot_product_attention is_causal=True, or a boolean mask, in the place of a CausalBias."
+CACHE = (
+    "A training step has no key/value cache: leave past_key_values out, and set use_cache=False (in the call, or as "
+    "model.config.use_cache = False)."
+)
 BY_ITSELF = "Call the model with these inputs without autopar: it should run there first."
+IT_RUNS = "Without autopar the model runs with these inputs, but torch.export cannot follow it: rewrite that line."
+NO_RUN = "Without autopar it fails in the same way: make the model and its inputs fit each other there."
 ADVICE = (
+    (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
     (re.compile("(?i)flex_?attention"), FLEX),
     (re.compile("(?i)nested|jagged|varlen|SymInt.{0,60}is not tracked with proxy", re.DOTALL), LENGTHS),
     (re.compile("entirely functional graph"), HELD),
@@ -39,8 +47,24 @@ OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
 
 
 @contextlib.contextmanager
-def naming_the_line() -> Iterator[None]:
-    """Whatever fails within is a TraceError that names the line of the model."""
+def without_torchs_log() -> Iterator[None]:
+    """Where an operator refuses its operands, torch logs a page of its own lines before it raises; what it raises says
+    the same in one.
+    """
+    log = logging.getLogger("torch")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextlib.contextmanager
+def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[None]:
+    """Whatever fails within is a TraceError that names the line of the model, and the inputs if they are to blame:
+    if `by_itself`, which calls the model with them, fails alike.
+    """
     try:
         yield
     except TraceError:
@@ -50,11 +74,22 @@ def naming_the_line() -> Iterator[None]:
             :400
         ]
         told = f"{type(error).__name__} {error}"
-        advice = next((advice for pattern, advice in ADVICE if pattern.search(told)), BY_ITSELF)
+        advice = next((advice for pattern, advice in ADVICE if pattern.search(told)), "")
         end = "" if reason.endswith(".") else "."
-        raise TraceError(
-            f"the model cannot be captured as one graph{line_of(error)}: {type(error).__name__}: {reason}{end} {advice}"
-        ) from error
+        what = f"{line_of(error)}: {type(error).__name__}: {reason}{end}"
+        if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
+            raise TraceError(f"the model does not run with its inputs, {inputs},{what} {NO_RUN}") from error
+        if not advice:
+            advice = IT_RUNS if alone is None else BY_ITSELF
+        raise TraceError(f"the model cannot be captured as one graph{what} {advice}") from error
+
+
+def _error_of(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
 
 
 def line_of(error: BaseException | None) -> str:

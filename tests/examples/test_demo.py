@@ -2,6 +2,8 @@
 
 import csv
 import os
+import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,15 @@ def test_three_steps_agree_with_one_process_and_leave_every_file(tmp_path: Path)
     ran = run_demo("--steps", "3", "--out", str(out))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "SAME" in ran.stdout
+    stages = (
+        "starting 2 processes",
+        "tracing it, and searching",
+        "--- the plan",
+        "--- training",
+        "--- the same on one",
+    )
+    assert sorted(map(ran.stdout.index, stages)) == [ran.stdout.index(stage) for stage in stages]
+    assert "first  3 steps" in ran.stdout and "--long (make demo ARGS=--long) trains for 200 steps" in ran.stdout
     assert not ran.stderr, "a newcomer sees no warnings"
     written = {path.name for path in out.iterdir()}
     assert written == {"plan.json", "plan.dot", "loss.png", "losses.csv", "checkpoint", "model.pt"}
@@ -54,3 +65,27 @@ def test_senseless_arguments_are_refused_before_anything_starts() -> None:
     ran = run_demo("--steps", "0")
     assert ran.returncode == 2
     assert "--steps and --processes must be at least 1" in ran.stderr
+
+
+def test_make_passes_arguments_to_it() -> None:
+    ran = subprocess.run(
+        ["make", "-n", "-o", ".venv/.ready", "demo", "ARGS=--long"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.stdout.splitlines()[-1].endswith("examples/demo.py --long"), ran.stdout + ran.stderr
+
+
+@pytest.mark.slow
+def test_by_default_it_is_over_soon(tmp_path: Path) -> None:
+    """The plan within a minute of processors' time, all of it within two, each of two processes counted."""
+    out = tmp_path / "out"
+    began = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ran = run_demo("--out", str(out))
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ended.ru_utime - began.ru_utime < 2 * 120
+    (found_s,) = re.findall(r"--- the plan, found in ([0-9.]+) s", ran.stdout)
+    assert float(found_s) < 60

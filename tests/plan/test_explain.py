@@ -6,7 +6,9 @@ import pytest
 
 from autopar.layout import REPLICATE, Shard
 from autopar.mesh import Mesh
-from autopar.plan.explain import HEIGHT, WIDTH, _between, _Use, explain
+from autopar.plan.axes import Use, between_told
+from autopar.plan.explain import HEIGHT, explain
+from autopar.plan.reading import WIDTH
 from autopar.plan.tell import human
 from tests.plan.nets import MESH, megatron, net_graph, plan_of
 from tests.support.plans import PlanSampler
@@ -33,7 +35,7 @@ def test_it_is_one_screen(graph, seed):
 def test_the_figures_are_those_of_the_plan(plan):
     text = explain(plan)
     assert text.startswith("mesh data=4,tensor=2 (8 ranks) on h100-sxm, optimizer adamw\n")
-    assert f"step time {plan.step_seconds * 1e3:.3f} ms, predicted (simulated)" in text
+    assert f"step time {plan.step_seconds * 1e3:.3f} ms, predicted (summed)" in text
     for name, part in (("compute", "compute"), ("optimizer", "optimizer"), ("communication, data", "comm:data")):
         assert f"{plan.seconds_by[part] * 1e3:.3f} ms" in next(
             x for x in text.splitlines() if x.strip().startswith(name)
@@ -149,7 +151,7 @@ def test_sequence_parallel_by_name(megatron_plan):
 
 def test_activations_between_products_are_told_by_their_bytes():
     def told(**between: float) -> list[str]:
-        return _between(_Use(between={name.replace("_", " "): nbytes for name, nbytes in between.items()}))
+        return between_told(Use(between={name.replace("_", " "): nbytes for name, nbytes in between.items()}))
 
     sequence = "split along the sequence (sequence parallel)"
     assert told(along_the_sequence=99.0, whole=1.0, by_features=50.0) == [f"elsewhere activations are {sequence}"]
@@ -162,6 +164,29 @@ def test_repeated_work_is_told():
     plan = plan_of(net_graph(batch=3, length=5, width=6, classes=7), DATA)
     assert "the same work repeated on every rank in 100% of the layers' arithmetic" in line_of(explain(plan), "data: ")
     assert "a rank receives nothing" in explain(plan)
+
+
+def test_why_nothing_is_split_is_told_with_the_size_that_would_be(graph):
+    text = explain(plan_of(net_graph(batch=3, length=5, width=6, classes=7), Mesh(("data",), (4,))))
+    told = line_of(text, "data: nothing is split over its 4 ranks")
+    assert "It would help to pad the 3 of dim 0 of ids to 4." in told
+    assert (
+        "of the inputs 3 (dim 0 of ids, dim 0 of labels; 4 would), 5 (dim 1 of ids, dim 1 of labels; 8 would)" in told
+    )
+    assert "of the parameters 7 (" in told and "; 8 would)" in told
+    assert "nothing is split over" not in explain(plan_of(graph, MESH)), "here much is"
+
+
+def test_a_gap_is_told_with_the_measure_that_it_is_of(plan):
+    simulated = replace(plan, prefetch=2, simulated_seconds=0.9 * plan.step_seconds, bound=0.8 * plan.step_seconds)
+    took = f"{plan.step_seconds * 1e3:.3f} ms"
+    told = line_of(explain(simulated), "proven, one after the other: ")
+    assert told.endswith(f"this one takes {took}: gap 20.00 %")
+    assert "proven, simulated: no lower bound is known" in explain(simulated)
+    least = {**plan.search, "simulated_bound_s": 0.45 * plan.step_seconds}
+    told = line_of(explain(replace(simulated, search=least)), "proven, simulated: ")
+    assert f"none takes less than {0.45e3 * plan.step_seconds:.3f} ms" in told and told.endswith("gap 50.00 %")
+    assert "simulated: " not in explain(replace(plan, simulated_seconds=plan.step_seconds)), "played, and all the same"
 
 
 def test_an_axis_of_one_rank_splits_nothing(graph):

@@ -348,7 +348,10 @@ def test_no_answer_in_time_exits_with_4(
 
 @pytest.mark.parametrize("factory", ["interrupted", "swallowing"])
 def test_ctrl_c_exits_with_130(refused: Callable[..., tuple[int, str]], factory: str) -> None:
-    assert refused(f"tiny.py:{factory}", *GOOD, "-o", "plan.json") == (130, "interrupted")
+    assert refused(f"tiny.py:{factory}", *GOOD, "-o", "plan.json") == (
+        130,
+        "interrupted before any plan was found; nothing is written",
+    )
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing_behind(
@@ -360,3 +363,13 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(
     monkeypatch.setattr(os, "replace", full)
     status, told = refused("tiny.py:build", *GOOD, "--dot", "plan.dot")
     assert status == 2 and told == "cannot write plan.dot: No space left on device"
+
+
+@pytest.mark.parametrize("more", [(), ("--no-simulation",), ("--memory", "2.17GiB")])
+def test_baselines_change_no_plan(folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]) -> None:
+    found = []
+    for flags in ((), ("--baselines",)):
+        assert main(["tiny.py:build", *GOOD, "--quiet", *more, *flags, "-o", "plan.json"]) == 0
+        found.append((Path("plan.json").read_bytes(), capsys.readouterr().out))
+    (plan, text), (beside, text_beside) = found
+    assert beside == plan and text_beside.startswith(text)

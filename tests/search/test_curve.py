@@ -181,7 +181,7 @@ def test_ticks_are_round_numbers_around_what_is_shown(low: float, high: float) -
 def test_the_table_has_a_line_for_each_limit() -> None:
     points = points_of()
     head, names, *lines = curve.table(points).splitlines()
-    assert head.startswith("step time over memory per rank, predicted (simulated): ")
+    assert head.startswith("step time over memory per rank, predicted (summed): ")
     assert all(name in names for name in ("limit", "ms per step", "gap", "recomputed", "offloaded", "on the host"))
     assert len(lines) == len(points) and len({len(line) for line in (names, *lines)}) == 1
 

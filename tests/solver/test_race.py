@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from benchmarks.solver import training_step
-from solver import Edge, EdgeUsage, Problem, Usage, evaluate, solve
+from solver import Edge, Problem, evaluate, solve
 from solver.backends import Budget, race
 from solver.backends.ascent import climb
 from solver.backends.compiled import cost_of, use_of
 from solver.backends.sweeps import Sweeps
 from solver.backends.trees import Forest
 from solver.presolve import Dead, presolve
-from tests.solver.problems import random_problem
+from tests.solver.problems import grid, random_problem
 
 
 def cores(seeds):
@@ -27,25 +27,6 @@ def cores(seeds):
             yield seed, presolve(random_problem(seed), {"arcs"}).core
         except Dead:
             continue
-
-
-def grid(seed, rows=5, columns=6, options=4, share=0.7):
-    """A grid of items with one edge in three holding memory, two resources, limits that bind."""
-    rng = np.random.default_rng(seed)
-    items = rows * columns
-    pairs = [(u, u + 1) for u in range(items) if (u + 1) % columns] + [(u, u + columns) for u in range(items - columns)]
-    edges = tuple(Edge(u, v, rng.uniform(0, 10, (options, options))) for u, v in pairs)
-    usages = []
-    for u in range(items):
-        for name in ("hbm", "host"):
-            start = int(rng.integers(0, items))
-            usages.append(Usage(u, name, start, start + int(rng.integers(1, 12)), rng.integers(0, 50, options) * 1.0))
-    edge_usages = tuple(
-        EdgeUsage(e, "hbm", e, e + 4, rng.integers(0, 30, (options, options)) * 1.0) for e in range(0, len(edges), 3)
-    )
-    problem = Problem(tuple(rng.uniform(0, 10, options) for _ in range(items)), edges, tuple(usages), edge_usages)
-    cheapest = evaluate(problem, [int(cost.argmin()) for cost in problem.costs]).peak
-    return replace(problem, limits={name: share * cheapest[name] for name in ("hbm", "host")})
 
 
 def test_flat_cost_and_use_are_the_referees():

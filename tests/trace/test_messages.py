@@ -62,7 +62,55 @@ def test_advice_fits_the_cause(does: Callable[[Tensor], Tensor], told: str, depe
         capture(Model(does), (torch.randn(2, 4),), {})
     assert __file__ in str(caught.value)
     assert ("Control flow and shapes may not depend" in str(caught.value)) == depends_on_values
-    assert ("without autopar: it should run there first" in str(caught.value)) != depends_on_values
+    alone = "the model does not run with its inputs, [0] float32[2, 4], at "
+    assert str(caught.value).startswith(alone) != depends_on_values
+    assert ("Without autopar it fails in the same way" in str(caught.value)) != depends_on_values
+
+
+def test_what_runs_without_autopar_is_not_blamed_on_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_followed(*args: object, **given: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("torch.export.export", not_followed)
+    with pytest.raises(TraceError) as caught:
+        capture(Model(lambda x: x), (torch.randn(2, 4),), {})
+    told = str(caught.value)
+    assert told.startswith("the model cannot be captured as one graph") and "RuntimeError: a defect." in told
+    assert "Without autopar the model runs with these inputs, but torch.export cannot follow it" in told
+
+
+def test_wrong_shapes_are_one_sentence_that_names_them(capfd: pytest.CaptureFixture[str]) -> None:
+    """And no page of torch's log."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+            return (self.linear(x) + scale * y).mean()
+
+    with pytest.raises(TraceError) as caught:
+        capture(Sum(), (), {"x": torch.zeros(8, 4, 8), "y": torch.zeros(7, 4, 8)})
+    told = str(caught.value)
+    assert told.startswith("the model does not run with its inputs, x float32[8, 4, 8], y float32[7, 4, 8], at ")
+    assert "(return (self.linear(x) + scale * y).mean())" in told and "\n" not in told
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_cache_is_refused_with_the_setting_that_leaves_it_out() -> None:
+    from transformers import DynamicCache
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, past_key_values: object) -> Tensor:
+            return self.linear(x).mean()
+
+    with pytest.raises(TraceError, match=r"set use_cache=False \(in the call, or as model.config.use_cache = False\)"):
+        capture(Caching(), (torch.randn(2, 4),), {"past_key_values": DynamicCache()})
 
 
 def flex(x: Tensor) -> Tensor:

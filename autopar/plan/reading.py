@@ -1,0 +1,76 @@
+"""What several parts of a plan's text read off it: parameters, arithmetic, what an axis splits of a product."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+
+from autopar import precision
+from autopar.graph import Node, TensorType
+from autopar.layout import Partial, Replicate, Shard
+from autopar.plan.plan import Choice, Plan
+from autopar.work import FETCH, VIEWS
+from cost_models.steps import Compute
+
+WIDTH = 110  # columns of text
+
+
+def wrapped(line: str, indent: str = "  ") -> Iterator[str]:
+    """The line, on as many as it needs: what it says at its end is often what matters."""
+    yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent)
+
+
+def percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"
+
+
+def flops_in(plan: Plan, node: Node) -> float:
+    """Of one rank, so that work which every rank repeats weighs as much as it costs."""
+    return sum(step.flops for step in plan.choices[node.name].steps if isinstance(step, Compute))
+
+
+def weights_of(plan: Plan) -> dict[str, str]:
+    """Node -> the parameter that it is another look at, or a cast of."""
+    found: dict[str, str] = {}
+    for node in plan.graph.nodes:
+        if node.op == "parameter":
+            found[node.name] = node.name
+        elif node.op in (*VIEWS, FETCH, precision.CAST) and node.operands[0].name in found:
+            found[node.name] = found[node.operands[0].name]
+    return found
+
+
+def is_weighted(node: Node, weight_of: Mapping[str, str]) -> bool:
+    return any(ref.name in weight_of for ref in node.operands)
+
+
+def parameters_of(plan: Plan) -> list[tuple[Node, TensorType]]:
+    found: list[tuple[Node, TensorType]] = []
+    for node in plan.graph.nodes:
+        type = node.outputs[0] if node.op == "parameter" else None
+        if type is not None:
+            found.append((node, type))
+    return found
+
+
+def split_of(choice: Choice, axis: int, weighted: bool) -> str:
+    """What an axis splits of a product: batch, sequence, heads, columns, rows, nothing, or something else.
+
+    Read off the layouts. Columns and rows are those of the second operand, in a linear layer the weight: split by
+    columns, each rank makes some of the result's features; by rows, each makes a term of a sum over the ranks.
+    `weighted`: whether an operand is a parameter.
+    """
+    given = choice.gives[0][axis]
+    match [layout[axis] for layout in choice.takes[:2]], given:
+        case [Replicate(), Replicate()], Replicate():
+            return "nothing"
+        case [Shard(), Replicate()], Shard(dim):
+            return "sequence" if dim else "batch"
+        case [Shard(), Shard()], Shard(dim):
+            return "groups" if weighted else "heads" if dim else "batch"
+        case [Replicate(), Shard()], Shard():
+            return "columns"
+        case [Shard(), Shard()], Partial():
+            return "rows"
+        case _:
+            return "something else"
