@@ -9,10 +9,9 @@ loss.backward()
 from autopar._version import __version__
 from autopar.attach.module import ParallelModule
 from autopar.compile import compile
-from autopar.here import init_mesh
-from autopar.plan import Plan, PlanMismatch
-from autopar.search import Infeasible, NoAnswerInTime
-from autopar.trace import TraceError
+from autopar.errors import Infeasible, NoAnswerInTime, PlanMismatch, TraceError
+from autopar.machine.device import init_mesh
+from autopar.plan import Plan
 
 __all__ = [
     "Infeasible",

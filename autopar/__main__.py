@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from autopar.command import BAD_ARGUMENTS
+from autopar.machine.cli import BAD_ARGUMENTS
 
 COMMANDS = {
     "search": ("autopar.search", "find a plan, with no GPU and no cluster"),

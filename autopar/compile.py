@@ -19,13 +19,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._version import __version__
 from autopar.attach.agree import agreed, found_by_rank_zero, least_of, same_everywhere, text_from
-from autopar.attach.calls import by_name
 from autopar.attach.module import ParallelModule, attach, plan_module
 from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
-from autopar.batch_norm import STATISTICS
-from autopar.graph import Graph, TensorType
-from autopar.here import (
+from autopar.calibrate.operators import profiler
+from autopar.ir.batch_norm import STATISTICS
+from autopar.ir.graph import Graph, TensorType
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.machine.device import (
     check_size,
     hardware_or_here,
     has_expandable_segments,
@@ -34,18 +36,16 @@ from autopar.here import (
     memory_bytes,
     tf32_here,
 )
-from autopar.layout import Layout
-from autopar.measure.operators import profiler
-from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.plan.fit import check
-from autopar.plan.store import dumps, loads
-from autopar.price import OPTIMIZER_STATES, Pricer
+from autopar.plan.store import dumps
+from autopar.price.pricer import OPTIMIZER_STATES, Pricer
 from autopar.search import answer, ask, search
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
+from autopar.search.memory_options import ways_named
 from autopar.search.reserved import check_fits, held_within, telling
 from autopar.search.same import same_choices
-from autopar.search.spare import SPARES
+from autopar.trace.calls import by_name
 from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware
 from cost_models.reserve import room_in
@@ -230,21 +230,6 @@ def _known(what: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{what} {value!r} is not known; choose {', '.join(known)}")
 
 
-def ways_named(spare: str | Collection[str] | None) -> tuple[str, ...] | None:
-    """Ways to spare memory, from words: a collection, or a text with commas between; () for "none".
-
-    Raises ValueError for a word that is not known, or for "none" among others.
-    """
-    if spare is None:
-        return None
-    words = [word.strip() for word in spare.split(",")] if isinstance(spare, str) else [*spare]
-    if words == ["none"]:
-        return ()
-    if unknown := [word for word in words if word not in SPARES]:
-        raise ValueError(f"spare {unknown[0]!r} is not known; choose some of {', '.join(SPARES)}, or none alone")
-    return tuple(way for way in SPARES if way in words)
-
-
 def _can_profile(budget_s: float, machine: Hardware, device_type: str) -> None:
     if isinstance(budget_s, bool) or not 0 <= budget_s < math.inf:
         raise ValueError(f"profile={budget_s} is not a time; give seconds from 0, for example 60")
@@ -263,7 +248,7 @@ def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) 
     text = text_from(0, None if found is None else dumps(found), device_mesh)
 
     def receive() -> Plan:
-        plan = found or loads(text, "rank 0")
+        plan = found or Plan.loads(text, "rank 0")
         check(plan, graph, mesh, origin="the plan of rank 0")
         return plan
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import pytree
 from autopar.attach.module import ParallelModule
 from autopar.attach.tensors import as_dtensor, layout_of
+from autopar.attach.whole import Whole
 from autopar.emit.moves import settle
-from autopar.modules import tensors_by_name
 from autopar.simulate.steady_state import read_order
-from autopar.whole import Whole
+from autopar.trace.modules import tensors_by_name
 
 __all__ = ["Streamed", "Whole"]
 

@@ -70,10 +70,10 @@ def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float |
     limit = None if cap is None else int(cap)
     if policy is None:
         return autopar.compile(model, mesh, memory=limit, example_kwargs=kwargs)
-    from autopar.here import hardware_or_here, has_expandable_segments, memory_bytes
+    from autopar.ir.mesh import Mesh
+    from autopar.machine.device import hardware_or_here, has_expandable_segments, memory_bytes
     from autopar.measure.twin import traced
-    from autopar.mesh import Mesh
-    from autopar.price import Pricer
+    from autopar.price.pricer import Pricer
     from autopar.search import search
     from autopar.search.reserved import held_within, telling
     from cost_models.reserve import room_in

@@ -38,13 +38,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar import Plan
 from autopar._compat import pytree
+from autopar.ir.mesh import Mesh
 from autopar.measure.twin import memory_of, traced
-from autopar.mesh import Mesh
 from autopar.optim import Streamed
 from autopar.plan.tell import human
 from autopar.search.curve import offloaded_bytes, recomputed
+from autopar.search.memory_options import SPARES
 from autopar.search.search import Infeasible, NoAnswerInTime, Question, answer, ask
-from autopar.search.spare import SPARES
 from benchmarks.small import SMALL, build
 from cost_models.hardware import Hardware
 from cost_models.whole_file import write_whole

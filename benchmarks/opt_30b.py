@@ -38,12 +38,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from autopar.assembly import DEVICE, HOST
+from autopar.assemble.builder import DEVICE, HOST
+from autopar.errors import Infeasible
+from autopar.ir.mesh import Mesh
 from autopar.measure.twin import traced
-from autopar.mesh import Mesh
-from autopar.search import Infeasible, Question, answer, ask
+from autopar.search import Question, answer, ask
 from autopar.search.curve import offloaded_bytes, recomputed
-from autopar.search.simulated import Played, best_prefetch
+from autopar.search.overlap_loop import Played, best_prefetch
 from autopar.simulate.steady_state import steady_s
 from benchmarks.limits import machine
 from cost_models.hardware import Hardware, HostLink

@@ -36,15 +36,15 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar import Plan
 from autopar.attach.tensors import mesh_of
-from autopar.layout import REPLICATE
-from autopar.local_ranks import environment
+from autopar.calibrate.values import as_trained
+from autopar.decide.referee import refereed
+from autopar.ir.layout import REPLICATE
+from autopar.ir.mesh import Mesh
+from autopar.machine.local_ranks import environment
 from autopar.measure.twin import measure, traced
-from autopar.measure.values import as_trained
-from autopar.mesh import Mesh
-from autopar.policies import policies_for
-from autopar.price import Pricer
-from autopar.referee import refereed
+from autopar.price.pricer import Pricer
 from autopar.search import search
+from autopar.search.policies import policies_for
 from benchmarks.models import MODELS
 from cost_models.hardware import Hardware, Link
 from cost_models.whole_file import write_whole

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.local_ranks import environment
+from autopar.machine.local_ranks import environment
 from benchmarks.models import MODELS
 
 Step = Callable[[], float]

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.attention import ATTENTION, ATTENTION_BACKWARD, OPERANDS_OF_ATTENTION
-from autopar.graph import Node, Ref, TensorType
-from autopar.strategy import operand_types
+from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, OPERANDS_OF_ATTENTION
+from autopar.ir.graph import Node, Ref, TensorType
+from autopar.ir.work import flops_of
+from autopar.propose.strategies import operand_types
 from autopar.trace import capture, graph_of
-from autopar.work import flops_of
 
 BATCH, HEADS, SEQUENCE, HEAD = 2, 4, 8, 16
 

@@ -30,7 +30,7 @@ THINNED: dict[str, dict[str, int]] = {
     "cost_models/test_mutants.py": {
         "test_a_damaged_profile_is_refused_or_says_what_it_says": 13,
     },
-    "elixir/test_placing.py": {
+    "search/elixir/test_placing.py": {
         "test_the_search_is_never_worse_than_elixir_and_both_fit": 0,
     },
     "emit/test_attention.py": {
@@ -146,21 +146,21 @@ THINNED: dict[str, dict[str, int]] = {
     "solver/test_race.py": {
         "test_a_race_finds_what_the_integer_program_proves_and_repeats_itself": 0,
     },
-    "sparing/test_exact.py": {
+    "assemble/test_exact.py": {
         "test_any_picks_cost_what_the_problem_says_and_hold_no_more": 5,
     },
-    "sparing/test_exhaustive.py": {
+    "assemble/test_exhaustive.py": {
         "test_the_programs_have_all_that_there_is_to_choose": 0,
         "test_the_solver_finds_the_best_of_all_combinations": 10,
     },
-    "sparing/test_keep.py": {
+    "assemble/test_keep.py": {
         "test_any_picks_cost_what_the_problem_says": 3,
     },
-    "sparing/test_modes.py": {
+    "assemble/test_modes.py": {
         "test_no_chain_leaves_its_region": 3,
         "test_random_operators_and_readers_of_changed_buffers_never_run_again": 3,
     },
-    "timeline/test_events.py": {
+    "simulate/test_events.py": {
         "test_collectives_come_in_the_order_of_the_emitted_program": 3,
         "test_rows_of_gradients_keep_a_step_within_its_bounds": 4,
         "test_twenty_thousand_nodes_are_played": 0,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from autopar._compat import pytree
 from autopar.attach.tensors import layout_of, mesh_of
 from autopar.emit.seeded import piece_number
-from autopar.plan import PlanMismatch
+from autopar.errors import PlanMismatch
 
 EVERY = 100  # calls
 SAMPLE = 4096  # elements of a tensor that are looked at, spread over all of it

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autopar.attach.agree import agreed, text_from
 from autopar.attach.tensors import layout_of, mesh_of, part_of, piece_as
-from autopar.layout import local_shape
+from autopar.ir.layout import local_shape
 
 
 def full_state(state: Mapping[str, Any], device_mesh: DeviceMesh, *, keep: bool) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.attach.tensors import as_stored, device_of, piece_of, placements_of
-from autopar.graph import TensorType
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.ir.graph import TensorType
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 
 
 def type_of(value: Tensor) -> TensorType:

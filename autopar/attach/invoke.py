@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
-from autopar.attach.calls import Call
 from autopar.attach.hooks import refuse
 from autopar.attach.inputs import local_input, type_of
 from autopar.attach.outputs import own_rows, whole_when_read
@@ -29,8 +28,10 @@ from autopar.attach.tensors import (
     placements_of,
 )
 from autopar.emit.seeded import seeds
-from autopar.graph import Node
-from autopar.plan import Plan, PlanMismatch
+from autopar.errors import PlanMismatch
+from autopar.ir.graph import Node
+from autopar.plan import Plan
+from autopar.trace.calls import Call
 from autopar.trace.outputs import Returned
 
 

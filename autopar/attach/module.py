@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import pytree
 from autopar.attach import batches
 from autopar.attach.agree import text_from
-from autopar.attach.calls import Call, Caller
 from autopar.attach.copies import copied, copied_shallowly, unpicklable, unshareable
 from autopar.attach.draws import draw_whole
 from autopar.attach.dtensors import mend_dtensors
@@ -47,12 +46,14 @@ from autopar.attach.tensors import (
 )
 from autopar.attach.watch import PATIENCE_S
 from autopar.attach.wrappers import parallel_class
-from autopar.batch_norm import GLOBAL
 from autopar.emit import Emitted
-from autopar.modules import aliases, computed_tensors, replace_tensors, tensors_by_name, with_tensors
-from autopar.plan import Plan, PlanMismatch
-from autopar.trace import TraceError, flatten_inputs
+from autopar.errors import PlanMismatch, TraceError
+from autopar.ir.batch_norm import GLOBAL
+from autopar.plan import Plan
+from autopar.trace import flatten_inputs
 from autopar.trace.ambient import ambient_state
+from autopar.trace.calls import Call, Caller
+from autopar.trace.modules import aliases, computed_tensors, replace_tensors, tensors_by_name, with_tensors
 
 NEW = "the first forward of its kind"  # ranks compare what they pass then, and each gets an error of its own
 

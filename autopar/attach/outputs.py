@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard
 
 from autopar.attach.late import Late
 from autopar.attach.tensors import as_dtensor, is_whole, piece_of
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 
 
 def whole_when_read(local: Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> Tensor:

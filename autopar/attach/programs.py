@@ -25,23 +25,24 @@ from autopar._compat import pytree
 from autopar.attach import hooks
 from autopar.attach.agree import agreed
 from autopar.attach.batches import SameBatches
-from autopar.attach.calls import Call, Caller
 from autopar.attach.guards import Guards, guards_of
+from autopar.attach.host_parameters import resident
 from autopar.attach.run import Runner
 from autopar.attach.tensors import layout_of, mesh_of
 from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
-from autopar.batch_norm import parts_of
 from autopar.emit import Emitted, emit, forward_only
 from autopar.emit.seeded import pieces_of
-from autopar.graph import Graph, Node
-from autopar.layout import Layout, replicated
-from autopar.modules import aliases, tensors_by_name
+from autopar.errors import TraceError
+from autopar.ir.batch_norm import parts_of
+from autopar.ir.graph import Graph, Node
+from autopar.ir.layout import Layout, replicated
 from autopar.plan import Plan
-from autopar.saving.resident import resident
-from autopar.trace import Captured, TraceError, capture, flatten_inputs, graph_of
+from autopar.trace import Captured, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
+from autopar.trace.calls import Call, Caller
 from autopar.trace.interrupts import interruptible
+from autopar.trace.modules import aliases, tensors_by_name
 from autopar.trace.reads import MISSING
 
 # How a graph becomes a plan: (graph, the training plan if there is one, layouts of the parameters then) -> plan.

@@ -17,9 +17,9 @@ from autopar.attach.updates import Updates
 from autopar.attach.watch import BACKWARD, Watch
 from autopar.emit import Emitted
 from autopar.emit.moves import settle
-from autopar.graph import Node
-from autopar.layout import Layout, local_shape
-from autopar.mesh import Mesh
+from autopar.ir.graph import Node
+from autopar.ir.layout import Layout, local_shape
+from autopar.ir.mesh import Mesh
 from autopar.trace.ambient import without_autocast
 
 

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from autopar import layout as plain
 from autopar.attach.agree import agreed
 from autopar.attach.hooks import carry
 from autopar.emit.moves import host_like
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.ir import layout as plain
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:

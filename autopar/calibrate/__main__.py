@@ -17,9 +17,10 @@ import torch.distributed as dist
 from autopar.calibrate.measure import Sample
 from autopar.calibrate.profile import check_table, drift_table, profile_from, save
 from autopar.calibrate.ranks import device_of, loud, measure_world, start
-from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, writable
-from autopar.here import calibrated_path, device_name, hardware_or_here, processors
-from autopar.local_ranks import KEEPS_FREED, environment
+from autopar.errors import BadArgument
+from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, writable
+from autopar.machine.device import calibrated_path, device_name, hardware_or_here, processors
+from autopar.machine.local_ranks import KEEPS_FREED, environment
 from cost_models.hardware import Hardware
 
 FASTEST_S = 2.0

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.emit import ops
-from autopar.here import host_threads, tf32_here
-from autopar.price import OPTIMIZER_STATES
+from autopar.machine.device import host_threads, tf32_here
+from autopar.price.pricer import OPTIMIZER_STATES
 from cost_models.steps import Compute, Move
 
 ROTATED_BYTES = 40 * 2**20  # of operands that take turns: more than a rank's part of the last cache

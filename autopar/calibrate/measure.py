@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.here import processors
+from autopar.machine.device import processors
 from cost_models.steps import Comm, Compute, Move
 
 STEPS = {"Compute": Compute, "Comm": Comm, "Move": Move}

@@ -12,9 +12,9 @@ from statistics import median
 
 from autopar.calibrate.fit import fit
 from autopar.calibrate.measure import Sample
-from autopar.here import processors
-from autopar.mesh import Mesh
-from autopar.price import Pricer
+from autopar.ir.mesh import Mesh
+from autopar.machine.device import processors
+from autopar.price.pricer import Pricer
 from cost_models.curves import INTENSITY, Curve
 from cost_models.hardware import Hardware, HostLink, Link
 from cost_models.steps import COLLECTIVES, MATRIX_KINDS, Comm, Compute

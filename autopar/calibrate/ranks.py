@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.calibrate.collectives import mesh_shapes, time_collectives
 from autopar.calibrate.compute import Made, everything, probes, settle_memory
 from autopar.calibrate.measure import Clock, Sample
-from autopar.command import INTERRUPTED
-from autopar.local_ranks import environment, local_ranks
+from autopar.machine.cli import INTERRUPTED
+from autopar.machine.local_ranks import environment, local_ranks
 
 Say = Callable[[str], None]
 PARTS = ("all", "crowd")  # everything; or collectives and a few probes of compute, for one more number of ranks

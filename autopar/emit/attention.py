@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from autopar.attention import block_of, kernel_of
-from autopar.graph import TensorType
+from autopar.ir.attention import block_of, kernel_of
+from autopar.ir.graph import TensorType
 
 aten = torch.ops.aten
 

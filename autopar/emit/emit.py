@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.attention import OPERANDS_OF_ATTENTION, kernel_at
 from autopar.emit import ops
 from autopar.emit.attention import capability_of
 from autopar.emit.seeded import drawing, seeded
 from autopar.emit.writer import BodyWriter, Writer, target_of
-from autopar.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
-from autopar.layout import Layout, local_type, show
+from autopar.ir.attention import OPERANDS_OF_ATTENTION, kernel_at
+from autopar.ir.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
+from autopar.ir.layout import Layout, local_type, show
 from autopar.lower import Program, lower
 from autopar.lower.program import (
     Alloc,
@@ -40,10 +40,10 @@ from autopar.lower.program import (
 )
 from autopar.lower.verify import verify
 from autopar.plan import Choice, Delivery, Plan
-from autopar.reshard import Work
+from autopar.price.reshard import Work
+from autopar.propose.strategies import operand_types
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
-from autopar.strategy import operand_types
 from cost_models.steps import DEVICE, Move
 
 INPUT_KINDS = ("parameter", "buffer", "constant", "input")

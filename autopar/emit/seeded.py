@@ -23,10 +23,10 @@ from torch import Tensor
 
 from autopar._compat import FakeTensor, pytree
 from autopar.emit import ops
-from autopar.graph import Graph, Node
-from autopar.layout import Layout, Shard
-from autopar.mesh import Mesh
-from autopar.work import draws
+from autopar.ir.graph import Graph, Node
+from autopar.ir.layout import Layout, Shard
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import draws
 
 _operators = torch.library.Library("autopar", "FRAGMENT")
 

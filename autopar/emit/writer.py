@@ -14,10 +14,10 @@ from torch import fx
 
 from autopar._compat import functional_collectives
 from autopar.emit import moves, ops
-from autopar.graph import Const, TensorType
-from autopar.layout import Partial, Replicate, Shard
-from autopar.mesh import Mesh
-from autopar.reshard import Reshard, Work
+from autopar.ir.graph import Const, TensorType
+from autopar.ir.layout import Partial, Replicate, Shard
+from autopar.ir.mesh import Mesh
+from autopar.price.reshard import Reshard, Work
 
 C10D = torch.ops._c10d_functional
 MOVES = torch.ops.autopar

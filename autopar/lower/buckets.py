@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from autopar.lower.transfers import leaves
-from autopar.plan.plan import Decision, Plan
-from autopar.price import Pricer
-from autopar.reshard import travels_together
+from autopar.plan.plan import Plan
+from autopar.plan.value import Decision
+from autopar.price.pricer import Pricer
+from autopar.price.reshard import travels_together
 from cost_models.steps import Comm
 
 BucketKey = tuple[tuple[str, ...], str, bool]  # the axes that sum, the dtype, and whether they leave for the host

@@ -7,14 +7,15 @@ what makes it and freed behind the last instruction that needs it. Nothing is pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from autopar.graph import Graph, Node, Phase, Ref, TensorType
-from autopar.layout import Layout, local_type
-from autopar.liveness import holds_storage
+from autopar.assemble.liveness import holds_storage
+from autopar.ir.graph import Graph, Node, Phase, Ref, TensorType
+from autopar.ir.layout import Layout, local_type
+from autopar.ir.work import STORE, temporary_bytes
 from autopar.lower.listing import Listing
 from autopar.lower.program import (
     GIVEN,
@@ -36,11 +37,11 @@ from autopar.lower.program import (
 from autopar.lower.schedule import Advance, Facts, Turn, schedule
 from autopar.lower.transfers import changes_of, in_a_bucket, leaves, leaving
 from autopar.lower.updates import Trained, Updates
-from autopar.plan.plan import Decision, Plan
-from autopar.price import Pricer
-from autopar.reshard import Part, Reshard, Work, travels_together
-from autopar.strategy import operand_types
-from autopar.work import STORE, temporary_bytes
+from autopar.plan.plan import Plan
+from autopar.plan.value import Decision
+from autopar.price.pricer import Pricer
+from autopar.price.reshard import Part, Reshard, Work, travels_together
+from autopar.propose.strategies import operand_types
 from cost_models.steps import DEVICE, HOST, Comm, Move
 
 RESULT_KIND = {"gradient": Kind.GRADIENT, "output": Kind.OUTPUT, "buffer": Kind.NEW_BUFFER}
@@ -58,10 +59,16 @@ def lower(plan: Decision | Plan, prefetch: int | None, pricer: Pricer | None = N
 
 
 class Lowering:
-    """`lower` of one plan, as often as one likes: what is the same each time is found out once."""
+    """`lower` of one plan, as often as one likes: what is the same each time is found out once.
 
-    def __init__(self, plan: Decision | Plan, pricer: Pricer | None = None) -> None:
+    `workspaces`: node -> bytes that it takes while it runs, where its sizes do not say so.
+    """
+
+    def __init__(
+        self, plan: Decision | Plan, pricer: Pricer | None = None, workspaces: Mapping[str, int] | None = None
+    ) -> None:
         self.plan, self.pricer, self.facts = plan, pricer, Facts(plan)
+        self.workspaces = workspaces or {}
         self.parts_of: dict[Reshard, tuple[Part, ...]] = {}
         self.bytes_of: dict[tuple[TensorType, Layout], Any] = {}
 
@@ -199,12 +206,13 @@ class _Program:
         return value
 
     def _workspace(self, node: Node) -> tuple[Buffer, ...]:
-        types = operand_types(node, self.node_of)
-        if not temporary_bytes(node, types):  # of few operators, whatever the layouts
-            return ()
-        takes = self.plan.choices[node.name].takes
-        local = [local_type(type, layout, self.mesh) for type, layout in zip(types, takes, strict=True)]
-        nbytes = temporary_bytes(node, local)
+        nbytes = self.lowering.workspaces.get(node.name)
+        if nbytes is None:
+            types = operand_types(node, self.node_of)
+            if not temporary_bytes(node, types):  # of few operators, whatever the layouts
+                return ()
+            takes = self.plan.choices[node.name].takes
+            nbytes = temporary_bytes(node, [local_type(*one, self.mesh) for one in zip(types, takes, strict=True)])
         return (Buffer(nbytes, Kind.WORKSPACE, owner_of(node)),) if nbytes else ()
 
     # --- transfers ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from autopar.reshard import Reshard, Work
+from autopar.price.reshard import Reshard, Work
 from cost_models.steps import DEVICE, Comm, Compute, Move, Step
 
 

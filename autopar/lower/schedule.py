@@ -29,14 +29,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from autopar.graph import Node, Phase, Ref, weights_in
-from autopar.layout import Layout
+from autopar.ir.graph import Node, Phase, Ref, weights_in
+from autopar.ir.layout import Layout
+from autopar.ir.work import FETCH, STORE, VIEWS
 from autopar.lower.buckets import BucketKey, bucket_key, row_bytes
 from autopar.lower.program import Copy, Read, Send, Transfer
 from autopar.lower.transfers import changes_of, copies_of
-from autopar.plan.plan import Choice, Decision, Plan
-from autopar.reshard import Reshard
-from autopar.work import FETCH, STORE, VIEWS
+from autopar.plan.plan import Plan
+from autopar.plan.value import Choice, Decision
+from autopar.price.reshard import Reshard
 from cost_models.steps import MATRIX_KINDS, Compute
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from autopar.graph import TensorType
-from autopar.layout import local_type
+from autopar.ir.graph import TensorType
+from autopar.ir.layout import local_type
 from autopar.lower.program import Copy, Read, Send, Transfer
-from autopar.plan.plan import Decision, Plan
-from autopar.reshard import Part, Reshard, Work
+from autopar.plan.plan import Plan
+from autopar.plan.value import Decision
+from autopar.price.reshard import Part, Reshard, Work
 from cost_models.steps import DEVICE, HOST, Comm, Compute, Move, Step
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Run, Update, Wait
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
 from cost_models.steps import DEVICE, HOST, Compute, Move
 
 

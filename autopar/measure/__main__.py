@@ -16,17 +16,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from autopar.batch_norm import GLOBAL, parts_of
-from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
-from autopar.here import processors
-from autopar.local_ranks import environment, local_ranks
+from autopar.errors import BadArgument, PlanMismatch, TraceError
+from autopar.ir.batch_norm import GLOBAL, parts_of
+from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
+from autopar.machine.device import processors
+from autopar.machine.local_ranks import environment, local_ranks
 from autopar.measure.report import Measured
 from autopar.measure.twin import measure, traced
-from autopar.plan import Plan, PlanMismatch
+from autopar.plan import Plan
 from autopar.plan.fit import check
-from autopar.search.factory import Example, build
+from autopar.search.command.factory import Example, build
 from autopar.simulate.timeline import pricer_of
-from autopar.trace import TraceError
 from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware, known_hardware
 from cost_models.whole_file import write_whole

@@ -11,7 +11,7 @@ from autopar.lower import lower
 from autopar.lower.memory import peaks, peaks_by_phase
 from autopar.plan.plan import Plan
 from autopar.plan.tell import human
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import events_of
 from cost_models.steps import HOST
 

@@ -23,24 +23,25 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
-from autopar.attach.calls import by_name
 from autopar.attach.inputs import type_of
 from autopar.attach.module import ParallelModule
-from autopar.batch_norm import GLOBAL
+from autopar.calibrate.values import as_trained, input_bounds, random_tensor
 from autopar.compile import compile
 from autopar.emit import Emitted
-from autopar.graph import Graph
-from autopar.here import device_name, hardware_or_here, processors
+from autopar.errors import PlanMismatch
+from autopar.ir.batch_norm import GLOBAL
+from autopar.ir.graph import Graph
+from autopar.machine.device import device_name, hardware_or_here, processors
 from autopar.measure.memory import LiveBytes
 from autopar.measure.report import PHASES, Collective, Measured, Moved, Pair, predicted_peaks, predicted_seconds
-from autopar.measure.values import as_trained, input_bounds, random_tensor
 from autopar.measure.watch import WAITING, Stopwatch, Traffic, emitted_calls, now
-from autopar.modules import tensors_by_name
 from autopar.optim import Streamed
-from autopar.plan import Plan, PlanMismatch
-from autopar.price import Pricer
+from autopar.plan import Plan
+from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import pricer_of
 from autopar.trace import capture, flatten_inputs, graph_of
+from autopar.trace.calls import by_name
+from autopar.trace.modules import tensors_by_name
 from cost_models.hardware import Hardware
 
 WARM_UP = 2  # steps: the first call plans its buffers, the second has optimizer states

@@ -13,8 +13,8 @@ from torch import Tensor, fx
 
 from autopar._compat import TorchDispatchMode
 from autopar.emit import Emitted
+from autopar.ir.mesh import Mesh
 from autopar.measure.report import Moved
-from autopar.mesh import Mesh
 from cost_models.steps import COLLECTIVES, Comm, received_bytes
 
 NAMESPACE = "_c10d_functional"

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from autopar.layout import Layout, Partial, Placement, Replicate, Shard
-from autopar.plan.plan import Plan
+from autopar.ir.layout import Layout, Partial, Placement, Replicate, Shard
+from autopar.ir.work import FETCH, VIEWS
 from autopar.plan.reading import flops_in, is_weighted, parameters_of, split_of, weights_of, wrapped
 from autopar.plan.tell import is_product, shown_nodes
 from autopar.plan.unsplit import unsplit
-from autopar.saving.once import is_gathered_once
-from autopar.work import FETCH, VIEWS
+from autopar.plan.value import PlanValue
+from autopar.rewrite.gather_once import is_gathered_once
 
 MOST = 0.9  # of bytes or flops: from here on a word stands without a percentage
 SOME = 0.005  # below this, not worth a word
@@ -28,7 +28,7 @@ class Use:
     gathered: float = 0.0  # of these, brought together before the product that reads them
 
 
-def _uses(plan: Plan) -> list[Use]:
+def _uses(plan: PlanValue) -> list[Use]:
     uses = [Use() for _ in plan.mesh.names]
     weight_of = weights_of(plan)
     taken: dict[str, list[Layout]] = defaultdict(list)  # parameter -> how the forward operators take it
@@ -68,7 +68,7 @@ def _activation(placement: Placement) -> str:
             return "whole"
 
 
-def words(plan: Plan) -> Iterator[str]:
+def words(plan: PlanValue) -> Iterator[str]:
     total = sum(type.nbytes for _, type in parameters_of(plan))
     for axis, size, use in zip(plan.mesh.names, plan.mesh.sizes, _uses(plan), strict=True):
         if size == 1:
@@ -79,7 +79,7 @@ def words(plan: Plan) -> Iterator[str]:
             yield from wrapped(f"{axis}: {told}")
 
 
-def _sharded_as(plan: Plan) -> str:
+def _sharded_as(plan: PlanValue) -> str:
     """What it is called that parameters are stored in pieces and gathered as this graph has it."""
     shared = {node.name for node in plan.graph.nodes if is_gathered_once(node)}
     gradients = {result.ref.name for result in plan.graph.results if result.kind == "gradient" and result.ref}

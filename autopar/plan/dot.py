@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from autopar.graph import Node, Ref
-from autopar.layout import Layout, show
-from autopar.plan.plan import Plan
+from autopar.ir.graph import Node, Ref
+from autopar.ir.layout import Layout, show
 from autopar.plan.tell import (
     Run,
     backward_homes,
@@ -33,6 +32,7 @@ from autopar.plan.tell import (
     traffic,
     traffic_by_part,
 )
+from autopar.plan.value import PlanValue
 from cost_models.steps import Comm, received_bytes
 
 WHOLE = "#f4f4f4"
@@ -47,7 +47,7 @@ RESIDES = {"host": "on the host", "stream": "states on the host"}
 AXIS_COLOURS = ("#b2182b", "#2166ac", "#1b7837", "#762a83", "#b35806", "#35978f")
 
 
-def to_dot(plan: Plan) -> str:
+def to_dot(plan: PlanValue) -> str:
     """Graphviz source; `dot -Tsvg` draws it. The same plan gives the same text."""
     return "\n".join(_Picture(plan).lines()) + "\n"
 
@@ -70,7 +70,7 @@ class _Edge:
 
 
 class _Picture:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PlanValue) -> None:
         self.plan = plan
         self.node_of = plan.graph.by_name
         self.shown = shown_nodes(plan)

@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from autopar import batch_norm, precision
-from autopar.graph import Node
-from autopar.layout import local_type
+from autopar.ir import batch_norm, precision
+from autopar.ir.graph import Node
+from autopar.ir.layout import local_type
+from autopar.ir.work import STORE, VIEWS
 from autopar.plan.axes import words
 from autopar.plan.listing import columns, parameters, products
-from autopar.plan.plan import Plan
 from autopar.plan.reading import WIDTH, flops_in, parameters_of, percent, wrapped
 from autopar.plan.tell import human, modes_of
 from autopar.plan.utilisation import utilisation
-from autopar.work import STORE, VIEWS
+from autopar.plan.value import PlanValue
 from cost_models.steps import Compute, Move
 
 HEIGHT = 40  # lines of text
@@ -25,7 +25,7 @@ MAX_NOTES = 4
 TIGHT = 0.95  # of the memory limit: from here on memory shaped the plan
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: PlanValue) -> str:
     """About 40 lines of at most 110 columns (a few more on a mesh of many axes, or with long notes)."""
     facts = [*_head(plan), *_time(plan), *_utilisation(plan), *_candidates(plan), *_memory(plan)]
     facts += [*_saving(plan), *words(plan)]
@@ -44,7 +44,7 @@ def _ms(seconds: float) -> str:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _head(plan: Plan) -> Iterator[str]:
+def _head(plan: PlanValue) -> Iterator[str]:
     yield f"mesh {plan.mesh} ({plan.mesh.ranks} ranks) on {plan.hardware}, optimizer {plan.optimizer}"
     if norms := batch_norm.told(plan.graph):
         yield f"batch norm: {norms}"
@@ -54,13 +54,13 @@ def _head(plan: Plan) -> Iterator[str]:
         yield f"tf32: {' and '.join(kinds)} of float32 {'run' if len(kinds) > 1 else 'runs'} as TF32"
 
 
-def _kinds_of_float32(plan: Plan) -> set[str]:
+def _kinds_of_float32(plan: PlanValue) -> set[str]:
     """Which kinds of arithmetic the plan does in float32."""
     steps = (step for choice in plan.choices.values() for step in choice.steps)
     return {step.kind for step in steps if isinstance(step, Compute) and step.dtype == "float32"}
 
 
-def _time(plan: Plan) -> Iterator[str]:
+def _time(plan: PlanValue) -> Iterator[str]:
     parts = sum(plan.seconds_by.values())
     hidden = parts - plan.step_seconds
     how = f"{_ms(hidden)} of the parts overlap" if hidden > 1e-6 * parts else "the sum of its parts, nothing overlaps"
@@ -88,7 +88,7 @@ def _time(plan: Plan) -> Iterator[str]:
     yield from _proven(plan)
 
 
-def _proven(plan: Plan) -> Iterator[str]:
+def _proven(plan: PlanValue) -> Iterator[str]:
     """A gap is of the measure that its bound is of, which is named where there are two."""
     if plan.bound <= 0:
         yield "no lower bound is known for this plan"
@@ -109,17 +109,17 @@ def _proven(plan: Plan) -> Iterator[str]:
         yield "proven, simulated: no lower bound is known"
 
 
-def _utilisation(plan: Plan) -> Iterator[str]:
+def _utilisation(plan: PlanValue) -> Iterator[str]:
     for line in utilisation(plan).told():
         yield from wrapped(line)
 
 
-def _time_line(plan: Plan, name: str, seconds: float, tail: str) -> str:
+def _time_line(plan: PlanValue, name: str, seconds: float, tail: str) -> str:
     line = f"  {name:<22}{_ms(seconds):>14}{percent(seconds, plan.step_seconds):>7}"
     return f"{line}   {tail}".rstrip()
 
 
-def _candidates(plan: Plan) -> Iterator[str]:
+def _candidates(plan: PlanValue) -> Iterator[str]:
     """Why this plan: the ones that were played."""
     if not plan.candidates:
         return
@@ -135,7 +135,7 @@ def _candidates(plan: Plan) -> Iterator[str]:
     yield from columns(rows)
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: PlanValue) -> Iterator[str]:
     for tier, nbytes in sorted(plan.peak_bytes.items()):
         told, limit = f"memory peak {human(nbytes)} of {tier} per rank (predicted)", plan.memory_limit
         if tier == DEVICE and limit is None:
@@ -147,7 +147,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield from _price(plan, tier)
 
 
-def _role_of(limit: float, plan: Plan, nbytes: int) -> str:
+def _role_of(limit: float, plan: PlanValue, nbytes: int) -> str:
     """What the limit of the device's memory did to the plan."""
     fastest = plan.search.get("fastest_bytes")
     if isinstance(fastest, int) and fastest > limit:
@@ -159,7 +159,7 @@ def _role_of(limit: float, plan: Plan, nbytes: int) -> str:
     return "memory is not what limits it"
 
 
-def _price(plan: Plan, tier: str) -> Iterator[str]:
+def _price(plan: PlanValue, tier: str) -> Iterator[str]:
     """What a little more memory would save at most, by the solver's price of it, where that is known."""
     price = plan.search.get(f"ms_per_gib:{tier}")
     if not isinstance(price, float) or price <= 0 or (tier == DEVICE and plan.memory_limit is None):
@@ -178,7 +178,7 @@ def _price(plan: Plan, tier: str) -> Iterator[str]:
         yield f"price of memory: +{whole} of {tier} would save up to {saved:.3g} ms a step{of}"
 
 
-def _saving(plan: Plan) -> Iterator[str]:
+def _saving(plan: PlanValue) -> Iterator[str]:
     """What is not kept on the device."""
     again: list[Node] = []
     offloaded = here = streamed = 0
@@ -209,7 +209,7 @@ def _saving(plan: Plan) -> Iterator[str]:
 # --- notes -----------------------------------------------------------------------------------------------------------
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def _notes(plan: PlanValue) -> Iterator[str]:
     for note in plan.notes[:MAX_NOTES]:
         yield from wrapped(f"note: {note}")
     if len(plan.notes) > MAX_NOTES:

@@ -6,22 +6,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from autopar import precision
-from autopar.batch_norm import statistics_of
-from autopar.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
-from autopar.layout import Partial, Replicate
-from autopar.mesh import Mesh
-from autopar.plan.plan import AGAIN, Choice, Plan, PlanMismatch, shortened
-from autopar.saving.narrow import false_claim_of, plain
-from autopar.strategy import Strategy, moved, operand_types, signature_of, source_strategies, strategy_of
-from autopar.work import FETCH, STORE
+from autopar.errors import PlanMismatch
+from autopar.ir import precision
+from autopar.ir.batch_norm import statistics_of
+from autopar.ir.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
+from autopar.ir.layout import Partial, Replicate
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import FETCH, STORE
+from autopar.plan.value import AGAIN, Choice, PlanValue, shortened
+from autopar.propose.strategies import Strategy, moved, operand_types, signature_of, source_strategies, strategy_of
+from autopar.rewrite.apply_choices import false_claim_of, plain
 from cost_models.steps import Compute, Step
 
 NO_CALL = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, StopIteration, ValueError)
 _EITHER_WAY = ("aten.add.Tensor", "aten.mul.Tensor")  # of two tensors: the same numbers whichever stands first
 
 
-def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, origin: str = "the plan") -> None:
+def check(plan: PlanValue, graph: Graph, mesh: Mesh, *, outputs: str | None = None, origin: str = "the plan") -> None:
     """Raise PlanMismatch, naming the first difference, unless `plan` was made for this graph and mesh.
 
     `graph`: what the model traces to now. Names of operators do not count, as the program is emitted from the plan's
@@ -55,7 +56,7 @@ def check(plan: Plan, graph: Graph, mesh: Mesh, *, outputs: str | None = None, o
     check_rules(plan, origin)
 
 
-def check_rules(plan: Plan, origin: str = "the plan") -> None:
+def check_rules(plan: PlanValue, origin: str = "the plan") -> None:
     """Raise PlanMismatch, naming the first operator, unless each is split as its rule has it: all that can be known of
     a plan where the model is not.
     """
@@ -63,7 +64,7 @@ def check_rules(plan: Plan, origin: str = "the plan") -> None:
         raise PlanMismatch(f"{origin} was edited, or made by another autopar: {shortened(told)}; {AGAIN}")
 
 
-def _no_strategy(plan: Plan) -> str | None:
+def _no_strategy(plan: PlanValue) -> str | None:
     """The first operator that is split, or result that is delivered, as no rule has it; None where all are."""
     node_of, mesh = plan.graph.by_name, plan.mesh
     known: dict[object, Strategy | None] = {}

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autopar.graph import Node
-from autopar.layout import local_type, show
+from autopar.ir.graph import Node
+from autopar.ir.layout import local_type, show
 from autopar.plan.patterns import patterns
-from autopar.plan.plan import Plan
 from autopar.plan.reading import flops_in, is_weighted, parameters_of, percent, split_of, weights_of
 from autopar.plan.tell import home, human, is_product
+from autopar.plan.value import PlanValue
 
 
 @dataclass
@@ -24,7 +24,7 @@ class _Row:
     nbytes: int = 0
 
 
-def parameters(plan: Plan, limit: int) -> Iterator[str]:
+def parameters(plan: PlanValue, limit: int) -> Iterator[str]:
     """By pattern, equal layers together, and the parameters of one module that have the same type and layout."""
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)  # (layout, type) -> names
     place: dict[str, int] = {}
@@ -69,7 +69,7 @@ def columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def products(plan: Plan, limit: int) -> Iterator[str]:
+def products(plan: PlanValue, limit: int) -> Iterator[str]:
     """Matrix products, attention and convolutions of the forward pass; those of the backward pass follow them."""
     weight_of = weights_of(plan)
     alike: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # (splits, kind) -> modules

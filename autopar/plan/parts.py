@@ -5,13 +5,13 @@ from __future__ import annotations
 import keyword
 from collections.abc import Iterable, Iterator, Sequence
 
-from autopar.graph import Graph, Ref, TensorType
-from autopar.layout import Layout, encode, local_shape
-from autopar.mesh import Mesh
-from autopar.plan.plan import RESIDENCES, Choice, Plan
-from autopar.reshard import Reshard, neighbours
+from autopar.ir.graph import Graph, Ref, TensorType
+from autopar.ir.layout import Layout, encode, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import FETCH, STORE
+from autopar.plan.value import RESIDENCES, Choice, PlanValue
+from autopar.price.reshard import Reshard, neighbours
 from autopar.rules.bodies import BODIES
-from autopar.work import FETCH, STORE
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 
 
@@ -19,7 +19,7 @@ class _Flaw(Exception):
     """(place, cause)"""
 
 
-def flaw_of(plan: Plan) -> tuple[str, str] | None:
+def flaw_of(plan: PlanValue) -> tuple[str, str] | None:
     """(place, cause) of the first contradiction in a plan, such as ("nodes[3] (%mm)", "has layout 'S0', which ...").
 
     What emit relies on: names that can stand in a program, one layout per operand and result, each of which the mesh
@@ -33,7 +33,7 @@ def flaw_of(plan: Plan) -> tuple[str, str] | None:
     return None
 
 
-def _check_parts(plan: Plan) -> None:
+def _check_parts(plan: PlanValue) -> None:
     given: dict[Ref, tuple[TensorType | None, Layout]] = {}
     _check_nodes(plan.graph)
     _check_host(plan)
@@ -100,7 +100,7 @@ def _check_results(graph: Graph) -> None:
             raise _Flaw(place, "is made in backward")
 
 
-def _check_host(plan: Plan) -> None:
+def _check_host(plan: PlanValue) -> None:
     """What lies on the host is read by fetches alone, as it lies there."""
     parameters = {node.target: node.name for node in plan.graph.nodes if node.op == "parameter"}
     for name, where in plan.residence.items():

@@ -1,243 +1,40 @@
-"""The plan: the decision in full. It holds the graph and, for every node, the chosen strategy with its steps and the
-layout changes in front of it, so that emitting it needs neither rules nor solver nor prices.
-"""
+"""The plan as one meets it: a value with a file, a text and a picture."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from autopar.batch_norm import statistics_of
-from autopar.graph import Graph, Node
-from autopar.layout import Layout
-from autopar.mesh import Mesh
-from autopar.reshard import Reshard
-from cost_models.hardware import Hardware
-from cost_models.steps import Comm, Step, received_bytes
-
-RESIDENCES = ("device", "host", "stream")  # where a parameter, its gradient and its optimizer states live
-OUTPUTS = ("sharded", "global")  # how outputs are delivered: in pieces, or whole on every rank
-AGAIN = "run `python -m autopar.search` again to make a new plan"
+from autopar.plan import store
+from autopar.plan.dot import to_dot
+from autopar.plan.explain import explain
+from autopar.plan.value import PlanValue
 
 
-class PlanMismatch(ValueError):
-    """A plan does not fit the model, the inputs, the mesh or this version; the message says which part differs."""
-
-
-def shortened(told: object, most: int = 800) -> str:
-    """What goes into a message: names come out of files, and may be as long as somebody likes."""
-    text = str(told)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How one node runs.
-
-    `roles`: per axis the factor it splits ("" none, "+0" operand 0 is a partial sum). `takes`, `gives`: layouts of
-    operands
-    and results. `body`, `body_axes`, `body_size`: the local body that replaces the operator, the axes it works over,
-    and the global size of the factors it splits. `steps`: what
-    one rank performs. `reads`: per operand, the layout changes that bring it from what its producer gives.
+class Plan(PlanValue):
+    """Every decision, with what was predicted of it: see `PlanValue` for its parts. How its step is played, as a trace
+    for a viewer, `autopar.simulate.timeline.to_trace` writes.
     """
-
-    roles: tuple[str, ...]
-    takes: tuple[Layout, ...]
-    gives: tuple[Layout, ...]
-    body: str
-    body_axes: tuple[str, ...]
-    body_size: int
-    steps: tuple[Step, ...]
-    reads: tuple[tuple[Reshard, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """How one result of the graph leaves it: the layout changes, and the layout it arrives in."""
-
-    changes: tuple[Reshard, ...]
-    layout: Layout
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What of a plan says how it runs; see `Plan` for each part."""
-
-    graph: Graph
-    mesh: Mesh
-    choices: Mapping[str, Choice]
-    deliveries: tuple[Delivery | None, ...]
-    residence: Mapping[str, str] = field(default_factory=dict[str, str])
-    bucket_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A plan that the search looked at, with the prefetch that suits it best.
-
-    None stands where there is no such plan, or it was not played; `why` says why.
-    """
-
-    name: str
-    step_seconds: float | None
-    simulated_seconds: float | None
-    peak_bytes: int | None
-    prefetch: int | None
-    why: str = ""
-
-
-SIMULATED_BOUND = "simulated_bound_s"  # among the facts of a search
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Every decision, with what was predicted of it.
-
-    Seconds and bytes are those of one rank and one training step, predicted on `hardware`. `bound` is a proven lower
-    bound on the sum of times of any plan of the searched space; `gap` = (step_seconds - bound) / step_seconds.
-    `peak_bytes` per memory tier. `notes`: what a user should know, such as operators without a rule, which run
-    replicated. `prefetch`: how many matrix operators ahead of their use weights are gathered, and behind them
-    gradients are waited for (`autopar.lower.schedule`); None: every transfer is waited for where it stands.
-    `bucket_bytes`: gradients that are summed whole are put together up to this size and summed at once; 0: each by
-    itself.
-    `simulated_seconds`: what the step takes as its timeline plays it: with collectives beside compute, or, on hardware
-    where nothing overlaps, one behind the other, but with whole rows of gradients; None: nothing was played.
-    `candidates`: the plans among which this one was the quickest by that measure.
-    `residence`: parameter -> "host" (it, its gradient and its optimizer states lie on the host and are updated there)
-    or "stream" (its states lie on the host, and stream through the device in the update); left out: on the device. The
-    graph is the one that runs, with a node for each fetch, each store and each value that is run again
-    (`autopar.saving.narrowed`). `tf32`: which float32 work was priced as tf32, some of
-    `cost_models.hardware.TF32_KINDS`.
-    """
-
-    graph: Graph
-    mesh: Mesh
-    hardware: str
-    hardware_digest: str
-    optimizer: str
-    memory_limit: float | None
-    outputs: str
-    choices: Mapping[str, Choice]
-    deliveries: tuple[Delivery | None, ...]
-    step_seconds: float
-    bound: float
-    peak_bytes: Mapping[str, int]
-    seconds_by: Mapping[str, float]
-    notes: tuple[str, ...] = ()
-    prefetch: int | None = None
-    bucket_bytes: int = 0
-    search: Mapping[str, float | int | str] = field(default_factory=dict[str, "float | int | str"])
-    simulated_seconds: float | None = None
-    candidates: tuple[Candidate, ...] = ()
-    residence: Mapping[str, str] = field(default_factory=dict[str, str])
-    tf32: tuple[str, ...] = ()
-
-    @property
-    def predicted_seconds(self) -> float:
-        """What a step is predicted to take: as it was played, else the sum of its parts."""
-        return self.step_seconds if self.simulated_seconds is None else self.simulated_seconds
-
-    @property
-    def measure(self) -> str:
-        """How `predicted_seconds` was predicted, in words."""
-        return "predicted (simulated)" if self.simulated_seconds is not None else "predicted (summed)"
-
-    @property
-    def simulated_bound(self) -> float:
-        """A proven lower bound on the simulated time of any plan of the searched space: of the stream that computes,
-        without what it waits for. 0: none is known.
-        """
-        found = self.search.get(SIMULATED_BOUND, 0.0)
-        return found if isinstance(found, float) else 0.0
-
-    @property
-    def gap(self) -> float:
-        return max(0.0, (self.step_seconds - self.bound) / self.step_seconds) if self.step_seconds else 0.0
-
-    @property
-    def batch_norm(self) -> str:
-        """What batch norms take their statistics of, as in `autopar.compile`: "global" or "local"; "" where none does.
-
-        It is in the graph, and so part of what the plan is made for.
-        """
-        return (*statistics_of(self.graph), "")[0]
-
-    @property
-    def parameters(self) -> dict[str, Layout]:
-        """Layout of every parameter, under the name that the graph uses."""
-        return {n.target: self.choices[n.name].gives[0] for n in self.graph.nodes if n.op == "parameter"}
-
-    def comms(self) -> list[Comm]:
-        """Every collective of one step, in the order of the graph."""
-        found: list[Comm] = []
-        for node in self.graph.nodes:
-            choice = self.choices[node.name]
-            for read in read_once(node, choice):
-                found += self._comms(read)
-            found += [step for step in choice.steps if isinstance(step, Comm)]
-        for delivery in self.deliveries:
-            if delivery is not None:
-                found += self._comms(delivery.changes)
-        return [comm for comm in found if comm.ranks > 1]
-
-    def _comms(self, changes: tuple[Reshard, ...]) -> list[Comm]:
-        return [s for change in changes for s in change.steps(self.mesh.size(change.axis)) if isinstance(s, Comm)]
-
-    @property
-    def comm_bytes(self) -> dict[tuple[str, str], int]:
-        """(collective, axis) -> bytes that one rank receives in a step."""
-        total: dict[tuple[str, str], int] = defaultdict(int)
-        for comm in self.comms():
-            total[comm.collective, comm.axis] += received_bytes(comm)
-        return dict(sorted(total.items()))
 
     def save(self, path: str | Path) -> None:
         """Write as JSON: to a temporary file first, then renamed, so that no half plan is ever seen."""
-        from autopar.plan.store import save
-
-        save(self, Path(path))
+        store.save(self, Path(path))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read and check. Raises PlanMismatch where the file is cut short, edited or of another version, and OSError
         where there is no file to be read.
         """
-        from autopar.plan.store import load
+        return store.load(Path(path), Plan)
 
-        return load(Path(path))
-
-    def to_trace(self, path: str | Path, hardware: Hardware | None = None) -> None:
-        """Write one step as a trace that chrome://tracing and ui.perfetto.dev open, played as the plan runs.
-
-        `hardware`: the profile that priced the plan, where it is none of autopar's.
-        """
-        from autopar.simulate.timeline import write_step
-
-        write_step(self, path, hardware)
+    @staticmethod
+    def loads(text: str, origin: str) -> Plan:
+        """The plan in the text of such a file. `origin` names it in errors: a path, or the rank that sent it."""
+        return store.loads(text, origin, Plan)
 
     def to_dot(self) -> str:
         """The plan as a Graphviz graph; see `autopar.plan.dot`."""
-        from autopar.plan.dot import to_dot
-
         return to_dot(self)
 
     def explain(self) -> str:
         """The plan as one screen of text; see `autopar.plan.explain`."""
-        from autopar.plan.explain import explain
-
         return explain(self)
-
-
-def read_once(node: Node, choice: Choice) -> list[tuple[Reshard, ...]]:
-    """The layout changes in front of a node; an operand that stands twice in its arguments, in one layout, comes
-    once.
-    """
-    seen: set[object] = set()
-    reads: list[tuple[Reshard, ...]] = []
-    for ref, layout, read in zip(node.operands, choice.takes, choice.reads, strict=True):
-        if (ref, layout) not in seen:
-            seen.add((ref, layout))
-            reads.append(read)
-    return reads

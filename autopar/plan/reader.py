@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NoReturn, TypeVar, cast
 
-from autopar.graph import ITEMSIZE, Arg, Const, Graph, Node, Ref, Result, TensorType
-from autopar.layout import Layout, Placement, decode
-from autopar.mesh import Mesh
+from autopar.errors import PlanMismatch
+from autopar.ir.graph import ITEMSIZE, Arg, Const, Graph, Node, Ref, Result, TensorType
+from autopar.ir.layout import Layout, Placement, decode
+from autopar.ir.mesh import Mesh
 from autopar.plan.parts import flaw_of
-from autopar.plan.plan import AGAIN, OUTPUTS, Candidate, Choice, Delivery, Plan, PlanMismatch, shortened
-from autopar.price import OPTIMIZER_STATES
-from autopar.reshard import Reshard
+from autopar.plan.value import AGAIN, OUTPUTS, Candidate, Choice, Delivery, PlanValue, shortened
+from autopar.price.pricer import OPTIMIZER_STATES
+from autopar.price.reshard import Reshard
 from cost_models.hardware import TF32_KINDS
 from cost_models.steps import TIERS, Comm, Compute, Loop, Move, Step
 
@@ -30,6 +31,9 @@ _LAYOUT = re.compile(r"(?:R|S0|S[1-9]\d?|P|Pmax)(?: (?:R|S0|S[1-9]\d?|P|Pmax))*"
 # Control characters, halves of surrogate pairs, and what changes lines or their direction: no terminal is shown those.
 _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONSTANTS = ("dtype", "device", "layout", "memory_format")
+
+
+P = TypeVar("P", bound=PlanValue)
 
 
 @dataclass
@@ -126,7 +130,7 @@ class Reader:
 
     # --- the parts of a plan -----------------------------------------------------------------------------------------
 
-    def plan(self, content: dict[str, Json]) -> Plan:
+    def plan(self, content: dict[str, Json], make: type[P]) -> P:
         self.row(content, "the plan", _FIELDS, _MAY)
         mesh = self.mesh(content["mesh"], "mesh")
         table = self.items(content["choices"], "choices", self.choice)
@@ -145,7 +149,7 @@ class Reader:
         peaks = self.table(content["peak_bytes"], "peak_bytes", self.natural)
         if TIERS[0] not in peaks or {*peaks} - {*TIERS}:
             self.fail("peak_bytes", f"is of {cut(sorted(peaks))}; it must be of {TIERS[0]}, and may be of {TIERS[1]}")
-        plan = Plan(
+        plan = make(
             graph,
             mesh,
             self.text(content["hardware"], "hardware"),

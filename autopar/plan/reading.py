@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 
-from autopar import precision
-from autopar.graph import Node, TensorType
-from autopar.layout import Partial, Replicate, Shard
-from autopar.plan.plan import Choice, Plan
-from autopar.work import FETCH, VIEWS
+from autopar.ir import precision
+from autopar.ir.graph import Node, TensorType
+from autopar.ir.layout import Partial, Replicate, Shard
+from autopar.ir.work import FETCH, VIEWS
+from autopar.plan.value import Choice, PlanValue
 from cost_models.steps import Compute
 
 WIDTH = 110  # columns of text
@@ -24,12 +24,12 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "0 %"
 
 
-def flops_in(plan: Plan, node: Node) -> float:
+def flops_in(plan: PlanValue, node: Node) -> float:
     """Of one rank, so that work which every rank repeats weighs as much as it costs."""
     return sum(step.flops for step in plan.choices[node.name].steps if isinstance(step, Compute))
 
 
-def weights_of(plan: Plan) -> dict[str, str]:
+def weights_of(plan: PlanValue) -> dict[str, str]:
     """Node -> the parameter that it is another look at, or a cast of."""
     found: dict[str, str] = {}
     for node in plan.graph.nodes:
@@ -44,7 +44,7 @@ def is_weighted(node: Node, weight_of: Mapping[str, str]) -> bool:
     return any(ref.name in weight_of for ref in node.operands)
 
 
-def parameters_of(plan: Plan) -> list[tuple[Node, TensorType]]:
+def parameters_of(plan: PlanValue) -> list[tuple[Node, TensorType]]:
     found: list[tuple[Node, TensorType]] = []
     for node in plan.graph.nodes:
         type = node.outputs[0] if node.op == "parameter" else None

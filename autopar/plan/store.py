@@ -16,27 +16,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import NoReturn, TypeVar, cast
 
-from autopar.graph import Arg, Const, Node, Ref, Result
-from autopar.layout import encode
+from autopar.errors import PlanMismatch
+from autopar.ir.graph import Arg, Const, Node, Ref, Result
+from autopar.ir.layout import encode
 from autopar.plan.fit import check
-from autopar.plan.plan import AGAIN, Choice, Delivery, Plan, PlanMismatch, shortened
 from autopar.plan.reader import Json, Reader, cut
-from autopar.reshard import Reshard
+from autopar.plan.value import AGAIN, Choice, Delivery, PlanValue, shortened
+from autopar.price.reshard import Reshard
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 from cost_models.whole_file import read_whole, write_whole
 
 __all__ = ["VERSION", "check", "dumps", "load", "loads", "save"]
 
 VERSION = 1
+P = TypeVar("P", bound=PlanValue)
 DEEPEST = 64  # lists in lists; steps and arguments need a few
 
 
 # --- writing -------------------------------------------------------------------------------------------------------
 
 
-def dumps(plan: Plan) -> str:
+def dumps(plan: PlanValue) -> str:
     """The plan as text: the same text for the same plan, in any process."""
     numbers: dict[Choice, int] = {}
     nodes: list[dict[str, Json]] = []
@@ -78,7 +80,7 @@ def dumps(plan: Plan) -> str:
     return ",\n".join(lines) + "}\n"
 
 
-def save(plan: Plan, path: str | Path) -> None:
+def save(plan: PlanValue, path: str | Path) -> None:
     """Write the plan. Whoever looks at `path` sees the old file or the whole new one, also after a crash."""
     write_whole(path, dumps(plan))
 
@@ -172,19 +174,21 @@ def _result(result: Result, delivery: Delivery | None) -> dict[str, Json]:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | Path) -> Plan:
-    """Read and check. Raises PlanMismatch where the file is cut short, edited, of another version or inconsistent,
-    and OSError where there is no file to be read.
+def load(path: str | Path, make: type[P]) -> P:
+    """Read and check; `make`: the class of the plan.
+
+    Raises PlanMismatch where the file is cut short, edited, of another version or inconsistent, and OSError where there
+    is no file to be read.
     """
     try:
         text = read_whole(path).decode()
     except UnicodeDecodeError as error:
         raise PlanMismatch(f"{path} is not a text file (byte {error.start} is not UTF-8); {AGAIN}") from None
-    return loads(text, str(path))
+    return loads(text, str(path), make)
 
 
-def loads(text: str, origin: str) -> Plan:
-    """The plan that `text` holds. `origin` names it in errors: a path, or the rank that sent it."""
+def loads(text: str, origin: str, make: type[P]) -> P:
+    """The plan in `text`, of the class `make`. `origin` names it in errors: a path, or the rank that sent it."""
     content = _parse(text, origin)
     version = content.pop("autopar_plan", None)
     if version is None:
@@ -201,7 +205,7 @@ def loads(text: str, origin: str) -> Plan:
             f"{origin} was edited or damaged: it says digest {told}, its content has {found[:8]}; "
             f"undo the edit, or {AGAIN}"
         )
-    return Reader(origin).plan(content)
+    return Reader(origin).plan(content, make)
 
 
 def _parse(text: str, origin: str) -> dict[str, Json]:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from autopar.graph import Arg, Node, Ref, TensorType
-from autopar.plan.plan import Choice, Delivery, Plan, read_once
-from autopar.reshard import Reshard
-from autopar.work import FETCH, STORE, VIEWS
+from autopar.ir.graph import Arg, Node, Ref, TensorType
+from autopar.ir.work import FETCH, STORE, VIEWS
+from autopar.plan.value import Choice, Delivery, PlanValue, read_once
+from autopar.price.reshard import Reshard
 from cost_models.steps import Comm, Compute, Loop, Move, Step, received_bytes
 
 Traffic = dict[tuple[str, str], int]  # (collective, axis) -> bytes that one rank receives
@@ -46,11 +46,11 @@ def comms_in(steps: Iterable[Step]) -> list[Comm]:
     return found
 
 
-def comms_of_changes(plan: Plan, changes: Sequence[Reshard]) -> list[Comm]:
+def comms_of_changes(plan: PlanValue, changes: Sequence[Reshard]) -> list[Comm]:
     return comms_in(step for change in changes for step in change.steps(plan.mesh.size(change.axis)))
 
 
-def comms_of_node(plan: Plan, node: Node) -> list[Comm]:
+def comms_of_node(plan: PlanValue, node: Node) -> list[Comm]:
     """What a node makes one rank send: to bring its operands into the layouts it takes, then in its own body."""
     choice = plan.choices[node.name]
     before = [comm for read in read_once(node, choice) for comm in comms_of_changes(plan, read)]
@@ -64,7 +64,7 @@ def traffic(comms: Iterable[Comm]) -> Traffic:
     return dict(sorted(total.items()))
 
 
-def traffic_by_part(plan: Plan) -> dict[str, Traffic]:
+def traffic_by_part(plan: PlanValue) -> dict[str, Traffic]:
     """Traffic of the forward pass, the backward pass, and of bringing gradients and outputs into their layouts."""
     parts: dict[str, list[Comm]] = {"forward": [], "backward": [], "gradients": [], "outputs": []}
     for node in plan.graph.nodes:
@@ -80,7 +80,7 @@ def traffic_by_part(plan: Plan) -> dict[str, Traffic]:
 RECOMPUTED, OFFLOADED = "recomputed", "offloaded"
 
 
-def modes_of(plan: Plan) -> dict[str, str]:
+def modes_of(plan: PlanValue) -> dict[str, str]:
     """Forward node -> what becomes of it, where it is not kept until backward reads it."""
     found: dict[str, str] = {}
     for node in plan.graph.nodes:
@@ -105,7 +105,7 @@ def carries(type: TensorType | None) -> bool:
     return type is not None and type.numel > 1 and type.dtype.startswith(("float", "bfloat", "complex"))
 
 
-def shown_nodes(plan: Plan) -> list[Node]:
+def shown_nodes(plan: PlanValue) -> list[Node]:
     """The nodes of the forward pass that a reader wants to see: on the way from parameters and inputs to the outputs.
 
     Left out: other looks at a value (views), copies between device and host, constants, numbers, masks and positions;
@@ -154,7 +154,7 @@ def home(node: Node) -> str:
     return node.target.rpartition(".")[0] if node.op in ("parameter", "buffer") else node.module
 
 
-def backward_homes(plan: Plan) -> dict[str, str]:
+def backward_homes(plan: PlanValue) -> dict[str, str]:
     """Backward node -> its module. Where it has none: a value kept for several readers counts to the module of the
     first, a sum of gradients to that of the latest value it reads."""
     homes: dict[str, str] = {}
@@ -181,7 +181,7 @@ def layer_of(path: str, layers: Mapping[str, object]) -> str:
     return next((prefix for prefix in prefixes if prefix in layers), "")
 
 
-def runs_of(plan: Plan, shown: Sequence[Node]) -> list[Run]:
+def runs_of(plan: PlanValue, shown: Sequence[Node]) -> list[Run]:
     """Runs of equal layers, in the order of their numbers. A layer unlike its neighbours is a run of its own.
 
     A layer is a module with a number for a name that has modules below it (`transformer.h.3`), the outermost such.
@@ -227,7 +227,7 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
 
 
-def _told(plan: Plan, node: Node, layer: str, names: Mapping[str, int]) -> object:
+def _told(plan: PlanValue, node: Node, layer: str, names: Mapping[str, int]) -> object:
     """What is shown of a node. Values from outside the layer, and through what is not shown, count as one."""
     choice = plan.choices[node.name]
     sources = tuple(names.get(ref.name, -1) for ref in node.operands)
@@ -244,7 +244,7 @@ def _has_ref(arg: Arg) -> bool:
     return isinstance(arg, Ref)
 
 
-def deliveries_of(plan: Plan, kind: str) -> dict[str, tuple[Ref, Delivery]]:
+def deliveries_of(plan: PlanValue, kind: str) -> dict[str, tuple[Ref, Delivery]]:
     """Target -> value and delivery of the results of one kind that exist."""
     return {
         result.target: (result.ref, delivery)

@@ -11,15 +11,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from autopar.layout import Shard
-from autopar.plan.plan import Plan
+from autopar.ir.layout import Shard
+from autopar.plan.value import PlanValue
 
 FEW = 2  # sizes of each kind, and dims of each size, that are named
 
 Dims = dict[tuple[int, int], list[str]]  # (size, the next one that would divide) -> where it stands
 
 
-def unsplit(plan: Plan, axis: str) -> str:
+def unsplit(plan: PlanValue, axis: str) -> str:
     """The sentence; "" where something is split over the axis, or the first dim of an input could be."""
     place = plan.mesh.names.index(axis)
     ranks = plan.mesh.sizes[place]
@@ -42,7 +42,7 @@ def unsplit(plan: Plan, axis: str) -> str:
     )
 
 
-def _sizes(plan: Plan, op: str, ranks: int) -> Iterator[tuple[str, int, int, int]]:
+def _sizes(plan: PlanValue, op: str, ranks: int) -> Iterator[tuple[str, int, int, int]]:
     """(name, dim, its size, the least size from there on that divides by the ranks and by what splits it already)."""
     for node in plan.graph.nodes:
         type = node.outputs[0] if node.op == op else None

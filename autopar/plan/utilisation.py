@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from autopar.graph import Graph
-from autopar.plan.plan import Plan
-from autopar.saving.narrow import plain
-from autopar.strategy import operand_types
-from autopar.work import flops_of
+from autopar.ir.graph import Graph
+from autopar.ir.work import flops_of
+from autopar.plan.value import PlanValue
+from autopar.propose.strategies import operand_types
+from autopar.rewrite.apply_choices import plain
 from cost_models.hardware import Hardware
 from cost_models.steps import MATRIX_KINDS
 
@@ -86,7 +86,7 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
-def utilisation(plan: Plan) -> Utilisation:
+def utilisation(plan: PlanValue) -> Utilisation:
     """What the plan's predicted step makes of its machine."""
     graph = plain(plan.graph)
     flops = flops_by_dtype(graph, plan.tf32)
@@ -113,7 +113,7 @@ def flops_by_dtype(graph: Graph, tf32: tuple[str, ...] = ()) -> dict[str, float]
     return dict(found)
 
 
-def _peaks(plan: Plan) -> dict[str, float]:
+def _peaks(plan: PlanValue) -> dict[str, float]:
     """Dtype -> peak of one rank; nothing where the plan was priced with a profile that autopar does not come with."""
     with suppress(ValueError):
         hardware = Hardware.known(plan.hardware)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopar.graph import ITEMSIZE, Const, Node, TensorType
+from autopar.ir.graph import ITEMSIZE, Const, Node, TensorType
 from autopar.rules import bodies_norm as norm
 from autopar.rules.builder import Body, Builder, Comm, Types, Value, Writer, silent, wide
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopar.graph import ITEMSIZE, Node, TensorType
+from autopar.ir.graph import ITEMSIZE, Node, TensorType
 from autopar.rules.builder import Builder, Comm, Types, Value, Writer, wide
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autopar.graph import Const, Node, TensorType
+from autopar.ir.graph import Const, Node, TensorType
 
 Value = Any  # a tensor at run time, an fx node in code generation
 Types = Sequence[TensorType]

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
-from autopar.graph import Arg, Node, TensorType
+from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
+from autopar.ir.graph import Arg, Node, TensorType
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
-from autopar.graph import Arg, Node, Ref, TensorType
+from autopar.ir.graph import Arg, Node, Ref, TensorType
 
 Types = tuple[TensorType, ...]
 Writer = Callable[[Node, Types], str | None]

@@ -6,7 +6,7 @@ one line in `local.py` if its arguments hold sizes.
 
 from __future__ import annotations
 
-from autopar.graph import Node
+from autopar.ir.graph import Node
 from autopar.rules.notation import Rule, parse
 from autopar.rules.spelling import Table, Types
 from autopar.rules.table_nn import NN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.attention import (
+from autopar.ir.attention import (
     ATTENTION,
     ATTENTION_BACKWARD,
     CAUSAL_AT,
@@ -12,7 +12,7 @@ from autopar.attention import (
     OPERANDS_OF_ATTENTION,
     operands_at,
 )
-from autopar.graph import Node, Ref
+from autopar.ir.graph import Node, Ref
 from autopar.rules.spelling import Table, Types, arg, operands, results, spell
 from autopar.rules.table_shape import leading
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.graph import Node
+from autopar.ir.graph import Node
 from autopar.rules.spelling import LETTERS, Table, Types, as_dims, shape_of, spell
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.graph import Node
+from autopar.ir.graph import Node
 from autopar.rules.spelling import LETTERS, Table, Types, Writer, arg, foreign, linear, operands, shape_of, spell
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
-from autopar.graph import Node, Ref
+from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
+from autopar.ir.graph import Node, Ref
 from autopar.rules.spelling import (
     LETTERS,
     Table,

@@ -2,7 +2,8 @@
 
 from autopar.scale.elsewhere import DoesNotSplit, graph_at, plan_at
 from autopar.scale.forms import OperatorForms, Totals, Work, operator_forms, totals
-from autopar.scale.grow import CannotGrow, Growth, growth_of, growth_where_possible, usual_sources
+from autopar.scale.grow import growth_of, growth_where_possible
+from autopar.scale.growth import CannotGrow, Growth, usual_sources
 
 __all__ = [
     "CannotGrow",

@@ -9,12 +9,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument, Parser
-from autopar.graph import Graph
-from autopar.plan import Plan, PlanMismatch
+from autopar.errors import BadArgument, PlanMismatch
+from autopar.ir.graph import Graph
+from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
+from autopar.plan import Plan
 from autopar.plan.fit import check_rules
-from autopar.saving import plain
-from autopar.scale.grow import Sources, growth_where_possible, usual_sources
+from autopar.rewrite import plain
+from autopar.scale.grow import growth_where_possible
+from autopar.scale.growth import Sources, usual_sources
 from autopar.scale.report import report, spelled
 from autopar.scale.study import Ground, study
 from autopar.simulate.timeline import pricer_of

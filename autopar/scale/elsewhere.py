@@ -13,18 +13,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from autopar.graph import Graph, Node, Ref, TensorType
-from autopar.layout import Layout, Shard, local_shape, local_type, show
-from autopar.mesh import Mesh
-from autopar.plan.plan import Choice, Decision, Delivery, Plan
-from autopar.price import Pricer
-from autopar.referee import refereed
-from autopar.reshard import Reshard, Resharder
+from autopar.decide.referee import refereed
+from autopar.ir.graph import Graph, Node, Ref, TensorType
+from autopar.ir.layout import Layout, Shard, local_shape, local_type, show
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import flops_of
+from autopar.plan.plan import Plan
+from autopar.plan.value import Choice, Decision, Delivery
+from autopar.price.pricer import Pricer
+from autopar.price.reshard import Reshard, Resharder
+from autopar.propose.strategies import signature_of, steps_of
 from autopar.rules.local import localise
-from autopar.scale.grow import Growth
+from autopar.scale.growth import Growth
 from autopar.scale.sizes import value_of
-from autopar.strategy import signature_of, steps_of
-from autopar.work import flops_of
 from cost_models.formulas import Form
 
 

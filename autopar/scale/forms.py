@@ -14,21 +14,23 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
-from autopar.graph import Node, TensorType
-from autopar.layout import local_type
-from autopar.liveness import holds_storage
-from autopar.lower import Program, lower
+from autopar.assemble.liveness import holds_storage
+from autopar.ir.attention import OPERANDS_OF_ATTENTION
+from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
+from autopar.ir.graph import Node, TensorType
+from autopar.ir.layout import local_type
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import flops_of, temporary_bytes
+from autopar.lower import Lowering, Program
 from autopar.lower.memory import changes
 from autopar.lower.program import Buffer, Kind, Launch, Run
-from autopar.mesh import Mesh
-from autopar.plan.plan import Decision, Plan
-from autopar.price import Pricer
+from autopar.plan.plan import Plan
+from autopar.plan.value import Decision
+from autopar.price.pricer import Pricer
+from autopar.propose.strategies import make_strategy, operand_types
 from autopar.rules.notation import Dim, Rule
 from autopar.scale.elsewhere import elsewhere
-from autopar.scale.grow import Growth
-from autopar.strategy import make_strategy
-from autopar.work import flops_of
+from autopar.scale.growth import Growth
 from cost_models.formulas import Form, Powers, at, form_of, symbol, terms
 from cost_models.steps import COLLECTIVES, Comm, Compute, Move, Step
 
@@ -175,12 +177,25 @@ def totals(plan: Plan, growth: Growth, pricer: Pricer) -> Totals:
     mesh = symbolic(plan.mesh, growth.base)
     there = elsewhere(plan, growth, {name: symbol(name) for name in growth.base}, mesh)
     axes = {name: plan.mesh.size(axis) for axis, name in _axis_symbols(plan.mesh, growth.base).items()}
-    return totals_of(there, replace(pricer, mesh=mesh, bucket_bytes=0), {**growth.base, **axes})
+    pricer = replace(pricer, mesh=mesh, bucket_bytes=0)
+    return totals_of(there, pricer, {**growth.base, **axes}, _blocks_of_attention(plan))
 
 
-def totals_of(there: Decision, pricer: Pricer, here: Mapping[str, int]) -> Totals:
-    """Totals of a plan whose sizes are forms, or numbers. `pricer` is one of its mesh."""
-    program = lower(there, None, pricer)
+def _blocks_of_attention(plan: Plan) -> dict[str, int]:
+    """Node -> bytes of the scores that it makes at a time, at the present sizes: blocks have a size of their own."""
+    found: dict[str, int] = {}
+    for node in plan.graph.nodes:
+        if node.op in OPERANDS_OF_ATTENTION:
+            pairs = zip(operand_types(node, plan.graph.by_name), plan.choices[node.name].takes, strict=True)
+            found[node.name] = temporary_bytes(node, [local_type(*one, plan.mesh) for one in pairs])
+    return found
+
+
+def totals_of(
+    there: Decision, pricer: Pricer, here: Mapping[str, int], workspaces: Mapping[str, int] | None = None
+) -> Totals:
+    """Totals of a plan whose sizes are forms, or numbers. `pricer`: one of its mesh; `workspaces`: as in `Lowering`."""
+    program = Lowering(there, pricer, workspaces).program(None)
     return Totals(work_of(_all_steps(program), there.mesh), _peaks(program), here)
 
 

@@ -19,19 +19,16 @@ sequence), are refused with the operator's name.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from autopar.graph import Graph, Node, Ref, TensorType
-from autopar.policies import batch_size
+from autopar.ir.graph import RANDOM_STATE, Graph, Node, Ref
+from autopar.propose.strategies import Signature, operand_types, signature_of
 from autopar.rules.notation import Dim, Rule
 from autopar.rules.spelling import arg
 from autopar.rules.table import rule_of
+from autopar.scale.growth import SEQUENCE, CannotGrow, Growth, Sources
 from autopar.scale.sizes import Part, Size, are_equal, names_in, number, product, told, value_of
-from autopar.strategy import Signature, operand_types, signature_of
-
-BATCH, SEQUENCE = "batch", "sequence"
 
 # Operators with sizes among their arguments: what such a size is cannot be read off the operands.
 SIZED = (
@@ -49,52 +46,6 @@ SIZED = (
     "select_backward",
     "batch_norm_in_parts",
 )
-
-
-class CannotGrow(ValueError):
-    """A graph does not say how it would be at other sizes; `names` are the sizes that cannot grow."""
-
-    def __init__(self, message: str, names: set[str]) -> None:
-        super().__init__(message)
-        self.names = names
-
-
-@dataclass(frozen=True)
-class Growth:
-    """How the graph grows.
-
-    `base`: the present values of what grows. `dims`: the size of every dim of every value. `factors`: node -> factor of
-    its rule -> size. `sources`: name -> the dims of inputs that were given this name. `assumed`: dims of which an
-    operator's arguments, and nothing else, tell the size, and what they are taken for.
-    """
-
-    graph: Graph
-    base: Mapping[str, int]
-    dims: Mapping[Ref, tuple[Size, ...]]
-    factors: Mapping[str, Mapping[str, Size]]
-    rules: Mapping[str, Rule]
-    sources: Mapping[str, tuple[tuple[str, int], ...]]
-    assumed: tuple[tuple[Ref, int, Size], ...]
-
-    def type_at(self, ref: Ref, values: Mapping[str, Any]) -> TensorType:
-        return TensorType(tuple(value_of(size, values) for size in self.dims[ref]), self.graph.type_of(ref).dtype)
-
-
-Sources = Mapping[str, Sequence[tuple[str, int]]]  # name -> (target of an input, dim)
-
-
-def usual_sources(graph: Graph) -> dict[str, tuple[tuple[str, int], ...]]:
-    """Batch: the leading dim of the inputs that have the most frequent leading size. Sequence: dim 1 of the integer
-    inputs among them, if there it is of one size.
-    """
-    inputs = [(node.target, node.outputs[0]) for node in graph.nodes if node.op == "input"]
-    batch = batch_size(graph)
-    rows = [(name, type) for name, type in inputs if type is not None and type.shape and type.shape[0] == batch]
-    found = {BATCH: tuple((name, 0) for name, _ in rows)} if rows else {}
-    texts = [(name, type.shape[1]) for name, type in rows if "int" in type.dtype and len(type.shape) > 1]
-    if texts and len({length for _, length in texts}) == 1:
-        found[SEQUENCE] = tuple((name, 1) for name, _ in texts)
-    return found
 
 
 def growth_of(graph: Graph, sources: Sources) -> Growth:
@@ -172,6 +123,8 @@ class _Follow:
             for index, type in enumerate(node.outputs):
                 shape = type.shape if type is not None else ()
                 self.cells[Ref(node.name, index)] = [number(n) if fixed or n <= 1 else None for n in shape]
+                if type is not None and type.dtype == RANDOM_STATE:
+                    self.cells[Ref(node.name, index)][-1] = number(type.shape[-1])  # as many numbers, whatever is drawn
             for ref in node.operands:
                 self.users[ref.name].append(node.name)
             if node.is_source:

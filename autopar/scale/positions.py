@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.graph import Graph, Node
-from autopar.scale.grow import Growth
+from autopar.ir.graph import Graph, Node
+from autopar.ir.work import VIEWS
+from autopar.scale.growth import Growth
 from autopar.scale.sizes import Part, Size
-from autopar.work import VIEWS
 
 SAME = (*VIEWS, "aten._to_copy.default", "aten.mul.Tensor", "autopar.share")  # of what they count, they change nothing
 ADDED = {"aten.add.Tensor": 1, "aten.sub.Tensor": -1}

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
-from autopar.graph import Node
-from autopar.layout import Placement, show
+from autopar.ir.graph import Node
+from autopar.ir.layout import Placement, show
 from autopar.plan import Plan
 from autopar.plan.tell import human, is_product
-from autopar.reshard import Reshard
+from autopar.price.reshard import Reshard
 from autopar.scale.forms import Term, terms_of
-from autopar.scale.grow import Growth
+from autopar.scale.growth import Growth
 from autopar.scale.sizes import told
 from autopar.scale.study import DEVICE, Reach, Row, Study, Turn, communication
 from cost_models.formulas import Form, at, factored

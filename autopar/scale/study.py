@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
-from autopar.batch_norm import LOCAL
-from autopar.layout import Shard
-from autopar.mesh import Mesh
+from autopar.ir.batch_norm import LOCAL
+from autopar.ir.layout import Shard
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
 from autopar.scale.elsewhere import DoesNotSplit, graph_at, plan_at, units
 from autopar.scale.forms import Totals, totals
-from autopar.scale.grow import BATCH, Growth
+from autopar.scale.growth import BATCH, Growth
 from autopar.scale.positions import Most, beyond, most_positions
 from autopar.search.search import Infeasible, NoAnswerInTime, answer, ask
 from cost_models.hardware import Hardware

@@ -9,28 +9,31 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from autopar.assemble import Assembled
-from autopar.batch_norm import parts_of
-from autopar.command import BAD_ARGUMENTS, INTERRUPTED, BadArgument
-from autopar.graph import Graph
-from autopar.here import device_type_of, tf32_set
+from autopar.assemble.problem import Assembled
+from autopar.errors import BadArgument, TraceError
+from autopar.ir.batch_norm import parts_of
+from autopar.ir.graph import Graph
+from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED
+from autopar.machine.device import device_type_of, tf32_set
 from autopar.plan import Plan
-from autopar.search import curve, posed, stopping
-from autopar.search.arguments import Asked, or_bad, parser, read
+from autopar.search import curve, stopping
 from autopar.search.baselines import Row, compare, table
+from autopar.search.command.arguments import Asked, or_bad, parser, read
+from autopar.search.command.traced import as_ddp, traced
 from autopar.search.document import document
-from autopar.search.keep import kept
 from autopar.search.limits import size
-from autopar.search.posed import Stop
+from autopar.search.pins import kept
+from autopar.search.problems import Stop
+from autopar.search.problems import write as write_posed
 from autopar.search.reserved import held_within, telling
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer, ask
-from autopar.search.traced import as_ddp, traced
-from autopar.trace import TraceError, graph_of
+from autopar.simulate.timeline import to_trace
+from autopar.trace import graph_of
 from autopar.trace.interrupts import interruptible
 from cost_models.whole_file import write_whole
 
@@ -63,7 +66,7 @@ def _say(what: object, status: int) -> int:
 
 
 @contextlib.contextmanager
-def _seldom_collected() -> Iterator[None]:
+def _seldom_collected() -> Generator[None]:
     """Python looks for cycles whenever some hundred objects were made. Here millions are, and most of them stay: that
     takes a fifth of the time of a search, and of tracing.
     """
@@ -210,8 +213,8 @@ def _write(asked: Asked, found: _Found, progress: Progress) -> None:
     writers: Mapping[str, Callable[[Path], None]] = {
         "-o": plan.save,
         "--dot": lambda path: write_whole(path, plan.to_dot()),
-        "--trace": lambda path: plan.to_trace(path, asked.hardware),
-        "--problem": lambda path: posed.write(found.problems[-1], path),
+        "--trace": lambda path: to_trace(plan, path, asked.hardware),
+        "--problem": lambda path: write_posed(found.problems[-1], path),
         "--memory-curve": lambda path: write_whole(path, curve.picture(points)),
     }
     for flag, path in asked.paths.items():

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.batch_norm import GLOBAL, LOCAL, statistics_of
+from autopar.ir.batch_norm import GLOBAL, LOCAL, statistics_of
 from autopar.plan import Plan
 from autopar.plan.tell import human
-from autopar.policies import REWRITES, called, policies_for
-from autopar.search.posed import Stop, never
+from autopar.search.overlap_loop import best_prefetch
+from autopar.search.policies import REWRITES, called, policies_for
+from autopar.search.problems import Stop, never
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
-from autopar.search.simulated import best_prefetch
 
 DDP = "data-parallel"
 OVER = {GLOBAL: "whole batch", LOCAL: "rank's part"}

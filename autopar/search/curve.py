@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from xml.sax.saxutils import escape
 
-from autopar.assemble import DEVICE
-from autopar.assembly import HOST
-from autopar.layout import local_type
+from autopar.assemble.builder import HOST
+from autopar.assemble.problem import DEVICE
+from autopar.ir.layout import local_type
+from autopar.ir.work import STORE, VIEWS
 from autopar.plan import Plan
 from autopar.plan.tell import human
-from autopar.search.posed import Stop, never
+from autopar.search.overlap_loop import best_prefetch
+from autopar.search.problems import Stop, never
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
-from autopar.search.simulated import best_prefetch
-from autopar.work import STORE, VIEWS
 
 POINTS = 8
 TRIES = 5  # searches for the least limit

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from autopar.layout import show
+from autopar.ir.layout import show
+from autopar.ir.precision import told
 from autopar.plan import Plan
 from autopar.plan.utilisation import utilisation
-from autopar.precision import told
 from autopar.search import curve
 from autopar.search.baselines import Row, moved
 from autopar.search.reserved import RESERVED

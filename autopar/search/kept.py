@@ -9,14 +9,15 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from autopar.assemble import DEVICE
-from autopar.graph import Graph
-from autopar.mesh import Mesh
-from autopar.plan import Plan, PlanMismatch
+from autopar.assemble.problem import DEVICE
+from autopar.decide.referee import refereed
+from autopar.errors import PlanMismatch
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.plan import Plan
 from autopar.plan.fit import check
-from autopar.plan.plan import AGAIN
-from autopar.price import Pricer
-from autopar.referee import refereed
+from autopar.plan.value import AGAIN
+from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import timeline_of
 from cost_models.hardware import Hardware
 

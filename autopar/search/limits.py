@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from autopar.assembly import DEVICE, HOST
-from autopar.graph import Graph, Node
-from autopar.liveness import liveness
+from autopar.assemble.builder import DEVICE, HOST
+from autopar.assemble.liveness import liveness
+from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.ir.graph import Graph, Node
 from solver import Shortage, Solution
 
 CERTAIN = 0.05  # of the cost: prices belong to a bound, and where that lies far from the plan they say little of it
@@ -15,23 +16,6 @@ TOGETHER = "if the others were larger"  # the solver's word for limits of which 
 VALUES, WEIGHTS = "values of the step", "parameters with their gradients and optimizer states"
 SAFE = "counted on the safe side"
 SPARED_BY = {VALUES: ("recompute", "offload"), WEIGHTS: ("host",)}  # and stream, for those who have `autopar.optim`
-
-
-class Infeasible(RuntimeError):
-    """No plan fits: the message names the least memory that would do, the instant of the peak and the largest tenants.
-
-    With `enough` bytes there is a plan, which a search finds if it has the time; with less than `at_least` bytes none
-    does, however long it takes. None: not known. A search counts on the safe side, as it does not know yet which
-    layouts will be changed (`autopar.liveness`), so a plan may turn out to take a little less than either.
-    """
-
-    def __init__(self, message: str, at_least: float | None = None, enough: float | None = None) -> None:
-        super().__init__(message)
-        self.at_least, self.enough = at_least, enough
-
-
-class NoAnswerInTime(RuntimeError):
-    """The time limit passed before any plan was found."""
 
 
 def prices_of(solution: Solution) -> dict[str, float | int | str]:

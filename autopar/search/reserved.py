@@ -6,18 +6,18 @@ allocator's rules. Where that reserves more than there is, the next search gets 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from autopar.assemble import DEVICE
-from autopar.attention import ATTENTION_BACKWARD
-from autopar.layout import local_type
+from autopar.assemble.problem import DEVICE
+from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.ir.attention import ATTENTION_BACKWARD
+from autopar.ir.layout import local_type
 from autopar.lower.program import Operator, Run
 from autopar.plan import Plan
 from autopar.plan.tell import human
-from autopar.price import Pricer
-from autopar.search.limits import Infeasible, NoAnswerInTime
+from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import events_of
 from cost_models.caching_allocator import reserved_by
 from cost_models.reserve import Room, outside_bytes, peers_of, workspaces
@@ -106,7 +106,7 @@ def told(plan: Plan, room: Room, pricer: Pricer) -> Plan:
 
 
 @contextmanager
-def telling(room: Room) -> Iterator[None]:
+def telling(room: Room) -> Generator[None]:
     """Where nothing fits, it is said how much of the limit is no plan's."""
     try:
         if room.tensors <= 0:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.assemble import output_name
-from autopar.decide import choose
-from autopar.graph import Graph
-from autopar.layout import Layout, Partial, local_shape, replicated
+from autopar.assemble.problem import output_name
+from autopar.decide.decide import choose
+from autopar.decide.referee import refereed
+from autopar.ir.graph import Graph
+from autopar.ir.layout import Layout, Partial, local_shape, replicated
 from autopar.plan import Plan
-from autopar.price import Pricer
-from autopar.referee import refereed
-from autopar.search.posed import limits_of
-from autopar.search.spare import NOTHING_SPARED
-from autopar.strategy import NOTHING, Strategy, propose
+from autopar.price.pricer import Pricer
+from autopar.propose.strategies import NOTHING, Strategy, propose
+from autopar.search.memory_options import NOTHING_SPARED
+from autopar.search.problems import limits_of
 from cost_models.hardware import Hardware
 
 NEAR = 0.1

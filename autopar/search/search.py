@@ -12,20 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from autopar.assemble import Assembled
-from autopar.graph import Graph
-from autopar.layout import Layout
-from autopar.measure.calls import Profile
-from autopar.mesh import Mesh
+from autopar.assemble.problem import Assembled
+from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.ir.graph import Graph
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import STORE
 from autopar.plan import Plan
-from autopar.policies import policy_named
-from autopar.search.keep import kept
-from autopar.search.limits import Infeasible, NoAnswerInTime
-from autopar.search.posed import Stop, Wanted, never
-from autopar.search.question import Progress, Question, ask
-from autopar.search.rounds import least_sum, of_policy, simulated
-from autopar.search.spare import Sparing, ways_on
-from autopar.work import STORE
+from autopar.price.calls import Profile
+from autopar.search.context import Progress, Question, ask
+from autopar.search.drive import least_sum, of_policy, simulated
+from autopar.search.memory_options import Sparing, ways_on
+from autopar.search.pins import kept
+from autopar.search.policies import policy_named
+from autopar.search.problems import Stop, Wanted, never
 from cost_models.hardware import Hardware
 
 __all__ = ["Infeasible", "NoAnswerInTime", "Progress", "Question", "answer", "ask", "search"]
@@ -53,11 +53,12 @@ def search(
 
     `outputs`: "sharded" leaves outputs in the plan's layouts, "global" brings them whole to every rank. `fixed`:
     layouts of parameters that are settled already. `tied`: one choice for repeated layers (default: only where the
-    problem is large). `policy`: only plans of this baseline (`autopar.policies`). `profile`: gives operators the times
-    that were measured (`autopar.measure.operators`). `spare`: what may be done where the fastest plan does not fit,
-    of "recompute", "offload", "host" and "stream" (`autopar.search.spare`; default: what makes sense on the hardware).
-    `keep`: module or parameter -> what is settled of it (`autopar.search.keep`), for policies, too.
-    `simulation`: the plan whose played step is the quickest of several (`autopar.search.simulated`), not the one of
+    problem is large). `policy`: only plans of this baseline (`autopar.search.policies`). `profile`: gives operators the
+    times that were measured (`autopar.calibrate.operators`). `spare`: what may be done where the fastest plan does not
+    fit, of "recompute", "offload", "host" and "stream" (`autopar.search.memory_options`; default: what makes sense on
+    the hardware).
+    `keep`: module or parameter -> what is settled of it (`autopar.search.pins`), for policies, too.
+    `simulation`: the plan whose played step is the quickest of several (`autopar.search.overlap_loop`), not the one of
     the least sum.
     Same arguments, same plan, unless the time limit cuts the search.
     Raises Infeasible, NoAnswerInTime.

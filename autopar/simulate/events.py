@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.lower.program import (
     MADE_BY_FIRST_UPDATE,
     Alloc,
@@ -28,7 +28,7 @@ from autopar.lower.program import (
     SendTo,
     Wait,
 )
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
 from autopar.simulate.telling import Teller
 from cost_models.price import stream_of
 from cost_models.simulator import COMPUTE, Event, Hold

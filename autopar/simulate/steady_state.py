@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.ir.work import FETCH
 from autopar.lower.program import Copy, Launch, Update
 from autopar.plan.plan import Plan
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import events_of
-from autopar.work import FETCH
 from cost_models.simulator import Event, play
 from cost_models.steps import HOST
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.graph import Graph, Node
+from autopar.ir.graph import Graph, Node
 from autopar.lower.program import (
     Copy,
     Instruction,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from autopar.errors import PlanMismatch
 from autopar.lower import lower
-from autopar.plan.plan import Plan, PlanMismatch
-from autopar.price import Pricer
+from autopar.plan.plan import Plan
+from autopar.price.pricer import Pricer
 from autopar.simulate.events import events
 from cost_models.hardware import Hardware
 from cost_models.simulator import Event, Timeline, play
@@ -34,7 +35,7 @@ def timeline_of(plan: Plan, pricer: Pricer, prefetch: int | None = None) -> Time
     return play(events_of(plan, pricer, prefetch))
 
 
-def write_step(plan: Plan, path: str | Path, hardware: Hardware | None = None) -> None:
+def to_trace(plan: Plan, path: str | Path, hardware: Hardware | None = None) -> None:
     """Write the step as a trace that chrome://tracing and ui.perfetto.dev open, played as the plan runs.
 
     `hardware`: the profile that priced the plan, where it is none of autopar's. Raises PlanMismatch where it did not.

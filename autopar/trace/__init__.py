@@ -2,15 +2,14 @@
 
 from typing import Any
 
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.trace.capture import Captured, capture, flatten_inputs
-from autopar.trace.lines import TraceError
 from autopar.trace.local_norm import local_statistics
 from autopar.trace.lower import lower
 from autopar.trace.normalise import normalise
 from autopar.trace.precision import casts_in_place, reduce_after_cast
 
-__all__ = ["Captured", "TraceError", "capture", "flatten_inputs", "graph_of", "lower", "normalise", "reduce_after_cast"]
+__all__ = ["Captured", "capture", "flatten_inputs", "graph_of", "lower", "normalise", "reduce_after_cast"]
 
 
 def graph_of(captured: Captured, precision: Any = None, *, parts: int = 1) -> Graph:

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from autopar.trace.lines import TraceError, line_of_node
+from autopar.errors import TraceError
+from autopar.trace.lines import line_of_node
 
 GIVE_PRECISION = 'give precision="bf16" (--precision bf16)'
 AutocastState = tuple[tuple[str, bool, str], ...]

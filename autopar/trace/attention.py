@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.trace.lines import FLEX, TraceError, line_of_node
+from autopar.errors import TraceError
+from autopar.trace.lines import FLEX, line_of_node
 
 _operators = torch.library.Library("autopar", "FRAGMENT")
 _operators.define(

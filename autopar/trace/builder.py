@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.graph import Arg, Const, Graph, Node, Ref, Result, TensorType, map_refs
-from autopar.work import RANDOM
+from autopar.ir.graph import Arg, Const, Graph, Node, Ref, Result, TensorType, map_refs
+from autopar.ir.work import RANDOM
 
 
 class Builder:

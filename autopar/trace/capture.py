@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, pytree
-from autopar.modules import aliases, computed_tensors, with_tensors
+from autopar.errors import TraceError
 from autopar.trace.ambient import (
     autocast_as,
     autocast_as_asked,
@@ -36,8 +36,9 @@ from autopar.trace.attention import keep_attention
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.forward import no_unknown_constants, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
-from autopar.trace.lines import TraceError, naming_the_line, without_torchs_log
+from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.masks import masks_left_out
+from autopar.trace.modules import aliases, computed_tensors, with_tensors
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts

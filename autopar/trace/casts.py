@@ -20,8 +20,9 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate, map_arg
 
 from autopar._compat import FakeTensorMode, TorchDispatchMode, pytree
+from autopar.errors import TraceError
 from autopar.trace.ambient import GIVE_PRECISION, AutocastState, autocast_as, autocast_state, without_autocast
-from autopar.trace.lines import TraceError, line_of, line_of_node
+from autopar.trace.lines import line_of, line_of_node
 
 CAST = torch.ops.aten._to_copy.default
 OPERATOR: Any = type(torch.ops.aten._to_copy.default)

@@ -8,7 +8,7 @@ dims that its operands had.
 
 from __future__ import annotations
 
-from autopar.graph import Const, Node, Ref
+from autopar.ir.graph import Const, Node, Ref
 from autopar.trace.builder import Builder
 
 CONJ, NEG = "aten.conj_physical.default", "aten.neg.default"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from autopar.graph import Node, Ref, TensorType
+from autopar.ir.graph import Node, Ref, TensorType
 from autopar.trace.builder import Builder, merged_dims
 
 LETTERS = "bskhndmpqruvwxyzacefgijlot"

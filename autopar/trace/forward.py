@@ -14,9 +14,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensor, pytree
-from autopar.modules import replace_tensors, tensors_by_name
-from autopar.trace.lines import TraceError, line_here, line_of_node
+from autopar.errors import TraceError
+from autopar.trace.lines import line_here, line_of_node
 from autopar.trace.masked import Picked, rows_of
+from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.origins import Origins
 from autopar.trace.tables import dense_lookup
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from autopar._compat import pytree
+from autopar.errors import TraceError
 from autopar.trace.ambient import autocast_state
-from autopar.trace.lines import TraceError, line_here
+from autopar.trace.lines import line_here
 
 _LIBRARY = torch.library.Library("autopar_functions", "DEF")
 _LIBRARY.define("apply(Tensor[] tensors, int number) -> Tensor[]")

@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-
-class TraceError(RuntimeError):
-    """The model could not be captured as one graph; the message names the line of the model."""
-
+from autopar.errors import TraceError
 
 STACK = r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)'
 VALUE_ERRORS = re.compile("(?i)data.?dependent|dynamicoutputshape|numpy|tolist")

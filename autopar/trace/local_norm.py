@@ -16,12 +16,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autopar.batch_norm import BACKWARD, IN_PARTS, IN_PARTS_BACKWARD, TRAINING
-from autopar.graph import Const, Graph, Node, Ref, TensorType
-from autopar.policies import batch_size
+from autopar.ir.batch_norm import BACKWARD, IN_PARTS, IN_PARTS_BACKWARD, TRAINING
+from autopar.ir.graph import Const, Graph, Node, Ref, TensorType, batch_size
+from autopar.propose.strategies import operand_types
 from autopar.rules.notation import Dim, Rule
 from autopar.rules.table import rule_of
-from autopar.strategy import operand_types
 from autopar.trace.builder import Builder, map_node
 from autopar.trace.capture import TraceError
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 
-from autopar.attention import STATES
-from autopar.graph import RANDOM_STATE, Arg, Const, Graph, Node, Ref, Result, TensorType
+from autopar.errors import TraceError
+from autopar.ir.attention import STATES
+from autopar.ir.graph import RANDOM_STATE, Arg, Const, Graph, Node, Ref, Result, TensorType
 from autopar.trace.capture import Captured
-from autopar.trace.lines import TraceError
 from autopar.trace.strided import without_memory
 
 DROPPED_KWARGS = ("pin_memory", "layout", "memory_format", "non_blocking")

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.trace.lines import TraceError, line_here
+from autopar.errors import TraceError
+from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
 from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OPERATORS, ROWWISE
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.graph import Const, Graph, Node, Ref, TensorType, map_refs
+from autopar.ir.graph import Const, Graph, Node, Ref, TensorType, map_refs
 from autopar.trace.builder import CONTIGUOUS, Builder, map_node
 from autopar.trace.conjugate import conjugate, negative
 from autopar.trace.einsum import matrix_product

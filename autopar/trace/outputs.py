@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import pytree
-from autopar.trace.lines import TraceError
+from autopar.errors import TraceError
 from autopar.trace.reads import MISSING, Reads
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar.graph import Graph, Node
-from autopar.precision import CAST, TO_REDUCE_DTYPE
+from autopar.ir.graph import Graph, Node
+from autopar.ir.precision import CAST, TO_REDUCE_DTYPE
 
 __all__ = ["CAST", "NAMES", "TO_REDUCE_DTYPE", "casts_in_place", "compute_dtype", "insert_casts", "precision_named"]
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.graph import Const, Node, Ref, TensorType
+from autopar.ir.graph import Const, Node, Ref, TensorType
 from autopar.trace.capture import TraceError
 
 READ, WRITE = "aten.as_strided.default", "aten.as_strided_scatter.default"

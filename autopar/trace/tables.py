@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from autopar.trace.lines import TraceError, line_here
+from autopar.errors import TraceError
+from autopar.trace.lines import line_here
 
 LOOKUPS = (functional.embedding, functional.embedding_bag)
 SPARSE_AT = {torch.embedding: 4, torch.embedding_bag: 5}  # where torch takes `sparse`

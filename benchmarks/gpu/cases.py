@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autopar
+from autopar.ir.mesh import Mesh
 from autopar.measure.twin import traced
 from autopar.measure.watch import Traffic
-from autopar.mesh import Mesh
 from autopar.optim import Streamed
 from autopar.plan import Plan
 from autopar.search import search

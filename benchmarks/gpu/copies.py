@@ -17,7 +17,7 @@ from torch import Tensor
 import autopar
 from autopar._compat import cuda_sleep
 from autopar.emit import moves
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.optim import Streamed
 from autopar.plan import Plan
 from benchmarks.gpu.stage import Row, Setting, exact_products, loss_of, moved, near, same

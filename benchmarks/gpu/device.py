@@ -14,7 +14,7 @@ import torch
 
 import autopar
 from autopar.emit import moves
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.optim import Streamed
 from benchmarks.gpu.stage import Row, Setting, Wrong, exact_products, loss_of, moved, near
 from tests.support.families import FAMILIES, family

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import autopar
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.optim import Streamed
 from benchmarks.gpu.stage import Row, Setting, exact_products, gradients_off, loss_of, moved, near, plain, same
 from tests.support.families import family

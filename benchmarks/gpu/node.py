@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.calibrate.collectives import time_collectives
-from autopar.here import hardware_or_here
+from autopar.ir.mesh import Mesh
+from autopar.machine.device import hardware_or_here
 from autopar.measure.twin import traced
-from autopar.mesh import Mesh
 from autopar.search import search
 from benchmarks.capped import SHAPES, build
 from benchmarks.gpu.cases import Case

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from autopar._compat import pytree
-from autopar.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.emit.writer import target_of
-from autopar.work import RANDOM
+from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD
+from autopar.ir.work import RANDOM
 from benchmarks.gpu.stage import Row, Setting, Wrong, exact_products, off
 from tests.rules import samples_nn, samples_pointwise, samples_reduce, samples_shape
 from tests.rules.harness import make_call, resolve

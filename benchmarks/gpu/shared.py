@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from autopar.local_ranks import environment, local_ranks
+from autopar.machine.local_ranks import environment, local_ranks
 from benchmarks.gpu import staged
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.stage import Row, Setting, Wrong

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.local_ranks import environment, local_ranks
+from autopar.machine.local_ranks import environment, local_ranks
 
 CATALOGUE = "benchmarks.outside.catalogue"
 START_S = 60  # imports, and the group

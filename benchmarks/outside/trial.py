@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar._compat import pytree
+from autopar.ir.work import VIEWS, flops_of
 from autopar.plan import Plan
-from autopar.strategy import operand_types
-from autopar.work import VIEWS, flops_of
+from autopar.propose.strategies import operand_types
 from benchmarks.outside.script import Batch, Script
 from cost_models.hardware import Hardware, Link
 from cost_models.steps import Compute

@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from autopar.graph import Graph, Node, Ref
-from autopar.layout import local_type
+from autopar.ir.graph import Graph, Node, Ref
+from autopar.ir.layout import local_type
+from autopar.ir.work import LOOKUPS, VIEWS
 from autopar.plan import Choice, Plan
-from autopar.work import LOOKUPS, VIEWS
 from cost_models.steps import MATRIX_KINDS, Comm, Compute
 
 Unit = Callable[[Node], Hashable]  # the unit that a compiler is given at once; None: not compiled

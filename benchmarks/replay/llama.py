@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.trace import capture, graph_of
 
 CAUSAL = "causal_without_mask"

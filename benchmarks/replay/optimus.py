@@ -25,14 +25,14 @@ from math import log2, sqrt
 import torch
 from torch import Tensor, nn
 
-from autopar.graph import Graph
-from autopar.mesh import Mesh
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import VIEWS, bytes_moved, flops_of
 from autopar.plan import Plan
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
+from autopar.propose.strategies import operand_types
 from autopar.simulate.timeline import events_of
-from autopar.strategy import operand_types
 from autopar.trace import capture, graph_of
-from autopar.work import VIEWS, bytes_moved, flops_of
 from benchmarks.replay.published import plan_of_megatron
 from benchmarks.replay.recompute import checkpointed
 from benchmarks.replay.repeat import TRACED, repeated

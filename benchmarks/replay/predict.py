@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from autopar.graph import Graph, Node, TensorType
-from autopar.layout import REPLICATE, local_type
+from autopar.ir.graph import Graph, Node, TensorType
+from autopar.ir.layout import REPLICATE, local_type
 from autopar.plan import Plan
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import events_of
 from benchmarks.replay.kernels import as_kernels
 from benchmarks.replay.llama import SHAPES, graph_of_model, with_batch

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.graph import Graph, Node, TensorType
-from autopar.layout import Layout, Partial, Placement, Replicate, Shard
-from autopar.mesh import Mesh
+from autopar.ir.graph import Graph, Node, TensorType
+from autopar.ir.layout import Layout, Partial, Placement, Replicate, Shard
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import VIEWS, flops_of
 from autopar.plan import Plan
-from autopar.policies import restrict
+from autopar.propose.strategies import Strategy, operand_types
+from autopar.search.policies import restrict
 from autopar.search.search import Question, answer, ask
-from autopar.strategy import Strategy, operand_types
-from autopar.work import VIEWS, flops_of
 from cost_models.hardware import Hardware
 from cost_models.steps import MATRIX_KINDS
 

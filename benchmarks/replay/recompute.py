@@ -30,9 +30,9 @@ import re
 from collections import defaultdict
 from dataclasses import replace
 
-from autopar.graph import Graph, Node, Ref, map_refs
-from autopar.strategy import operand_types
-from autopar.work import VIEWS, flops_of
+from autopar.ir.graph import Graph, Node, Ref, map_refs
+from autopar.ir.work import VIEWS, flops_of
+from autopar.propose.strategies import operand_types
 from cost_models.steps import MATRIX_KINDS
 
 POLICIES = ("none", "full", "op")

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.graph import Graph, Node, Ref, Result, map_refs
+from autopar.ir.graph import Graph, Node, Ref, Result, map_refs
 from autopar.plan import Choice, Delivery, Plan
 from benchmarks.replay.recompute import LAYER, layer_of
 

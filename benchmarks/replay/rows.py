@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from autopar.mesh import Mesh, parse_mesh
+from autopar.ir.mesh import Mesh, parse_mesh
 from benchmarks.replay.recompute import POLICIES
 from cost_models.hardware import Hardware
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 
 import autopar
-from autopar.trace import TraceError
+from autopar.errors import TraceError
 from autopar.trace.ambient import ambient_state, autocast_state
 from tests.processes.compare import near
 

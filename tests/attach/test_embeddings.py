@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import autopar
-from autopar.trace import TraceError
+from autopar.errors import TraceError
 from tests.processes.compare import LOSS, near, same_gradients, same_steps, sgd
 
 ROWS, WIDTH, CLASSES = 10, 6, 4

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.trace import TraceError
+from autopar.errors import TraceError
 from tests.processes.compare import LOSS, near, same_gradients
 
 

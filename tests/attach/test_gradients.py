@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.trace import TraceError
+from autopar.errors import TraceError
 from tests.processes.compare import near, same_gradients
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from transformers import GPT2Config
 
 import autopar
-from autopar.trace import TraceError
+from autopar.errors import TraceError
 from tests.processes.compare import near, same_gradients
 
 SCALE = 2.0

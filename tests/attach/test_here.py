@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar import here
-from autopar.here import hardware_or_here, has_expandable_segments, is_here, memory_bytes
+from autopar.machine import device as here
+from autopar.machine.device import hardware_or_here, has_expandable_segments, is_here, memory_bytes
 from cost_models.hardware import Hardware
 
 GIB = 2**30

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import autopar
-from autopar.trace import TraceError
+from autopar.errors import TraceError
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]  # scores [4, 6, 5], labels [4, 6] with -100, others [4, 6, 5]
 

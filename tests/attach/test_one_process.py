@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar.attach.calls import by_name
 from autopar.attach.tensors import as_dtensor, layout_of, piece_as, piece_of, placements_of
-from autopar.here import hardware_or_here, memory_bytes
-from autopar.layout import REPLICATE, Shard
-from autopar.mesh import Mesh
+from autopar.ir.layout import REPLICATE, Shard
+from autopar.ir.mesh import Mesh
+from autopar.machine.device import hardware_or_here, memory_bytes
+from autopar.trace.calls import by_name
 from cost_models.hardware import Hardware
 from tests.processes.compare import adamw, near, same_gradients, same_state, same_steps, sgd
 from tests.processes.models import Logits, Net, Several, batch, net
@@ -53,7 +53,7 @@ def test_the_group_of_a_mesh_of_devices_serves_their_hosts_too(monkeypatch: pyte
     begun: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: begun.append(backend))
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(autopar.here, "init_device_mesh", lambda *_, **__: None)
+    monkeypatch.setattr(autopar.machine.device, "init_device_mesh", lambda *_, **__: None)
     autopar.init_mesh("cuda", data=1)
     autopar.init_mesh("cpu", data=1)
     assert begun == ["cpu:gloo,cuda:nccl", "gloo"]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar import layout as plain
 from autopar._compat import FakeStore, FakeTensorMode, TorchDispatchMode
 from autopar.attach.inputs import local_input
 from autopar.attach.tensors import become, mesh_of, parameter_on, piece_as, whole_parameter
-from autopar.layout import Layout, Shard
+from autopar.ir import layout as plain
+from autopar.ir.layout import Layout, Shard
 
 tensors: Any = importlib.import_module("autopar.attach.tensors")
 FAKE_CUDA = torch.device("cuda", 0)

@@ -106,7 +106,7 @@ def run(script: str, **environment: str | None) -> subprocess.CompletedProcess[s
 def test_no_home_is_no_error() -> None:
     script = (
         "import os, autopar\n"
-        "from autopar.here import hardware_or_here, operators_path\n"
+        "from autopar.machine.device import hardware_or_here, operators_path\n"
         "hardware_or_here(None, 'cpu')  # imports what it needs, while it may read it\n"
         "os.setgroups([]); os.setgid(54321); os.setuid(54321)\n"
         "print(hardware_or_here(None, 'cpu').name, operators_path())"

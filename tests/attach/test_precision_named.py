@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 
 import autopar
-from autopar.precision import told
+from autopar.ir.precision import told
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 IN_WORDS = "float32 parameters compute in bfloat16; gradients are summed in float32"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import autopar
-from autopar.trace import TraceError
+from autopar.errors import TraceError
 from tests.processes.compare import LOSS, adamw, near, same_gradients, same_state, same_steps
 from tests.support.recurrent import CASES, Recurrent, batch_of, made
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.search import Infeasible
+from autopar.errors import Infeasible
 from benchmarks.limits import Row, least_limit, limits_between, markdown, rising, run
 from benchmarks.small import SMALL
 

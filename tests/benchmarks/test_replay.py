@@ -20,16 +20,16 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.attention import OPERANDS_OF_ATTENTION
-from autopar.graph import Graph
+from autopar.ir.attention import OPERANDS_OF_ATTENTION
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import parse_mesh
+from autopar.ir.work import VIEWS, flops_of
 from autopar.measure.memory import LiveBytes
-from autopar.mesh import parse_mesh
 from autopar.plan import Plan
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
+from autopar.propose.strategies import operand_types
 from autopar.simulate.timeline import events_of
-from autopar.strategy import operand_types
 from autopar.trace import capture, graph_of
-from autopar.work import VIEWS, flops_of
 from benchmarks.replay import report
 from benchmarks.replay.__main__ import main, outcomes_of
 from benchmarks.replay.kernels import as_kernels, kernels

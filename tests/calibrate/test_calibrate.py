@@ -16,8 +16,8 @@ from autopar.calibrate.collectives import TIMED, _middle
 from autopar.calibrate.compute import EQUATIONS, WIDE, _in_turn, products
 from autopar.calibrate.measure import Clock, Sample
 from autopar.calibrate.profile import profile_from
-from autopar.here import calibrated_path, hardware_or_here
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.machine.device import calibrated_path, hardware_or_here
 from autopar.search import search
 from autopar.trace import capture, graph_of
 from cost_models import Comm, Compute, Curve, Hardware

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 
 from autopar.calibrate.profile import drift_table, save
-from autopar.mesh import Mesh
-from autopar.price import Pricer
+from autopar.ir.mesh import Mesh
+from autopar.price.pricer import Pricer
 from cost_models import COLLECTIVES, Comm, Compute, Curve, Hardware, Move, links_of, seconds
 
 ROOF = Curve(((1.0, 2e10), (8.0, 8e10), (64.0, 1e11)), 1e-5, 0.05, "flops_per_byte")

@@ -15,7 +15,7 @@ from torch import fx, nn
 from autopar._compat import FakeTensorMode
 from autopar.calibrate import compute
 from autopar.calibrate.measure import Clock
-from autopar.here import host_threads
+from autopar.machine.device import host_threads
 from autopar.measure.watch import Stopwatch
 
 CUDA = torch.device("cuda")

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar import attention
 from autopar._compat import FakeTensorMode
-from autopar.attention import ATTENTION, ATTENTION_BACKWARD, kernel_of, temporary_bytes
 from autopar.emit import ops
-from autopar.graph import Node, Ref, TensorType
+from autopar.ir import attention
+from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, kernel_of, temporary_bytes
+from autopar.ir.graph import Node, Ref, TensorType
 
 B, S, T, D = 3, 10, 14, 8
 # heads, kv heads, dim of values, shape of the bias, causal

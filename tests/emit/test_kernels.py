@@ -13,8 +13,8 @@ from torch.nn import functional
 from autopar._compat import FakeTensorMode
 from autopar.emit import Emitted, emit
 from autopar.emit.writer import target_of
-from autopar.graph import TensorType
-from autopar.layout import Layout, local_type
+from autopar.ir.graph import TensorType
+from autopar.ir.layout import Layout, local_type
 from autopar.plan import Plan
 from autopar.rules.table import RULES
 from tests.support.check import mesh_of

@@ -9,17 +9,17 @@ from math import prod
 
 import pytest
 
-from autopar.graph import Graph, Node, Ref, Result, TensorType
-from autopar.layout import REPLICATE, Layout, Partial, Shard
+from autopar.ir.graph import Graph, Node, Ref, Result, TensorType
+from autopar.ir.layout import REPLICATE, Layout, Partial, Shard
+from autopar.ir.mesh import Mesh
 from autopar.lower import Program, lower
 from autopar.lower.memory import peaks, peaks_by_phase
 from autopar.lower.program import Alloc, Free, Launch, Local, Operator, Run, Update, Wait
 from autopar.lower.verify import verify
-from autopar.mesh import Mesh
 from autopar.plan import Choice, Delivery, Plan
-from autopar.plan.plan import Decision
-from autopar.price import Pricer
-from autopar.reshard import Reshard, Work
+from autopar.plan.value import Decision
+from autopar.price.pricer import Pricer
+from autopar.price.reshard import Reshard, Work
 from cost_models.hardware import Hardware
 from cost_models.simulator import play
 from cost_models.steps import Comm, Compute
@@ -90,7 +90,7 @@ def test_every_program_of_a_plan_does_the_same_work(name: str) -> None:
 
 def test_without_overlap_every_wait_stands_behind_its_launch() -> None:
     for name in ("block", "gpt2"):
-        for program in programs(*hosted(name, (2, 2), 0))[::4]:
+        for program in [one for drawing in (hosted, drawn) for one in programs(*drawing(name, (2, 2), 0))[::4]]:
             issued = [one for _, one in program if not isinstance(one, Alloc | Free)]
             for one, behind in pairwise(issued):
                 if isinstance(one, Launch):

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.lower import Program, lower
 from autopar.lower.memory import peaks
 from autopar.lower.program import (
@@ -27,8 +28,7 @@ from autopar.lower.program import (
     Wait,
 )
 from autopar.lower.verify import ProgramError, verify, verify_together
-from autopar.mesh import Mesh
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
 from autopar.simulate.events import events
 from cost_models.hardware import Hardware
 from cost_models.simulator import COMPUTE, play

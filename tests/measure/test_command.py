@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from autopar.ir.mesh import Mesh
 from autopar.measure.__main__ import main
-from autopar.mesh import Mesh
 from autopar.plan import Plan
 from autopar.search.__main__ import main as search_command
 from cost_models.hardware import Hardware

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.emit import Emitted, emit
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.measure.memory import LiveBytes
 from autopar.measure.twin import OPTIMIZERS, measure, memory_of, traced
-from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.price import OPTIMIZER_STATES, OPTIMIZER_TEMPORARIES, Pricer
+from autopar.price.pricer import OPTIMIZER_STATES, OPTIMIZER_TEMPORARIES, Pricer
 from autopar.search import search
 from autopar.simulate.timeline import timeline_of
 from benchmarks.models import MODELS

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.calibrate import operators as timing
+from autopar.calibrate.operators import NotTimed, prepare, profiler, seconds_of, time_call, where_of
+from autopar.calibrate.values import bounds_of, input_bounds, random_tensor
 from autopar.emit.writer import target_of
-from autopar.graph import Const, Graph, Node, Ref, TensorType, map_refs
-from autopar.measure import operators as timing
-from autopar.measure.calls import Call, Wanted, _orders, operations, wanted
-from autopar.measure.operators import NotTimed, prepare, profiler, seconds_of, time_call, where_of
-from autopar.measure.values import bounds_of, input_bounds, random_tensor
-from autopar.mesh import Mesh
-from autopar.price import Pricer
+from autopar.ir.graph import Const, Graph, Node, Ref, TensorType, map_refs
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import VIEWS
+from autopar.price.calls import Call, Wanted, _orders, operations, wanted
+from autopar.price.pricer import Pricer
+from autopar.propose.strategies import propose
 from autopar.search import ask
-from autopar.strategy import propose
 from autopar.trace import capture, graph_of
-from autopar.work import VIEWS
 from cost_models.measured import Store
 from tests.support.check import mesh_of
 from tests.support.families import FAMILIES, VOCABULARY, Case, _gpt2, family
@@ -74,9 +74,9 @@ def tiny_graph() -> Graph:
 
 
 PRINT_KEYS = """
-from autopar.mesh import Mesh
-from autopar.measure.calls import operations
-from autopar.strategy import propose
+from autopar.ir.mesh import Mesh
+from autopar.price.calls import operations
+from autopar.propose.strategies import propose
 import torch
 from autopar.trace import capture, graph_of
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Softmax(-1))

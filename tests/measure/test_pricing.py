@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar.measure.calls import Profiled, Wanted
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.plan.store import dumps, loads
+from autopar.plan.store import dumps
+from autopar.price.calls import Profiled, Wanted
 from autopar.search import Question, answer, ask, search
 from autopar.search.baselines import compare
 from autopar.simulate.timeline import pricer_of, timeline_of
@@ -113,7 +113,7 @@ def test_what_measures_slow_is_not_chosen() -> None:
 
 def test_baselines_are_measured_too() -> None:
     question = asked(lambda want: 10 * want.seconds)
-    _, rows = compare(question, answer(question), memory=None, outputs="sharded", time_limit_s=60)
+    rows = compare(question, answer(question), memory=None, outputs="sharded", time_limit_s=60)
     plans = [row.plan for row in rows if row.plan is not None]
     assert plans and all("operators are priced from measurements" in plan.notes[0] for plan in plans)
 
@@ -151,7 +151,7 @@ def test_a_plan_without_measurements_is_written_as_before() -> None:
     choices = json.loads(dumps(plain()))["choices"]
     rows = [row for choice in choices for row in choice["steps"] if row[0] == "compute"]
     assert rows and {len(row) for row in rows} == {7}
-    assert loads(dumps(plain()), "a plan") == plain()
+    assert Plan.loads(dumps(plain()), "a plan") == plain()
 
 
 def test_the_file_and_the_digest_change_with_what_was_measured() -> None:
@@ -181,8 +181,8 @@ def test_compile_profiles_and_its_cache_knows_what_was_measured(
     import torch
 
     import autopar
-    from autopar.here import operators_path
-    from autopar.measure import operators as timing
+    from autopar.calibrate import operators as timing
+    from autopar.machine.device import operators_path
     from cost_models.measured import Store
 
     monkeypatch.setenv("AUTOPAR_PROFILES", str(tmp_path / "profiles"))

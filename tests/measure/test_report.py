@@ -5,7 +5,7 @@ import json
 import pytest
 
 from autopar.measure.report import Collective, Measured, Pair, predicted_peaks, predicted_seconds
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
 from tests.support.check import mesh_of
 from tests.support.families import family
 from tests.support.machines import FAST, SLOW

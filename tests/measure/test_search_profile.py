@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autopar import Plan
-from autopar.here import calibrated_path, hardware_or_here, is_here, operators_path
-from autopar.measure import operators as timing
+from autopar.calibrate import operators as timing
+from autopar.machine.device import calibrated_path, hardware_or_here, is_here, operators_path
 from autopar.search.__main__ import main
 from cost_models.hardware import Hardware
 from cost_models.measured import MeasuredWarning, Store
@@ -96,7 +96,7 @@ def test_a_profile_that_was_calibrated_to_another_file_is_known_by_its_sources()
     import platform
     from dataclasses import replace
 
-    from autopar.here import device_name
+    from autopar.machine.device import device_name
 
     source = f"measured on {platform.node()}, {device_name('cpu')}, 2 processors, 2026-11-20, torch 2.13"
     hardware = calibrated()

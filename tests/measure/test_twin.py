@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import PlanMismatch
+from autopar.ir.mesh import Mesh
 from autopar.measure import twin
 from autopar.measure.memory import LiveBytes
 from autopar.measure.report import Measured
 from autopar.measure.twin import measure, traced
-from autopar.mesh import Mesh
-from autopar.plan import Plan, PlanMismatch
+from autopar.plan import Plan
 from autopar.search import search
 from cost_models.hardware import Hardware
 from tests.calibrate.test_format import measured as calibrated

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from autopar.graph import TensorType
-from autopar.measure.values import SECOND_MOMENTS, as_trained, random_tensor
+from autopar.calibrate.values import SECOND_MOMENTS, as_trained, random_tensor
+from autopar.ir.graph import TensorType
 
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.plan import Plan
 from autopar.plan.store import dumps
 from tests.plan.nets import megatron, net_graph, plan_of, sharded

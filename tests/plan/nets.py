@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from autopar.graph import Graph
-from autopar.layout import REPLICATE, Layout, Shard
-from autopar.mesh import Mesh
+from autopar.ir.graph import Graph
+from autopar.ir.layout import REPLICATE, Layout, Shard
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.plan.store import _digest
 from autopar.search import search

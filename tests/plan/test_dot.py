@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.plan.dot import to_dot
 from autopar.plan.tell import human, traffic_by_part
 from cost_models.steps import received_bytes

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.layout import REPLICATE, Shard
-from autopar.mesh import Mesh
+from autopar.ir.layout import REPLICATE, Shard
+from autopar.ir.mesh import Mesh
 from autopar.plan.axes import Use, between_told
 from autopar.plan.explain import HEIGHT, explain
 from autopar.plan.reading import WIDTH

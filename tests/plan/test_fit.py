@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.graph import Graph
-from autopar.mesh import Mesh
-from autopar.plan import PlanMismatch
-from autopar.plan.store import check, dumps, loads
+from autopar.errors import PlanMismatch
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.plan.plan import Plan
+from autopar.plan.store import check, dumps
 from autopar.search import search
 from tests.plan.nets import MESH, Net, net_graph, trace
 from tests.support.machines import FAST
@@ -28,7 +29,7 @@ def graph_of(model: nn.Module, batch: int = 16, length: int = 8) -> Graph:
 def test_a_plan_fits_what_it_was_made_for(plan, graph):
     check(plan, graph, MESH)
     check(plan, net_graph(), MESH, outputs="sharded")
-    check(loads(dumps(plan), "a plan"), graph, MESH)
+    check(Plan.loads(dumps(plan), "a plan"), graph, MESH)
 
 
 def test_another_batch_is_told(plan):
@@ -126,7 +127,7 @@ def test_another_argument_is_told(graph, plan):
 def test_names_of_operators_do_not_count(plan, graph):
     from dataclasses import replace
 
-    from autopar.graph import Ref, map_refs
+    from autopar.ir.graph import Ref, map_refs
 
     def new(name: str) -> str:
         return f"other_{name}"

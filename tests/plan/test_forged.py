@@ -10,15 +10,16 @@ import pytest
 
 from autopar.emit import emit
 from autopar.emit.writer import target_of
-from autopar.graph import Graph, Node, Ref, Result, TensorType, map_refs
-from autopar.layout import Partial, Replicate, Shard
-from autopar.plan import Plan, PlanMismatch
-from autopar.plan.plan import Choice
-from autopar.plan.store import check, dumps, loads
-from autopar.reshard import Reshard
-from autopar.saving.narrow import plain
+from autopar.errors import PlanMismatch
+from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, map_refs
+from autopar.ir.layout import Partial, Replicate, Shard
+from autopar.ir.work import FETCH, STORE
+from autopar.plan import Plan
+from autopar.plan.store import check, dumps
+from autopar.plan.value import Choice
+from autopar.price.reshard import Reshard
+from autopar.rewrite.apply_choices import plain
 from autopar.search import search
-from autopar.work import FETCH, STORE
 from cost_models.steps import Compute, Step
 from tests.plan.nets import MESH, net_graph
 from tests.support.machines import FAST
@@ -43,7 +44,7 @@ def moves(plan: Plan, op: str) -> list[Node]:
 
 def test_the_plan_that_is_forged_has_what_can_be(spared: Plan) -> None:
     assert copies(spared) and moves(spared, STORE) and moves(spared, FETCH)
-    check(loads(dumps(spared), "it"), plain(spared.graph), MESH)
+    check(Plan.loads(dumps(spared), "it"), plain(spared.graph), MESH)
 
 
 def with_node(plan: Plan, node: Node, **changes: Any) -> Plan:
@@ -329,7 +330,7 @@ def test_a_forged_plan_is_refused(spared: Plan, kind: str) -> None:
     forged = KINDS[kind](spared)
     assert forged != spared
     with pytest.raises(PlanMismatch) as caught:
-        check(loads(dumps(forged), "forged.json"), plain(spared.graph), MESH)
+        check(Plan.loads(dumps(forged), "forged.json"), plain(spared.graph), MESH)
     assert "\n" not in str(caught.value)
 
 

@@ -16,10 +16,11 @@ from random import Random
 
 import pytest
 
+from autopar.errors import PlanMismatch
 from autopar.measure.__main__ import main as measure
-from autopar.plan import Plan, PlanMismatch
-from autopar.plan.store import check, dumps, load, loads
-from autopar.saving.narrow import plain
+from autopar.plan import Plan
+from autopar.plan.store import check, dumps
+from autopar.rewrite.apply_choices import plain
 from autopar.scale.__main__ import main as scale
 from autopar.search import search
 from tests.plan.nets import MESH, net_graph, plan_of, sharded, sign
@@ -57,7 +58,7 @@ def test_a_damaged_plan_is_refused_or_the_same(small: Plan, tmp_path: Path, batc
     for case, mutant in damaged(content, range(batch * EACH, (batch + 1) * EACH)):
         path.write_bytes(mutant)
         try:
-            found = load(path)
+            found = Plan.load(path)
         except ValueError as error:
             one_sentence(error, KINDS, case, str(path))
         else:
@@ -70,7 +71,7 @@ def test_a_forged_plan_is_refused_or_runs_as_the_model_does(spared: Plan, batch:
     for seed in range(batch * 50, (batch + 1) * 50):
         case, document = forged(content, seed)
         try:
-            plan = loads(sign(document), "forged.json")
+            plan = Plan.loads(sign(document), "forged.json")
             check(plan, graph, MESH, origin="forged.json")
         except ValueError as error:
             one_sentence(error, KINDS, case, "forged.json")

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.graph import Const, Graph, Node, Ref, Result, TensorType
-from autopar.layout import REPLICATE
-from autopar.mesh import Mesh
-from autopar.plan import Choice, Delivery, Plan, PlanMismatch
-from autopar.plan.store import dumps, load, loads, save
+from autopar.errors import PlanMismatch
+from autopar.ir.graph import Const, Graph, Node, Ref, Result, TensorType
+from autopar.ir.layout import REPLICATE
+from autopar.ir.mesh import Mesh
+from autopar.plan import Choice, Delivery, Plan
+from autopar.plan.store import dumps, save
 from cost_models.steps import Comm, Compute, Loop, Move
 from tests.plan.nets import MESH, sign, trace
 from tests.support.plans import PlanSampler
@@ -57,7 +58,7 @@ def of_args(*args, steps=(), **facts) -> Plan:
 def test_a_plan_reads_back_as_it_was(plan, tmp_path):
     path = tmp_path / "plan.json"
     save(plan, path)
-    assert load(path) == plan
+    assert Plan.load(path) == plan
     assert plan.comm_bytes and any(map(math.isinf, _floats(plan)))  # otherwise this test says little
 
 
@@ -75,7 +76,7 @@ def test_methods_of_plan_do_the_same(plan, tmp_path):
 def test_random_plans_read_back(graph, seed):
     sampler = PlanSampler(graph, MESH)
     drawn = sampler.draw(seed)
-    assert loads(dumps(drawn), "a plan") == drawn
+    assert Plan.loads(dumps(drawn), "a plan") == drawn
 
 
 def families():
@@ -110,7 +111,7 @@ def test_plans_of_real_models_read_back(family):
     model, config, inputs = next((rest for name, *rest in families() if name == family))
     graph = trace(model(config).train(), **inputs)
     drawn = PlanSampler(graph, Mesh(("data", "tensor"), (2, 2))).draw(0)
-    assert loads(dumps(drawn), family) == drawn
+    assert Plan.loads(dumps(drawn), family) == drawn
 
 
 def test_a_convolution_with_batch_norm_reads_back():
@@ -124,7 +125,7 @@ def test_a_convolution_with_batch_norm_reads_back():
 
     drawn = PlanSampler(trace(Conv(), torch.zeros(4, 3, 8, 8)), MESH).draw(1)
     assert any(result.kind == "buffer" for result in drawn.graph.results)
-    assert loads(dumps(drawn), "a plan") == drawn
+    assert Plan.loads(dumps(drawn), "a plan") == drawn
 
 
 @pytest.mark.parametrize(
@@ -137,14 +138,14 @@ def test_a_convolution_with_batch_norm_reads_back():
 )  # fmt: skip
 def test_an_argument_keeps_value_and_type(arg):
     plan = of_args(arg)
-    back = loads(dumps(plan), "a plan")
+    back = Plan.loads(dumps(plan), "a plan")
     assert back == plan
     found = back.graph.nodes[1].args[1]
     assert type(found) is type(arg) and repr(found) == repr(arg)
 
 
 def test_nan_survives():
-    back = loads(dumps(of_args(float("nan"))), "a plan")
+    back = Plan.loads(dumps(of_args(float("nan"))), "a plan")
     assert math.isnan(back.graph.nodes[1].args[1])
 
 
@@ -156,17 +157,17 @@ def test_an_unknown_argument_is_refused_when_writing():
 def test_every_kind_of_step_reads_back():
     body = (Comm("broadcast", "data", 2, 96), Compute("mm", 1.5, 2.5, "float16", 2, "matmul"), Move("hbm", "host", 7))
     plan = of_args(steps=(Loop(3, body, overlap=True), *body))
-    assert loads(dumps(plan), "a plan") == plan
+    assert Plan.loads(dumps(plan), "a plan") == plan
 
 
 @pytest.mark.parametrize("limit", [None, 7e9, 1, float("inf")])
 def test_a_memory_limit_reads_back(limit):
-    assert loads(dumps(of_args(memory_limit=limit)), "a plan").memory_limit == limit
+    assert Plan.loads(dumps(of_args(memory_limit=limit)), "a plan").memory_limit == limit
 
 
 def test_facts_and_notes_read_back():
     plan = of_args(notes=("one", "two"), prefetch=2, search={"status": "optimal", "nodes": 3, "seconds": 0.25})
-    assert loads(dumps(plan), "a plan") == plan
+    assert Plan.loads(dumps(plan), "a plan") == plan
 
 
 # --- the text --------------------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ def test_the_text_does_not_depend_on_the_order_of_mappings(plan):
         return {name: mapping[name] for name in names}
 
     other = replace(plan, **{f: shuffled(getattr(plan, f)) for f in ("choices", "peak_bytes", "seconds_by", "search")})
-    assert dumps(other) == dumps(plan) == dumps(loads(dumps(plan), "a plan"))
+    assert dumps(other) == dumps(plan) == dumps(Plan.loads(dumps(plan), "a plan"))
 
 
 MAKE = """
@@ -215,7 +216,7 @@ def test_equal_choices_stand_once(plan):
 
 
 def test_white_space_is_of_no_account(plan):
-    assert loads(json.dumps(json.loads(dumps(plan)), indent=2).replace("\n", "\r\n"), "a plan") == plan
+    assert Plan.loads(json.dumps(json.loads(dumps(plan)), indent=2).replace("\n", "\r\n"), "a plan") == plan
 
 
 # --- the file --------------------------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ def test_a_save_replaces_what_a_link_points_to(plan, tmp_path):
     (tmp_path / "kept.json").write_text("old")
     (tmp_path / "plan.json").symlink_to(tmp_path / "kept.json")
     save(plan, tmp_path / "plan.json")
-    assert (tmp_path / "plan.json").is_symlink() and load(tmp_path / "kept.json") == plan
+    assert (tmp_path / "plan.json").is_symlink() and Plan.load(tmp_path / "kept.json") == plan
 
 
 def test_a_saved_file_is_as_readable_as_any_other(plan, tmp_path):
@@ -248,7 +249,7 @@ def test_a_saved_file_is_as_readable_as_any_other(plan, tmp_path):
 
 def message(text: str) -> str:
     with pytest.raises(PlanMismatch) as caught:
-        loads(text, "plan.json")
+        Plan.loads(text, "plan.json")
     told = str(caught.value)
     assert told.startswith("plan.json") and "python -m autopar.search" in told and "\n" not in told
     return told
@@ -299,12 +300,12 @@ def test_what_is_no_plan_is_told(text, told):
 def test_a_binary_file_is_refused(tmp_path):
     (tmp_path / "plan.json").write_bytes(b"\x80\x04\x95\xff")
     with pytest.raises(PlanMismatch, match="not a text file"):
-        load(tmp_path / "plan.json")
+        Plan.load(tmp_path / "plan.json")
 
 
 def test_a_missing_file_is_the_usual_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        load(tmp_path / "plan.json")
+        Plan.load(tmp_path / "plan.json")
 
 
 def _set(place: str, value):
@@ -412,7 +413,7 @@ def test_a_signed_edit_is_told(content, place, value, told):
 
 
 def test_a_signed_copy_without_an_edit_passes(content, plan):
-    assert loads(sign(content), "a plan") == plan
+    assert Plan.loads(sign(content), "a plan") == plan
 
 
 def test_a_layout_change_that_leads_elsewhere_is_told(content):
@@ -436,6 +437,6 @@ def test_any_signed_damage_is_a_plan_mismatch_or_a_plan(content):
             at = at[key]
         damaged["autopar_plan"] = 1
         try:
-            loads(sign(damaged), "plan.json")
+            Plan.loads(sign(damaged), "plan.json")
         except PlanMismatch as error:
             assert "\n" not in str(error)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.graph import Graph
-from autopar.mesh import Mesh
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.plan.utilisation import flops_by_dtype, utilisation
 from autopar.search import search
 from autopar.search.__main__ import main

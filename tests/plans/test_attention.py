@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.layout import Shard
+from autopar.ir.layout import Shard
 from autopar.trace import capture, lower, normalise
 from tests.support.check import mesh_of
 from tests.support.lockstep import run_all

@@ -9,13 +9,13 @@ from functools import cache
 
 import pytest
 
-from autopar.layout import Shard
+from autopar.decide.referee import seconds_by
+from autopar.ir.layout import Shard
+from autopar.ir.mesh import Mesh
 from autopar.lower import lower
 from autopar.lower.memory import peaks
-from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.price import Pricer
-from autopar.referee import seconds_by
+from autopar.price.pricer import Pricer
 from autopar.search import search
 from tests.support.check import difference, mesh_of, worst_difference
 from tests.support.families import FAMILIES, family

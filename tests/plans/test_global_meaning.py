@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.emit.seeded import seeds
-from autopar.layout import Shard
+from autopar.ir.layout import Shard
 from autopar.plan import Plan
 from tests.support.check import difference, mesh_of
 from tests.support.families import Case, labels

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.batch_norm import statistics_of
-from autopar.graph import Graph
-from autopar.layout import Shard
+from autopar.ir.batch_norm import statistics_of
+from autopar.ir.graph import Graph
+from autopar.ir.layout import Shard
 from autopar.plan import Plan
 from autopar.search import search
 from cost_models.hardware import Hardware

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.graph import Graph
-from autopar.layout import REPLICATE, Layout, Shard
-from autopar.mesh import Mesh
+from autopar.ir.graph import Graph
+from autopar.ir.layout import REPLICATE, Layout, Shard
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.trace import capture, lower, normalise
 from tests.support.check import mesh_of
@@ -38,7 +38,7 @@ class Product(nn.Module):
 
 
 def storage(tensor: str, assignment: tuple[str, ...]) -> Layout:
-    """As fully split as shards can be that are gathered axis by axis, innermost first: see `autopar.layout`.
+    """As fully split as shards can be that are gathered axis by axis, innermost first: see `autopar.ir.layout`.
 
     An axis with a role that the tensor lacks splits a dim that no axis behind it needs in the product itself; where
     there is none (three axes only: a matter of shard order), the tensor stays whole. An axis without role splits none.

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from autopar.errors import Infeasible
 from autopar.plan import Plan
-from autopar.search import Infeasible, search
+from autopar.search import search
 from tests.support.check import mesh_of
 from tests.support.families import family
 from tests.support.machines import SLOW
@@ -14,7 +15,7 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def plan(name: str, sizes: tuple[int, ...], memory: float | None) -> Plan:
-    """By layouts alone; what else may be spared is for tests/sparing."""
+    """By layouts alone; what else may be spared is for tests/assemble."""
     return search(family(name).graph, mesh_of(*sizes), SLOW, memory=memory, tied=False, spare=())
 
 

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from autopar.emit.simulate import fake_ranks, run
+from autopar.emit.run_all_ranks import fake_ranks, run
 from tests.support.check import difference, mesh_of
 from tests.support.families import FAMILIES, family
 from tests.support.lockstep import run_all

@@ -9,6 +9,9 @@ from torch import fx
 
 from autopar.emit import emit, ops
 from autopar.emit.writer import C10D
+from autopar.ir.graph import TensorType
+from autopar.ir.layout import REPLICATE, Partial
+from autopar.price.reshard import Reshard, travels_together
 from autopar.search import search
 from cost_models.hardware import Hardware
 from tests.support.check import mesh_of
@@ -67,3 +70,17 @@ def test_the_simulator_finds_who_reads_a_row_before_it_is_waited_for() -> None:
     read_early, *read_late = Lockstep(mesh_of(2), Counter()).execute(fx.GraphModule({}, graph), [given])
     assert all(value.isnan().all() for value in read_early)
     assert all(torch.equal(value.flatten(), torch.ones(4)) for late in read_late for value in late)
+
+
+@pytest.mark.parametrize(
+    ("elements", "ranks", "together"),
+    [(8, (4,), True), (3, (4,), True), (3, (8,), False), (6, (4, 8), True), (6, (16,), False)],
+)
+def test_only_what_every_axis_cuts_evenly_travels_in_a_bucket(
+    elements: int, ranks: tuple[int, ...], together: bool
+) -> None:
+    """Bytes of float32: else the bucket would not move the bytes that its gradients would."""
+    mesh = mesh_of(*ranks)
+    changes = [Reshard(axis, Partial("sum"), REPLICATE, TensorType((elements,), "float32")) for axis in mesh.names]
+    assert travels_together(changes, mesh, 1 << 20) is together
+    assert not travels_together(changes, mesh, 4 * elements)  # it fills one by itself

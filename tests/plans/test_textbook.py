@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.layout import REPLICATE, Partial, Shard, encode
+from autopar.decide.referee import seconds_by
+from autopar.ir.layout import REPLICATE, Partial, Shard, encode
+from autopar.ir.mesh import Mesh
 from autopar.lower import lower
-from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.price import Pricer
-from autopar.referee import seconds_by
+from autopar.price.pricer import Pricer
 from autopar.search import search
 from tests.support.check import difference, mesh_of
 from tests.support.families import Case, family

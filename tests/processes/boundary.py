@@ -13,7 +13,7 @@ from torch.nn import functional
 import autopar
 from autopar import PlanMismatch
 from autopar.attach.tensors import mesh_of
-from autopar.here import hardware_or_here
+from autopar.machine.device import hardware_or_here
 from autopar.measure.twin import traced
 from autopar.search import search
 from tests.processes.compare import near, same_gradients, whole

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import autopar
+from autopar.ir.mesh import Mesh
 from autopar.measure.twin import measure, memory_of, traced
-from autopar.mesh import Mesh
 from autopar.search import search
 from benchmarks.models import MODELS
 from cost_models.hardware import Hardware

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
-from autopar.plan import PlanMismatch
-from autopar.trace import TraceError
+from autopar.errors import PlanMismatch, TraceError
 from tests.processes.compare import GRADIENT, LOSS, ZERO, near, same_steps, sgd
 from tests.processes.models import BATCH, Net, batch, net
 from tests.processes.worker import Ranks

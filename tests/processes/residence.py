@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 import autopar
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import FETCH, STORE
 from autopar.optim import Streamed
 from autopar.plan import Plan
-from autopar.work import FETCH, STORE
 from tests.processes.compare import GRADIENT, LOSS, PARAMETER, adamw, loss_of, near, same_gradients, same_state
 from tests.processes.worker import Ranks
 from tests.support.families import family

@@ -19,15 +19,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autopar
 from autopar.attach.tensors import as_dtensor
-from autopar.layout import Shard
-from autopar.mesh import Mesh
+from autopar.ir.layout import Shard
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import STORE
 from autopar.optim import Streamed
 from autopar.plan import Plan
 from autopar.plan.tell import modes_of
 from autopar.search import search
-from autopar.search.spare import SPARES
+from autopar.search.memory_options import SPARES
 from autopar.trace import capture, graph_of
-from autopar.work import STORE
 from tests.processes.compare import whole
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.ir.mesh import Mesh
 from autopar.measure.memory import LiveBytes
-from autopar.mesh import Mesh
 from autopar.optim import Streamed
 from autopar.plan import Plan
 from autopar.search import search

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from autopar.attention import ATTENTION, ATTENTION_BACKWARD
-from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.emit import ops
-from autopar.graph import Const, Node, Ref, TensorType, map_refs
+from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD
+from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
+from autopar.ir.graph import Const, Node, Ref, TensorType, map_refs
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
 from autopar.rules.notation import Rule

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import transformers.integrations.moe
 
-from autopar.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.emit import ops
+from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD
 from tests.rules.samples_pointwise import BF16, Sample, Samples, c, f, ints, s
 
 aten = torch.ops.aten

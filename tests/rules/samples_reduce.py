@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.emit import ops
+from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from tests.rules.samples_pointwise import F64, Samples, f, flags, ints, s
 
 aten = torch.ops.aten

@@ -75,3 +75,11 @@ def test_the_harness_sees_a_wrong_rule(op, args, text, factor, monkeypatch):
     axis = Axis(2, factor) if factor else Axis(2, terms=frozenset({0}))
     with pytest.raises((AssertionError, RuntimeError)):
         check(make_call(op, args), [axis])
+
+
+@pytest.mark.parametrize("op", ["aten._softmax.default", "aten._log_softmax.default", "aten._safe_softmax.default"])
+def test_softmax_of_large_numbers_stays_finite(op):
+    """The largest of all shards is taken off, and not more: else all exponentials vanish, or one overflows."""
+    x = 300 + 400 * torch.rand(6, 12, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(6)
+    assert x.amax() > 600 and x.amin() < 0
+    check(make_call(op, (x, -1) if "safe" in op else (x, -1, False)), [Axis(3, "b")])

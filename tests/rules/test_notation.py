@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.graph import Node, Ref, TensorType
+from autopar.ir.graph import Node, Ref, TensorType
 from autopar.rules.notation import parse
 from autopar.rules.table import rule_of, text_of
 from autopar.rules.table_shape import regroup

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from autopar.attention import ATTENTION, ATTENTION_BACKWARD
+from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD
+from autopar.ir.work import draws, flops_of
 from autopar.rules.bodies import BODIES
 from autopar.rules.table import RULES
-from autopar.work import draws, flops_of
 from cost_models.steps import MATRIX_KINDS
 from tests.rules import samples_nn, samples_pointwise, samples_reduce, samples_shape
 from tests.rules.harness import Call, check, make_call, resolve, run_split, ways

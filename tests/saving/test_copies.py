@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar._compat import fx_graph_cse
 from autopar.emit import Emitted, emit
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import FETCH, STORE
 from autopar.lower.program import Copy
 from autopar.lower.schedule import Advance, Facts, Turn, is_product, schedule
-from autopar.mesh import Mesh
 from autopar.optim import Streamed
 from autopar.plan import Plan
-from autopar.price import OPTIMIZER_STATES, Pricer
+from autopar.price.pricer import OPTIMIZER_STATES, Pricer
 from autopar.simulate.timeline import events_of
-from autopar.work import FETCH, STORE
 from cost_models.simulator import Event
 from cost_models.steps import Move
 from tests.support.check import mesh_of, worst_difference

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from autopar.ir.mesh import Mesh
 from autopar.measure.twin import memory_of
-from autopar.mesh import Mesh
 from cost_models.hardware import Hardware
 from tests.support.families import family
 from tests.support.residence import ResidenceSampler

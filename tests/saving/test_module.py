@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.attach.tensors import as_dtensor, gradient_of, layout_of
-from autopar.layout import Shard
-from autopar.mesh import Mesh
+from autopar.errors import PlanMismatch
+from autopar.ir.layout import Shard
+from autopar.ir.mesh import Mesh
 from autopar.optim import Streamed
-from autopar.plan import Plan, PlanMismatch
+from autopar.plan import Plan
 from autopar.trace import capture, graph_of
 from tests.processes.compare import near
 from tests.support.families import Mlp, _gpt2, family

@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 from torch import Tensor
 
-from autopar.emit.simulate import fake_ranks, run
+from autopar.emit.run_all_ranks import fake_ranks, run
 from autopar.plan import Plan
-from autopar.saving import widened
+from autopar.rewrite import widened
 from tests.support.check import mesh_of
 from tests.support.families import FAMILIES, Case, _gpt2, family
 from tests.support.lockstep import run_all

@@ -10,7 +10,7 @@ from math import isclose
 import pytest
 
 from autopar.plan import Plan
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
 from autopar.simulate.steady_state import read_order, steady_s
 from autopar.simulate.timeline import events_of, timeline_of
 from cost_models.hardware import Hardware

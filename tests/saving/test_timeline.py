@@ -9,12 +9,12 @@ from math import isclose
 
 import pytest
 
+from autopar.decide.referee import refereed, unfilled
 from autopar.emit import emit
 from autopar.lower import lower
 from autopar.lower.memory import changes, peaks
 from autopar.plan import Plan
-from autopar.price import Pricer
-from autopar.referee import refereed, unfilled
+from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import events_of, timeline_of
 from cost_models.hardware import Hardware
 from cost_models.simulator import COMPUTE

@@ -10,15 +10,16 @@ from functools import cache
 
 import pytest
 
-from autopar.graph import Node
-from autopar.plan import Plan, PlanMismatch
+from autopar.errors import PlanMismatch
+from autopar.ir.graph import Node
+from autopar.ir.work import FETCH, STORE, VIEWS
+from autopar.plan import Plan
 from autopar.plan.fit import check
 from autopar.plan.parts import flaw_of
-from autopar.plan.store import dumps, loads
+from autopar.plan.store import dumps
 from autopar.plan.tell import modes_of
-from autopar.reshard import Reshard
-from autopar.saving import plain
-from autopar.work import FETCH, STORE, VIEWS
+from autopar.price.reshard import Reshard
+from autopar.rewrite import plain
 from tests.support.check import mesh_of
 from tests.support.families import family
 from tests.support.residence import ResidenceSampler, hosted
@@ -36,7 +37,7 @@ def test_a_plan_survives_its_file(name: str) -> None:
     for seed in range(3):
         plan = drawn(name, seed)
         text = dumps(plan)
-        again = loads(text, "a file")
+        again = Plan.loads(text, "a file")
         assert again == plan and dumps(again) == text
         assert json.loads(text)["residence"] == plan.residence
 
@@ -45,7 +46,7 @@ def test_a_file_from_before_there_were_residences_is_read() -> None:
     plan = replace(drawn("mlp", 0), residence={})
     sampler = ResidenceSampler(family("mlp").graph, mesh_of(2))
     kept = sampler.plan({}, {}, random.Random(0))
-    assert "residence" not in json.loads(dumps(kept)) and loads(dumps(kept), "a file") == kept
+    assert "residence" not in json.loads(dumps(kept)) and Plan.loads(dumps(kept), "a file") == kept
     assert flaw_of(plan) is not None  # the fetches of parameters are left
 
 

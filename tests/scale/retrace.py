@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.scale import Growth, growth_of, usual_sources
 from autopar.trace import capture, graph_of
 from tests.support.families import family

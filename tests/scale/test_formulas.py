@@ -5,10 +5,10 @@ from fractions import Fraction
 
 import pytest
 
-from autopar.graph import TensorType
-from autopar.layout import Partial, Replicate, Shard, local_shape
-from autopar.mesh import Mesh
-from autopar.reshard import Reshard
+from autopar.ir.graph import TensorType
+from autopar.ir.layout import Partial, Replicate, Shard, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.price.reshard import Reshard
 from cost_models.formulas import Form, at, factored, form_of, symbol, terms
 from cost_models.steps import COLLECTIVES, Comm, Compute, received_bytes
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autopar.graph import Graph, Ref
+from autopar.ir.graph import Graph, Ref
 from autopar.scale import CannotGrow, Growth, growth_of, growth_where_possible, usual_sources
 from autopar.scale.sizes import Part, are_equal, told
 from autopar.trace import capture, graph_of

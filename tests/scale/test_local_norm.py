@@ -1,7 +1,7 @@
 """A plan with local batch norms grows with the batch; on more ranks it would train otherwise, so there it does not."""
 
-from autopar.graph import Graph, Ref
-from autopar.mesh import Mesh
+from autopar.ir.graph import Graph, Ref
+from autopar.ir.mesh import Mesh
 from autopar.scale import growth_of, usual_sources
 from autopar.scale.report import report
 from autopar.scale.study import Ground, study

@@ -8,16 +8,16 @@ from fractions import Fraction
 import pytest
 import torch
 
-from autopar.graph import Node, Ref, TensorType
-from autopar.layout import local_type
-from autopar.liveness import holds_storage
-from autopar.mesh import Mesh
+from autopar.assemble.liveness import holds_storage
+from autopar.ir.graph import Node, Ref, TensorType
+from autopar.ir.layout import local_type
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import flops_of
+from autopar.propose.strategies import Strategy, make_strategy, node_strategies
 from autopar.rules.notation import Rule
 from autopar.rules.table import RULES, rule_of
 from autopar.scale import operator_forms
 from autopar.scale.forms import work_of
-from autopar.strategy import Strategy, make_strategy, node_strategies
-from autopar.work import flops_of
 from cost_models.formulas import at, symbol
 from tests.rules import samples_nn, samples_pointwise, samples_reduce, samples_shape
 from tests.rules.harness import make_call

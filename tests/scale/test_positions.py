@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.scale import growth_of, usual_sources
 from autopar.scale.positions import beyond, most_positions
 from autopar.scale.report import report

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.graph import Graph
-from autopar.mesh import Mesh
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.price import Pricer
+from autopar.price.pricer import Pricer
 from autopar.scale import DoesNotSplit, graph_at, growth_of, plan_at, usual_sources
 from autopar.scale.__main__ import main
 from autopar.scale.report import differences, report

@@ -9,19 +9,19 @@ from functools import cache
 
 import pytest
 
-from autopar.decide import refereed
-from autopar.graph import Graph, Ref, TensorType
-from autopar.layout import REPLICATE, Layout, Shard, local_type
-from autopar.mesh import Mesh
+from autopar.decide.decide import refereed
+from autopar.ir.graph import Graph, Ref, TensorType
+from autopar.ir.layout import REPLICATE, Layout, Shard, local_type
+from autopar.ir.mesh import Mesh
 from autopar.plan import Choice, Delivery, Plan
-from autopar.plan.plan import Decision
-from autopar.price import Pricer
-from autopar.reshard import Reshard
+from autopar.plan.value import Decision
+from autopar.price.pricer import Pricer
+from autopar.price.reshard import Reshard
+from autopar.propose.strategies import propose
 from autopar.scale import DoesNotSplit, Growth, Totals, growth_of, plan_at, totals, usual_sources
 from autopar.scale.elsewhere import units
 from autopar.scale.forms import STATES, totals_of
 from autopar.search import search
-from autopar.strategy import propose
 from autopar.trace import capture, graph_of
 from cost_models.formulas import at, terms
 from cost_models.hardware import Hardware

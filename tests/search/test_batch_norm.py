@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from autopar import Plan
-from autopar.batch_norm import statistics_of
-from autopar.graph import Graph
+from autopar.errors import PlanMismatch
+from autopar.ir.batch_norm import statistics_of
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
 from autopar.measure.twin import traced
-from autopar.mesh import Mesh
-from autopar.plan import PlanMismatch
 from autopar.plan.fit import check
 from autopar.search import answer, ask, search
 from autopar.search.__main__ import main

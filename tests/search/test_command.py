@@ -12,9 +12,9 @@ import pytest
 
 from autopar import NoAnswerInTime, Plan
 from autopar.compile import compile
-from autopar.policies import POLICIES
 from autopar.search import __main__ as command
 from autopar.search.__main__ import main
+from autopar.search.policies import POLICIES
 from cost_models.hardware import Hardware
 from cost_models.reserve import room_in
 from tests.support.tiny import TINY

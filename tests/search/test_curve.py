@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.compile import ways_named
+from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.plan import Plan
-from autopar.search import Infeasible, NoAnswerInTime, Question, answer, ask, curve
+from autopar.search import Question, answer, ask, curve
 from autopar.search.__main__ import main
-from autopar.search.spare import SPARES
+from autopar.search.memory_options import SPARES, ways_named
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from cost_models.reserve import room_in

@@ -11,11 +11,11 @@ import pytest
 
 from autopar import NoAnswerInTime, Plan
 from autopar.search import answer, ask
-from autopar.search import rounds as rounds_module
-from autopar.search import solved as solved_module
+from autopar.search import drive as rounds_module
+from autopar.search import solve as solved_module
 from autopar.search.__main__ import main
 from autopar.search.baselines import compare
-from autopar.search.solved import solve as real_solve
+from autopar.search.solve import solve as real_solve
 from cost_models.hardware import Hardware
 from solver import Problem, Solution
 from tests.support.check import mesh_of

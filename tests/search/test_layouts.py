@@ -6,18 +6,18 @@ import random
 
 import pytest
 
-from autopar.assemble import assemble
-from autopar.hidden import MOVES
-from autopar.policies import restrict
-from autopar.price import Pricer
-from autopar.saving import narrowed
-from autopar.search.layouts import Known, best_among, carried
-from autopar.search.spare import Sparing, checkpointed
-from autopar.settle import tidied
-from autopar.strategy import propose
+from autopar.assemble.problem import assemble
+from autopar.decide.picks import tidied
+from autopar.price.overlap_discounts import MOVES
+from autopar.price.pricer import Pricer
+from autopar.propose.strategies import propose
+from autopar.rewrite import narrowed
+from autopar.search.memory_options import Sparing, checkpointed
+from autopar.search.policies import restrict
+from autopar.search.restricted import Known, best_among, carried
 from cost_models.hardware import Hardware
 from solver import evaluate
-from tests.sparing.drawn import drawn
+from tests.assemble.drawn import drawn
 from tests.support.check import mesh_of
 from tests.support.families import family
 from tests.support.plans import random_picks

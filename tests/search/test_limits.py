@@ -6,11 +6,12 @@ import math
 
 import pytest
 
-from autopar.graph import Graph
-from autopar.mesh import Mesh
-from autopar.search import Infeasible, answer, ask
+from autopar.errors import Infeasible
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.search import answer, ask
 from autopar.search.limits import nothing_fits
-from autopar.search.spare import SPARES
+from autopar.search.memory_options import SPARES
 from benchmarks.limits import question_of
 from cost_models.hardware import Hardware
 from solver import Shortage

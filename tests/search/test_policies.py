@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from autopar.classes import classes_of
-from autopar.graph import Graph, Node, Ref
-from autopar.layout import REPLICATE, Layout, Shard, replicated
+from autopar.errors import Infeasible
+from autopar.ir.graph import Graph, Node, Ref, batch_size
+from autopar.ir.layout import REPLICATE, Layout, Shard, replicated
+from autopar.ir.mesh import Mesh
 from autopar.lower import lower
-from autopar.mesh import Mesh
 from autopar.plan import Plan
-from autopar.policies import POLICIES, REWRITES, agree, batch_size, policies_for, restrict
-from autopar.price import Pricer
-from autopar.saving import is_gathered_once, plain
-from autopar.search import Infeasible, Question, answer, ask, search
+from autopar.price.pricer import Pricer
+from autopar.propose.repeated_blocks import classes_of
+from autopar.propose.strategies import even_layouts
+from autopar.rewrite import is_gathered_once, plain
+from autopar.search import Question, answer, ask, search
 from autopar.search.baselines import compare, table
-from autopar.strategy import even_layouts
+from autopar.search.policies import POLICIES, REWRITES, agree, policies_for, restrict
 from cost_models.hardware import Hardware
 from tests.support.check import difference, mesh_of
 from tests.support.families import family

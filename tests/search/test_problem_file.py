@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from autopar import Plan
-from autopar.assemble import Assembled
+from autopar.assemble.problem import Assembled
 from autopar.search import answer, ask
 from autopar.search.__main__ import main
-from autopar.search.posed import write
+from autopar.search.problems import write
 from cost_models.hardware import Hardware
 from solver.__main__ import main as solver_main
 from solver.store import read_problem

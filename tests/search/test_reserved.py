@@ -8,8 +8,9 @@ from math import inf
 
 import pytest
 
+from autopar.errors import Infeasible
 from autopar.plan import Plan
-from autopar.search import Infeasible, Question, answer, ask
+from autopar.search import Question, answer, ask
 from autopar.search.reserved import LEFT, RESERVED, TRIES, check_fits, held_within, reserved_bytes, telling
 from cost_models.hardware import Hardware
 from cost_models.reserve import Room, outside_bytes, room_in, workspaces

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from autopar.mesh import Mesh
-from autopar.search import Infeasible, NoAnswerInTime, Question, answer, ask
-from autopar.search import solved as solved_module
-from autopar.search.posed import Wanted, posed
-from autopar.search.solved import solve as real_solve
+from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.ir.mesh import Mesh
+from autopar.search import Question, answer, ask
+from autopar.search import solve as solved_module
+from autopar.search.problems import Wanted, posed
+from autopar.search.solve import solve as real_solve
 from cost_models.hardware import Hardware
 from solver import Problem, Solution
 from tests.support.families import family
@@ -56,7 +57,7 @@ def test_where_nothing_is_found_in_time_what_people_do_by_hand_stands_in(monkeyp
     by_hand = answer(question, memory=limit, policy="checkpoint-every-block", tied=True)
     assert plan.step_seconds <= by_hand.step_seconds * (1 + 1e-9)
     with pytest.raises(NoAnswerInTime):  # not even that fits
-        monkeypatch.setattr("autopar.search.rounds.policies_for", lambda mesh, sparing=False: ())
+        monkeypatch.setattr("autopar.search.drive.policies_for", lambda mesh, sparing=False: ())
         answer(question, memory=0.99 * limit)
 
 

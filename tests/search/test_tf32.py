@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar import Plan, PlanMismatch
-from autopar.here import tf32_here, tf32_set
+from autopar.machine.device import tf32_here, tf32_set
 from autopar.search.__main__ import main
 from autopar.simulate.timeline import pricer_of
 from cost_models.hardware import Hardware

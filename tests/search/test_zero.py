@@ -10,11 +10,11 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.emit import emit
-from autopar.graph import Graph, Ref
+from autopar.ir.graph import Graph, Ref
 from autopar.lower import lower
 from autopar.plan import Plan
-from autopar.price import Pricer
-from autopar.saving import gathered_once, is_gathered_once, kept_whole, plain
+from autopar.price.pricer import Pricer
+from autopar.rewrite import gathered_once, is_gathered_once, kept_whole, plain
 from autopar.search import answer, ask, search
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware

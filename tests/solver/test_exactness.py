@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from solver import BACKENDS, REDUCTIONS, evaluate, solve
+from solver import BACKENDS, REDUCTIONS, Problem, Usage, evaluate, solve
 from solver.backends import Budget, race
 from solver.presolve import Dead, presolve
 from tests.solver.problems import assignments, random_problem
@@ -149,3 +149,21 @@ def test_large_cores_go_through_the_dual_and_still_end_proven(monkeypatch, truth
         if assignments(random_problem(seed)) <= 1500:
             solution = solve(random_problem(seed), time_limit_s=1.0, reductions={"arcs"})
             assert solution.cost == pytest.approx(truth(seed)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("slack", [1e-6, 1e-3, 0.04])
+@pytest.mark.parametrize("reductions", [{"dominance"}, True], ids=["dominance", "all"])
+def test_a_little_more_memory_is_more(slack, reductions):
+    """Of two options the cheaper one holds a little more; a limit between the two decides. Whole bytes hide this."""
+    for limit, cost in ((100 * (1 + slack / 2), 2.0), (100 * (1 + slack), 1.0)):
+        problem = Problem(
+            (np.array([1.0, 2.0]), np.array([0.0, 5.0])),
+            (),
+            (
+                Usage(0, "memory", 0, 2, np.array([60 * (1 + slack) + 40 * slack, 60.0])),
+                Usage(1, "memory", 0, 2, np.array([40.0, 40.0])),
+            ),
+            limits={"memory": limit},
+        )
+        assert least_cost(problem) == cost
+        assert solve(problem, reductions=reductions).cost == cost

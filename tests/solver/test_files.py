@@ -148,7 +148,7 @@ def test_an_infeasible_file_is_an_answer_not_an_error(tmp_path):
     (tmp_path / "tight.json").write_text(json.dumps(broken(lambda p: p.update(usage_limit=50))))
     done = run_solver(tmp_path / "tight.json")
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert (done.returncode, answer["status"], answer["choice"]) == (0, "infeasible", [])
+    assert (done.returncode, answer["status"], answer["choice"]) == (3, "infeasible", [])
     assert "the smallest workable limit is 56 bytes" in done.stderr
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from autopar.emit.simulate import Ran
-from autopar.mesh import Mesh
+from autopar.emit.run_all_ranks import Ran
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.saving import plain
+from autopar.rewrite import plain
 from tests.support.families import Case, Reference
 from tests.support.lockstep import run_all
 from tests.support.wide import as_double

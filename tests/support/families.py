@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar._compat import pytree
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.trace import Captured, capture, lower, normalise
 from tests.support.complexes import Fno, Parts, Rotary
 from tests.support.wide import Wide, in_double, widen

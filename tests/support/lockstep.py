@@ -1,7 +1,7 @@
 """Runs a plan's program for all ranks in one process: node by node, for each rank on plain tensors.
 
-It says the same as `autopar.emit.simulate`, with collectives written out apart from torch's, several times faster, and
-it counts what they move.
+It says the same as `autopar.emit.run_all_ranks`, with collectives written out apart from torch's, several times faster,
+and it counts what they move.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from autopar.emit import emit
+from autopar.emit.run_all_ranks import Ran, shard, unshard
 from autopar.emit.seeded import pieces_of, seeds
-from autopar.emit.simulate import Ran, shard, unshard
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 
 Traffic = dict[tuple[str, str], int]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.trace import graph_of
 from tests.support.families import Case, Reference, doubled, reference
 from tests.support.wide import Wide

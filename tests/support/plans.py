@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.assemble import Assembled, assemble
-from autopar.decide import choose, decide, refereed
-from autopar.graph import Graph
-from autopar.layout import Layout
-from autopar.mesh import Mesh
+from autopar.assemble.problem import Assembled, assemble
+from autopar.decide.decide import choose, decide, refereed
+from autopar.decide.picks import picked
+from autopar.ir.graph import Graph
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
-from autopar.price import Pricer
-from autopar.settle import picked
-from autopar.strategy import Strategy, propose
+from autopar.price.pricer import Pricer
+from autopar.propose.strategies import Strategy, propose
 from cost_models.hardware import Hardware
 from solver import Solution, solve
 from tests.support.machines import FAST

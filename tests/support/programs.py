@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.lower import Program
 from autopar.lower.program import Alloc, Buffer, Free, Instruction, Launch, Local, Operator, Run, Send
 

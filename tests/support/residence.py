@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.assemble import Assembled, assemble, output_name
-from autopar.decide import choose, refereed
-from autopar.graph import Graph
-from autopar.mesh import Mesh
+from autopar.assemble.problem import Assembled, assemble, output_name
+from autopar.decide.decide import choose, refereed
+from autopar.decide.picks import picked
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import FETCH, STORE
 from autopar.plan import RESIDENCES, Plan
-from autopar.price import Pricer
-from autopar.saving import narrowed, plain, widened
-from autopar.settle import picked
-from autopar.strategy import Strategy, operand_types, propose, steps_of
-from autopar.work import FETCH, STORE
+from autopar.price.pricer import Pricer
+from autopar.propose.strategies import Strategy, operand_types, propose, steps_of
+from autopar.rewrite import narrowed, plain, widened
 from cost_models.hardware import Hardware
 from solver import Edge
 from tests.support.check import worst_difference

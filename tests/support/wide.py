@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar._compat import TorchDispatchMode
-from autopar.graph import Arg, Const, Graph, Node, TensorType
+from autopar.ir.graph import Arg, Const, Graph, Node, TensorType
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 WIDER_NAMES = {"float32": "float64", "complex64": "complex128"}

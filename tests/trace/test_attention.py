@@ -12,9 +12,10 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.attention import ATTENTION, ATTENTION_BACKWARD, has_bias
-from autopar.graph import Graph, Node
-from autopar.trace import TraceError, capture, graph_of
+from autopar.errors import TraceError
+from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, has_bias
+from autopar.ir.graph import Graph, Node
+from autopar.trace import capture, graph_of
 from tests.support.check import difference, mesh_of
 from tests.support.families import FAMILIES, Case, family
 from tests.support.lockstep import run_all

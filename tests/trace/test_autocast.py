@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar import Plan
-from autopar.graph import Graph
-from autopar.precision import told
+from autopar.errors import TraceError
+from autopar.ir.graph import Graph
+from autopar.ir.precision import told
 from autopar.search.__main__ import main
-from autopar.trace import TraceError, capture, graph_of
+from autopar.trace import capture, graph_of
 from autopar.trace.ambient import autocast_as, autocast_as_asked, autocast_state
 
 HAS_CUDA = torch.cuda.is_available()

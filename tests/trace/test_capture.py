@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.graph import Graph
-from autopar.trace import TraceError, capture, lower, normalise
+from autopar.errors import TraceError
+from autopar.ir.graph import Graph
+from autopar.trace import capture, lower, normalise
 from tests.support.check import difference, mesh_of
 from tests.support.families import Case, family
 from tests.support.plans import PlanSampler

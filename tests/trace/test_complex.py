@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.graph import Graph
+from autopar.ir.graph import Graph
 from autopar.trace import capture, lower, normalise
 from tests.support.families import family
 

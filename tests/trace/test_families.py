@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.strategy import propose
+from autopar.propose.strategies import propose
 from autopar.trace import capture, lower, normalise
 from tests.support.check import difference, mesh_of, worst_difference
 from tests.support.families import FAMILIES, family

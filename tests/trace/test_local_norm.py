@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.batch_norm import IN_PARTS, IN_PARTS_BACKWARD, parts_of, statistics_of, told
-from autopar.graph import Graph
-from autopar.mesh import Mesh
-from autopar.trace import TraceError, capture, graph_of
+from autopar.errors import TraceError
+from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD, parts_of, statistics_of, told
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.trace import capture, graph_of
 from tests.support.check import difference, mesh_of
 from tests.support.families import Case
 from tests.support.plans import PlanSampler

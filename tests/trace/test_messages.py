@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.trace import TraceError, capture
+from autopar.errors import TraceError
+from autopar.trace import capture
 
 
 class Model(nn.Module):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar.graph import Graph
-from autopar.mesh import Mesh
-from autopar.price import Pricer
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.price.pricer import Pricer
 from autopar.search import search
 from autopar.simulate.timeline import events_of
 from autopar.trace import capture, graph_of, lower, normalise

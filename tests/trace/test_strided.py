@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.trace import TraceError, capture, lower
+from autopar.errors import TraceError
+from autopar.trace import capture, lower
 from autopar.trace.strided import MADE, READ, WRITE, in_memory
 from tests.support.check import difference, mesh_of
 from tests.support.families import Case

@@ -1,0 +1,256 @@
+"""Where a parameter, its gradient and its optimizer states live, in the problem.
+
+    device    all of them on the device
+    host      all of them on the host, which updates the parameter; each phase fetches it for as long as it reads it
+    stream    parameter and gradient on the device, states on the host: they stream through the device in the update
+
+A parameter's options are its layouts, once for each residence that is offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from autopar.assemble.activations import below, has_modes, still_modes
+from autopar.assemble.builder import DEVICE, HOST, Array, Assembly
+from autopar.assemble.liveness import Liveness
+from autopar.ir.graph import Node, Ref
+from autopar.price.overlap_discounts import seconds_of
+from autopar.price.pricer import Pricer
+from autopar.propose.strategies import Strategy
+from cost_models.steps import Move
+
+
+def resident_options(work: Assembly, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    if len(work.residences) == 1:
+        return options
+    if id(options) not in work.resident:
+        work.resident[id(options)] = options * len(work.residences)
+    return work.resident[id(options)]
+
+
+def settle_residences(work: Assembly, settled: Mapping[str, Sequence[str]]) -> None:
+    for node in work.graph.nodes:
+        if node.op == "parameter" and (where := settled.get(node.target)) is not None:
+            item = work.item_of[node.name]
+            work.costs[item] = np.where(_is(work, node, *where) > 0, work.costs[item], np.inf)
+
+
+def _is(work: Assembly, node: Node, *residences: str) -> Array:
+    """1 for each option of the parameter with one of these residences."""
+    told = [float(r in residences) for r in work.residences for _ in work.strategies[node.name]]
+    return work.once(("is", tuple(told)), lambda: np.array(told))
+
+
+def _sizes(work: Assembly, node: Node) -> Array:
+    """Bytes of the parameter in each option."""
+    item, ref = work.item_of[node.name], Ref(node.name)
+    return work.sizes(work.type(ref), item, "parameter", lambda: work.gives(item, 0))
+
+
+def update_costs(work: Assembly, node: Node) -> Array:
+    """Seconds of the optimizer's pass over the parameter, if it has a gradient, and of fetching it from the host."""
+    type = work.type(Ref(node.name))
+    count = len(work.strategies[node.name])
+    local = [work.pricer.local_bytes(type, strategy.gives[0]) for strategy in work.strategies[node.name]]
+    trained = node.target in work.live.update_at
+    key = "update", tuple(local), type.dtype, trained
+
+    def made() -> Array:
+        if not trained:
+            return np.zeros(count * len(work.residences))
+        return np.array(
+            [
+                seconds_of(work.pricer, work.shares, work.pricer.update_steps(n, type.dtype, r))
+                for r in work.residences
+                for n in local
+            ]
+        )
+
+    cost = work.once(key, made)
+    if "host" not in work.residences:
+        return cost
+    reads = _readers(work, node)
+    phases = bool(reads.forward) + bool(reads.surely)
+    fetch = np.array([0.0 if r != "host" else _fetch_s(work, n) for r in work.residences for n in local])
+    if len(reads.perhaps) > 1 and not reads.surely:  # whoever comes first would fetch it: no matter of pairs
+        fetch = np.where(_is(work, node, "host") > 0, np.inf, 0.0)
+    return cost + phases * fetch
+
+
+def _fetch_s(work: Assembly, nbytes: int) -> float:
+    return seconds_of(work.pricer, work.shares, (Move("host", "hbm", nbytes),))
+
+
+class _Readers:
+    """Who reads a parameter, perhaps through views, in the forward and in backward; of the latter `surely` those that
+    do in any case, and `perhaps` those that do if they are run again.
+    """
+
+    def __init__(self) -> None:
+        self.forward: list[str] = []
+        self.backward: list[str] = []
+        self.surely: list[str] = []
+        self.perhaps: list[str] = []
+
+
+def _readers(work: Assembly, node: Node) -> _Readers:
+    if not work.readers:
+        work.readers = {n.name: _Readers() for n in work.graph.nodes if n.op == "parameter"}
+        for reader in work.graph.nodes:
+            for storage in dict.fromkeys(s for ref in reader.operands for s in below(work, ref.name)):
+                if (found := work.readers.get(storage)) is None:
+                    continue
+                if reader.phase == "forward":
+                    found.forward.append(reader.name)
+                    continue
+                found.backward.append(reader.name)
+                if any(ref.name == storage for ref in reader.operands):
+                    (found.perhaps if has_modes(work, reader.name) else found.surely).append(reader.name)
+    return work.readers[node.name]
+
+
+def add_parameter(work: Assembly, node: Node) -> None:
+    """Bytes of the parameter, of its states, and of what the optimizer makes while it steps."""
+    live, pricer, item = work.live, work.pricer, work.item_of[node.name]
+    nbytes = _sizes(work, node)
+    key = id(nbytes)
+
+    def only(what: str, make: Callable[[], Array], *residences: str) -> Array:
+        return work.once((what, key, residences), lambda: make() * _is(work, node, *residences))
+
+    work.held(item, 0, live.instants, only("parameter", lambda: nbytes, "device", "stream"))
+    if "host" in work.residences:
+        work.held(item, 0, live.instants, only("parameter", lambda: nbytes, "host"), HOST)
+        _add_fetches(work, node, only("parameter", lambda: nbytes, "host"))
+    if (at := live.update_at.get(node.target)) is None:
+        return
+
+    def states() -> Array:
+        return np.array([pricer.state_bytes(int(size)) for size in nbytes], dtype=np.float64)
+
+    counted = work.once(("counted", key), lambda: states() * _is(work, node, "device") + pricer.counter_bytes)
+    work.held(item, 0, live.instants, counted)
+    if len(work.residences) > 1:
+        work.held(item, 0, live.instants, only("states", states, "host", "stream"), HOST)
+        work.held(item, at, at + 1, only("states", states, "stream"))
+    _add_temporaries(work, node, nbytes, at)
+
+
+def _add_temporaries(work: Assembly, node: Node, nbytes: Array, at: int) -> None:
+    """What the optimizer makes beside the states while it updates the parameter. Of the one that it updated before it
+    may still hold something; where parameters of several residences take turns, that may be any earlier one.
+    """
+    live, pricer, made, item = work.live, work.pricer, work.pricer.temporaries, work.item_of[node.name]
+    if len(work.residences) == 1:
+        for start, end, times in temporaries(live, pricer, at):
+            work.held(
+                item, start, end, work.once(("temporaries", id(nbytes), times), lambda times=times: nbytes * times)
+            )
+        return
+    before = made.left * _largest_before(work, node)
+
+    def held(start: int, end: int, tier: str, residence: str, times: int, before: float) -> None:
+        key = "temporaries", id(nbytes), residence, times, before
+        work.held(
+            item, start, end, work.once(key, lambda: (nbytes * times + before) * _is(work, node, residence)), tier
+        )  # fmt: skip
+
+    if pricer.updates_together:
+        held(live.gathered_at + 1, live.instants, DEVICE, "device", made.together, 0.0)
+        held(at, at + 1, DEVICE, "stream", made.together, 0.0)
+    else:
+        held(at, at + 1, DEVICE, "device", made.own, before)
+        held(at, at + 1, DEVICE, "stream", made.own, 0.0)
+    held(at, at + 1, HOST, "host", made.own, before)
+
+
+def _largest_before(work: Assembly, node: Node) -> float:
+    """Bytes of the largest parameter that is updated before this one, in any of its layouts."""
+
+    def made() -> Array:
+        largest, found = 0.0, dict[str, float]()
+        for other in work.graph.nodes:
+            if other.op == "parameter" and other.target in work.live.update_at:
+                found[other.name] = largest
+                largest = max(largest, float(_sizes(work, other).max()))
+        work.size_of |= {("largest before", name): np.array(most) for name, most in found.items()}
+        return work.size_of["largest before", node.name]
+
+    return float(work.once(("largest before", node.name), made))
+
+
+def _add_fetches(work: Assembly, node: Node, nbytes: Array) -> None:
+    """Bytes of what the forward and backward fetch, from the first reader to the last. Where the first of backward
+    reads only if it is run again, it is that one that has it fetched so early.
+    """
+    reads, live, item = _readers(work, node), work.live, work.item_of[node.name]
+    for names in (reads.forward, reads.backward):
+        if not names:
+            continue
+        start, end = live.at[names[0]], live.at[names[-1]] + 1
+        if names[0] in reads.perhaps:
+            then = live.at[names[1]] if len(names) > 1 else end
+            edge, runs = _fetched_for(work, node, names[0], nbytes)
+            early = work.once(("early", id(nbytes), runs), lambda runs=runs: np.outer(nbytes, runs))
+            work.held_between(edge, start, then, early)
+            start = then
+        work.held(item, start, end, nbytes)
+
+
+def _fetched_for(work: Assembly, node: Node, reader: str, nbytes: Array) -> tuple[int, tuple[bool, ...]]:
+    """The edge between a parameter and a value of backward that reads it if it is run again, and of which of the
+    value's modes that is true. It costs a fetch where nobody else in backward is sure to read the parameter.
+    """
+    mode, still = work.mode_of[reader], len(still_modes(work, reader))
+    runs = tuple(option >= still for option in range(len(work.costs[mode])))
+    alone = not _readers(work, node).surely
+
+    def made() -> Array:
+        seconds = [_fetch_s(work, int(n)) if n and alone else 0.0 for n in nbytes]
+        return np.outer(seconds, runs)
+
+    cost = work.once(("perhaps", id(nbytes), runs, alone), made)
+    return work.add_edge(work.item_of[node.name], mode, cost), runs
+
+
+def add_gradient(work: Assembly, node: Node, place: int) -> None:
+    """A gradient's way to its parameter, and from there to the host if the parameter lies there."""
+    result = work.graph.results[place]
+    assert result.ref is not None
+    type, live, item = work.type(result.ref), work.live, work.item_of[node.name]
+    producer = work.item_of[result.ref.name]
+    stored = work.gives(item, 0)
+    at, until, turn = live.at[result.ref.name], live.sent_until[place], live.sent_turn.get(place)
+    cost, nbytes, room = work.delivered(type, producer, result.ref.index, item, stored, place)
+    edge = work.add_edge(producer, item, cost)
+    if place in work.copied:
+        here, sizes = _is(work, node, "device", "stream"), work.sizes(type, item, "gradient", lambda: stored)
+        copy = work.once(("copy", id(sizes), id(here)), lambda: sizes * here)
+        work.held(item, live.gathered_at - 1, live.instants, copy)
+    if "host" not in work.residences:
+        work.changed(edge, at, until, nbytes, room)
+        if turn is not None:
+            work.taken_over(place, edge, item, turn, type, work.pricer.nbytes(type, stored), nbytes)
+        return
+    here = _is(work, node, "device", "stream")
+    work.changed(edge, at, until, work.once(("here", id(nbytes), id(here)), lambda: nbytes * here[None, :]), room)
+    sizes = work.sizes(type, item, "gradient", lambda: stored)
+    work.held(item, at, live.instants, work.once(("away", id(sizes), id(here)), lambda: sizes * (1 - here)), HOST)
+    if turn is not None:
+        shared = turn.share.at_most(sizes, type.nbytes)
+        key = id(sizes), turn.share, id(here)
+        work.held(item, turn.start, min(turn.end, at + 1), work.once(("turn", *key), lambda: shared))
+        work.held(item, max(turn.start, at + 1), turn.end, work.once(("turn here", *key), lambda: shared * here))
+
+
+def temporaries(live: Liveness, pricer: Pricer, at: int) -> list[tuple[int, int, int]]:
+    """(from instant, until before, times the parameter's bytes) of what the optimizer makes for the parameter that it
+    updates at `at`, where all parameters live on the device.
+    """
+    made = pricer.temporaries
+    if pricer.updates_together:
+        return [(live.gathered_at + 1, live.instants, made.together)]
+    return [(at, at + 1, made.own - made.left), (at, min(at + 2, live.instants), made.left)]

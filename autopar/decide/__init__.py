@@ -1,0 +1,1 @@
+"""Decide: the solver's picks become a plan, which the referee prices again."""

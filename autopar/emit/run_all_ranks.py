@@ -1,0 +1,147 @@
+"""Runs a plan's program for all ranks in one process, without a process group: the main numeric check of a plan.
+
+Every value is a `LocalTensor` that holds one piece per rank, and collectives really exchange the pieces. What this
+cannot see are hangs and differences in order between real processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar._compat import FakeStore, LocalTensor, LocalTensorMode
+from autopar.emit.emit import Emitted, emit
+from autopar.emit.seeded import pieces_of, seeds
+from autopar.ir.graph import Result
+from autopar.ir.layout import Layout, Partial, Shard
+from autopar.ir.mesh import Mesh
+from autopar.plan import Plan
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Whole values of every result, under (kind, target); a layout with several holders of a piece was checked to
+    agree.
+    """
+
+    results: Mapping[tuple[str, str], Tensor | None]
+
+
+@contextmanager
+def fake_ranks(mesh: Mesh) -> Iterator[DeviceMesh]:
+    """A process group of `mesh.ranks` ranks of which only one exists, and the device mesh over it."""
+    if dist.is_initialized():
+        raise RuntimeError("a process group exists already; simulate in a process without one")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.ranks)
+    try:
+        yield init_device_mesh("cpu", mesh.sizes, mesh_dim_names=mesh.names)
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(value: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
+    """The piece of `value` that `rank` holds in `layout` (which has no partial axes)."""
+    for placement, size, index in zip(layout, mesh.sizes, mesh.coordinate(rank), strict=True):
+        if isinstance(placement, Shard):
+            value = value.chunk(size, placement.dim)[index]
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def unshard(pieces: Mapping[int, Tensor], layout: Layout, mesh: Mesh) -> Tensor:
+    """The whole value from the pieces of all ranks. Raises AssertionError where holders of one piece differ."""
+    held = dict(pieces)
+    for axis in reversed(range(len(mesh.sizes))):
+        placement = layout[axis]
+        groups: dict[tuple[int, ...], list[Tensor]] = {}
+        for rank in sorted(held):
+            where = mesh.coordinate(rank)
+            groups.setdefault((*where[:axis], 0, *where[axis + 1 :]), []).append(held[rank])
+        stride = 1
+        for size in mesh.sizes[axis + 1 :]:
+            stride *= size
+        merged: dict[int, Tensor] = {}
+        for rank in sorted(held):
+            where = mesh.coordinate(rank)
+            if where[axis]:
+                continue
+            parts = groups[where]
+            match placement:
+                case Shard(dim):
+                    merged[rank] = torch.cat(parts, dim)
+                case Partial():
+                    raise AssertionError("a result of a program is never partial")
+                case _:
+                    for part in parts[1:]:
+                        assert torch.equal(part.nan_to_num(), parts[0].nan_to_num()), (
+                            "ranks disagree on a replicated value"
+                        )
+                    merged[rank] = parts[0]
+        held = merged
+    return held[0]
+
+
+def run(
+    plan: Plan, device_mesh: DeviceMesh, values: Mapping[str, Tensor], program: Emitted | None = None, seed: int = 0
+) -> Ran:
+    """One forward (and backward) of `plan` from whole tensors, by node name: parameters, buffers, inputs, tangents.
+
+    A tangent that is not given is 1 (the derivative of a loss by itself). `seed`: of the numbers that are drawn.
+    """
+    mesh = plan.mesh
+    groups = {axis: device_mesh.get_group(axis).group_name for axis in mesh.names}
+    program = program or emit(plan, groups)
+    ranks = range(mesh.ranks)
+
+    def local(name: str, value: Tensor) -> Tensor:
+        layout = plan.choices[name].gives[0]
+        return LocalTensor({rank: shard(value, layout, mesh, rank) for rank in ranks})
+
+    inputs = [local(node.name, values[node.name].detach()) for node in program.inputs]
+    coordinates = [
+        LocalTensor({rank: torch.tensor(mesh.coordinate(rank)[axis]) for rank in ranks})
+        for axis in range(len(mesh.sizes))
+    ]
+    ranks_own = [*coordinates, *_seeds(program, mesh, seed)]
+    tangents: list[Tensor] = []
+    for node in program.tangents:
+        (type,) = node.outputs
+        assert type is not None
+        given = values.get(node.name, torch.ones(type.shape, dtype=getattr(torch, type.dtype)))
+        tangents.append(local(node.name, given))
+    with LocalTensorMode(frozenset(ranks)), torch.no_grad():
+        outputs = program.forward(*inputs, *ranks_own)
+        done = list(zip(program.results, outputs, strict=False))
+        saved = list(outputs[len(program.results) :])
+        if program.backward is not None:
+            gradients = program.backward(saved, *tangents, *ranks_own)
+            done += zip(program.gradients, gradients, strict=True)
+            assert not saved, "the backward leaves saved values behind"
+    whole: dict[tuple[str, str], Tensor | None] = {}
+    for (result, layout), value in done:
+        whole[_key(result)] = None if value is None else unshard(_pieces(value, mesh), layout, mesh)
+    return Ran(whole)
+
+
+def _seeds(program: Emitted, mesh: Mesh, seed: int) -> list[Tensor]:
+    if not program.drawing:
+        return []
+    ranks = range(mesh.ranks)
+    return [
+        LocalTensor({rank: seeds(seed, 0, pieces_of(program.drawing, mesh, mesh.coordinate(rank))) for rank in ranks})
+    ]
+
+
+def _pieces(value: Tensor, mesh: Mesh) -> dict[int, Tensor]:
+    if isinstance(value, LocalTensor):
+        return dict(value._local_tensors)
+    return {rank: value for rank in range(mesh.ranks)}
+
+
+def _key(result: Result) -> tuple[str, str]:
+    return result.kind, result.target

@@ -1,0 +1,202 @@
+"""The joint forward/backward graph as plain values: what trace leaves behind and every later stage reads.
+
+No torch here. An operator is named by its torch.ops path without the leading `torch.ops.` (`aten.mm.default`), or by a
+name of ours (`autopar.einsum`). A node with several results is one node; `Ref(name, i)` is its i-th result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, cast
+
+Phase = Literal["forward", "backward"]
+
+# A dtype of ours: two 64-bit numbers from which a rank draws again what it drew. It means nothing on another rank, so
+# that no layout change leads anywhere from it.
+RANDOM_STATE = "random_state"
+
+ITEMSIZE = {
+    RANDOM_STATE: 8,
+    "bool": 1, "uint8": 1, "uint16": 2, "uint32": 4, "uint64": 8, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+    "complex32": 4, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Global (unsplit) shape and dtype (`float32`) of a value."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The `index`-th result of the node called `name`."""
+
+    name: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """A torch constant in an argument: kind is dtype, device, layout or memory_format."""
+
+    kind: str
+    value: str
+
+
+# What stands in an argument list: None, bool, int, float, complex, str, Ref, Const or a tuple of these.
+Arg = Any
+
+SOURCES = ("parameter", "buffer", "input", "tangent", "constant")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator application, or a source of values (op is one of SOURCES, and target names what it is).
+
+    `target` of a parameter or buffer is its name in the model; of an input its path among the arguments; of a tangent
+    the index of the output it belongs to; of a constant its values as JSON. `module` and `source` say where in the
+    user's model the node came from.
+    """
+
+    name: str
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    outputs: tuple[TensorType | None, ...]
+    phase: Phase = "forward"
+    target: str = ""
+    module: str = ""
+    source: str = ""
+
+    @cached_property  # everybody asks, again and again
+    def operands(self) -> tuple[Ref, ...]:
+        """The tensors it reads, in the order in which they stand in args, then kwargs (with repetitions)."""
+        return tuple(_refs((self.args, tuple(value for _, value in self.kwargs))))
+
+    @property
+    def is_source(self) -> bool:
+        return self.op in SOURCES
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the graph gives back: kind is output, gradient or buffer; target is an output index, or a name.
+
+    `ref` is None where the model returns None, or where a parameter has no gradient.
+    """
+
+    kind: Literal["output", "gradient", "buffer"]
+    target: str
+    ref: Ref | None
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in execution order: every operand is defined above its use. Forward nodes stand before backward nodes."""
+
+    nodes: tuple[Node, ...]
+    results: tuple[Result, ...]
+
+    def __post_init__(self) -> None:
+        seen: dict[str, int] = {}
+        for node in self.nodes:
+            for ref in node.operands:
+                if ref.index >= seen.get(ref.name, 0):
+                    raise ValueError(
+                        f"{node.source or node.module}: %{node.name} uses %{ref.name}[{ref.index}] before it is defined"
+                    )
+            if node.name in seen:
+                raise ValueError(f"two nodes are called %{node.name}")
+            seen[node.name] = len(node.outputs)
+        for result in self.results:
+            if result.ref is not None and result.ref.index >= seen.get(result.ref.name, 0):
+                raise ValueError(
+                    f"{result.kind} {result.target} is %{result.ref.name}[{result.ref.index}], which is not defined"
+                )
+
+    @cached_property
+    def by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    def type_of(self, ref: Ref) -> TensorType:
+        found = self.by_name[ref.name].outputs[ref.index]
+        assert found is not None, ref
+        return found
+
+    @cached_property
+    def digest(self) -> str:
+        """Content hash: the same for the same program, whatever the process. Sources and module paths do not count."""
+        told = [
+            (n.name, n.op, _plain(n.args), _plain(n.kwargs), [str(t) for t in n.outputs], n.phase, n.target)
+            for n in self.nodes
+        ]
+        ends = [(r.kind, r.target, _plain(r.ref)) for r in self.results]
+        return hashlib.sha256(json.dumps([told, ends], separators=(",", ":")).encode()).hexdigest()
+
+
+def batch_size(graph: Graph) -> int:
+    """The leading size that most inputs have (of two equally frequent ones, the first); 0 without inputs."""
+    types = [node.outputs[0] for node in graph.nodes if node.op == "input"]
+    sizes = Counter(type.shape[0] for type in types if type is not None and type.shape)
+    return max(sizes, key=lambda size: sizes[size], default=0)
+
+
+def weights_in(graph: Graph) -> set[str]:
+    """Parameters, and what is made of them alone: casts and views."""
+    weights: set[str] = set()
+    for node in graph.nodes:
+        if node.op == "parameter" or (node.operands and all(ref.name in weights for ref in node.operands)):
+            weights.add(node.name)
+    return weights
+
+
+def _refs(arg: Arg) -> Iterator[Ref]:
+    if isinstance(arg, Ref):
+        yield arg
+    elif isinstance(arg, tuple):
+        for part in cast("tuple[Arg, ...]", arg):
+            yield from _refs(part)
+
+
+def _plain(arg: Arg) -> Any:
+    match arg:
+        case Ref():
+            return {"ref": [arg.name, arg.index]}
+        case Const():
+            return {arg.kind: arg.value}
+        case tuple():
+            return [_plain(part) for part in cast("tuple[Arg, ...]", arg)]
+        case float() | complex():
+            return repr(arg)
+        case _:
+            return arg
+
+
+def map_refs(arg: Arg, change: Any) -> Arg:
+    """The same argument with `change(ref)` in the place of every Ref."""
+    if isinstance(arg, Ref):
+        return change(arg)
+    if isinstance(arg, tuple):
+        return tuple(map_refs(part, change) for part in cast("tuple[Arg, ...]", arg))
+    return arg

@@ -1,0 +1,173 @@
+"""How much arithmetic one operator does: flops as closed forms of its shapes, and the kind that picks the rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.ir import attention
+from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, CAUSAL_AT, DROPOUT_AT, OPERANDS_OF_ATTENTION
+from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
+from autopar.ir.graph import Node, TensorType
+
+# Operators whose result is another look at an operand's storage: they move nothing and hold nothing of their own.
+VIEWS = (
+    "aten.view.default",
+    "aten.permute.default",
+    "aten.expand.default",
+    "aten.slice.Tensor",
+    "aten.select.int",
+    "aten.split.Tensor",
+    "aten.split_with_sizes.default",
+    "aten.chunk.default",
+    "aten.unbind.int",
+    "aten.diagonal.default",
+    "aten.view_as_real.default",
+    "aten.view_as_complex.default",
+    "autopar.share",
+)
+
+
+# Operators that draw numbers: running one again gives other values.
+RANDOM = (
+    "aten.native_dropout.default",
+    "aten.rand",
+    "aten.randn",
+    "aten.randint",
+    "aten.bernoulli",
+    "aten.normal",
+    "aten.multinomial",
+    "aten._fused_dropout.",
+    "aten._standard_gamma.",
+    "aten.alpha_dropout.",
+    "aten.binomial.",
+    "aten.cauchy.",
+    "aten.dropout.",
+    "aten.exponential.",
+    "aten.feature_alpha_dropout.",
+    "aten.feature_dropout.",
+    "aten.geometric.",
+    "aten.log_normal.",
+    "aten.poisson.",
+    "aten.rrelu.",
+    "aten.rrelu_with_noise.",
+    "aten.rrelu_with_noise_functional.",
+    "aten.uniform.",
+)
+
+
+def draws(node: Node) -> bool:
+    """Whether the operator draws numbers; attention does where its probability of dropout is not zero, and dropout
+    where it is asked for.
+    """
+    if node.op == "aten.native_dropout.default":
+        return node.args[2] is not False and node.args[1] != 0
+    if node.op == ATTENTION:
+        return node.args[DROPOUT_AT[ATTENTION]] != 0.0
+    return node.op.startswith(RANDOM)
+
+
+# A value's way to the host and back: results of the first lie in the memory of the host.
+STORE, FETCH = "autopar.store", "autopar.fetch"
+
+# Lookups read as many rows of their table as they return, not the table: operator -> the table's place among operands.
+LOOKUPS = {
+    "aten.embedding.default": 0,
+    "aten.index_select.default": 0,
+    "aten.gather.default": 0,
+    "aten.index.Tensor": 0,
+}
+
+
+# Products of groups of rows, each with a matrix of its own -> flops per entry of the left operand and column.
+GROUPED = {
+    "aten._grouped_mm.default": 2.0,
+    "transformers.grouped_mm_fallback.default": 2.0,
+    "transformers.grouped_mm_fallback_backward.default": 4.0,
+}
+
+
+def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
+    """Bytes that an operator on these (local) operands holds beside its results while it runs: those that its program
+    sees. What a kernel takes and gives back by itself is not known here.
+    """
+    if node.op in (IN_PARTS, IN_PARTS_BACKWARD) and _parts_here(node, operands) > 1:
+        return operands[0].nbytes  # results of the parts, which are put together
+    if node.op in OPERANDS_OF_ATTENTION:
+        return attention.temporary_bytes(node, operands)
+    if node.op == "aten.mse_loss.default" and not (len(node.args) > 2 and node.args[2] == 0):
+        return operands[0].nbytes  # the mean is made in the storage of what it is the mean of
+    return 0
+
+
+def bytes_moved(node: Node, operands: Sequence[TensorType], outputs: Sequence[TensorType | None]) -> int:
+    """Bytes that an operator reads and writes in device memory, of the given (local) operands and results.
+
+    An operand that stands twice is read once; views move nothing.
+    """
+    if node.op in VIEWS:
+        return 0
+    written = sum(out.nbytes for out in outputs if out is not None)
+    table = LOOKUPS.get(node.op)
+    read = {
+        ref: written if place == table else type.nbytes
+        for place, (ref, type) in enumerate(zip(node.operands, operands, strict=True))
+    }
+    if node.op in (IN_PARTS, IN_PARTS_BACKWARD) and _parts_here(node, operands) > 1:
+        written += 2 * operands[0].nbytes  # the results of the parts, put together
+    return sum(read.values()) + written
+
+
+def _parts_here(node: Node, operands: Sequence[TensorType]) -> int:
+    """How many parts of the batch these (local) operands hold."""
+    if node.op == IN_PARTS_BACKWARD:
+        return next(type.shape[0] for type in operands[2:] if len(type.shape) == 2)  # of the mean
+    y = node.outputs[0]
+    assert y is not None
+    return node.args[7] * operands[0].shape[0] // y.shape[0]
+
+
+def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
+    """(flops, kind) of the whole, unsplit operator. Kinds: matmul, attention, conv, elementwise.
+
+    Attention forward is two products of 2*b*h*q*k*d, backward five of them (Dao 2023, section 3.1); with a causal mask,
+    of half as much. A complex product is four real ones and two sums, a complex sum two. A Fourier transform counts as
+    elementwise: it is memory that bounds it.
+    """
+    op = node.op
+    if op == "autopar.einsum" or op.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")):
+        return (8.0 if _is_complex(operands[-1]) else 2.0) * _product_size(node, operands), "matmul"
+    if op in OPERANDS_OF_ATTENTION:
+        q, k, v = (type.shape for type in attention.operands_at(node, operands))
+        scores = 2.0 * math.prod(q[:3]) * k[2] / (2 if node.args[CAUSAL_AT[op]] else 1)
+        backward = op == ATTENTION_BACKWARD  # the scores again, and gradients of four products of two operands
+        return scores * (3.0 * q[3] + 2.0 * v[3] if backward else q[3] + v[3]), "attention"
+    if op in GROUPED:  # each row of the left operand belongs to one group, and meets the right operand of that one
+        left, right = operands[:2]
+        each = right.shape[0] if len(left.shape) > len(right.shape) else 1
+        return GROUPED[op] * left.numel * right.shape[-1] / each, "matmul"
+    if op == "aten.convolution.default":
+        out = node.outputs[0]
+        assert out is not None
+        return 2.0 * out.numel * math.prod(operands[1].shape[1:]), "conv"
+    if op == "aten.convolution_backward.default":
+        return 2.0 * operands[0].numel * math.prod(operands[2].shape[1:]), "conv"
+    each = 6 if op.startswith(("aten.mul.", "aten.div.")) else 2
+    made = [out.numel * (each if _is_complex(out) else 1) for out in node.outputs if out is not None]
+    return sum(made), "elementwise"
+
+
+def _is_complex(type: TensorType) -> bool:
+    return type.dtype.startswith("complex")
+
+
+def _product_size(node: Node, operands: Sequence[TensorType]) -> float:
+    if node.op != "autopar.einsum":
+        left, right = operands[-2:]
+        return math.prod(left.shape) * right.shape[-1]
+    terms = str(node.args[0]).split("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        sizes.update(zip(term.split(), operand.shape, strict=True))
+    sizes.pop("1", None)
+    return math.prod(sizes.values())

@@ -1,0 +1,1 @@
+"""Price: seconds and bytes of strategies and layout changes."""

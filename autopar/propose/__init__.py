@@ -1,0 +1,1 @@
+"""Propose: every way to run each operator, and which parts of a model repeat."""

@@ -1,0 +1,273 @@
+"""The arguments of the command line: what they are, and what they mean. What can be wrong with them is said here."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autopar.calibrate.operators import DEFAULT_S, profiler
+from autopar.errors import BadArgument
+from autopar.ir.batch_norm import GLOBAL, STATISTICS
+from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.machine.cli import Parser, writable
+from autopar.machine.device import hardware_or_here, has_expandable_segments, is_here, memory_bytes
+from autopar.price.calls import Profile
+from autopar.price.pricer import OPTIMIZER_STATES
+from autopar.search.memory_options import NEEDS_OPTIM, SPARES, ways_named
+from autopar.search.search import Progress
+from autopar.trace.precision import precision_named
+from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
+from cost_models.reserve import Room, room_in
+
+T = TypeVar("T")
+
+DESCRIPTION = """\
+Find the fastest way to train a model on a cluster that fits in memory, and say why. Needs no GPU, no process group and
+no weights: the model may be built on the meta device."""
+
+EPILOG = f"""\
+example
+  $ cat mlp.py
+  import torch
+  from torch import nn
+
+  class Model(nn.Module):
+      def __init__(self):
+          super().__init__()
+          self.layers = nn.Sequential(nn.Linear(4096, 16384), nn.ReLU(), nn.Linear(16384, 4096))
+
+      def forward(self, x, y):
+          return nn.functional.mse_loss(self.layers(x), y)
+
+  def build():
+      with torch.device("meta"):  # shapes only, nothing is allocated
+          return Model(), (torch.empty(8192, 4096), torch.empty(8192, 4096))
+
+  $ python -m autopar.search mlp.py:build --mesh data=2,tensor=4 --hardware h100-sxm --precision bf16 -o plan.json
+
+  and on the cluster: autopar.compile(model, mesh, plan="plan.json", precision="bf16")
+
+hardware profiles: {", ".join(known_hardware())}; or your own file.toml
+exit status: 0 plan found, 2 bad arguments, 3 nothing fits in memory, 4 no answer in time,
+130 interrupted (Ctrl-C while it searches prints and writes the best plan found by then; twice, it ends at once)
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser("python -m autopar.search", DESCRIPTION, EPILOG)
+    _what_is_searched(made.add_argument)
+    _how_it_is_searched(made.add_argument)
+    _what_is_told(made.add_argument)
+    return made
+
+
+def _what_is_searched(add: Callable[..., object]) -> None:
+    add("model", metavar="MODEL", help="file.py:function or package.module:function; the function returns "
+        "(model, args) or (model, args, kwargs), with inputs of the whole (global) batch")  # fmt: skip
+    add("--mesh", required=True, metavar="NAME=N[,NAME=N...]",
+        help="axes of ranks, outermost first: data=8,tensor=8 is 64 ranks, tensor within a node")  # fmt: skip
+    add("--hardware", metavar="NAME|FILE", help="profile of the machine to plan for (default: this machine's GPU)")
+    add("--memory", metavar="SIZE",
+        help="what a plan may use of each rank's device: 70GiB, 40GB, or 0.9 of it (default: all of it, by the "
+        "profile); on GPUs a part of it is left for what no plan counts")  # fmt: skip
+    add("--spare", metavar="WAYS",
+        help="what may be done where the fastest plan does not fit: some of " + ", ".join(SPARES) + " with commas "
+        "between, or none (default: what makes sense on the hardware; "
+        f"{NEEDS_OPTIM} is only used where it is named, and needs autopar.optim)")  # fmt: skip
+    add("--keep", metavar="NAME=WHAT[,NAME=WHAT...]",
+        help="what you settle yourself: save, recompute or offload, of what backward needs of a module; device, host "
+        "or stream, of a parameter or all of a module's; names may be patterns: 'h.*.mlp=recompute'")  # fmt: skip
+    add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
+        help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
+    add("--outputs", choices=("sharded", "global"), default="sharded",
+        help="leave outputs in pieces, or bring them whole to every rank (default: sharded)")  # fmt: skip
+    add("--precision", metavar="NAME", default="fp32",
+        help="bf16: compute in bfloat16 over the stored parameters and sum gradients in float32; fp32: as the model "
+        "is (default: fp32)")  # fmt: skip
+    add("--tf32", metavar="KINDS",
+        help="which products of float32 run as TF32, where the hardware has it: some of matmul, conv with a comma "
+        "between, or none (default: as torch is set once MODEL is built; by itself it allows conv)")  # fmt: skip
+    add("--batch-norm", choices=STATISTICS, default=GLOBAL,
+        help="statistics of batch norms: global, of the whole batch, or local, of each rank's part of it, as DDP has "
+        "them (default: global)")  # fmt: skip
+
+
+def _how_it_is_searched(add: Callable[..., object]) -> None:
+    add(
+        "--time-limit",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds for the solver, the same again for each baseline and each point of the curve (default: 60)",
+    )
+    add("--profile", nargs="?", type=float, const=DEFAULT_S, metavar="SECONDS",
+        help="time the operators that strategies need on this machine's device, for so many seconds at most (default: "
+        f"{DEFAULT_S:g}; 0 uses what is known), and price them so; the times are kept")  # fmt: skip
+    add("--operators", metavar="FILE",
+        help="database where --profile keeps its times (default: operators.sqlite3 beside the calibrated "
+        "profile)")  # fmt: skip
+    add("--no-simulation", action="store_true",
+        help="choose by the sum of times also where collectives run beside compute; else such plans are simulated, "
+        "and the quickest is chosen")  # fmt: skip
+
+
+def _what_is_told(add: Callable[..., object]) -> None:
+    add("--baselines", action="store_true", help="compare with data parallel, FSDP, tensor parallel, "
+        "and on GPUs with ZeRO-2, checkpointed layers, parameters on the host, and Elixir's rule; the plan stays the "
+        "same")  # fmt: skip
+    add("--memory-curve", nargs="?", const="", metavar="FILE",
+        help="also find the plans for less memory and for more, and print step time over memory; FILE is an SVG "
+        "picture of it")  # fmt: skip
+    add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
+    add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
+    add("--trace", metavar="FILE", help="write the predicted step for chrome://tracing or ui.perfetto.dev")
+    add("--problem", metavar="FILE",
+        help="write the integer program whose bound the plan carries, for python -m solver FILE (.gz compresses "
+        "it)")  # fmt: skip
+    add("--json", action="store_true", help="print one JSON object in the place of the explanation")
+    add("--quiet", action="store_true", help="no progress lines on stderr")
+
+
+# --- what they mean ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the arguments ask for; `tf32` None: as torch is set once the model is built. `paths`: flag -> its file."""
+
+    model: str
+    mesh: Mesh
+    hardware: Hardware
+    memory: float
+    room: Room
+    spare: tuple[str, ...] | None
+    keep: Mapping[str, str]
+    precision: MixedPrecisionPolicy | None
+    tf32: tuple[str, ...] | None
+    profile: Profile | None
+    paths: Mapping[str, Path]
+
+
+def read(given: argparse.Namespace, progress: Progress) -> Asked:
+    """Everything that can be wrong without running the user's code is said here. Raises BadArgument."""
+    mesh = or_bad(lambda: parse_mesh(given.mesh))
+    hardware = _hardware(given.hardware)
+    memory = _memory(given.memory, hardware)
+    spare, keep = or_bad(lambda: ways_named(given.spare)), _keep(given.keep)
+    precision = or_bad(lambda: precision_named(given.precision))
+    if not 0 < given.time_limit < math.inf:
+        raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
+    files = {
+        "-o": given.output, "--dot": given.dot, "--trace": given.trace, "--problem": given.problem,
+        "--memory-curve": given.memory_curve or None,
+    }  # fmt: skip
+    return Asked(
+        given.model, mesh, hardware, memory,
+        room_in(memory, hardware, mesh.sizes, expandable=has_expandable_segments()),
+        spare, keep, precision, _tf32(given), _profile(given, hardware, progress), _paths(files),
+    )  # fmt: skip
+
+
+def or_bad(read: Callable[[], T]) -> T:
+    """What it reads; a value that makes no sense is the command line's fault."""
+    try:
+        return read()
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+
+
+def _hardware(name: str | None) -> Hardware:
+    """The named profile, else that of this machine's GPU: a plan for whatever CPU one happens to sit at is no use."""
+    known = f"{', '.join(known_hardware())}, or a profile file.toml"
+    if name is None:
+        if not torch.cuda.is_available():
+            raise BadArgument(f"this machine has no GPU to plan for; give --hardware, one of {known}")
+        return or_bad(lambda: hardware_or_here(None, "cuda"))
+    try:
+        return Hardware.load(name)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+    except OSError as error:
+        raise BadArgument(f"hardware profile {name} cannot be read: {error.strerror}; give one of {known}") from error
+
+
+def _profile(given: argparse.Namespace, hardware: Hardware, progress: Progress) -> Profile | None:
+    """What times operators, where that is asked for and the machine to plan for is this one."""
+    if given.profile is None:
+        if given.operators is not None:
+            raise BadArgument("--operators names the database of --profile; give --profile too")
+        return None
+    if not 0 <= given.profile < math.inf:
+        raise BadArgument(f"--profile {given.profile:g} is not a time; give seconds from 0, for example 60")
+    for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
+        if is_here(hardware, device):
+            if device == "cpu":  # as ranks run, whatever this process would use
+                torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+            return profiler(device, given.profile, hardware, given.operators, progress)
+    raise BadArgument(
+        f"--profile times operators on this machine, which is no {hardware.name}; run it on one, or leave --profile out"
+    )
+
+
+def _tf32(given: argparse.Namespace) -> tuple[str, ...] | None:
+    """Kinds of products; None for torch's settings."""
+    if given.tf32 is None:
+        return None
+    if given.profile is not None:
+        raise BadArgument(
+            "--profile times operators under torch's own settings of TF32; set those in the file of MODEL, and leave "
+            "--tf32 out"
+        )
+    words = [word.strip() for word in given.tf32.split(",")]
+    if words == ["none"]:
+        return ()
+    if unknown := [word for word in words if word not in TF32_KINDS]:
+        raise BadArgument(f"--tf32 {unknown[0]!r} is not known; choose some of {', '.join(TF32_KINDS)}, or none alone")
+    return tuple(kind for kind in TF32_KINDS if kind in words)
+
+
+def _memory(text: str | None, hardware: Hardware) -> float:
+    """Bytes per rank: a size with a unit, or a share of the device; by default all of it, whatever is free here."""
+    if text is None:
+        return memory_bytes(None, hardware)
+    try:
+        share = float(text)
+    except ValueError:
+        return or_bad(lambda: memory_bytes(text, hardware))
+    if not 0 < share <= 1:
+        raise BadArgument(
+            f"memory {text!r} is not a size; write for example 70GiB, 512MB or 0.9 (a share of the device)"
+        )
+    return or_bad(lambda: memory_bytes(share, hardware))
+
+
+def _keep(text: str | None) -> dict[str, str]:
+    """Name -> what is settled of it."""
+    parts = [part.strip().rpartition("=") for part in text.split(",")] if text is not None else []
+    if wrong := [word for name, _, word in parts if not name]:
+        raise BadArgument(f"--keep {wrong[0]!r} is not NAME=WHAT; write for example lm_head.weight=device")
+    settled: dict[str, str] = {}
+    for name, _, word in parts:
+        if settled.setdefault(name, word) != word:
+            raise BadArgument(f"--keep says {settled[name]!r} and {word!r} of {name}; leave one out")
+    return settled
+
+
+def _paths(named: Mapping[str, str | None]) -> dict[str, Path]:
+    """flag -> the file to write; each is another."""
+    paths = {flag: writable(path, flag) for flag, path in named.items() if path is not None}
+    for one, other in combinations(paths, 2):
+        if paths[one] == paths[other]:
+            raise BadArgument(f"{one} and {other} both name {named[one]}; give each its own file")
+    if (picture := paths.get("--memory-curve")) is not None and picture.suffix != ".svg":
+        raise BadArgument(f"--memory-curve {named['--memory-curve']} is no picture; name a file.svg")
+    return paths

@@ -1,0 +1,74 @@
+"""MODEL of the command line as a graph: built, called by name, captured for the devices that are planned for."""
+
+# pyright: basic
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from autopar.errors import BadArgument, TraceError
+from autopar.ir.batch_norm import GLOBAL, LOCAL, statistics_of
+from autopar.ir.graph import Graph
+from autopar.search.command.factory import Example, build
+from autopar.search.search import Progress, Question
+from autopar.trace import Captured, capture
+from autopar.trace.ambient import autocast_as_asked
+from autopar.trace.calls import by_name
+
+
+def as_ddp(
+    graph_with: Callable[[str], Graph], question: Question, asked: Callable[[Graph], Question]
+) -> Question | str | None:
+    """The question with the batch norms that DDP has, or why there is none; None where the asked one is such."""
+    if GLOBAL not in statistics_of(question.graph) or question.pricer.mesh.ranks == 1:
+        return None
+    try:
+        graph = graph_with(LOCAL)
+    except TraceError as error:
+        return str(error)
+    return asked(graph) if LOCAL in statistics_of(graph) else None
+
+
+def traced(text: str, precision: MixedPrecisionPolicy | None, device_type: str, progress: Progress) -> Captured:
+    """What `autopar.compile` captures when it is called as the factory says, for devices of that type."""
+    with autocast_as_asked(device_type):  # decorators ask for it when the file is read
+        example = build(text)
+    count = sum(parameter.numel() for parameter in example.model.parameters())
+    progress(f"built {type(example.model).__name__}, {count:,} parameters")
+    args, kwargs = _call(example, text)
+    model = example.model
+    training = model.training or any(parameter.requires_grad for parameter in model.parameters())
+    with _without_torchs_dump():
+        captured = capture(
+            model, args, kwargs, training=None if training == model.training else training, precision=precision,
+            device_type=device_type,
+        )  # fmt: skip
+    return captured
+
+
+@contextlib.contextmanager
+def _without_torchs_dump() -> Iterator[None]:
+    """Where a model cannot be captured, torch prints the half of it that could be; our sentence names the line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except TraceError:
+        said = io.StringIO()
+        raise
+    finally:
+        sys.stderr.write(said.getvalue())
+
+
+def _call(example: Example, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        return by_name(example.model.forward, example.args, example.kwargs)
+    except TypeError as error:
+        name = type(example.model).__name__
+        raise BadArgument(f"{text} returned inputs that {name}.forward does not take: {error}") from error

@@ -1,0 +1,178 @@
+"""The rounds of a search: the fastest plan without a limit, what people do by hand, the best plan within the limit, and
+plans of the same problem at other prices; see `autopar.search.overlap_loop`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from autopar.assemble.problem import DEVICE
+from autopar.decide.decide import decide
+from autopar.decide.picks import tidied
+from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.plan import Plan
+from autopar.plan.value import SIMULATED_BOUND
+from autopar.price.overlap_discounts import Shares
+from autopar.search.context import Progress, Question
+from autopar.search.elixir import DoesNotFit
+from autopar.search.limits import size
+from autopar.search.overlap_loop import choose
+from autopar.search.policies import called, is_open, policies_for, sparing_of
+from autopar.search.problems import Wanted, limits_of, posed_of
+from autopar.search.restricted import LOOSE, Known, best_among
+from autopar.search.solve import Begins, Solved, floor_s, solved_within
+from solver import evaluate, solve
+
+# What people do who use that way alone.
+BY_WAY = {"recompute": "checkpoint-every-block", "host": "zero3-offload"}
+FAR = 2.0  # times the fastest plan: layouts that compute for longer are not worth combining
+
+
+def of_policy(question: Question, policy: str, wanted: Wanted, progress: Progress) -> Solved:
+    """The best plan of a policy, or why there is none, which is found out once."""
+    key = policy, repr(wanted)
+    if key not in question.known:
+        try:
+            question.known[key] = _of_policy(question, policy, wanted, progress)
+        except (Infeasible, NoAnswerInTime) as error:
+            question.known[key] = error
+    found: Solved | Exception = question.known[key]
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _of_policy(question: Question, policy: str, wanted: Wanted, progress: Progress) -> Solved:
+    try:
+        sparing = sparing_of(policy, question.graph, question.pricer, wanted.memory)
+        sparing = sparing.keeping(wanted.sparing.kept, wanted.sparing.residence)
+    except DoesNotFit as error:
+        raise Infeasible(f"no {policy} plan fits in {size(wanted.memory or 0.0)} per rank: {error}") from error
+    return solved_within(question, policy, replace(wanted, sparing=sparing), progress)
+
+
+def least_sum(question: Question, wanted: Wanted, progress: Progress) -> Solved:
+    """The best plan that keeps everything on the device if the best of all is one, which is soon found out."""
+    if wanted.memory is None:
+        return solved_within(question, None, wanted.unlimited, progress)
+    if not wanted.sparing.ways:
+        return solved_within(question, None, wanted, progress)
+    free = _free(question, wanted, progress)
+    if free.plan.peak_bytes[DEVICE] <= wanted.memory:
+        limits = limits_of(free.pricer, free.sparing, wanted.memory)
+        limited = replace(free.assembled, problem=replace(free.assembled.problem, limits=limits))
+        plan = replace(free.plan, memory_limit=wanted.memory)
+        return replace(free, assembled=limited, tell=lambda: plan)
+    progress(f"the fastest plan needs {size(free.plan.peak_bytes[DEVICE])}: what to spare is part of the search")
+    begins = Begins(lambda: _layouts(question, wanted, progress), lambda: _fitting(question, wanted, progress))
+    solved = solved_within(question, None, wanted, progress, begins)
+    question.found.append(solved.as_known)
+    fastest = {"fastest_bytes": free.plan.peak_bytes[DEVICE], "fastest_s": free.plan.step_seconds}
+    plan = replace(solved.plan, search={**solved.plan.search, **fastest})
+    return replace(solved, tell=lambda: plan)
+
+
+def _free(question: Question, wanted: Wanted, progress: Progress) -> Solved:
+    """The best plan without a limit."""
+    if (key := repr(wanted.unlimited)) not in question.known:
+        question.known[key] = solved_within(question, None, wanted.unlimited, progress)
+    return question.known[key]
+
+
+def _layouts(question: Question, wanted: Wanted, progress: Progress) -> list[Known]:
+    """Plans whose layouts are worth combining: the best without a limit, and what people do by hand, alike in all
+    layers, if there were memory for it, and where there is little of it.
+    """
+    free = _free(question, wanted, progress)
+    most_s = FAR * free.plan.step_seconds
+    near = [policy for policy in policies_for(question.pricer.mesh) if floor_s(question, policy) <= most_s]
+    able = [policy for way, policy in BY_WAY.items() if way in wanted.sparing.ways]
+    able = [policy for policy in able if floor_s(question, policy) <= most_s]
+    return [
+        free.as_known,
+        *_by_hand(question, near, wanted.unbound, progress),
+        *_by_hand(question, able, wanted, progress),
+    ]
+
+
+def _fitting(question: Question, wanted: Wanted, progress: Progress) -> list[Known]:
+    """What people do by hand, within the limit, of what is allowed."""
+    policies = policies_for(question.pricer.mesh, sparing=True)
+    allowed = [policy for policy in policies if is_open(policy, wanted.sparing.ways)]
+    return _by_hand(question, allowed, wanted, progress)
+
+
+def _by_hand(question: Question, policies: Iterable[str], wanted: Wanted, progress: Progress) -> list[Known]:
+    found: list[Known] = []
+    for policy in policies:
+        if wanted.stop():
+            break
+        with contextlib.suppress(Infeasible, NoAnswerInTime):
+            found.append(of_policy(question, policy, replace(wanted, tied=True, quick=True), progress).as_known)
+    return found
+
+
+def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Progress) -> Plan:
+    """The best plan by simulated time: see `autopar.search.overlap_loop`."""
+    graph, pricer = question.graph, solved.pricer
+    start, prices = solved.solution.picks, solved.prices
+    spares = bool(solved.sparing.ways)
+    known = [*(_layouts(question, wanted, progress) if spares else ()), solved.as_known]
+
+    def again(shares: Shares, free: float) -> Plan | None:
+        nonlocal start, prices
+        memory = None if wanted.memory is None else wanted.memory - free
+        limits = limits_of(pricer, solved.sparing, memory)
+        asked = replace(wanted, sparing=solved.sparing)
+        priced = posed_of(question, question.strategies, pricer, asked, solved.tied, shares).within(limits)
+        cheaper = priced.assembled
+        if spares:  # too large to be solved again and again
+            solution = best_among(known, cheaper, priced.wide.again, wanted.time_limit_s, prices, wanted.stop)
+        else:
+            solution = solve(
+                cheaper.problem, time_limit_s=wanted.time_limit_s, gap=max(solved.gap, LOOSE), start=start,
+                start_prices=prices, stop=wanted.stop,
+            )  # fmt: skip
+        if solution is None or solution.picks is None:
+            progress("solved again: nothing fits")
+            return None
+        told = ", ".join(f"{kind} over {axis} {share:.0%}" for (kind, axis), share in shares.items())
+        left = f", {size(free)} left free" if free else ""
+        progress(f"solved again in {solution.seconds:.1f} s, gap {solution.gap:.2%}, prices of transfers: {told}{left}")
+        start, prices = tidied(cheaper, solution.picks), solution.prices
+        known.append(Known(cheaper, start))
+        cost = evaluate(solved.assembled.problem, start).cost
+        return decide(
+            graph, solved.assembled, start, pricer,
+            objective=cost, bound=solved.plan.bound, memory=wanted.memory, outputs=wanted.outputs,
+            notes=solved.plan.notes, search=solved.plan.search,
+        )  # fmt: skip
+
+    # What people do by hand they do alike in all layers; that is found in a fraction of the time.
+    by_hand = wanted if solved.gap == 0.0 else replace(wanted, tied=True, quick=True)
+
+    def baseline(policy: str) -> Callable[[float], Plan | str]:
+        def found(beat: float) -> Plan | str:
+            floor = floor_s(question, policy)
+            if floor >= beat:
+                return f"computes for {floor * 1e3:.3f} ms or more"
+            try:
+                solved = of_policy(question, policy, by_hand, progress)
+                known.append(solved.as_known)
+                return solved.plan
+            except Infeasible:
+                return "does not fit"
+            except NoAnswerInTime:
+                return f"no answer in {wanted.time_limit_s:g} s"
+
+        return found
+
+    # A plan found by hand is a candidate like the others: what the user has closed, it may not do either.
+    policies = [
+        one for one in policies_for(pricer.mesh, sparing=spares, once=True) if is_open(one, solved.sparing.ways)
+    ]
+    baselines = {called(policy, graph): baseline(policy) for policy in policies}
+    plan = choose(solved.plan, pricer, wanted.memory, baselines, again, spares, progress, wanted.stop)
+    return replace(plan, search={**plan.search, SIMULATED_BOUND: floor_s(question, None)})

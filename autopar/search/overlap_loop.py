@@ -1,0 +1,244 @@
+"""The best plan where collectives run beside compute: candidates are played, and the quickest is kept.
+
+The solver minimises a sum, in which every collective is waited for. What a plan takes where communication hides behind
+products only its timeline tells. So several plans are made and played: that of the least sum, the baselines, and those
+that the solver finds once hidden communication costs less (solve, play, price again, solve again).
+
+Prices of transfers are scaled by the share of their time for which the timeline of the best plan so far stands still:
+see `autopar.price.overlap_discounts`. What is fetched ahead needs memory. Where a plan has none left for that, it is
+played as if it had, and the next one is asked to leave as much.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+
+from autopar.ir.graph import Graph, weights_in
+from autopar.lower import Lowering
+from autopar.lower.program import Launch, Read, Send
+from autopar.plan.plan import Plan
+from autopar.plan.value import Candidate
+from autopar.price.overlap_discounts import GRADIENTS, MOVES, WEIGHTS, Shares
+from autopar.price.pricer import Pricer
+from autopar.simulate.events import events
+from cost_models.simulator import Event, Timeline, play
+from cost_models.steps import DEVICE
+
+Again = Callable[[Shares, float], Plan | None]
+
+BESIDE = ("h2d", "d2h", "host")  # streams of moves, and of what the host does
+FIRST, OTHERS = (
+    2,
+    (1, 4),
+)  # how many products ahead: what is played first, and then of plans that are no worse than NEAR
+NEAR = 1.1
+LEAST = 0.02  # of its price: nothing that is sent is free
+UNSEEN = 0.1  # of its price, of moves that no plan has made yet: about where they begin to beat products that run again
+MOVED = 0.01  # of the step: prices that moved by less altogether are the same prices
+GAIN = 1e-3  # relative: below this, pricing again is over
+ROUNDS = 3
+ROUNDS_SPARING = 2  # each is a larger problem
+LEAST_SUM = "least sum"
+
+
+@dataclass(frozen=True)
+class Played:
+    """A plan with the prefetch that suits it best, and its timeline (None: nothing overlaps).
+
+    `wished`: the timeline that it would have with `lacks` bytes more, where those are missing.
+    """
+
+    plan: Plan
+    timeline: Timeline | None
+    wished: Timeline | None = None
+    lacks: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.predicted_seconds if self.timeline is None else self.timeline.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.plan.peak_bytes[DEVICE]
+
+
+def best_prefetch(plan: Plan, pricer: Pricer, memory: float | None, beat: float = 0.0) -> Played:
+    """The plan with the prefetch that makes it quickest and fits. `beat`: seconds that a good plan would take."""
+    if not pricer.hardware.overlaps:
+        return Played(plan, None)
+    pricer = replace(pricer, bucket_bytes=plan.bucket_bytes)
+    lowering = Lowering(plan, pricer)
+    best = Played(replace(plan, prefetch=None, simulated_seconds=None), None)
+    wished, lacks = None, 0.0
+    for prefetch in (FIRST, *OTHERS, 0):
+        if prefetch == 0 and best.timeline is not None:
+            break  # gathering at the use is for plans that have no memory to gather earlier
+        timeline = play(events(lowering.program(prefetch), plan.graph, pricer, told=False))
+        peak = max(plan.peak_bytes[DEVICE], timeline.memory[DEVICE].peak_bytes)
+        if memory is not None and peak > memory:
+            if prefetch == FIRST:
+                wished, lacks = timeline, peak - memory
+            continue
+        now, quickest = timeline.seconds, best.seconds
+        if now < quickest * (1 - 1e-9):
+            peaks = {**plan.peak_bytes, DEVICE: peak}
+            best = Played(replace(plan, prefetch=prefetch, peak_bytes=peaks), timeline)
+        if prefetch == FIRST and now > NEAR * beat > 0:
+            break
+    if wished is not None and wished.seconds < best.seconds * (1 - GAIN):
+        return replace(best, wished=wished, lacks=lacks)
+    return best
+
+
+def floor_s(plan: Plan) -> float:
+    """Seconds that the busiest stream works: no simulation of the plan takes less."""
+    streams = {part: seconds for part, seconds in plan.seconds_by.items() if part.startswith("comm:")}
+    return max([sum(plan.seconds_by.values()) - sum(streams.values()), *streams.values()])
+
+
+def choose(
+    least_sum: Plan,
+    pricer: Pricer,
+    memory: float | None,
+    baselines: Mapping[str, Callable[[float], Plan | str]],
+    again: Again,
+    spares: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Plan:
+    """The quickest plan that was played. `least_sum`: the solver's plan, whose bound is that of all plans.
+
+    `baselines`: name -> the baseline's plan, or why there is none; asked with the seconds to beat. `again`: the
+    solver's plan where transfers have those shares of their price, and so many bytes of the device stay free. `spares`:
+    it decides what is spared, too. `stop`: once true, the quickest of those that were played by then is taken.
+    """
+    best = first = best_prefetch(least_sum, pricer, memory)
+    winner = LEAST_SUM
+    rows = [_row(winner, best)]
+    progress(f"played {winner}: {_ms(best)}")
+
+    def try_(name: str, plan: Plan) -> Played | None:
+        nonlocal best, winner
+        if floor_s(plan) >= best.seconds:
+            rows.append(Candidate(name, plan.step_seconds, None, None, None, f"at least {floor_s(plan) * 1e3:.3f} ms"))
+            return None
+        played = best_prefetch(plan, pricer, memory, best.seconds)
+        rows.append(_row(name, played))
+        progress(f"played {name}: {_ms(played)}")
+        if played.seconds < best.seconds * (1 - 1e-9):
+            best, winner = played, name
+        return played
+
+    for name, solve in baselines.items():
+        if stop():
+            break
+        found = solve(best.seconds)
+        if isinstance(found, str):
+            rows.append(Candidate(name, None, None, None, None, found))
+        else:
+            try_(name, found)
+
+    seen = [least_sum]
+    latest, shares = best, dict[tuple[str, str], float]()
+    free = 0.0 if best is first else first.lacks
+    for number in range(1, (ROUNDS_SPARING if spares else ROUNDS) + 1):
+        timeline = latest.wished or latest.timeline
+        if timeline is None or stop():
+            break
+        measured, busy = exposed_shares(latest.plan, timeline)
+        moved = sum(abs(share - shares.get(key, 1.0)) * busy[key] for key, share in measured.items())
+        # where memory is short, copies to the host are tried once it is known what hides
+        tries_moves = number > 1 and spares and not latest.lacks and not any(kind == MOVES for kind, _ in measured)
+        if moved < MOVED * best.seconds and not latest.lacks and not tries_moves:
+            break
+        if latest is not best and not latest.lacks:  # it went too far: half way back
+            measured |= {key: (share + shares.get(key, 1.0)) / 2 for key, share in measured.items()}
+        shares = _completed(measured, least_sum.mesh.names, UNSEEN if tries_moves else 1.0)
+        free += latest.lacks
+        plan = again(shares, free)
+        if plan is None or any(_same(plan, other) for other in seen):
+            break
+        seen.append(plan)
+        before = best.seconds
+        played = try_(f"priced again ({number})", plan)
+        if played is None:
+            break
+        if played is best and before - best.seconds < GAIN * before and not played.lacks:
+            break
+        latest = played
+    return _chosen(best, winner, least_sum, rows)
+
+
+def exposed_shares(plan: Plan, timeline: Timeline) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
+    """(kind, axis or stream) -> for what share of such transfers compute waits, and how many seconds they take."""
+    weights = weights_in(plan.graph)
+    busy: dict[tuple[str, str], float] = defaultdict(float)
+    exposed: dict[tuple[str, str], float] = defaultdict(float)
+    for event, waited in zip(timeline.events, timeline.exposed_of, strict=True):
+        kind = MOVES if event.stream in BESIDE else _kind(event, plan.graph, weights)
+        if kind:
+            key = kind, event.stream.removeprefix("comm:")
+            busy[key] += event.seconds
+            exposed[key] += waited
+    shares = {key: max(LEAST, min(1.0, exposed[key] / seconds)) for key, seconds in busy.items() if seconds}
+    return shares, dict(busy)
+
+
+def _completed(known: Shares, axes: Sequence[str], unseen: float) -> dict[tuple[str, str], float]:
+    """Where nothing of a kind was sent, the share of the other kind on that axis stands in; without either, 1.
+
+    `unseen`: the share of moves where there were none.
+    """
+    found = {(MOVES, stream): known.get((MOVES, stream), unseen) for stream in BESIDE}
+    for axis in axes:
+        of_axis = [known[kind, axis] for kind in (WEIGHTS, GRADIENTS) if (kind, axis) in known]
+        for kind in (WEIGHTS, GRADIENTS):
+            found[kind, axis] = known.get((kind, axis), of_axis[0] if of_axis else 1.0)
+    return found
+
+
+def _kind(event: Event, graph: Graph, weights: set[str]) -> str:
+    match event.by:
+        case Launch(of=Send(places)) if graph.results[places[0]].kind == "gradient":
+            return GRADIENTS
+        case Launch(of=Read(reader, position)) if graph.by_name[reader].operands[position].name in weights:
+            return WEIGHTS
+        case _:
+            return ""
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    return one.deliveries == other.deliveries and one.choices == other.choices
+
+
+def _row(name: str, played: Played) -> Candidate:
+    return Candidate(name, played.plan.step_seconds, played.seconds, played.peak_bytes, played.plan.prefetch)
+
+
+def _chosen(best: Played, winner: str, least_sum: Plan, rows: Sequence[Candidate]) -> Plan:
+    """The plan with what was found out about it and the others."""
+    plan = best.plan
+    # proven of the union of the spaces that were searched: that of all plans, and the winner's, if it is another one
+    bound = min(least_sum.bound, plan.bound, plan.step_seconds)
+    facts = {**least_sum.search, "candidate": winner}
+    if best.timeline is not None:
+        facts |= {f"exposed:{stream.removeprefix('comm:')}": s for stream, s in best.timeline.exposed_s.items()}
+    notes = [*least_sum.notes]
+    if winner != LEAST_SUM and isfinite(bound):
+        more = plan.step_seconds / bound - 1 if bound else 0.0
+        notes.insert(
+            0,
+            f"chosen by simulated time ({winner}); with nothing overlapping it takes {plan.step_seconds * 1e3:.3f} ms, "
+            f"at most {more:.1%} above the best plan by that measure, which is what the bound is of",
+        )
+    return replace(
+        plan, bound=bound, notes=tuple(notes), search=facts, simulated_seconds=best.seconds, candidates=tuple(rows)
+    )
+
+
+def _ms(played: Played) -> str:
+    how = "nothing overlaps" if played.plan.prefetch is None else f"prefetch {played.plan.prefetch}"
+    return f"{played.seconds * 1e3:.3f} ms ({how}), {played.plan.step_seconds * 1e3:.3f} ms in sum"

@@ -1,0 +1,132 @@
+"""Calls of the module: what a call is, as far as a program hangs on it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from autopar._compat import pytree
+from autopar.errors import PlanMismatch
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+NUMBERS = (int, float)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments, named ones by name, so that both spellings of a call are one. `key`: equal for calls that one program
+    serves: structure, shapes, dtypes, and the values of what is no tensor. `tensors`: in the order of `key`. `numbers`:
+    path -> value of numbers that are part of the key, which but for them is `shape`.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: Hashable
+    tensors: tuple[Tensor, ...]
+    shape: Hashable
+    numbers: dict[str, int | float]
+
+
+@dataclass
+class _Reading:
+    tensors: list[Tensor] = field(default_factory=list[Tensor])
+    numbers: dict[str, int | float] = field(default_factory=dict[str, "int | float"])
+
+
+class Caller:
+    """Makes calls of one forward, whose signature is read once. `varying`: paths of numbers that differ from call to
+    call, which a program takes as tensors without dims; `wide`: whether those are of float64.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._signature = inspect.signature(forward)
+        self._kinds = {name: parameter.kind for name, parameter in self._signature.parameters.items()}
+        self._takes_rest = inspect.Parameter.VAR_POSITIONAL in self._kinds.values()
+        self.varying: set[str] = set()
+        self.wide = False
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Raises TypeError where forward does not take these arguments, ValueError where one cannot be compared,
+        PlanMismatch where one requires grad.
+        """
+        positional, named = self.by_name(args, kwargs)
+        if self.varying:
+            positional = tuple(self._as_tensors(one, f"[{place}]") for place, one in enumerate(positional))
+            named = {name: self._as_tensors(one, f"['{name}']") for name, one in named.items()}
+        reading = _Reading()
+        shape = tuple(_key(one, f"[{place}]", reading) for place, one in enumerate(positional))
+        shape += tuple((name, _key(named[name], f"['{name}']", reading)) for name in sorted(named))
+        numbers = tuple((path, type(value), value) for path, value in reading.numbers.items())
+        return Call(positional, named, (shape, numbers), tuple(reading.tensors), shape, reading.numbers)
+
+    def by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same call with every argument that has a name passed by its name."""
+        bound = self._signature.bind(*args, **kwargs)
+        if self._takes_rest:
+            return tuple(args), dict(kwargs)
+        positional: list[Any] = []
+        named: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            match self._kinds[name]:
+                case inspect.Parameter.POSITIONAL_ONLY:
+                    positional.append(value)
+                case inspect.Parameter.VAR_KEYWORD:
+                    named.update(value)
+                case _:
+                    named[name] = value
+        return tuple(positional), named
+
+    def _as_tensors(self, value: Any, path: str) -> Any:
+        """Numbers at the paths that vary become tensors, which combine with those of any dim as numbers do."""
+        if path in self.varying and isinstance(value, NUMBERS) and not isinstance(value, bool):
+            floating = torch.float64 if self.wide else torch.float32
+            return torch.tensor(value, dtype=floating if isinstance(value, float) else torch.int64)
+        if type(value) is dict:
+            return {key: self._as_tensors(part, f"{path}[{key!r}]") for key, part in value.items()}
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            return type(value)(self._as_tensors(part, f"{path}[{place}]") for place, part in enumerate(value))
+        return value
+
+
+def by_name(forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As `Caller.by_name`, of a forward that is called once."""
+    return Caller(forward).by_name(args, kwargs)
+
+
+def _key(value: Any, path: str, reading: _Reading) -> Hashable:
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise PlanMismatch(
+                f"argument {path} requires grad; gradients of inputs are not planned, pass {path} detached, "
+                "or make it a parameter of the model"
+            )
+        reading.tensors.append(value)
+        return value.shape, value.dtype
+    if isinstance(value, NUMBERS) and not isinstance(value, bool):
+        reading.numbers[path] = value
+        return type(value)
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, Mapping):
+        return type(value), tuple((key, _key(value[key], f"{path}[{key!r}]", reading)) for key in value)
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(_key(part, f"{path}[{place}]", reading) for place, part in enumerate(value))
+    if isinstance(value, np.ndarray):
+        return np.ndarray, value.dtype.str, value.shape, value.tobytes()
+    leaves = pytree.tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:  # a registered container
+        return type(value), tuple(_key(part, f"{path}[{place}]", reading) for place, part in enumerate(leaves))
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"argument {path} is a {type(value).__name__}, which cannot be compared between calls; "
+            "pass tensors, numbers, text, and lists, tuples or dicts of these"
+        ) from None
+    return type(value), value
