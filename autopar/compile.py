@@ -42,7 +42,7 @@ from autopar.plan.store import dumps
 from autopar.price.pricer import OPTIMIZER_STATES, Pricer
 from autopar.search import answer, ask, search
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
-from autopar.search.memory_options import ways_named
+from autopar.search.memory_options import allowed, words_of
 from autopar.search.reserved import check_fits, held_within, telling
 from autopar.search.same import same_choices
 from autopar.trace.calls import by_name
@@ -64,8 +64,8 @@ def compile(
     plan: Plan | str | Path | None = None,
     hardware: str | Path | Hardware | None = None,
     memory: int | float | str | None = None,
-    spare: str | Collection[str] | None = None,
-    keep: Mapping[str, str] | None = None,
+    allow: str | Collection[str] | None = None,
+    pin: Mapping[str, str] | None = None,
     optimizer: str = "adamw",
     precision: MixedPrecisionPolicy | str | None = None,
     outputs: str = "auto",
@@ -91,13 +91,14 @@ def compile(
     memory: bytes of each rank's device that may be used: a number, "70GiB", or a share such as 0.9. Default: what is
     free. On GPUs this is what the allocator reserves, with what kernels and collectives take for themselves: a plan's
     tensors get what that leaves.
-    spare: what may be done where the fastest plan does not fit, some of "recompute" and "offload" (forward values that
-    backward needs), "host" (parameters, with all that belongs to them) and "stream" (optimizer states, which then lie
-    on the host; it needs an optimizer of `autopar.optim`); or "none". Default: what makes sense on the hardware,
-    without "stream".
-    keep: what you settle yourself: name of a module -> "save", "recompute" or "offload", for its forward values that
-    backward needs; name of a parameter, or of a module with parameters -> "device", "host" or "stream". Names may be
-    patterns, as "transformer.h.*.mlp"; of two that say different things the later one counts.
+    allow: what may be done where the fastest plan does not fit, some of "recompute" and "offload-activations" (forward
+    values that backward needs), "offload-parameters" (with all that belongs to them) and "offload-optimizer" (optimizer
+    states, which then lie on the host; it needs an optimizer of `autopar.optim`); or "none". Default: what makes sense
+    on the hardware, without "offload-optimizer".
+    pin: what you settle yourself: name of a module -> "save", "recompute" or "offload-activations", for its forward
+    values that backward needs; name of a parameter, or of a module with parameters -> "device", "offload-parameters" or
+    "offload-optimizer". Names may be patterns, as "transformer.h.*.mlp"; of two that say different things the later one
+    counts.
     optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none.
     precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in. "bf16"
     is short for bfloat16 and float32, "fp32" for no casts.
@@ -140,19 +141,19 @@ def compile(
         if profile is not None:
             _can_profile(profile, machine, device_mesh.device_type)
         machine = machine.allowing(tf32_here(device_mesh.device_type))
-        allowed = memory_bytes(memory, machine, device_mesh.device_type)
+        usable = memory_bytes(memory, machine, device_mesh.device_type)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         if given is not None and memory is not None:
-            check_fits(given, room_in(allowed, machine, mesh.sizes, expandable=has_expandable_segments()), memory)
-        return machine, allowed, ways_named(spare), given
+            check_fits(given, room_in(usable, machine, mesh.sizes, expandable=has_expandable_segments()), memory)
+        return machine, usable, allowed(allow), given
 
     # files may be other ones on another rank's machine, or not there
-    machine, limit, ways, given = agreed(read, device_mesh)
+    machine, limit, words, given = agreed(read, device_mesh)
     settings: dict[str, object] = {  # hardware is not among them: rank 0 alone searches
         "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
-        "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "spare": ways,
-        "keep": sorted((keep or {}).items()),
+        "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "allow": words,
+        "pin": sorted((pin or {}).items()),
     }  # fmt: skip
 
     def planner(graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:
@@ -173,9 +174,9 @@ def compile(
         is_training = any(result.kind == "gradient" for result in graph.results)
         whole = room_in(least_of(limit, device_mesh), machine, mesh.sizes, expandable=has_expandable_segments())
         room = whole.tensors if is_training else None  # inference needs no more than training does
-        settled = dict(keep or {}) if is_training else {}  # in inference, parameters live where training has them
+        settled = dict(pin or {}) if is_training else {}  # in inference, parameters live where training has them
         if is_training and like is not None:
-            settled |= like.residence
+            settled |= words_of(like.residence)
 
         def find() -> Plan:
             asked = None if memory is None else room
@@ -184,13 +185,13 @@ def compile(
                 timing = profiler(device_mesh.device_type, profile, machine)
                 question = ask(graph, mesh, machine, optimizer=optimizer, profile=timing)
             measured = "" if question is None else question.measured_digest
-            kept = _cached_path(cache, graph, mesh, machine, asked, ways, settled, optimizer, brought, fixed, measured)
+            kept = _cached_path(cache, graph, mesh, machine, asked, words, settled, optimizer, brought, fixed, measured)
             if kept is not None:
                 known = kept_plan(kept, graph, mesh, machine, optimizer)
                 if known is not None and lasting(known, time_limit_s) and (room is None or still_good(known, room)):
                     return known
             wanted: dict[str, Any] = {
-                "spare": ways, "keep": settled, "outputs": brought, "fixed": fixed,
+                "allow": words, "pin": settled, "outputs": brought, "fixed": fixed,
                 "time_limit_s": time_limit_s, "simulation": True,
             }  # fmt: skip
 
@@ -264,7 +265,7 @@ def _see_to_the_host(plan: Plan) -> None:
     if "cpu:" not in backends:
         raise ValueError(
             f"{count} parameters of this plan lie on the host, and the process group has {backends} alone; start it "
-            "with backend='cpu:gloo,cuda:nccl', as autopar.init_mesh does, or leave 'host' out of spare="
+            "with backend='cpu:gloo,cuda:nccl', as autopar.init_mesh does, or leave 'offload-parameters' out of allow="
         )
     if torch.get_num_threads() < host_threads():
         warnings.warn(
@@ -286,7 +287,7 @@ def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:
 
 def _cached_path(
     cache: str | Path | None, graph: Graph, mesh: Mesh, hardware: Hardware, memory: float | None,
-    ways: tuple[str, ...] | None, keep: Mapping[str, str], optimizer: str, outputs: str,
+    words: tuple[str, ...] | None, pin: Mapping[str, str], optimizer: str, outputs: str,
     fixed: Mapping[str, Layout], measured: str,
 ) -> Path | None:  # fmt: skip
     """Where the plan of this question is kept: the name hashes everything the answer depends on."""
@@ -297,12 +298,12 @@ def _cached_path(
         str(mesh),
         hardware.digest,
         memory,
-        ways,
+        words,
         optimizer,
         outputs,
         sorted(fixed.items(), key=str),
         __version__,
-        *([("keep", *keep.items())] if keep else []),
+        *([("pin", *pin.items())] if pin else []),
         *([measured] if measured else []),
     )
     return Path(cache) / f"{hashlib.sha256(repr(question).encode()).hexdigest()[:24]}.plan.json"

@@ -72,7 +72,7 @@ class Script:
         torch.manual_seed(1)
         mesh = autopar.init_mesh("cpu", data=self.cell.ranks)
         model, x = model_of(self), torch.randn(64, 512)
-        told: dict[str, Any] = {"hardware": Hardware.load("cpu-gloo"), "patience_s": patience_s, "spare": "none"}
+        told: dict[str, Any] = {"hardware": Hardware.load("cpu-gloo"), "patience_s": patience_s, "allow": "none"}
         if self.cell.fault == "another file":
             told["plan"] = self.plan_file(model, mesh, x)
         self.patch()

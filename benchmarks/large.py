@@ -5,7 +5,7 @@
     a GPT of 96 layers on 2x8 ranks     searched within 60 s on 2 cores
     a model of 7 billion parameters     traced and searched within 120 s, in 4 GB
 
-Each with memory to spare, and with less than the fastest plan takes: then what to recompute, to offload and to keep on
+Each with memory enough, and with less than the fastest plan takes: then what to recompute, to offload and to keep on
 the host is searched, too. Every search runs alone in a fresh process (`benchmarks.search_cost.search`). No GPU and no
 weights are involved. On a busy machine the clock tells how busy it is, so what counts are CPU seconds, of which each
 part has the share that it has of the clock's: a search is one thread, and alone on the machine the two agree.

@@ -43,7 +43,7 @@ from autopar.measure.twin import memory_of, traced
 from autopar.optim import Streamed
 from autopar.plan.tell import human
 from autopar.search.curve import offloaded_bytes, recomputed
-from autopar.search.memory_options import SPARES
+from autopar.search.memory_options import ALLOWED
 from autopar.search.search import Infeasible, NoAnswerInTime, Question, answer, ask
 from benchmarks.small import SMALL, build
 from cost_models.hardware import Hardware
@@ -145,7 +145,7 @@ def search_all(name: str, count: int, folder: Path, time_limit_s: float) -> list
     question = question_of(name)
 
     def find(limit: float | None) -> Plan:
-        return answer(question, memory=limit, spare=SPARES, time_limit_s=time_limit_s)
+        return answer(question, memory=limit, allow=ALLOWED, time_limit_s=time_limit_s)
 
     rows: list[Row] = []
     limits = limits_between(find, count)
@@ -281,7 +281,7 @@ def markdown(rows: Sequence[Row], command: str) -> str:
                 "# Memory limits, kept",
                 "",
                 f"`{command}`, {date.today()}, torch {torch.__version__}, {machine()}, {os.cpu_count()} cores; "
-                f"{PROCESSES} gloo processes, AdamW, profile cpu-gloo, all of {', '.join(SPARES)} open.",
+                f"{PROCESSES} gloo processes, AdamW, profile cpu-gloo, all of {', '.join(ALLOWED)} open.",
                 "",
                 "Peaks are bytes of live storages on a rank, over a whole step; ratio: predicted over measured. "
                 "Recomputed: operators that run twice. On the host: parameters with gradient and states; streamed: "

@@ -44,7 +44,7 @@ from autopar.ir.mesh import Mesh
 from autopar.measure.twin import traced
 from autopar.search import Question, answer, ask
 from autopar.search.curve import offloaded_bytes, recomputed
-from autopar.search.overlap_loop import Played, best_prefetch
+from autopar.search.overlap_loop import Simulated, best_prefetch
 from autopar.simulate.steady_state import steady_s
 from benchmarks.limits import machine
 from cost_models.hardware import Hardware, HostLink
@@ -55,7 +55,7 @@ SEQUENCE = 2048
 BATCHES = (8, 10, 12, 16)  # sequences: 16k to 32k tokens
 WANTED = 0.84
 LEFT = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7, 0.6)  # of the memory, what a search may use
-SPARE = ("recompute", "offload", "host")
+ALLOW = ("recompute", "offload-activations", "offload-parameters")
 LAYERS, WIDTH, HEADS, VOCABULARY = 48, 7168, 56, 50272
 
 
@@ -84,7 +84,7 @@ class Row:
 
     tokens: int
     parameters: int
-    played: Played
+    played: Simulated
     compute_s: float
     counted_s: float
     overlapped_s: float
@@ -114,10 +114,10 @@ def found(batch: int, hardware: Hardware, layers: int = LAYERS, ranks: int = 1) 
     """The quickest of the plans that fit when they are played, with copies beside kernels; None: there is none."""
     memory = float(hardware.tiers[DEVICE].capacity_bytes)
     question = asked(batch, ranks, hardware, layers)
-    best: Played | None = None
+    best: Simulated | None = None
     for left in LEFT:
         try:
-            plan = answer(question, memory=left * memory, spare=SPARE)
+            plan = answer(question, memory=left * memory, allow=ALLOW)
         except Infeasible:
             break
         played = best_prefetch(plan, question.pricer, memory)
@@ -140,7 +140,7 @@ def on_gpus(batch: int, hardware: Hardware, layers: int, ranks: int, more: float
     memory = hardware.tiers[DEVICE].capacity_bytes + more
     for _ in range(20):
         try:
-            return answer(question, memory=memory, spare=("recompute",), simulation=True).predicted_seconds
+            return answer(question, memory=memory, allow=("recompute",), simulation=True).predicted_seconds
         except Infeasible as error:  # gradients stand beside each other there, which the host takes one by one
             memory = max(1.02 * memory, error.enough or error.at_least or 0.0)
     raise RuntimeError(f"no plan of {ranks} GPUs alone fits in {memory / 1e9:.0f} GB each")

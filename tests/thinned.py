@@ -153,7 +153,7 @@ THINNED: dict[str, dict[str, int]] = {
         "test_the_programs_have_all_that_there_is_to_choose": 0,
         "test_the_solver_finds_the_best_of_all_combinations": 10,
     },
-    "assemble/test_keep.py": {
+    "assemble/test_pins.py": {
         "test_any_picks_cost_what_the_problem_says": 3,
     },
     "assemble/test_modes.py": {

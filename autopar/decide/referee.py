@@ -27,7 +27,7 @@ def seconds_by(program: Program, pricer: Pricer) -> dict[str, float]:
 
     By plain loops over the program, which share nothing with the solver's matrices.
     """
-    total: dict[str, float] = {"compute": 0.0, "optimizer": 0.0, "copies": 0.0}
+    total: dict[str, float] = {"compute": 0.0, "optimizer": 0.0, "reorder": 0.0}
 
     def add(step: Step, seconds: float, part: str) -> None:
         name = stream_of(step) if isinstance(step, Comm | Move) else part
@@ -36,11 +36,13 @@ def seconds_by(program: Program, pricer: Pricer) -> dict[str, float]:
     for _, instruction in program:
         match instruction:
             case Run(what, steps, share=share):
-                part = "copies" if isinstance(what, Local) else "compute" if isinstance(what, Operator) else "optimizer"
+                part = (
+                    "reorder" if isinstance(what, Local) else "compute" if isinstance(what, Operator) else "optimizer"
+                )
                 for step in steps:
                     add(step, share * pricer.seconds((step,)), part)
             case Launch(step=Comm() as step, in_bucket=True):
-                add(step, pricer.share(step), "copies")
+                add(step, pricer.share(step), "reorder")
             case Launch(step=step):
                 add(step, pricer.seconds((step,)), "optimizer")
             case _:

@@ -10,7 +10,7 @@ from autopar.price.reshard import travels_together
 from cost_models.steps import Comm
 
 BucketKey = tuple[tuple[str, ...], str, bool]  # the axes that sum, the dtype, and whether they leave for the host
-ROWS, SMALL, LARGE = 8, 1 << 22, 1 << 24
+BUCKETS, SMALL, LARGE = 8, 1 << 22, 1 << 24
 
 
 def row_bytes(plan: Decision | Plan, place: int) -> int:
@@ -31,17 +31,17 @@ def bucket_key(plan: Decision | Plan, place: int) -> BucketKey | None:
 def bucket_bytes(pricer: Pricer, gradients: int, memory: float | None) -> int:
     """The size up to which gradients gather before they are summed.
 
-    No more than all `gradients` bytes, and no more than a hundredth of the `memory`, since the row is a copy; 0 where
-    that leaves next to nothing. Where nothing overlaps, up to LARGE: each row takes processors from what computes
-    meanwhile. Where collectives overlap compute, several rows are better than one that is launched at the end: no more
-    than the ROWS-th part, from SMALL on; and so many that waiting is a fiftieth of the time per axis, where twice the
-    size sums at less than 1.02 times the rate.
+    No more than all `gradients` bytes, and no more than a hundredth of the `memory`, as a bucket is a copy; 0 where
+    that leaves next to nothing. Where nothing overlaps, up to LARGE: each bucket takes processors from what computes
+    meanwhile. Where collectives overlap compute, several buckets are better than one launched at the end: no more
+    than the BUCKETS-th part, from SMALL on; and so many that waiting is a fiftieth of the time per axis, where twice
+    the size sums at less than 1.02 times the rate.
     """
     size = 1 << 16
     largest = gradients if memory is None else min(gradients, int(memory / 100))
     if not pricer.hardware.overlaps:
         return min(largest, LARGE) if largest > size and pricer.mesh.ranks > 1 else 0
-    largest = min(largest, max(gradients // ROWS, SMALL))
+    largest = min(largest, max(gradients // BUCKETS, SMALL))
     for axis, ranks in zip(pricer.mesh.names, pricer.mesh.sizes, strict=True):
 
         def rate(nbytes: int, axis: str = axis, ranks: int = ranks) -> float:

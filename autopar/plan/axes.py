@@ -15,6 +15,7 @@ from autopar.plan.value import PlanValue
 from autopar.rewrite.gather_once import is_gathered_once
 
 MOST = 0.9  # of bytes or flops: from here on a word stands without a percentage
+WHOLE, PARTIAL = "whole", "as partial sums"  # how activations stand that no axis splits
 SOME = 0.005  # below this, not worth a word
 
 
@@ -63,9 +64,9 @@ def _activation(placement: Placement) -> str:
         case Shard():
             return "by features"
         case Partial():
-            return "as terms of a sum"
+            return PARTIAL
         case Replicate():
-            return "whole"
+            return WHOLE
 
 
 def words(plan: PlanValue) -> Iterator[str]:
@@ -138,7 +139,7 @@ def between_told(use: Use) -> list[str]:
     told: list[str] = []
     for what, nbytes in sorted(outside.items(), key=lambda item: (-item[1], item[0])):
         if nbytes > (1 - MOST) * total:
-            how = f"kept {what}" if what in ("whole", "as terms of a sum") else f"split {what}"
+            how = f"kept {what}" if what in (WHOLE, PARTIAL) else f"split {what}"
             name = " (sequence parallel)" if what == "along the sequence" else ""
             told.append(f"{how}{name}" if nbytes >= MOST * total else f"{nbytes / total:.0%} {how}{name}")
     return [f"elsewhere activations are {', '.join(told)}"] if told else []

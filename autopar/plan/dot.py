@@ -367,7 +367,7 @@ class _Picture:
         if self.modes or self.plan.residence:
             rows.append('<TR><TD ALIGN="LEFT">dashed: run again in backward</TD></TR>')
             rows.append(f'<TR><TD ALIGN="LEFT"><FONT COLOR="{FETCHED}">fetched from the host</FONT></TD></TR>')
-        head = "<TR><TD><B>layout: the axes that split each dim (_ none); +axis: still to be summed</B></TD></TR>"
+        head = "<TR><TD><B>layout: the axes that split each dim (_ none); +axis: partial sum</B></TD></TR>"
         layouts = f"{TABLE}{head}{''.join(rows)}</TABLE>"
         yield "  subgraph cluster_legend {"
         yield '    label="legend"; style=dotted; color="#888888";'

@@ -62,27 +62,31 @@ def _kinds_of_float32(plan: PlanValue) -> set[str]:
 
 def _time(plan: PlanValue) -> Iterator[str]:
     parts = sum(plan.seconds_by.values())
-    hidden = parts - plan.step_seconds
-    how = f"{_ms(hidden)} of the parts overlap" if hidden > 1e-6 * parts else "the sum of its parts, nothing overlaps"
+    overlapped = parts - plan.step_seconds
+    how = (
+        f"{_ms(overlapped)} of the parts overlap"
+        if overlapped > 1e-6 * parts
+        else "the sum of its parts, nothing overlaps"
+    )
     if plan.simulated_seconds is not None and plan.prefetch is not None:
-        how = f"collectives run beside compute; one after the other {_ms(plan.step_seconds)}"
+        how = f"collectives are overlapped with compute; without overlap {_ms(plan.step_seconds)}"
     yield f"step time {_ms(plan.predicted_seconds)}, {plan.measure}: {how}"
-    for name in ("compute", "optimizer", "copies"):
+    for name in ("compute", "optimizer", "reorder"):
         yield _time_line(plan, name, plan.seconds_by.get(name, 0.0), "")
     for axis in plan.mesh.names:
         sent = [f"{collective} {human(n)}" for (collective, on), n in plan.comm_bytes.items() if on == axis]
         seconds = plan.seconds_by.get(f"comm:{axis}", 0.0)
         told = f"a rank receives {', '.join(sent) or 'nothing'}"
-        if isinstance(waited := plan.search.get(f"exposed:{axis}"), float):
-            told = f"{_ms(waited)} of it waited for; {told}"
+        if isinstance(exposed := plan.search.get(f"exposed:{axis}"), float):
+            told = f"{_ms(exposed)} of it exposed; {told}"
         line = _time_line(plan, f"communication, {axis}", seconds, "")
         yield from textwrap.wrap(f"{line}   {told}", WIDTH, subsequent_indent=" " * 48, drop_whitespace=True)
     for way, told in (("h2d", "host to device"), ("d2h", "device to host")):
         if way in plan.seconds_by:
-            waited = plan.search.get(f"exposed:{way}")
-            tail = f"{_ms(waited)} of it waited for" if isinstance(waited, float) else ""
+            exposed = plan.search.get(f"exposed:{way}")
+            tail = f"{_ms(exposed)} of it exposed" if isinstance(exposed, float) else ""
             yield _time_line(plan, told, plan.seconds_by[way], tail)
-    known = {"compute", "optimizer", "copies", "h2d", "d2h", *(f"comm:{axis}" for axis in plan.mesh.names)}
+    known = {"compute", "optimizer", "reorder", "h2d", "d2h", *(f"comm:{axis}" for axis in plan.mesh.names)}
     for name in sorted(plan.seconds_by.keys() - known):
         yield _time_line(plan, name, plan.seconds_by[name], "")
     yield from _proven(plan)
@@ -98,7 +102,7 @@ def _proven(plan: PlanValue) -> Iterator[str]:
         yield f"proven: no plan of the searched space takes less than {_ms(plan.bound)}; {gap}"
         return
     least, took = f"no plan of the searched space takes less than {_ms(plan.bound)}", _ms(plan.step_seconds)
-    yield from wrapped(f"proven, one after the other: {least}; this one takes {took}: {gap}")
+    yield from wrapped(f"proven, without overlap: {least}; this one takes {took}: {gap}")
     if least_s := plan.simulated_bound:
         gap = f"gap {100 * (1 - least_s / plan.simulated_seconds):.2f} %"
         yield from wrapped(
@@ -120,18 +124,18 @@ def _time_line(plan: PlanValue, name: str, seconds: float, tail: str) -> str:
 
 
 def _candidates(plan: PlanValue) -> Iterator[str]:
-    """Why this plan: the ones that were played."""
+    """Why this plan: the ones that were simulated."""
     if not plan.candidates:
         return
-    beside = " with collectives beside compute" if any(one.prefetch is not None for one in plan.candidates) else ""
-    yield f"why this plan: the quickest of those played{beside}"
-    rows = [("candidate", "simulated", "one after the other", "peak", "")]
+    overlapped = " with collectives overlapped" if any(one.prefetch is not None for one in plan.candidates) else ""
+    yield f"why this plan: the quickest of those simulated{overlapped}"
+    rows = [("candidate", "simulated", "without overlap", "peak", "")]
     for one in plan.candidates:
         peak = "" if one.peak_bytes is None else human(one.peak_bytes)
-        ahead = f"weights {one.prefetch} products ahead" if one.prefetch else ""
-        mark = " (this plan)" if one.name == plan.search.get("candidate") else ""
+        prefetch = f"prefetch {one.prefetch}" if one.prefetch else ""
+        mark = "(this plan)" if one.name == plan.search.get("candidate") else ""
         times = ["" if s is None else _ms(s) for s in (one.simulated_seconds, one.step_seconds)]
-        rows.append((one.name + mark, times[0], times[1], peak, one.why or ahead))
+        rows.append((one.name, times[0], times[1], peak, " ".join(filter(None, (one.why or prefetch, mark)))))
     yield from columns(rows)
 
 
@@ -155,7 +159,7 @@ def _role_of(limit: float, plan: PlanValue, nbytes: int) -> str:
     if nbytes >= TIGHT * limit:
         return "it shapes the plan"
     if plan.residence or modes_of(plan):
-        return "with what is spared"
+        return "with memory savings"
     return "memory is not what limits it"
 
 
@@ -173,7 +177,7 @@ def _price(plan: PlanValue, tier: str) -> Iterator[str]:
         amount //= 4
     saved = min(saved, price * amount / GIB)
     if saved > 0:
-        of = "" if plan.simulated_seconds is None else " of the times one after the other"
+        of = "" if plan.simulated_seconds is None else " of the times without overlap"
         whole = human(amount).replace(".00", "").replace(".0", "")
         yield f"price of memory: +{whole} of {tier} would save up to {saved:.3g} ms a step{of}"
 

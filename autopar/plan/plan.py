@@ -11,8 +11,8 @@ from autopar.plan.value import PlanValue
 
 
 class Plan(PlanValue):
-    """Every decision, with what was predicted of it: see `PlanValue` for its parts. How its step is played, as a trace
-    for a viewer, `autopar.simulate.timeline.to_trace` writes.
+    """Every decision, with what was predicted of it: see `PlanValue` for its parts. How its step is simulated, as a
+    trace for a viewer, `autopar.simulate.timeline.to_trace` writes.
     """
 
     def save(self, path: str | Path) -> None:

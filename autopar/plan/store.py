@@ -1,6 +1,6 @@
 """The plan's file: JSON, versioned, hashed, checked on reading, and never seen half-written.
 
-    {"autopar_plan": 1, "digest": ..., "mesh": ..., ..., "choices": [...], "nodes": [...], "results": [...]}
+    {"autopar_plan": 2, "digest": ..., "mesh": ..., ..., "choices": [...], "nodes": [...], "results": [...]}
 
 One node per line, so that two plans can be compared with diff. Equal choices stand once in `choices`, and nodes point
 to them by index. Layouts are written as `layout.encode` does (`R S0 P`), types as `float32[4, 16]`, a reference as
@@ -30,7 +30,7 @@ from cost_models.whole_file import read_whole, write_whole
 
 __all__ = ["VERSION", "check", "dumps", "load", "loads", "save"]
 
-VERSION = 1
+VERSION = 2
 P = TypeVar("P", bound=PlanValue)
 DEEPEST = 64  # lists in lists; steps and arguments need a few
 

@@ -71,7 +71,7 @@ class Decision:
 class Candidate:
     """A plan that the search looked at, with the prefetch that suits it best.
 
-    None stands where there is no such plan, or it was not played; `why` says why.
+    None stands where there is no such plan, or it was not simulated; `why` says why.
     """
 
     name: str
@@ -96,8 +96,8 @@ class PlanValue:
     gradients are waited for (`autopar.lower.schedule`); None: every transfer is waited for where it stands.
     `bucket_bytes`: gradients that are summed whole are put together up to this size and summed at once; 0: each by
     itself.
-    `simulated_seconds`: what the step takes as its timeline plays it: with collectives beside compute, or, on hardware
-    where nothing overlaps, one behind the other, but with whole rows of gradients; None: nothing was played.
+    `simulated_seconds`: what the step takes as its timeline has it: with collectives overlapped, or, on hardware
+    where nothing overlaps, one behind the other, but with whole buckets of gradients; None: nothing was simulated.
     `candidates`: the plans among which this one was the quickest by that measure.
     `residence`: parameter -> "host" (it, its gradient and its optimizer states lie on the host and are updated there)
     or "stream" (its states lie on the host, and stream through the device in the update); left out: on the device. The
@@ -130,7 +130,7 @@ class PlanValue:
 
     @property
     def predicted_seconds(self) -> float:
-        """What a step is predicted to take: as it was played, else the sum of its parts."""
+        """What a step is predicted to take: as it was simulated, else the sum of its parts."""
         return self.step_seconds if self.simulated_seconds is None else self.simulated_seconds
 
     @property

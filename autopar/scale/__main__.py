@@ -82,7 +82,7 @@ def _scale(given: argparse.Namespace) -> int:
     if plan.residence or plain(plan.graph) is not plan.graph:
         raise BadArgument(
             f"{given.plan} recomputes values, keeps some on the host, or keeps gathered weights (zero1, zero2), and "
-            "how that grows is not known; make a plan with python -m autopar.search ... --spare none --no-simulation"
+            "how that grows is not known; make a plan with python -m autopar.search ... --allow none --no-simulation"
         )
     check_rules(plan, str(given.plan))
     hardware = _hardware(given.hardware, plan)

@@ -92,7 +92,7 @@ def _line(row: Row, limit: float) -> tuple[str, ...]:
         return label, *"-" * 5, row.word, best
     plan = row.kept
     parts = plan.seconds_by
-    compute = parts["compute"] + parts["copies"]
+    compute = parts["compute"] + parts["reorder"]
     times = (plan.step_seconds, compute, parts["optimizer"], communication(plan))
     fits = "yes" if plan.peak_bytes[DEVICE] <= limit else "no"
     return label, *(f"{seconds * 1e3:.3f}" for seconds in times), human(plan.peak_bytes[DEVICE]), fits, best

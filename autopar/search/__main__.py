@@ -27,7 +27,7 @@ from autopar.search.command.arguments import Asked, or_bad, parser, read
 from autopar.search.command.traced import as_ddp, traced
 from autopar.search.document import document
 from autopar.search.limits import size
-from autopar.search.pins import kept
+from autopar.search.pins import pinned
 from autopar.search.problems import Stop
 from autopar.search.problems import write as write_posed
 from autopar.search.reserved import held_within, telling
@@ -138,7 +138,7 @@ def _ask(given: argparse.Namespace, asked: Asked, progress: Progress) -> _Posed:
 
     graph = graph_with(given.batch_norm)
     progress(f"traced {len(graph.nodes):,} operators, forward and backward")
-    or_bad(lambda: kept(asked.keep, graph))
+    or_bad(lambda: pinned(asked.pin, graph))
 
     def again(graph: Graph) -> Question:
         return ask(graph, mesh, hardware, optimizer=given.optimizer, profile=asked.profile, progress=progress)
@@ -150,8 +150,8 @@ def _ask(given: argparse.Namespace, asked: Asked, progress: Progress) -> _Posed:
 def _found(given: argparse.Namespace, asking: _Posed, progress: Progress, stop: Stop) -> _Found:
     """The plan, and what it is to be compared with. Once it is time to stop, what there is by then."""
     asked, question, room = asking.asked, asking.question, asking.asked.room
-    limits: dict[str, Any] = {"outputs": given.outputs, "time_limit_s": given.time_limit, "keep": asked.keep}
-    open_: dict[str, Any] = {"simulation": not given.no_simulation, "spare": asked.spare}
+    limits: dict[str, Any] = {"outputs": given.outputs, "time_limit_s": given.time_limit, "pin": asked.pin}
+    open_: dict[str, Any] = {"simulation": not given.no_simulation, "allow": asked.allow}
     problems: list[Assembled] = []
 
     def held(most: float) -> Plan:

@@ -40,7 +40,7 @@ def compare(
     memory: float | None,
     outputs: str,
     time_limit_s: float,
-    keep: Mapping[str, str] | None = None,
+    pin: Mapping[str, str] | None = None,
     as_ddp: Question | str | None = None,
     progress: Progress = lambda text: None,
     stop: Stop = never,
@@ -57,7 +57,7 @@ def compare(
         norms = (*statistics_of(asked.graph), "")[0]
         try:
             plan = answer(
-                asked, memory=memory, outputs=outputs, time_limit_s=time_limit_s, policy=policy, keep=keep, stop=stop
+                asked, memory=memory, outputs=outputs, time_limit_s=time_limit_s, policy=policy, pin=pin, stop=stop
             )
         except Infeasible as error:
             needs = error.at_least if error.enough is None else error.enough
@@ -66,12 +66,12 @@ def compare(
             why = "interrupted" if stop() else f"no answer in {time_limit_s:g} s"
             return Row(policy, None, why, batch_norm=norms)
         if chosen.simulated_seconds is not None:
-            played = best_prefetch(plan, asked.pricer, memory)
-            plan = replace(played.plan, simulated_seconds=played.seconds)
+            simulated = best_prefetch(plan, asked.pricer, memory)
+            plan = replace(simulated.plan, simulated_seconds=simulated.seconds)
         return Row(policy, plan, batch_norm=norms)
 
     rows: list[Row] = []
-    for policy in policies_for(question.pricer.mesh, sparing=question.pricer.updates_together, dominated=True):
+    for policy in policies_for(question.pricer.mesh, saving=question.pricer.updates_together, dominated=True):
         row = row_of(question, policy)
         rows.append(row)
         progress(f"baseline {called(policy, question.graph)}: {row.why or _ms(row.plan)}")
@@ -148,4 +148,4 @@ def _missed(chosen: Plan, policy: str) -> str:
         return "without simulation the search looks at no plan that gathers weights once"
     if chosen.search.get("tied"):
         return "the search ties repeated layers"
-    return "--spare or --keep rules out what it does, or the search was cut short (--time-limit)"
+    return "--allow or --pin rules out what it does, or the search was cut short (--time-limit)"

@@ -46,8 +46,8 @@ def memory_curve(
     known: Sequence[Plan] = (),
     *,
     points: int = POINTS,
-    spare: Collection[str] | None = None,
-    keep: Mapping[str, str] | None = None,
+    allow: Collection[str] | None = None,
+    pin: Mapping[str, str] | None = None,
     outputs: str = "sharded",
     time_limit_s: float = 60.0,
     simulation: bool = False,
@@ -62,12 +62,12 @@ def memory_curve(
 
     def find(limit: float | None) -> Plan:
         plan = answer(
-            question, memory=limit, spare=spare, keep=keep, outputs=outputs, time_limit_s=time_limit_s,
+            question, memory=limit, allow=allow, pin=pin, outputs=outputs, time_limit_s=time_limit_s,
             simulation=simulation, stop=stop,
         )  # fmt: skip
         if simulation and plan.simulated_seconds is None and question.pricer.hardware.overlaps:
-            played = best_prefetch(plan, question.pricer, limit)  # or it would be compared by another measure
-            plan = replace(played.plan, simulated_seconds=played.seconds)
+            simulated = best_prefetch(plan, question.pricer, limit)  # or it would be compared by another measure
+            plan = replace(simulated.plan, simulated_seconds=simulated.seconds)
         told = "everything there is" if limit is None else human(limit)
         progress(f"memory curve: with {told}, {plan.predicted_seconds * 1e3:.3f} ms a step")
         return plan
@@ -138,7 +138,7 @@ def best_at(limits: Sequence[float], plans: Sequence[Plan]) -> tuple[Point, ...]
             continue
         best = min(fitting, key=lambda plan: (plan.predicted_seconds, plan.peak_bytes[DEVICE]))
         above = [plan.bound for plan in plans if plan.memory_limit is None or plan.memory_limit >= limit]
-        # A search keeps some memory free for rows of gradients; what it proves may not hold of a plan that does not.
+        # A search keeps some memory free for buckets of gradients; what it proves may not hold of a plan that does not.
         bound = max((bound for bound in above if bound <= best.step_seconds), default=best.bound)
         points.append(Point(limit, replace(best, memory_limit=limit, bound=bound)))
     return tuple(points)

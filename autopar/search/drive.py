@@ -19,7 +19,7 @@ from autopar.search.context import Progress, Question
 from autopar.search.elixir import DoesNotFit
 from autopar.search.limits import size
 from autopar.search.overlap_loop import choose
-from autopar.search.policies import called, is_open, policies_for, sparing_of
+from autopar.search.policies import called, is_open, memory_options_of, policies_for
 from autopar.search.problems import Wanted, limits_of, posed_of
 from autopar.search.restricted import LOOSE, Known, best_among
 from autopar.search.solve import Begins, Solved, floor_s, solved_within
@@ -46,26 +46,28 @@ def of_policy(question: Question, policy: str, wanted: Wanted, progress: Progres
 
 def _of_policy(question: Question, policy: str, wanted: Wanted, progress: Progress) -> Solved:
     try:
-        sparing = sparing_of(policy, question.graph, question.pricer, wanted.memory)
-        sparing = sparing.keeping(wanted.sparing.kept, wanted.sparing.residence)
+        memory_options = memory_options_of(policy, question.graph, question.pricer, wanted.memory)
+        memory_options = memory_options.pinning(wanted.memory_options.pinned, wanted.memory_options.residence)
     except DoesNotFit as error:
         raise Infeasible(f"no {policy} plan fits in {size(wanted.memory or 0.0)} per rank: {error}") from error
-    return solved_within(question, policy, replace(wanted, sparing=sparing), progress)
+    return solved_within(question, policy, replace(wanted, memory_options=memory_options), progress)
 
 
-def least_sum(question: Question, wanted: Wanted, progress: Progress) -> Solved:
+def without_overlap(question: Question, wanted: Wanted, progress: Progress) -> Solved:
     """The best plan that keeps everything on the device if the best of all is one, which is soon found out."""
     if wanted.memory is None:
         return solved_within(question, None, wanted.unlimited, progress)
-    if not wanted.sparing.ways:
+    if not wanted.memory_options.ways:
         return solved_within(question, None, wanted, progress)
     free = _free(question, wanted, progress)
     if free.plan.peak_bytes[DEVICE] <= wanted.memory:
-        limits = limits_of(free.pricer, free.sparing, wanted.memory)
+        limits = limits_of(free.pricer, free.memory_options, wanted.memory)
         limited = replace(free.assembled, problem=replace(free.assembled.problem, limits=limits))
         plan = replace(free.plan, memory_limit=wanted.memory)
         return replace(free, assembled=limited, tell=lambda: plan)
-    progress(f"the fastest plan needs {size(free.plan.peak_bytes[DEVICE])}: what to spare is part of the search")
+    progress(
+        f"the fastest plan needs {size(free.plan.peak_bytes[DEVICE])}: the search decides what to recompute and offload"
+    )
     begins = Begins(lambda: _layouts(question, wanted, progress), lambda: _fitting(question, wanted, progress))
     solved = solved_within(question, None, wanted, progress, begins)
     question.found.append(solved.as_known)
@@ -88,7 +90,7 @@ def _layouts(question: Question, wanted: Wanted, progress: Progress) -> list[Kno
     free = _free(question, wanted, progress)
     most_s = FAR * free.plan.step_seconds
     near = [policy for policy in policies_for(question.pricer.mesh) if floor_s(question, policy) <= most_s]
-    able = [policy for way, policy in BY_WAY.items() if way in wanted.sparing.ways]
+    able = [policy for way, policy in BY_WAY.items() if way in wanted.memory_options.ways]
     able = [policy for policy in able if floor_s(question, policy) <= most_s]
     return [
         free.as_known,
@@ -99,8 +101,8 @@ def _layouts(question: Question, wanted: Wanted, progress: Progress) -> list[Kno
 
 def _fitting(question: Question, wanted: Wanted, progress: Progress) -> list[Known]:
     """What people do by hand, within the limit, of what is allowed."""
-    policies = policies_for(question.pricer.mesh, sparing=True)
-    allowed = [policy for policy in policies if is_open(policy, wanted.sparing.ways)]
+    policies = policies_for(question.pricer.mesh, saving=True)
+    allowed = [policy for policy in policies if is_open(policy, wanted.memory_options.ways)]
     return _by_hand(question, allowed, wanted, progress)
 
 
@@ -118,17 +120,17 @@ def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Prog
     """The best plan by simulated time: see `autopar.search.overlap_loop`."""
     graph, pricer = question.graph, solved.pricer
     start, prices = solved.solution.picks, solved.prices
-    spares = bool(solved.sparing.ways)
-    known = [*(_layouts(question, wanted, progress) if spares else ()), solved.as_known]
+    saves_memory = bool(solved.memory_options.ways)
+    known = [*(_layouts(question, wanted, progress) if saves_memory else ()), solved.as_known]
 
     def again(shares: Shares, free: float) -> Plan | None:
         nonlocal start, prices
         memory = None if wanted.memory is None else wanted.memory - free
-        limits = limits_of(pricer, solved.sparing, memory)
-        asked = replace(wanted, sparing=solved.sparing)
+        limits = limits_of(pricer, solved.memory_options, memory)
+        asked = replace(wanted, memory_options=solved.memory_options)
         priced = posed_of(question, question.strategies, pricer, asked, solved.tied, shares).within(limits)
         cheaper = priced.assembled
-        if spares:  # too large to be solved again and again
+        if saves_memory:  # too large to be solved again and again
             solution = best_among(known, cheaper, priced.wide.again, wanted.time_limit_s, prices, wanted.stop)
         else:
             solution = solve(
@@ -136,11 +138,11 @@ def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Prog
                 start_prices=prices, stop=wanted.stop,
             )  # fmt: skip
         if solution is None or solution.picks is None:
-            progress("solved again: nothing fits")
+            progress("re-solved: nothing fits")
             return None
         told = ", ".join(f"{kind} over {axis} {share:.0%}" for (kind, axis), share in shares.items())
         left = f", {size(free)} left free" if free else ""
-        progress(f"solved again in {solution.seconds:.1f} s, gap {solution.gap:.2%}, prices of transfers: {told}{left}")
+        progress(f"re-solved in {solution.seconds:.1f} s, gap {solution.gap:.2%}, prices of transfers: {told}{left}")
         start, prices = tidied(cheaper, solution.picks), solution.prices
         known.append(Known(cheaper, start))
         cost = evaluate(solved.assembled.problem, start).cost
@@ -171,8 +173,10 @@ def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Prog
 
     # A plan found by hand is a candidate like the others: what the user has closed, it may not do either.
     policies = [
-        one for one in policies_for(pricer.mesh, sparing=spares, once=True) if is_open(one, solved.sparing.ways)
+        one
+        for one in policies_for(pricer.mesh, saving=saves_memory, once=True)
+        if is_open(one, solved.memory_options.ways)
     ]
     baselines = {called(policy, graph): baseline(policy) for policy in policies}
-    plan = choose(solved.plan, pricer, wanted.memory, baselines, again, spares, progress, wanted.stop)
+    plan = choose(solved.plan, pricer, wanted.memory, baselines, again, saves_memory, progress, wanted.stop)
     return replace(plan, search={**plan.search, SIMULATED_BOUND: floor_s(question, None)})

@@ -73,10 +73,10 @@ def priced_again(plan: Plan, hardware: Hardware, optimizer: str, origin: str) ->
         plan.graph, plan.choices, plan.deliveries, pricer, objective=None, bound=plan.bound, memory=plan.memory_limit,
         outputs=plan.outputs, residence=plan.residence,
     )  # fmt: skip
-    played, peaks = found.predicted_seconds, dict(found.peak_bytes)
+    seconds, peaks = found.predicted_seconds, dict(found.peak_bytes)
     if hardware.overlaps and plan.prefetch is not None:
         timeline = timeline_of(plan, pricer, plan.prefetch)
-        played, peaks[DEVICE] = timeline.seconds, max(peaks[DEVICE], timeline.memory[DEVICE].peak_bytes)
+        seconds, peaks[DEVICE] = timeline.seconds, max(peaks[DEVICE], timeline.memory[DEVICE].peak_bytes)
     if plan.bound > found.step_seconds * (1 + 1e-6):
         raise PlanMismatch(
             f"{origin} was edited: it says that every plan takes {plan.bound:.6g} s a step at least, and takes "
@@ -84,7 +84,7 @@ def priced_again(plan: Plan, hardware: Hardware, optimizer: str, origin: str) ->
         )
     return replace(
         plan, hardware=hardware.name, step_seconds=found.step_seconds, seconds_by=found.seconds_by, peak_bytes=peaks,
-        simulated_seconds=None if plan.simulated_seconds is None else played,
+        simulated_seconds=None if plan.simulated_seconds is None else seconds,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from autopar.assemble.builder import DEVICE, HOST
 from autopar.assemble.liveness import liveness
 from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.graph import Graph, Node
+from autopar.search.memory_options import ALLOWED
 from solver import Shortage, Solution
 
 CERTAIN = 0.05  # of the cost: prices belong to a bound, and where that lies far from the plan they say little of it
@@ -15,7 +16,8 @@ GIB = 2**30
 TOGETHER = "if the others were larger"  # the solver's word for limits of which none alone is too small
 VALUES, WEIGHTS = "values of the step", "parameters with their gradients and optimizer states"
 SAFE = "counted on the safe side"
-SPARED_BY = {VALUES: ("recompute", "offload"), WEIGHTS: ("host",)}  # and stream, for those who have `autopar.optim`
+# What to allow where most is held by that; offload-optimizer, too, for those who have `autopar.optim`.
+ALLOWS = {VALUES: ("recompute", "offload-activations"), WEIGHTS: ("offload-parameters",)}
 
 
 def prices_of(solution: Solution) -> dict[str, float | int | str]:
@@ -65,7 +67,7 @@ def _infeasible(
         return Infeasible(f"{'no plan' if policy is None else f'no {policy} plan'} fits in {size(memory)} per rank.")
     if shortage is None or memory is None:
         return Infeasible(
-            "no combination of strategies is consistent. Where keep= or a policy says that a parameter lies on the "
+            "no combination of strategies is consistent. Where pin= or a policy says that a parameter lies on the "
             "host which only values read that are run again, save one of these; else this is a defect of autopar, "
             "please report the model"
         )
@@ -123,8 +125,8 @@ def _help(shortage: Shortage, graph: Graph, closed: Collection[str]) -> str:
         return f"Give a machine with more memory beside its devices, or {first}."
     if not shortage.tenants:
         return "Give more memory or more ranks, or make the batch smaller."
-    if ways := [way for way in SPARED_BY[most] if way in closed]:
-        others.insert(0, f"let --spare have {' and '.join(ways)}, too")
+    if ways := [word for word in ALLOWS[most] if ALLOWED[word] in closed]:
+        others.insert(0, f"let --allow have {' and '.join(ways)}, too")
     share = f"{size(held[most])} of these {size(sum(held.values()))} are {most}"
     return f"What would help most: {first}, for {share}; else {', or '.join(others)}."
 

@@ -10,32 +10,43 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.work import VIEWS
 from autopar.price.pricer import Pricer
 from autopar.rewrite import OFFLOAD, RECOMPUTE, SAVE, Again, Widened, widened
-from autopar.search.pins import modes_kept
 
-# Forward values that backward needs are made again, or wait on the host; parameters live on the host with all that
-# belongs to them, or their optimizer states do and stream through the device.
-SPARES = ("recompute", "offload", "host", "stream")
-NEEDS_OPTIM = "stream"  # needs `autopar.optim`, and so is used only where it is asked for
+# What a user may allow, and what it is called in problems, graphs and plans: forward values that backward needs are
+# made again, or wait on the host; parameters live on the host with all that belongs to them, or their optimizer states
+# do and stream through the device. These tables are the one place where the words of users are translated.
+ALLOWED: Mapping[str, str] = {
+    "recompute": RECOMPUTE,
+    "offload-activations": OFFLOAD,
+    "offload-parameters": HOST,
+    "offload-optimizer": "stream",
+}
+NEEDS_OPTIM = "offload-optimizer"  # needs `autopar.optim`, and so is used only where it is asked for
+WAYS = tuple(ALLOWED.values())
+
+# What a user may pin a module to, and a parameter.
+MODES: Mapping[str, str] = {"save": SAVE, "recompute": RECOMPUTE, "offload-activations": OFFLOAD}
+RESIDENCES: Mapping[str, str] = {"device": "device", "offload-parameters": HOST, "offload-optimizer": "stream"}
 
 Modes = Callable[[Again, Node], tuple[str, ...]]  # a forward value that comes back, the node that makes it -> its modes
 
 
 @dataclass(frozen=True)
-class Sparing:
-    """`ways`: those of SPARES that are open. `modes`: those that a value may have, if a policy says so; `residence`:
-    where a policy, or the user, wants the parameters that it names; `kept`: forward node -> what the user wants of it.
+class MemoryOptions:
+    """`ways`: those of WAYS that are open. `modes`: those that a value may have, if a policy says so; `residence`:
+    where a policy, or the user, wants the parameters that it names; `pinned`: forward node -> the mode that the user
+    wants.
     `rewrite`: what a policy makes of the graph first, but for the parameters that it is given, those on the host.
     """
 
     ways: tuple[str, ...] = ()
     modes: Modes | None = None
     residence: Mapping[str, str] = field(default_factory=dict[str, str])
-    kept: Mapping[str, str] = field(default_factory=dict[str, str])
+    pinned: Mapping[str, str] = field(default_factory=dict[str, str])
     rewrite: Callable[[Graph, Collection[str]], Graph] | None = None
 
-    def keeping(self, kept: Mapping[str, str], residence: Mapping[str, str]) -> Sparing:
-        """The same, but for what the user settles."""
-        return replace(self, residence={**self.residence, **residence}, kept=kept)
+    def pinning(self, pinned: Mapping[str, str], residence: Mapping[str, str]) -> MemoryOptions:
+        """The same, but for what the user pins."""
+        return replace(self, residence={**self.residence, **residence}, pinned=pinned)
 
     @property
     def residences(self) -> tuple[str, ...]:
@@ -57,7 +68,7 @@ class Sparing:
 
     @property
     def uses_host(self) -> bool:
-        return len(self.residences) > 1 or "offload" in self.ways or OFFLOAD in self.kept.values()
+        return len(self.residences) > 1 or "offload" in self.ways or OFFLOAD in self.pinned.values()
 
     def widen(self, graph: Graph) -> Widened:
         """The graph with all that may be decided about its forward values; itself where that is nothing.
@@ -66,11 +77,11 @@ class Sparing:
         """
         if self.rewrite is not None:
             graph = self.rewrite(graph, [name for name, where in self.residence.items() if where == HOST])
-        is_settled = self.modes is not None or bool(self.kept)
+        is_settled = self.modes is not None or bool(self.pinned)
         if not {"recompute", "offload"} & set(self.ways) and HOST not in self.residences and not is_settled:
             return Widened(graph, {}, graph)
-        again = "recompute" in self.ways or self.modes is not None or RECOMPUTE in self.kept.values()
-        found = widened(graph, recompute=again, offload="offload" in self.ways or OFFLOAD in self.kept.values())
+        again = "recompute" in self.ways or self.modes is not None or RECOMPUTE in self.pinned.values()
+        found = widened(graph, recompute=again, offload="offload" in self.ways or OFFLOAD in self.pinned.values())
         if not is_settled:
             return found
         node_of = graph.by_name
@@ -82,8 +93,8 @@ class Sparing:
 
     def _modes(self, again: Again, node: Node) -> tuple[str, ...]:
         """Those of a value's modes that are open."""
-        word = self.kept.get(again.origin)
-        if word is not None and (meant := modes_kept(word, again, node)):
+        word = self.pinned.get(again.origin)
+        if word is not None and (meant := _modes_pinned(word, again, node)):
             return meant
         if self.modes is not None:
             return self.modes(again, node)
@@ -91,7 +102,16 @@ class Sparing:
         return tuple(mode for mode in again.modes if mode not in closed or (mode == RECOMPUTE and node.op in VIEWS))
 
 
-NOTHING_SPARED = Sparing()
+def _modes_pinned(mode: str, again: Again, node: Node) -> tuple[str, ...]:
+    """Of the modes of a value, those that are meant by the one it is pinned to; none if it can have no such mode."""
+    if node.op in VIEWS:  # another look, which takes no time, and is not to hold what it looks at
+        if mode == SAVE:
+            return tuple(one for one in again.modes if one != OFFLOAD)
+        return tuple(one for one in again.modes if one not in (SAVE, OFFLOAD)) if RECOMPUTE in again.modes else ()
+    return tuple(one for one in again.modes if one in (mode, "drop")) if mode in again.modes else ()
+
+
+NO_OPTIONS = MemoryOptions()
 
 
 def checkpointed(again: Again, node: Node) -> tuple[str, ...]:
@@ -101,16 +121,16 @@ def checkpointed(again: Again, node: Node) -> tuple[str, ...]:
     return tuple(mode for mode in again.modes if mode not in (SAVE, "offload"))
 
 
-def ways_on(pricer: Pricer, asked: Collection[str] | None) -> tuple[str, ...]:
-    """The ways that are open: those asked for, or what makes sense on this machine. A CPU's memory is the host's.
+def ways_on(pricer: Pricer, allow: Collection[str] | None) -> tuple[str, ...]:
+    """The ways that are open: those that the words allow, or what makes sense on this machine. A CPU's memory is the
+    host's.
 
-    Raises ValueError for one that is not known.
+    Raises ValueError for a word that is not known.
     """
-    if asked is None:
-        return tuple(way for way in SPARES if way != NEEDS_OPTIM) if pricer.updates_together else ("recompute",)
-    if unknown := sorted(set(asked).difference(SPARES)):
-        raise ValueError(f"no way to spare memory is called {unknown[0]!r}; known: {', '.join(SPARES)}, or none")
-    return tuple(way for way in SPARES if way in asked)
+    words = allowed(allow)
+    if words is None:
+        words = tuple(word for word in ALLOWED if word != NEEDS_OPTIM) if pricer.updates_together else ("recompute",)
+    return tuple(ALLOWED[word] for word in words)
 
 
 def host_bytes(pricer: Pricer) -> float:
@@ -118,16 +138,22 @@ def host_bytes(pricer: Pricer) -> float:
     return float(pricer.hardware.tiers[HOST].capacity_bytes)
 
 
-def ways_named(spare: str | Collection[str] | None) -> tuple[str, ...] | None:
-    """Ways to spare memory, from words: a collection, or a text with commas between; () for "none".
+def allowed(allow: str | Collection[str] | None) -> tuple[str, ...] | None:
+    """Those of ALLOWED that are named, by a collection of words, or a text with commas between; () for "none".
 
     Raises ValueError for a word that is not known, or for "none" among others.
     """
-    if spare is None:
+    if allow is None:
         return None
-    words = [word.strip() for word in spare.split(",")] if isinstance(spare, str) else [*spare]
+    words = [word.strip() for word in allow.split(",")] if isinstance(allow, str) else [*allow]
     if words == ["none"]:
         return ()
-    if unknown := [word for word in words if word not in SPARES]:
-        raise ValueError(f"spare {unknown[0]!r} is not known; choose some of {', '.join(SPARES)}, or none alone")
-    return tuple(way for way in SPARES if way in words)
+    if unknown := [word for word in words if word not in ALLOWED]:
+        raise ValueError(f"allow {unknown[0]!r} is not known; choose some of {', '.join(ALLOWED)}, or none alone")
+    return tuple(word for word in ALLOWED if word in words)
+
+
+def words_of(residence: Mapping[str, str]) -> dict[str, str]:
+    """Parameter -> the word that pins it to where it resides."""
+    word_of = {where: word for word, where in RESIDENCES.items()}
+    return {name: word_of[where] for name, where in residence.items()}

@@ -1,12 +1,12 @@
-"""The best plan where collectives run beside compute: candidates are played, and the quickest is kept.
+"""The best plan where collectives overlap with compute: candidates are simulated, and the quickest is kept.
 
-The solver minimises a sum, in which every collective is waited for. What a plan takes where communication hides behind
-products only its timeline tells. So several plans are made and played: that of the least sum, the baselines, and those
-that the solver finds once hidden communication costs less (solve, play, price again, solve again).
+The solver minimises a sum, in which every collective is exposed. What a plan takes where communication is overlapped by
+products only its timeline tells. So several plans are made and simulated: the optimum without overlap, the baselines,
+and those that the solver finds once overlapped communication costs less (solve, simulate, re-price, re-solve).
 
-Prices of transfers are scaled by the share of their time for which the timeline of the best plan so far stands still:
+Prices of transfers are scaled by the share of their time that is exposed in the timeline of the best plan so far:
 see `autopar.price.overlap_discounts`. What is fetched ahead needs memory. Where a plan has none left for that, it is
-played as if it had, and the next one is asked to leave as much.
+simulated as if it had, and the next one is asked to leave as much.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ BESIDE = ("h2d", "d2h", "host")  # streams of moves, and of what the host does
 FIRST, OTHERS = (
     2,
     (1, 4),
-)  # how many products ahead: what is played first, and then of plans that are no worse than NEAR
+)  # prefetch distances, in products: what is simulated first, and then of plans that are no worse than NEAR
 NEAR = 1.1
 LEAST = 0.02  # of its price: nothing that is sent is free
 UNSEEN = 0.1  # of its price, of moves that no plan has made yet: about where they begin to beat products that run again
 MOVED = 0.01  # of the step: prices that moved by less altogether are the same prices
 GAIN = 1e-3  # relative: below this, pricing again is over
 ROUNDS = 3
-ROUNDS_SPARING = 2  # each is a larger problem
-LEAST_SUM = "least sum"
+ROUNDS_SAVING_MEMORY = 2  # each is a larger problem
+OPTIMUM = "optimum without overlap"
 
 
 @dataclass(frozen=True)
-class Played:
+class Simulated:
     """A plan with the prefetch that suits it best, and its timeline (None: nothing overlaps).
 
     `wished`: the timeline that it would have with `lacks` bytes more, where those are missing.
@@ -65,13 +65,13 @@ class Played:
         return self.plan.peak_bytes[DEVICE]
 
 
-def best_prefetch(plan: Plan, pricer: Pricer, memory: float | None, beat: float = 0.0) -> Played:
+def best_prefetch(plan: Plan, pricer: Pricer, memory: float | None, beat: float = 0.0) -> Simulated:
     """The plan with the prefetch that makes it quickest and fits. `beat`: seconds that a good plan would take."""
     if not pricer.hardware.overlaps:
-        return Played(plan, None)
+        return Simulated(plan, None)
     pricer = replace(pricer, bucket_bytes=plan.bucket_bytes)
     lowering = Lowering(plan, pricer)
-    best = Played(replace(plan, prefetch=None, simulated_seconds=None), None)
+    best = Simulated(replace(plan, prefetch=None, simulated_seconds=None), None)
     wished, lacks = None, 0.0
     for prefetch in (FIRST, *OTHERS, 0):
         if prefetch == 0 and best.timeline is not None:
@@ -85,7 +85,7 @@ def best_prefetch(plan: Plan, pricer: Pricer, memory: float | None, beat: float 
         now, quickest = timeline.seconds, best.seconds
         if now < quickest * (1 - 1e-9):
             peaks = {**plan.peak_bytes, DEVICE: peak}
-            best = Played(replace(plan, prefetch=prefetch, peak_bytes=peaks), timeline)
+            best = Simulated(replace(plan, prefetch=prefetch, peak_bytes=peaks), timeline)
         if prefetch == FIRST and now > NEAR * beat > 0:
             break
     if wished is not None and wished.seconds < best.seconds * (1 - GAIN):
@@ -100,37 +100,38 @@ def floor_s(plan: Plan) -> float:
 
 
 def choose(
-    least_sum: Plan,
+    optimum: Plan,
     pricer: Pricer,
     memory: float | None,
     baselines: Mapping[str, Callable[[float], Plan | str]],
     again: Again,
-    spares: bool = False,
+    saves_memory: bool = False,
     progress: Callable[[str], None] = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """The quickest plan that was played. `least_sum`: the solver's plan, whose bound is that of all plans.
+    """The quickest plan that was simulated. `optimum`: the solver's plan, whose bound is that of all plans.
 
     `baselines`: name -> the baseline's plan, or why there is none; asked with the seconds to beat. `again`: the
-    solver's plan where transfers have those shares of their price, and so many bytes of the device stay free. `spares`:
-    it decides what is spared, too. `stop`: once true, the quickest of those that were played by then is taken.
+    solver's plan where transfers have those shares of their price, and so many bytes of the device stay free.
+    `saves_memory`: it decides what is recomputed and offloaded, too. `stop`: once true, the quickest of those that were
+    simulated by then is taken.
     """
-    best = first = best_prefetch(least_sum, pricer, memory)
-    winner = LEAST_SUM
+    best = first = best_prefetch(optimum, pricer, memory)
+    winner = OPTIMUM
     rows = [_row(winner, best)]
-    progress(f"played {winner}: {_ms(best)}")
+    progress(f"simulated {winner}: {_ms(best)}")
 
-    def try_(name: str, plan: Plan) -> Played | None:
+    def try_(name: str, plan: Plan) -> Simulated | None:
         nonlocal best, winner
         if floor_s(plan) >= best.seconds:
             rows.append(Candidate(name, plan.step_seconds, None, None, None, f"at least {floor_s(plan) * 1e3:.3f} ms"))
             return None
-        played = best_prefetch(plan, pricer, memory, best.seconds)
-        rows.append(_row(name, played))
-        progress(f"played {name}: {_ms(played)}")
-        if played.seconds < best.seconds * (1 - 1e-9):
-            best, winner = played, name
-        return played
+        simulated = best_prefetch(plan, pricer, memory, best.seconds)
+        rows.append(_row(name, simulated))
+        progress(f"simulated {name}: {_ms(simulated)}")
+        if simulated.seconds < best.seconds * (1 - 1e-9):
+            best, winner = simulated, name
+        return simulated
 
     for name, solve in baselines.items():
         if stop():
@@ -141,48 +142,50 @@ def choose(
         else:
             try_(name, found)
 
-    seen = [least_sum]
+    seen = [optimum]
     latest, shares = best, dict[tuple[str, str], float]()
     free = 0.0 if best is first else first.lacks
-    for number in range(1, (ROUNDS_SPARING if spares else ROUNDS) + 1):
+    for number in range(1, (ROUNDS_SAVING_MEMORY if saves_memory else ROUNDS) + 1):
         timeline = latest.wished or latest.timeline
         if timeline is None or stop():
             break
         measured, busy = exposed_shares(latest.plan, timeline)
         moved = sum(abs(share - shares.get(key, 1.0)) * busy[key] for key, share in measured.items())
-        # where memory is short, copies to the host are tried once it is known what hides
-        tries_moves = number > 1 and spares and not latest.lacks and not any(kind == MOVES for kind, _ in measured)
+        # where memory is short, copies to the host are tried once it is known what overlaps
+        tries_moves = (
+            number > 1 and saves_memory and not latest.lacks and not any(kind == MOVES for kind, _ in measured)
+        )
         if moved < MOVED * best.seconds and not latest.lacks and not tries_moves:
             break
         if latest is not best and not latest.lacks:  # it went too far: half way back
             measured |= {key: (share + shares.get(key, 1.0)) / 2 for key, share in measured.items()}
-        shares = _completed(measured, least_sum.mesh.names, UNSEEN if tries_moves else 1.0)
+        shares = _completed(measured, optimum.mesh.names, UNSEEN if tries_moves else 1.0)
         free += latest.lacks
         plan = again(shares, free)
         if plan is None or any(_same(plan, other) for other in seen):
             break
         seen.append(plan)
         before = best.seconds
-        played = try_(f"priced again ({number})", plan)
-        if played is None:
+        simulated = try_(f"re-solved with overlap prices, round {number}", plan)
+        if simulated is None:
             break
-        if played is best and before - best.seconds < GAIN * before and not played.lacks:
+        if simulated is best and before - best.seconds < GAIN * before and not simulated.lacks:
             break
-        latest = played
-    return _chosen(best, winner, least_sum, rows)
+        latest = simulated
+    return _chosen(best, winner, optimum, rows, is_optimum=best is first)
 
 
 def exposed_shares(plan: Plan, timeline: Timeline) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:
-    """(kind, axis or stream) -> for what share of such transfers compute waits, and how many seconds they take."""
+    """(kind, axis or stream) -> what share of such transfers is exposed, and how many seconds they take."""
     weights = weights_in(plan.graph)
     busy: dict[tuple[str, str], float] = defaultdict(float)
     exposed: dict[tuple[str, str], float] = defaultdict(float)
-    for event, waited in zip(timeline.events, timeline.exposed_of, strict=True):
+    for event, exposed_s in zip(timeline.events, timeline.exposed_of, strict=True):
         kind = MOVES if event.stream in BESIDE else _kind(event, plan.graph, weights)
         if kind:
             key = kind, event.stream.removeprefix("comm:")
             busy[key] += event.seconds
-            exposed[key] += waited
+            exposed[key] += exposed_s
     shares = {key: max(LEAST, min(1.0, exposed[key] / seconds)) for key, seconds in busy.items() if seconds}
     return shares, dict(busy)
 
@@ -214,24 +217,26 @@ def _same(one: Plan, other: Plan) -> bool:
     return one.deliveries == other.deliveries and one.choices == other.choices
 
 
-def _row(name: str, played: Played) -> Candidate:
-    return Candidate(name, played.plan.step_seconds, played.seconds, played.peak_bytes, played.plan.prefetch)
+def _row(name: str, simulated: Simulated) -> Candidate:
+    return Candidate(
+        name, simulated.plan.step_seconds, simulated.seconds, simulated.peak_bytes, simulated.plan.prefetch
+    )
 
 
-def _chosen(best: Played, winner: str, least_sum: Plan, rows: Sequence[Candidate]) -> Plan:
+def _chosen(best: Simulated, winner: str, optimum: Plan, rows: Sequence[Candidate], *, is_optimum: bool) -> Plan:
     """The plan with what was found out about it and the others."""
     plan = best.plan
     # proven of the union of the spaces that were searched: that of all plans, and the winner's, if it is another one
-    bound = min(least_sum.bound, plan.bound, plan.step_seconds)
-    facts = {**least_sum.search, "candidate": winner}
+    bound = min(optimum.bound, plan.bound, plan.step_seconds)
+    facts = {**optimum.search, "candidate": winner}
     if best.timeline is not None:
         facts |= {f"exposed:{stream.removeprefix('comm:')}": s for stream, s in best.timeline.exposed_s.items()}
-    notes = [*least_sum.notes]
-    if winner != LEAST_SUM and isfinite(bound):
+    notes = [*optimum.notes]
+    if not is_optimum and isfinite(bound):
         more = plan.step_seconds / bound - 1 if bound else 0.0
         notes.insert(
             0,
-            f"chosen by simulated time ({winner}); with nothing overlapping it takes {plan.step_seconds * 1e3:.3f} ms, "
+            f"chosen by simulated time ({winner}); without overlap it takes {plan.step_seconds * 1e3:.3f} ms, "
             f"at most {more:.1%} above the best plan by that measure, which is what the bound is of",
         )
     return replace(
@@ -239,6 +244,6 @@ def _chosen(best: Played, winner: str, least_sum: Plan, rows: Sequence[Candidate
     )
 
 
-def _ms(played: Played) -> str:
-    how = "nothing overlaps" if played.plan.prefetch is None else f"prefetch {played.plan.prefetch}"
-    return f"{played.seconds * 1e3:.3f} ms ({how}), {played.plan.step_seconds * 1e3:.3f} ms in sum"
+def _ms(simulated: Simulated) -> str:
+    how = "no overlap" if simulated.plan.prefetch is None else f"prefetch {simulated.plan.prefetch}"
+    return f"{simulated.seconds * 1e3:.3f} ms ({how}), {simulated.plan.step_seconds * 1e3:.3f} ms without overlap"

@@ -1,87 +1,89 @@
-"""keep: what a user settles by name, of forward values ("save", "recompute", "offload") and parameters ("device",
-"host", "stream").
+"""pin: what a user settles by name, of forward values ("save", "recompute", "offload-activations") and parameters
+("device", "offload-parameters", "offload-optimizer").
 
 A name is that of a module or a parameter, or a pattern as in `fnmatch`, whose `*` matches dots, too; it stands for all
-that lies below. Of two names that say different things the later one counts. "recompute" and "offload" are obeyed where
-that can be: what leaves its layer and what draws random numbers is not run again, and of a module only some values may
-be needed in backward at all.
+that lies below. Of two names that say different things the later one counts. "recompute" and "offload-activations"
+are obeyed where that can be: what leaves its layer and what draws random numbers is not run again, and of a module only
+some values may be needed in backward at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from autopar.ir.graph import Graph, Node
 from autopar.ir.work import VIEWS
-from autopar.rewrite import OFFLOAD, RECOMPUTE, SAVE, Again, widened
-
-MODES, RESIDENCES = (SAVE, RECOMPUTE, OFFLOAD), ("device", "host", "stream")
+from autopar.rewrite import RECOMPUTE, SAVE, Again, widened
+from autopar.search.memory_options import MODES, RESIDENCES
 
 
 @dataclass(frozen=True)
-class Kept:
-    """`modes`: forward node -> what is to become of it; `residence`: parameter -> where it is to live."""
+class Pinned:
+    """`modes`: forward node -> what is to become of it; `residence`: parameter -> where it is to live; both as plans
+    call it.
+    """
 
     modes: Mapping[str, str] = field(default_factory=dict[str, str])
     residence: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def kept(keep: Mapping[str, str], graph: Graph) -> Kept:
+def pinned(pin: Mapping[str, str], graph: Graph) -> Pinned:
     """What the names mean in this graph.
 
     Raises ValueError for a name that nothing has, and for what nothing of that name can have.
     """
-    if not keep:
-        return Kept()
+    if not pin:
+        return Pinned()
     node_of, module_of = graph.by_name, _modules(graph)
     trained = {result.target for result in graph.results if result.kind == "gradient" and result.ref is not None}
     parameters = [node.target for node in graph.nodes if node.op == "parameter"]
     again = {one.origin: one for one in widened(graph).again.values()}
     modes: dict[str, str] = {}
     residence: dict[str, str] = {}
-    for name, word in keep.items():
+    for name, word in pin.items():
         inside = [node for node, module in module_of.items() if _is_below(module, name)]
         held = [parameter for parameter in parameters if _is_below(parameter, name)]
         if not inside and not held:
             paths = sorted({*module_of.values(), *parameters})
             near = get_close_matches(name, paths, 1, 0.0)
-            raise ValueError(f"keep {name!r} is no module or parameter of the model; did you mean {near[0]!r}?")
+            raise ValueError(f"pin {name!r} is no module or parameter of the model; did you mean {near[0]!r}?")
         if word in RESIDENCES:
             if not held:
-                raise ValueError(f"keep {name!r}: {word!r} is for parameters, and it has none; {_words(MODES)}")
-            if word == "stream" and (frozen := [one for one in held if one not in trained]):
+                raise ValueError(f"pin {name!r}: {word!r} is for parameters, and it has none; {_words(MODES)}")
+            if word == "offload-optimizer" and (frozen := [one for one in held if one not in trained]):
                 raise ValueError(
-                    f"keep {name!r}: 'stream' is for optimizer states, and {frozen[0]} has none, being frozen; "
-                    "choose device or host"
+                    f"pin {name!r}: {word!r} is for optimizer states, and {frozen[0]} has none, being frozen; "
+                    "choose device or offload-parameters"
                 )
-            residence |= dict.fromkeys(held, word)
+            residence |= dict.fromkeys(held, RESIDENCES[word])
         elif word in MODES:
             if not inside:
-                raise ValueError(f"keep {name!r}: {word!r} is for modules, and it is a parameter; {_words(RESIDENCES)}")
-            _check(name, word, [(node_of[node], again[node]) for node in inside if node in again])
-            modes |= dict.fromkeys(inside, word)
+                raise ValueError(f"pin {name!r}: {word!r} is for modules, and it is a parameter; {_words(RESIDENCES)}")
+            _check(name, word, MODES[word], [(node_of[node], again[node]) for node in inside if node in again])
+            modes |= dict.fromkeys(inside, MODES[word])
         else:
-            raise ValueError(f"keep {name!r}: {word!r} is not known; {_words((*MODES, *RESIDENCES))}")
-    return Kept(modes, residence)
+            raise ValueError(f"pin {name!r}: {word!r} is not known; {_words((*MODES, *RESIDENCES))}")
+    return Pinned(modes, residence)
 
 
-def _words(words: tuple[str, ...]) -> str:
+def _words(known: Iterable[str]) -> str:
+    words = [*known]
     return f"choose {', '.join(words[:-1])} or {words[-1]}"
 
 
-def _check(name: str, word: str, values: list[tuple[Node, Again]]) -> None:
-    if word == SAVE or any(word in one.modes for node, one in values if node.op not in VIEWS):
+def _check(name: str, word: str, mode: str, values: list[tuple[Node, Again]]) -> None:
+    if mode == SAVE or any(mode in one.modes for node, one in values if node.op not in VIEWS):
         return
     if not any(node.op not in VIEWS for node, _ in values):
         why = "backward reads nothing of it"
-    elif word == RECOMPUTE:
+    elif mode == RECOMPUTE:
         why = "of what backward reads of it nothing can run again: it leaves its layer, or draws random numbers"
     else:
         why = "nothing that backward reads of it can be sent to the host: only some results of an operator are read"
-    raise ValueError(f"keep {name!r}: {word!r} is not to be had, {why}; choose save, or leave it out")
+    raise ValueError(f"pin {name!r}: {word!r} is not to be had, {why}; choose save, or leave it out")
 
 
 def _is_below(path: str, name: str) -> bool:
@@ -98,12 +100,3 @@ def _modules(graph: Graph) -> dict[str, str]:
             inherits = node.op in VIEWS and not node.module and node.operands
             found[node.name] = found.get(node.operands[0].name, "") if inherits else node.module
     return found
-
-
-def modes_kept(word: str, again: Again, node: Node) -> tuple[str, ...]:
-    """Of the modes of a value, those that are meant by the word; none if it can have no such mode."""
-    if node.op in VIEWS:  # another look, which takes no time, and is not to hold what it looks at
-        if word == SAVE:
-            return tuple(mode for mode in again.modes if mode != OFFLOAD)
-        return tuple(mode for mode in again.modes if mode not in (SAVE, OFFLOAD)) if RECOMPUTE in again.modes else ()
-    return tuple(mode for mode in again.modes if mode in (word, "drop")) if word in again.modes else ()

@@ -27,12 +27,12 @@ from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
 from autopar.rewrite import gathered_once, is_gathered_once, kept_whole
 from autopar.search.elixir.placing import placed
-from autopar.search.memory_options import Sparing, checkpointed
+from autopar.search.memory_options import MemoryOptions, checkpointed
 
 POLICIES: Mapping[str, str] = {
     "data-parallel": "every rank has all parameters and a part of the batch; gradients are all-reduced",
-    "fsdp": "parameters are stored in pieces and gathered whole for each use; every rank has a part of the batch",
-    "tensor-parallel": "weight matrices stay in pieces and are never gathered; every rank has the whole batch",
+    "fsdp": "parameters are sharded and gathered whole for each use; every rank has a part of the batch",
+    "tensor-parallel": "weight matrices stay sharded and are never gathered; every rank has the whole batch",
     "fsdp+tensor-parallel": "tensor-parallel on the last axis of the mesh, fsdp on the others (two axes or more)",
     "zero2": "fsdp, but weights that backward reads, too, are gathered once and kept whole until it has read them",
     "zero1": "fsdp, but weights are gathered as the step begins, and kept whole, as gradients are, until backward ends",
@@ -44,7 +44,7 @@ POLICIES: Mapping[str, str] = {
 ALIASES: Mapping[str, str] = {"ddp": "data-parallel", "zero3": "fsdp"}
 
 # What a policy does by its own name, and to what else: the strategies are those of the second.
-SPARING: Mapping[str, str] = {
+MEMORY_SAVING: Mapping[str, str] = {
     "zero2": "fsdp",
     "zero1": "fsdp",
     "zero3-offload": "fsdp",
@@ -52,7 +52,7 @@ SPARING: Mapping[str, str] = {
     "elixir": "fsdp",
 }
 
-# The ways of sparing memory (`autopar.search.memory_options`) that a policy goes: without one it is no candidate.
+# What a policy does to need less memory (`autopar.search.memory_options.WAYS`): closed one, it is no candidate.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "checkpoint-every-block": ("recompute",),
     "zero3-offload": ("host",),
@@ -71,12 +71,12 @@ Wish = Callable[[Strategy], bool]
 WEIGHT: tuple[Kind, ...] = ("matrix", "vector")
 
 
-def policies_for(mesh: Mesh, *, sparing: bool = False, once: bool = False, dominated: bool = False) -> tuple[str, ...]:
-    """Names of the policies that a mesh of so many axes allows; `sparing`: also those that keep less on the device;
+def policies_for(mesh: Mesh, *, saving: bool = False, once: bool = False, dominated: bool = False) -> tuple[str, ...]:
+    """Names of the policies that a mesh of so many axes allows; `saving`: also those that keep less on the device;
     `once`: also those that gather weights once, which the search's own plans never do; `dominated`: also those that
     cannot be the best.
     """
-    named = (name for name in POLICIES if sparing or name not in SPARING or (once and name in REWRITES))
+    named = (name for name in POLICIES if saving or name not in MEMORY_SAVING or (once and name in REWRITES))
     named = (name for name in named if dominated or name not in DOMINATED)
     return tuple(name for name in named if len(mesh.sizes) > 1 or name != "fsdp+tensor-parallel")
 
@@ -101,7 +101,7 @@ def called(policy: str, graph: Graph) -> str:
     return f"{policy}, synced" if policy == "data-parallel" and GLOBAL in statistics_of(graph) else policy
 
 
-def sparing_of(policy: str, graph: Graph, pricer: Pricer, memory: float | None) -> Sparing:
+def memory_options_of(policy: str, graph: Graph, pricer: Pricer, memory: float | None) -> MemoryOptions:
     """What the policy does to need less memory of the device, of which it may have `memory` bytes (None: any).
 
     Raises DoesNotFit where the policy says so itself.
@@ -112,15 +112,15 @@ def sparing_of(policy: str, graph: Graph, pricer: Pricer, memory: float | None) 
                 graph, memory, ranks=pricer.mesh.ranks, batch=batch_size(graph), optimizer=pricer.optimizer
             ).is_on_device
             residence = {name: "device" if here else "host" for name, here in found.items()}
-            return Sparing(modes=checkpointed, residence=residence)
+            return MemoryOptions(modes=checkpointed, residence=residence)
         case "elixir":
-            return Sparing(modes=checkpointed)
+            return MemoryOptions(modes=checkpointed)
         case "zero3-offload":
-            return Sparing(residence={node.target: "host" for node in graph.nodes if node.op == "parameter"})
+            return MemoryOptions(residence={node.target: "host" for node in graph.nodes if node.op == "parameter"})
         case "checkpoint-every-block":
-            return Sparing(modes=checkpointed)
+            return MemoryOptions(modes=checkpointed)
         case _:
-            return Sparing(rewrite=REWRITES.get(policy))
+            return MemoryOptions(rewrite=REWRITES.get(policy))
 
 
 def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> dict[str, tuple[Strategy, ...]]:
@@ -129,14 +129,14 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
     Raises ValueError for a policy that is not known, or not for this mesh.
     """
     policy = policy_named(policy)
-    if policy not in policies_for(mesh, sparing=True, dominated=True):
+    if policy not in policies_for(mesh, saving=True, dominated=True):
         raise ValueError(
             f"policy {policy} needs two mesh axes or more, mesh {mesh} has one; give --mesh data=N,tensor=N"
         )
     if policy in REWRITES:  # with the nodes that keep what is gathered
         graph = REWRITES[policy](graph, ())
         strategies = {**propose(graph, mesh)[0], **strategies}
-    policy = SPARING.get(policy, policy)
+    policy = MEMORY_SAVING.get(policy, policy)
     on_last = "tensor-parallel" if policy == "fsdp+tensor-parallel" else policy
     kept = dict(strategies)
     for axis, size in enumerate(mesh.sizes):

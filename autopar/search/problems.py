@@ -21,15 +21,15 @@ from autopar.propose.repeated_blocks import classes_of
 from autopar.propose.strategies import Strategy
 from autopar.rewrite import Widened
 from autopar.search.context import Question
-from autopar.search.memory_options import NOTHING_SPARED, Sparing, host_bytes
-from autopar.search.policies import REWRITES, SPARING, agree, restrict
+from autopar.search.memory_options import NO_OPTIONS, MemoryOptions, host_bytes
+from autopar.search.policies import MEMORY_SAVING, REWRITES, agree, restrict
 from solver.store import write_problem
 
 # Above this many pairs of options the problem is solved with repeated layers tied to one choice. Llama-8B on 8x8 has 6
 # million and needs no ties; a 3-D mesh may.
 TIE_ABOVE_PAIRS = 40_000_000
 
-ROWS = 2  # of gradients need memory: one is sent when it holds `bucket_bytes`, or more; one more waits for the host
+BUCKETS = 2  # of gradients need memory: one is sent when it holds `bucket_bytes`, or more; one more waits for the host
 
 Strategies = Mapping[str, tuple[Strategy, ...]]
 Stop = Callable[[], bool]
@@ -43,9 +43,9 @@ def never() -> bool:
 @dataclass(frozen=True)
 class Wanted:
     """What a search is asked for; see `autopar.search.search`. `quick`: a plan to compare with, however far from proven
-    (`solver.solve`). `rows_for`: bytes of a rank that rows of gradients are sized for, where `memory` is no limit.
-    `stop`: once true, the best known by then is the answer; what is found out until then hangs on it no more than on
-    the clock, so it is no part of what a question is known by.
+    (`solver.solve`). `buckets_for`: bytes of a rank that buckets of gradients are sized for, where `memory` is no
+    limit. `stop`: once true, the best known by then is the answer; what is found out until then hangs on it no more
+    than on the clock, so it is no part of what a question is known by.
     """
 
     memory: float | None
@@ -53,20 +53,20 @@ class Wanted:
     fixed: Mapping[str, Layout]
     time_limit_s: float
     tied: bool | None
-    sparing: Sparing = NOTHING_SPARED
+    memory_options: MemoryOptions = NO_OPTIONS
     quick: bool = False
-    rows_for: float | None = None
+    buckets_for: float | None = None
     stop: Stop = field(default=never, compare=False, repr=False)
 
     @property
     def unlimited(self) -> Wanted:
         """The same, where memory is no matter."""
-        return replace(self, memory=None, sparing=replace(self.sparing, ways=()))
+        return replace(self, memory=None, memory_options=replace(self.memory_options, ways=()))
 
     @property
     def unbound(self) -> Wanted:
-        """Likewise, but with the very rows: the same problem without its limits, where nothing is spared."""
-        return replace(self.unlimited, rows_for=self.memory)
+        """Likewise, with the very buckets: the same problem without its limits; nothing is recomputed or offloaded."""
+        return replace(self.unlimited, buckets_for=self.memory)
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class Posed:
 
 def posed(question: Question, gathered: int, policy: str | None, wanted: Wanted) -> Posed:
     """The problem of what is wanted, with the strategies of the policy. `gathered`: bytes up to which gradients do."""
-    sparing = wanted.sparing
-    key = "posed", gathered, policy, wanted.outputs, repr(wanted.fixed), wanted.tied, repr(sparing)
+    memory_options = wanted.memory_options
+    key = "posed", gathered, policy, wanted.outputs, repr(wanted.fixed), wanted.tied, repr(memory_options)
     if key not in question.known:
         question.known[key] = _posed(question, gathered, policy, wanted)
     found: Posed = question.known[key]
-    return found.within(limits_of(found.pricer, sparing, wanted.memory))
+    return found.within(limits_of(found.pricer, memory_options, wanted.memory))
 
 
 def _posed(question: Question, gathered: int, policy: str | None, wanted: Wanted) -> Posed:
@@ -100,7 +100,7 @@ def _posed(question: Question, gathered: int, policy: str | None, wanted: Wanted
     if policy is not None:
         strategies = restricted(question, policy)
     tied = _pairs(graph, strategies) > TIE_ABOVE_PAIRS if wanted.tied is None else wanted.tied
-    tied = tied and not wanted.sparing.is_uneven(_classes(question), graph)
+    tied = tied and not wanted.memory_options.is_uneven(_classes(question), graph)
     if tied and policy is not None:
         strategies = agree(strategies, _classes(question))
     return posed_of(question, strategies, pricer, wanted, tied)
@@ -108,7 +108,7 @@ def _posed(question: Question, gathered: int, policy: str | None, wanted: Wanted
 
 def restricted(question: Question, policy: str) -> Strategies:
     """The strategies of the policy; those that run the traced graph have them in common with what they are made of."""
-    policy = policy if policy in REWRITES else SPARING.get(policy, policy)
+    policy = policy if policy in REWRITES else MEMORY_SAVING.get(policy, policy)
     if (key := ("restricted", policy)) not in question.known:
         question.known[key] = restrict(policy, question.graph, question.strategies, question.pricer.mesh)
     return question.known[key]
@@ -118,8 +118,8 @@ def posed_of(
     question: Question, strategies: Strategies, pricer: Pricer, wanted: Wanted, tied: bool, shares: Shares | None = None
 ) -> Posed:
     """The problem of these strategies, without limits. `shares`: as in `autopar.price.overlap_discounts`."""
-    sparing = wanted.sparing
-    wide = _widened(question, sparing)
+    memory_options = wanted.memory_options
+    wide = _widened(question, memory_options)
     assembled = assemble(
         wide.graph,
         strategies,
@@ -129,25 +129,25 @@ def posed_of(
         whole_outputs=wanted.outputs == "global",
         fixed=wanted.fixed,
         again=wide.again,
-        residences=sparing.residences,
-        residence_of=sparing.residences_of(question.graph),
+        residences=memory_options.residences,
+        residence_of=memory_options.residences_of(question.graph),
         shares=shares,
         live=_live(question, wide.graph),
     )
     return Posed(assembled, wide, pricer, tied)
 
 
-def limits_of(pricer: Pricer, sparing: Sparing, memory: float | None) -> dict[str, float]:
-    """Bytes of each tier that a problem may take: what rows of gradients need is not the problem's to give."""
-    rows = pricer.bucket_bytes * (ROWS if len(sparing.residences) == 1 else ROWS + 1)
-    limits = {} if memory is None else {DEVICE: memory - rows}
-    return limits | ({HOST: host_bytes(pricer)} if sparing.uses_host else {})
+def limits_of(pricer: Pricer, memory_options: MemoryOptions, memory: float | None) -> dict[str, float]:
+    """Bytes of each tier that a problem may take: what buckets of gradients need is not the problem's to give."""
+    buckets = pricer.bucket_bytes * (BUCKETS if len(memory_options.residences) == 1 else BUCKETS + 1)
+    limits = {} if memory is None else {DEVICE: memory - buckets}
+    return limits | ({HOST: host_bytes(pricer)} if memory_options.uses_host else {})
 
 
-def _widened(question: Question, sparing: Sparing) -> Widened:
-    key = "widened", repr(sparing)
+def _widened(question: Question, memory_options: MemoryOptions) -> Widened:
+    key = "widened", repr(memory_options)
     if key not in question.known:
-        question.known[key] = sparing.widen(question.graph)
+        question.known[key] = memory_options.widen(question.graph)
     return question.known[key]
 
 

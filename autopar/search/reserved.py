@@ -1,7 +1,7 @@
 """Plans that hold on CUDA's caching allocator: a limit is of what it reserves, and of what lies beside it.
 
-A search counts what tensors hold, and leaves room for the rest (`cost_models.reserve`). What it finds is played on the
-allocator's rules. Where that reserves more than there is, the next search gets that much less.
+A search counts what tensors hold, and leaves room for the rest (`cost_models.reserve`). What it finds is simulated with
+the allocator's rules. Where that reserves more than there is, the next search gets that much less.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def held_within(room: Room, find: Callable[[float], Plan], pricer: Pricer) -> Pl
         found,
         notes=(
             *found.notes,
-            f"played on the allocator's rules it reserves {human(int(found.search[RESERVED]))}, with gaps between "
+            f"simulated with the allocator's rules it reserves {human(int(found.search[RESERVED]))}, with gaps between "
             f"values, more than the {human(room.limit)} that it may; the allocator then gives memory back, which takes "
             "time (expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF leaves fewer gaps)",
         ),

@@ -1,7 +1,7 @@
 """Among known layouts: the best plan whose every node does what it does in one of a few plans.
 
-That is a small problem even where much may be spared, and how memory is spared hangs less on layouts than on what they
-cost. So it is where a large search begins, and what is solved again once prices have changed.
+That is a small problem even where much may be recomputed and offloaded, and what saves memory hangs less on
+layouts than on what they cost. So it is where a large search begins, and what is solved again once prices have changed.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from autopar.ir.layout import Layout, Partial, local_shape, replicated
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import NOTHING, Strategy, propose
-from autopar.search.memory_options import NOTHING_SPARED
+from autopar.search.memory_options import NO_OPTIONS
 from autopar.search.problems import limits_of
 from cost_models.hardware import Hardware
 
@@ -25,8 +25,8 @@ NEAR = 0.1
 
 
 def same_choices(like: Plan, graph: Graph, memory: float | None, hardware: Hardware, outputs: str) -> Plan | None:
-    """The plan, refereed; None where a node is new, a size does not divide, memory does not do, values are spared, or
-    more than `NEAR` might be gained.
+    """The plan, refereed; None where a node is new, a size does not divide, memory does not do, values are
+    recomputed or offloaded, or more than `NEAR` might be gained.
     """
     if like.residence or any(node.target and not node.is_source for node in like.graph.nodes):
         return None
@@ -63,7 +63,7 @@ def same_choices(like: Plan, graph: Graph, memory: float | None, hardware: Hardw
     plan = refereed(
         graph, choices, deliveries, pricer, objective=None, bound=least, memory=memory, outputs=outputs, notes=(note,)
     )
-    limit = limits_of(pricer, NOTHING_SPARED, memory).get("hbm")
+    limit = limits_of(pricer, NO_OPTIONS, memory).get("hbm")
     if (limit is not None and plan.peak_bytes["hbm"] > limit) or plan.gap > NEAR:
         return None
     return replace(plan, prefetch=like.prefetch)

@@ -5,7 +5,7 @@ posed       the problems: each assembled once, whatever its limits
 solved      one problem of a search, from strategies to plan; the one place that speaks to solver/ and cost_models/ both
 layouts     the best among the layouts of known plans
 rounds      which problems are solved, one after the other
-simulated   which of their plans is the quickest once transfers hide behind compute
+simulated   which of their plans is the quickest once transfers overlap with compute
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from autopar.ir.work import STORE
 from autopar.plan import Plan
 from autopar.price.calls import Profile
 from autopar.search.context import Progress, Question, ask
-from autopar.search.drive import least_sum, of_policy, simulated
-from autopar.search.memory_options import Sparing, ways_on
-from autopar.search.pins import kept
+from autopar.search.drive import of_policy, simulated, without_overlap
+from autopar.search.memory_options import MemoryOptions, ways_on
+from autopar.search.pins import pinned
 from autopar.search.policies import policy_named
 from autopar.search.problems import Stop, Wanted, never
 from cost_models.hardware import Hardware
@@ -45,8 +45,8 @@ def search(
     policy: str | None = None,
     profile: Profile | None = None,
     simulation: bool = False,
-    spare: Collection[str] | None = None,
-    keep: Mapping[str, str] | None = None,
+    allow: Collection[str] | None = None,
+    pin: Mapping[str, str] | None = None,
     progress: Progress = lambda text: None,
 ) -> Plan:
     """The fastest plan for one training step of `graph` that fits in `memory` bytes on each rank.
@@ -54,19 +54,19 @@ def search(
     `outputs`: "sharded" leaves outputs in the plan's layouts, "global" brings them whole to every rank. `fixed`:
     layouts of parameters that are settled already. `tied`: one choice for repeated layers (default: only where the
     problem is large). `policy`: only plans of this baseline (`autopar.search.policies`). `profile`: gives operators the
-    times that were measured (`autopar.calibrate.operators`). `spare`: what may be done where the fastest plan does not
-    fit, of "recompute", "offload", "host" and "stream" (`autopar.search.memory_options`; default: what makes sense on
+    times that were measured (`autopar.calibrate.operators`). `allow`: what may be done where the fastest plan does not
+    fit, some of ALLOWED (`autopar.search.memory_options`; default: what makes sense on
     the hardware).
-    `keep`: module or parameter -> what is settled of it (`autopar.search.pins`), for policies, too.
-    `simulation`: the plan whose played step is the quickest of several (`autopar.search.overlap_loop`), not the one of
-    the least sum.
+    `pin`: module or parameter -> what is settled of it (`autopar.search.pins`), for policies, too.
+    `simulation`: the plan whose simulated step is the quickest of several (`autopar.search.overlap_loop`), not the
+    optimum without overlap.
     Same arguments, same plan, unless the time limit cuts the search.
     Raises Infeasible, NoAnswerInTime.
     """
     question = ask(graph, mesh, hardware, optimizer=optimizer, profile=profile, progress=progress)
     return answer(
         question, memory=memory, outputs=outputs, fixed=fixed,
-        time_limit_s=time_limit_s, tied=tied, policy=policy, simulation=simulation, spare=spare, keep=keep,
+        time_limit_s=time_limit_s, tied=tied, policy=policy, simulation=simulation, allow=allow, pin=pin,
         progress=progress,
     )  # fmt: skip
 
@@ -81,8 +81,8 @@ def answer(
     tied: bool | None = None,
     policy: str | None = None,
     simulation: bool = False,
-    spare: Collection[str] | None = None,
-    keep: Mapping[str, str] | None = None,
+    allow: Collection[str] | None = None,
+    pin: Mapping[str, str] | None = None,
     progress: Progress = lambda text: None,
     stop: Stop = never,
     as_posed: Callable[[Assembled], None] = lambda assembled: None,
@@ -94,15 +94,15 @@ def answer(
     """
     if stop():
         raise NoAnswerInTime("the search was stopped before it began")
-    settled = kept(keep or {}, question.graph)
-    sparing = Sparing(ways_on(question.pricer, spare)).keeping(settled.modes, settled.residence)
-    wanted = Wanted(memory, outputs, fixed or {}, time_limit_s, tied, sparing, stop=stop)
+    settled = pinned(pin or {}, question.graph)
+    memory_options = MemoryOptions(ways_on(question.pricer, allow)).pinning(settled.modes, settled.residence)
+    wanted = Wanted(memory, outputs, fixed or {}, time_limit_s, tied, memory_options, stop=stop)
     if policy is not None:
         return of_policy(question, policy_named(policy), wanted, progress).plan
-    solved = least_sum(question, wanted, progress)
+    solved = without_overlap(question, wanted, progress)
     plan = solved.plan
     as_posed(solved.assembled)
-    is_played = question.pricer.mesh.ranks > 1 or plan.residence or any(node.op == STORE for node in plan.graph.nodes)
-    if not simulation or not is_played:  # nothing can overlap: the step is its sum
+    may_overlap = question.pricer.mesh.ranks > 1 or plan.residence or any(node.op == STORE for node in plan.graph.nodes)
+    if not simulation or not may_overlap:  # nothing can overlap: the step is its sum
         return plan
     return simulated(question, solved, wanted, progress)

@@ -23,8 +23,8 @@ from autopar.price.pricer import Pricer
 from autopar.rewrite import Widened
 from autopar.search.context import Progress, Question
 from autopar.search.limits import picks_or_raise, prices_of
-from autopar.search.memory_options import Sparing, ways_on
-from autopar.search.policies import SPARING, called
+from autopar.search.memory_options import MemoryOptions, ways_on
+from autopar.search.policies import MEMORY_SAVING, called
 from autopar.search.problems import Wanted, posed, restricted
 from autopar.search.restricted import Known, best_among, cheapest
 from cost_models.steps import Comm, Compute, Loop, Move, Step
@@ -35,7 +35,7 @@ Begin = Callable[[], list[Known]]
 # Below this many pairs the best plan is wanted to the last digit; above, one that is proven to be within GAP of it.
 EXACT_BELOW_PAIRS = 250_000
 GAP = 1e-3
-LARGE_GAP = 5e-3  # of a large problem with all that may be spared
+LARGE_GAP = 5e-3  # of a large problem with all that may be recomputed and offloaded
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Begins:
 
 @dataclass(frozen=True)
 class Solved:
-    """The solution of a problem: with what may be spared, and repeated layers `tied` or not.
+    """The solution of a problem: with what may be recomputed and offloaded, and repeated layers `tied` or not.
 
     `prices`: of memory, with which a problem like this one begins well. `tell`: makes the plan, when it is asked for.
     """
@@ -59,7 +59,7 @@ class Solved:
     solution: Solution
     pricer: Pricer
     gap: float
-    sparing: Sparing
+    memory_options: MemoryOptions
     tied: bool
     prices: Prices
     tell: Callable[[], Plan]
@@ -79,7 +79,7 @@ def solved_within(
     question: Question, policy: str | None, wanted: Wanted, progress: Progress, begins: Begins | None = None
 ) -> Solved:
     """The best plan. Raises Infeasible, NoAnswerInTime."""
-    gathered = _bucket_bytes(question, wanted.rows_for if wanted.memory is None else wanted.memory)
+    gathered = _bucket_bytes(question, wanted.buckets_for if wanted.memory is None else wanted.memory)
     try:
         return _solved(question, gathered, policy, wanted, progress, begins)
     except Infeasible as error:
@@ -94,7 +94,7 @@ def _solved(
     question: Question, gathered: int, policy: str | None, wanted: Wanted, progress: Progress, begins: Begins | None
 ) -> Solved:
     started = time.perf_counter()
-    graph, sparing = question.graph, wanted.sparing
+    graph, memory_options = question.graph, wanted.memory_options
     asked = posed(question, gathered, policy, wanted)
     assembled, wide, pricer, tied = asked.assembled, asked.wide, asked.pricer, asked.tied
     problem = assembled.problem
@@ -104,7 +104,7 @@ def _solved(
         + (", repeated layers tied" if tied else "")
     )
     is_small = sum(edge.cost.size for edge in problem.edges) <= EXACT_BELOW_PAIRS
-    gap = 0.0 if is_small and not sparing.ways else GAP
+    gap = 0.0 if is_small and not memory_options.ways else GAP
     prices: Prices = {}
     if begins is None:
         solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop)
@@ -118,7 +118,7 @@ def _solved(
         cost = evaluate(problem, picks).cost
         solution = replace(solution, status="feasible", picks=picks, cost=cost, bound=min(solution.bound, cost))
     progress(f"solved in {solution.seconds:.1f} s: {solution.status}, gap {solution.gap:.2%}")
-    closed = [way for way in ways_on(pricer, None) if way not in sparing.ways]
+    closed = [way for way in ways_on(pricer, None) if way not in memory_options.ways]
     found = picks_or_raise(solution, wide.graph, wanted.memory, wanted.time_limit_s, closed, policy)
     picks = tidied(assembled, found)
     if picks != found:
@@ -135,7 +135,7 @@ def _solved(
         progress(f"refereed: {plan.step_seconds * 1e3:.3f} ms a step")
         return plan
 
-    return Solved(assembled, solution, pricer, gap, sparing, tied, prices or solution.prices, tell)
+    return Solved(assembled, solution, pricer, gap, memory_options, tied, prices or solution.prices, tell)
 
 
 def _begun(
@@ -194,10 +194,10 @@ def _facts(
 def floor_s(question: Question, policy: str | None) -> float:
     """Seconds of compute that no plan of the policy (None: no plan at all) can do without; found out once.
 
-    Each node runs once at least, in one of its ways; whatever is spared only adds to that. So no simulation of a plan,
-    in which computing has one stream, takes less.
+    Each node runs once at least, in one of its ways; what is recomputed or offloaded only adds to that. So no
+    simulation of a plan, in which computing has one stream, takes less.
     """
-    policy = None if policy is None else SPARING.get(policy, policy)  # what is gathered once computes nothing
+    policy = None if policy is None else MEMORY_SAVING.get(policy, policy)  # what is gathered once computes nothing
     if (key := ("floor", policy)) not in question.known:
         question.known[key] = _floor_s(question, policy)
     return question.known[key]

@@ -1,1 +1,1 @@
-"""Simulate: a program is played on the streams of one rank."""
+"""Simulate: a program is simulated on the streams of one rank."""

@@ -39,7 +39,7 @@ def events(program: Program, graph: Graph, pricer: Pricer, *, told: bool = True)
     """The events of one step, each with its instruction (`by`). `told`: with what a viewer shows of them, for which
     `graph` is that of the program.
     """
-    return _Player(program, pricer).played(Teller(graph) if told else None)
+    return _Simulated(program, pricer).events(Teller(graph) if told else None)
 
 
 class _Draft(NamedTuple):
@@ -53,7 +53,7 @@ class _Draft(NamedTuple):
     step: Step | None
 
 
-class _Player:
+class _Simulated:
     def __init__(self, program: Program, pricer: Pricer) -> None:
         self.program, self.pricer = program, pricer
         self.drafts: list[_Draft] = []
@@ -64,7 +64,7 @@ class _Player:
         self.held: dict[Buffer, tuple[int, int]] = {}  # the event at which its hold begins, and that behind which
         self.seconds_of: dict[Step, float] = {}
 
-    def played(self, teller: Teller | None) -> list[Event]:
+    def events(self, teller: Teller | None) -> list[Event]:
         self._issue(COMPUTE, 0.0, (), "forward")
         self.holds[0] = [_hold(buffer, None, None) for buffer in self.program.resident]
         for phase, instruction in self.program:

@@ -1,6 +1,6 @@
 """Steps one behind the other: what it gives that the host updates its parameters beside the next forward.
 
-A step that is played alone (`autopar.simulate.timeline`) ends when the host has updated the last parameter. With
+A step that is simulated alone (`autopar.simulate.timeline`) ends when the host has updated the last parameter. With
 `autopar.optim.Streamed(..., overlap=True)` the next step begins before: its forward waits for each parameter where it
 fetches it, its backward for all.
 """
@@ -31,15 +31,15 @@ def read_order(plan: Plan) -> tuple[str, ...]:
 
 
 def steady_s(plan: Plan, pricer: Pricer) -> float:
-    """Seconds from one step's end to the next one's, with copies beside compute as `plan.prefetch` has them, and with
+    """Seconds from one step's end to the next one's, with copies overlapped as `plan.prefetch` has them, and with
     the host's updates beside the next forward.
 
-    Raises ValueError where nothing runs beside compute.
+    Raises ValueError where nothing overlaps with compute.
     """
     if not pricer.hardware.overlaps:
         raise ValueError(
-            f"profile {pricer.hardware.name} says that nothing runs beside compute (overlaps = false), so neither does "
-            "the host's update; plan.predicted_seconds is the step. Give the profile of a GPU"
+            f"profile {pricer.hardware.name} says that nothing overlaps with compute (overlaps = false), so neither "
+            "does the host's update; plan.predicted_seconds is the step. Give the profile of a GPU"
         )
     once = _in_read_order(events_of(plan, pricer, plan.prefetch or 0), read_order(plan))
     timeline = play(_repeated(plan, once))

@@ -1,4 +1,4 @@
-"""One rank's training step, played: the timeline of a plan, and its trace file."""
+"""One rank's training step, simulated: the timeline of a plan, and its trace file."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def pricer_of(plan: Plan, hardware: Hardware | None = None) -> Pricer:
 
 
 def events_of(plan: Plan, pricer: Pricer, prefetch: int | None = None) -> list[Event]:
-    """The events of one step with transfers `prefetch` products ahead; None: with nothing beside compute."""
+    """The events of one step with transfers at prefetch distance `prefetch`; None: with nothing overlapped."""
     return events(lower(plan, prefetch, pricer), plan.graph, pricer)
 
 
 def timeline_of(plan: Plan, pricer: Pricer, prefetch: int | None = None) -> Timeline:
-    """One training step, played."""
+    """One training step, simulated."""
     return play(events_of(plan, pricer, prefetch))
 
 
 def to_trace(plan: Plan, path: str | Path, hardware: Hardware | None = None) -> None:
-    """Write the step as a trace that chrome://tracing and ui.perfetto.dev open, played as the plan runs.
+    """Write the step as a trace that chrome://tracing and ui.perfetto.dev open, simulated as the plan runs.
 
     `hardware`: the profile that priced the plan, where it is none of autopar's. Raises PlanMismatch where it did not.
     """

@@ -51,7 +51,7 @@ def _copies(setting: Setting, backend: str) -> Iterator[Row]:
         wanted = _trained(name, kept, mesh, backend, steps, setting)
         for seed in range(draws):
             for homes in HOMES:
-                plan = _spared(kept, homes, seed)
+                plan = _saving_memory(kept, homes, seed)
                 row: Row = {"program": f"{name}, {', '.join(homes)}, draw {seed}", "steps": steps}
                 what = row["program"]
                 first = _trained(name, plan, mesh, backend, steps, setting)
@@ -67,7 +67,7 @@ def _copies(setting: Setting, backend: str) -> Iterator[Row]:
                 yield row
 
 
-def _spared(kept: Plan, homes: tuple[str, ...], seed: int) -> Plan:
+def _saving_memory(kept: Plan, homes: tuple[str, ...], seed: int) -> Plan:
     rng = random.Random(seed)
     names = [node.target for node in kept.graph.nodes if node.op == "parameter"]
     drawn = {name: homes[place % len(homes)] for place, name in enumerate(rng.sample(names, len(names)))}

@@ -22,7 +22,7 @@ from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
 from autopar.rewrite import Widened
 from autopar.rewrite.expose_choices import again_name
-from autopar.search.memory_options import SPARES, Sparing
+from autopar.search.memory_options import WAYS, MemoryOptions
 from solver import Evaluation, evaluate
 from tests.support.plans import random_picks
 
@@ -32,7 +32,7 @@ ROW_TIMES = 3  # of bytes that gather before gradients are summed: what `search`
 
 @dataclass(frozen=True)
 class Drawn:
-    """A traced graph and the problem of everything that `sparing` leaves open."""
+    """A traced graph and the problem of everything that `options` leaves open."""
 
     graph: Graph
     wide: Widened
@@ -138,7 +138,7 @@ class Drawn:
 def drawn(
     graph: Graph,
     pricer: Pricer,
-    sparing: Sparing | Collection[str] = SPARES,
+    options: MemoryOptions | Collection[str] = WAYS,
     *,
     strategies: Mapping[str, tuple[Strategy, ...]] | None = None,
     memory: float = AMPLE,
@@ -146,14 +146,14 @@ def drawn(
     tied: bool = False,
 ) -> Drawn:
     """The problem as `search` puts it."""
-    if not isinstance(sparing, Sparing):
-        sparing = Sparing(tuple(way for way in SPARES if way in sparing))
+    if not isinstance(options, MemoryOptions):
+        options = MemoryOptions(tuple(way for way in WAYS if way in options))
     if strategies is None:
         strategies, _ = propose(graph, pricer.mesh)
-    wide = sparing.widen(graph)
+    wide = options.widen(graph)
     assembled = assemble(
         wide.graph, strategies, pricer,
-        memory=memory, host_memory=host_memory, tied=tied, again=wide.again, residences=sparing.residences,
-        residence_of=sparing.residences_of(graph),
+        memory=memory, host_memory=host_memory, tied=tied, again=wide.again, residences=options.residences,
+        residence_of=options.residences_of(graph),
     )  # fmt: skip
     return Drawn(graph, wide, assembled, pricer)

@@ -17,12 +17,12 @@ from autopar.plan.tell import OFFLOADED, RECOMPUTED, modes_of
 from autopar.search import Question, answer, ask
 from autopar.search.baselines import compare
 from autopar.search.curve import memory_curve
-from autopar.search.memory_options import SPARES
-from autopar.search.policies import NEEDS, POLICIES, SPARING, is_open
+from autopar.search.memory_options import ALLOWED
+from autopar.search.policies import MEMORY_SAVING, NEEDS, POLICIES, is_open
 from cost_models.hardware import Hardware
 from tests.support.check import mesh_of
 
-WAYS = [*chain.from_iterable(combinations(SPARES, count) for count in range(len(SPARES) + 1))]
+WAYS = [*chain.from_iterable(combinations(ALLOWED, count) for count in range(len(ALLOWED) + 1))]
 SHARES = (0.6, 0.8)  # of what the fastest plan needs
 
 
@@ -46,10 +46,18 @@ def question(ranks: int) -> Question:
     return ask(graph, mesh_of(ranks), Hardware.load("h100-sxm"))
 
 
+ONE = [("offload-activations",), ("offload-parameters",), ("recompute",)]
+
+
 def done_by(plan: Plan) -> set[str]:
     """The ways that a plan goes."""
     found = {{RECOMPUTED: "recompute", OFFLOADED: "offload"}[mode] for mode in modes_of(plan).values()}
     return found | {where for where in plan.residence.values() if where != "device"}
+
+
+def within(words: Collection[str]) -> set[str]:
+    """The ways that these words allow."""
+    return {ALLOWED[word] for word in words}
 
 
 @cache
@@ -64,15 +72,14 @@ def test_a_plan_does_what_is_allowed_and_nothing_else(ranks: int, ways: Collecti
     asked, found = question(ranks), 0
     for limit, simulation in ((limits(ranks)[0], True), (limits(ranks)[1], True), (limits(ranks)[0], False)):
         try:
-            plan = answer(asked, memory=limit, spare=ways, simulation=simulation, time_limit_s=20)
+            plan = answer(asked, memory=limit, allow=ways, simulation=simulation, time_limit_s=20)
         except Infeasible:
             continue
         found += 1
-        assert done_by(plan) <= {*ways}, (limit, simulation)
+        assert done_by(plan) <= within(ways), (limit, simulation)
         assert plan.peak_bytes["hbm"] <= limit
         if ranks == 2 and found == 1:
-            best, rows = compare(asked, plan, memory=limit, outputs="sharded", time_limit_s=20, spare=ways)
-            assert done_by(best) <= {*ways}
+            rows = compare(asked, plan, memory=limit, outputs="sharded", time_limit_s=20)
             assert {row.policy for row in rows} >= NEEDS.keys(), "all are compared with, whatever is allowed"
     assert found or not ways or ranks == 1
 
@@ -80,17 +87,19 @@ def test_a_plan_does_what_is_allowed_and_nothing_else(ranks: int, ways: Collecti
 def test_offload_alone_once_gave_a_plan_that_recomputes() -> None:
     """Of candidates that were played, checkpointing was the quickest."""
     found = {}
-    for ways in (("offload",), ("recompute", "offload")):
-        plan = answer(question(2), memory=limits(2)[1], spare=ways, simulation=True)
+    for ways in (("offload-activations",), ("recompute", "offload-activations")):
+        plan = answer(question(2), memory=limits(2)[1], allow=ways, simulation=True)
         found[ways] = {candidate.name for candidate in plan.candidates}
-    assert "checkpoint-every-block" in found["recompute", "offload"]
-    assert not found["offload",] & NEEDS.keys()
+    assert "checkpoint-every-block" in found["recompute", "offload-activations"]
+    assert not found["offload-activations",] & NEEDS.keys()
 
 
-@pytest.mark.parametrize("ways", [("offload",), ("host",), ("recompute",)], ids=lambda ways: ways[0])
+@pytest.mark.parametrize(
+    "ways", [("offload-activations",), ("offload-parameters",), ("recompute",)], ids=lambda ways: ways[0]
+)
 def test_every_point_of_a_curve_does_what_is_allowed(ways: Collection[str]) -> None:
-    for point in memory_curve(question(2), points=3, spare=ways, simulation=True, time_limit_s=20):
-        assert done_by(point.plan) <= {*ways}
+    for point in memory_curve(question(2), points=3, allow=ways, simulation=True, time_limit_s=20):
+        assert done_by(point.plan) <= within(ways)
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "fsdp+tensor-parallel"])
@@ -105,4 +114,4 @@ def test_a_policy_says_which_ways_it_goes(policy: str) -> None:
         return
     assert done_by(plan) <= {*NEEDS.get(policy, ())}
     assert is_open(policy, NEEDS.get(policy, ())) and is_open(policy, ()) == (policy not in NEEDS)
-    assert not NEEDS.keys() - SPARING.keys()
+    assert not NEEDS.keys() - MEMORY_SAVING.keys()

@@ -16,7 +16,7 @@ from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import propose
 from autopar.rewrite import narrowed, plain
-from autopar.search.memory_options import SPARES, Sparing, checkpointed
+from autopar.search.memory_options import WAYS, MemoryOptions, checkpointed
 from autopar.search.policies import restrict
 from cost_models.hardware import Hardware
 from tests.assemble.drawn import drawn
@@ -29,7 +29,7 @@ H100 = Hardware.load("h100-sxm")  # updates all parameters at once, FAST one by 
 ROW = 4000  # bytes of gradients that are summed at once
 CASES = [("mlp", (2,)), ("mlp", (2, 2)), ("block", (2,)), ("block", (2, 2)), ("cnn", (2,)), ("cnn", (2, 2))]
 CASES += [("gpt2", (2,)), ("llama", (2, 2)), ("t5", (2,))]
-SUBSETS = [ways for count in range(len(SPARES) + 1) for ways in combinations(SPARES, count)]
+SUBSETS = [ways for count in range(len(WAYS) + 1) for ways in combinations(WAYS, count)]
 
 
 def settings() -> Iterator[tuple[Hardware, str, int]]:
@@ -69,12 +69,12 @@ def test_so_do_the_picks_of_a_policy(name: str) -> None:
     graph, mesh = family(name).wide_graph, mesh_of(2)
     strategies, _ = propose(graph, mesh)
     on_host = {node.target: "host" for node in graph.nodes if node.op == "parameter"}
-    for policy, sparing in (
-        ("checkpoint-every-block", Sparing(modes=checkpointed)),
-        ("zero3-offload", Sparing(residence=on_host)),
+    for policy, options in (
+        ("checkpoint-every-block", MemoryOptions(modes=checkpointed)),
+        ("zero3-offload", MemoryOptions(residence=on_host)),
     ):
         kept = restrict(policy, graph, strategies, mesh)
-        found = drawn(graph, Pricer.on(mesh, H100, "adamw"), sparing, strategies=kept)
+        found = drawn(graph, Pricer.on(mesh, H100, "adamw"), options, strategies=kept)
         for seed in range(5):
             picks = found.tidy(random.Random(seed))
             assert not found.wrong(picks), (policy, seed)

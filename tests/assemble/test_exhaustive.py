@@ -17,7 +17,7 @@ from autopar.assemble.problem import DEVICE, HOST
 from autopar.decide.picks import tidied
 from autopar.ir.mesh import Mesh
 from autopar.price.pricer import Pricer
-from autopar.search.memory_options import SPARES
+from autopar.search.memory_options import WAYS
 from solver import Evaluation, Problem, evaluate, solve
 from tests.assemble.drawn import AMPLE, Drawn, drawn
 from tests.assemble.tiny import few_strategies, random_graph
@@ -63,7 +63,7 @@ def program(seed: int) -> tuple[Drawn, list[Picks]]:
         pricer = Pricer.on(mesh, hardware, rng.choice(["adamw", "sgd-momentum", "rmsprop", "none"]))
         graph = random_graph(rng, rng.randint(1, 4), rng.randint(1, 3), rng.randint(1, 2))
         strategies = few_strategies(graph, mesh, rng, rng.randint(1, 3))
-        ways = SPARES if rng.random() < 0.5 else [way for way in SPARES if rng.random() < 0.6]
+        ways = WAYS if rng.random() < 0.5 else [way for way in WAYS if rng.random() < 0.6]
         found = drawn(graph, pricer, ways, strategies=strategies)
         picks = combinations(found.assembled.problem, MOST)
         if picks is not None and len(picks) >= LEAST:

@@ -21,7 +21,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def compiled(one: DeviceMesh, cache: Path) -> Plan:
-    plan = autopar.compile(net(), one, cache=cache, example_kwargs=batch(), spare="none").plan
+    plan = autopar.compile(net(), one, cache=cache, example_kwargs=batch(), allow="none").plan
     assert plan is not None
     return plan
 

@@ -87,4 +87,4 @@ def sign(content: dict) -> str:
     """The text of edited content, with a digest that fits: what is wrong with it must be found otherwise."""
     content.pop("digest", None)
     rest = {name: value for name, value in content.items() if name != "autopar_plan"}
-    return json.dumps({"autopar_plan": content.get("autopar_plan", 1), "digest": _digest(rest), **rest})
+    return json.dumps({"autopar_plan": content.get("autopar_plan", 2), "digest": _digest(rest), **rest})

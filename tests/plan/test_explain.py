@@ -54,10 +54,10 @@ def test_memory_tells_whether_it_binds(plan):
     assert "memory is not what limits it" in loose
 
 
-def test_memory_is_what_limits_a_plan_that_spares_it(plan):
+def test_memory_is_what_limits_a_plan_that_saves_it(plan):
     roomy = replace(plan, memory_limit=plan.peak_bytes["hbm"] * 2.0)
     assert "memory is not what limits it" not in (told := explain(replace(roomy, residence={"up.weight": "host"})))
-    assert "50 % of the limit" in told and ": with what is spared\n" in told
+    assert "50 % of the limit" in told and ": with memory savings\n" in told
     short = " ".join(explain(replace(roomy, search={"fastest_bytes": int(roomy.memory_limit * 3)})).split())
     assert "it shapes the plan; the fastest takes " in short and "memory is not what limits it" not in short
     fits = explain(replace(roomy, search={"fastest_bytes": int(roomy.memory_limit)}))
@@ -180,7 +180,7 @@ def test_why_nothing_is_split_is_told_with_the_size_that_would_be(graph):
 def test_a_gap_is_told_with_the_measure_that_it_is_of(plan):
     simulated = replace(plan, prefetch=2, simulated_seconds=0.9 * plan.step_seconds, bound=0.8 * plan.step_seconds)
     took = f"{plan.step_seconds * 1e3:.3f} ms"
-    told = line_of(explain(simulated), "proven, one after the other: ")
+    told = line_of(explain(simulated), "proven, without overlap: ")
     assert told.endswith(f"this one takes {took}: gap 20.00 %")
     assert "proven, simulated: no lower bound is known" in explain(simulated)
     least = {**plan.search, "simulated_bound_s": 0.45 * plan.step_seconds}

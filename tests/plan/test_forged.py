@@ -28,10 +28,10 @@ Forge = Callable[[Plan], Plan]
 
 
 @pytest.fixture(scope="module")
-def spared() -> Plan:
+def saving_memory() -> Plan:
     """With copies in backward, and ways to the host and back, settled by name: memory has more than one way out."""
     graph = net_graph(batch=64, length=32)
-    return search(graph, MESH, FAST, keep={"layers.0": "recompute", "layers.1": "offload"})
+    return search(graph, MESH, FAST, pin={"layers.0": "recompute", "layers.1": "offload-activations"})
 
 
 def copies(plan: Plan) -> list[Node]:
@@ -42,9 +42,9 @@ def moves(plan: Plan, op: str) -> list[Node]:
     return [node for node in plan.graph.nodes if node.op == op]
 
 
-def test_the_plan_that_is_forged_has_what_can_be(spared: Plan) -> None:
-    assert copies(spared) and moves(spared, STORE) and moves(spared, FETCH)
-    check(Plan.loads(dumps(spared), "it"), plain(spared.graph), MESH)
+def test_the_plan_that_is_forged_has_what_can_be(saving_memory: Plan) -> None:
+    assert copies(saving_memory) and moves(saving_memory, STORE) and moves(saving_memory, FETCH)
+    check(Plan.loads(dumps(saving_memory), "it"), plain(saving_memory.graph), MESH)
 
 
 def with_node(plan: Plan, node: Node, **changes: Any) -> Plan:
@@ -326,11 +326,11 @@ KINDS: dict[str, Forge] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_forged_plan_is_refused(spared: Plan, kind: str) -> None:
-    forged = KINDS[kind](spared)
-    assert forged != spared
+def test_a_forged_plan_is_refused(saving_memory: Plan, kind: str) -> None:
+    forged = KINDS[kind](saving_memory)
+    assert forged != saving_memory
     with pytest.raises(PlanMismatch) as caught:
-        check(Plan.loads(dumps(forged), "forged.json"), plain(spared.graph), MESH)
+        check(Plan.loads(dumps(forged), "forged.json"), plain(saving_memory.graph), MESH)
     assert "\n" not in str(caught.value)
 
 
@@ -347,9 +347,9 @@ def test_a_name_that_is_no_operator_is_never_followed(op: str) -> None:
         target_of(op)
 
 
-def test_no_name_is_copied_into_the_program(spared: Plan) -> None:
+def test_no_name_is_copied_into_the_program(saving_memory: Plan) -> None:
     """The last door: a plan that was never read, with a default argument in the name of an input."""
-    plan = renamed(spared, source(spared), "x=__import__('no_module_of_that_name')")
+    plan = renamed(saving_memory, source(saving_memory), "x=__import__('no_module_of_that_name')")
     program = emit(plan, {axis: "0" for axis in MESH.names})
     assert "=__import__" not in program.code.partition("):")[0]
-    emit(renamed(spared, source(spared), "torch"), {axis: "0" for axis in MESH.names})
+    emit(renamed(saving_memory, source(saving_memory), "torch"), {axis: "0" for axis in MESH.names})

@@ -32,10 +32,10 @@ EACH = 100
 
 
 @pytest.fixture(scope="module")
-def spared() -> Plan:
+def saving_memory() -> Plan:
     """With copies in backward, and ways to the host and back."""
     graph = net_graph(batch=64, length=32, layers=2, classes=32)
-    return search(graph, MESH, FAST, keep={"layers.0": "recompute", "layers.1": "offload"})
+    return search(graph, MESH, FAST, pin={"layers.0": "recompute", "layers.1": "offload-activations"})
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +66,8 @@ def test_a_damaged_plan_is_refused_or_the_same(small: Plan, tmp_path: Path, batc
 
 
 @pytest.mark.parametrize("batch", range(20))
-def test_a_forged_plan_is_refused_or_runs_as_the_model_does(spared: Plan, batch: int) -> None:
-    content, graph, wanted = json.loads(dumps(spared)), plain(spared.graph), executed(spared)
+def test_a_forged_plan_is_refused_or_runs_as_the_model_does(saving_memory: Plan, batch: int) -> None:
+    content, graph, wanted = json.loads(dumps(saving_memory)), plain(saving_memory.graph), executed(saving_memory)
     for seed in range(batch * 50, (batch + 1) * 50):
         case, document = forged(content, seed)
         try:

@@ -282,13 +282,13 @@ def test_an_edited_number_is_told(plan):
         ("", "cut short"),
         ("[]", "no autopar plan"),
         ("{}", "no field autopar_plan"),
-        ('{"autopar_plan": 2}', "version 2, this autopar reads version 1"),
+        ('{"autopar_plan": 1}', "version 1, this autopar reads version 2"),
         ('{"autopar_plan": true}', "version True"),
-        ('{"autopar_plan": "1"}', "version '1'"),
-        ('{"autopar_plan": 1}', "digest None"),
-        ('{"autopar_plan": 1, "bound": NaN}', "NaN is not JSON"),
-        ('{"autopar_plan": 1, "bound": 1e999}', "too large"),
-        ('{"autopar_plan": 1, "autopar_plan": 1}', "stands twice"),
+        ('{"autopar_plan": "2"}', "version '2'"),
+        ('{"autopar_plan": 2}', "digest None"),
+        ('{"autopar_plan": 2, "bound": NaN}', "NaN is not JSON"),
+        ('{"autopar_plan": 2, "bound": 1e999}', "too large"),
+        ('{"autopar_plan": 2, "autopar_plan": 2}', "stands twice"),
         ("[" * 100_000, "damaged"),
         ("9" * 10_000, "damaged"),
     ],
@@ -435,7 +435,7 @@ def test_any_signed_damage_is_a_plan_mismatch_or_a_plan(content):
                 at[key] = rng.choice([None, True, -1, 0, 1.5, "", "R", [], {}, [[]], {"ref": 1}, {"float": "nan"}])
                 break
             at = at[key]
-        damaged["autopar_plan"] = 1
+        damaged["autopar_plan"] = 2
         try:
             Plan.loads(sign(damaged), "plan.json")
         except PlanMismatch as error:

@@ -79,18 +79,18 @@ TIGHT = [  # sizes of the mesh, and the part of the memory of the fastest plan t
 ]
 
 
-@pytest.mark.parametrize("spare", [(), ("recompute",), ("offload", "host")], ids=str)
+@pytest.mark.parametrize("allow", [(), ("recompute",), ("offload-activations", "offload-parameters")], ids=str)
 @pytest.mark.parametrize(("name", "sizes", "part"), TIGHT, ids=str)
 def test_the_best_plan_in_little_memory_is_right(
-    name: str, sizes: tuple[int, ...], part: float, spare: tuple[str, ...]
+    name: str, sizes: tuple[int, ...], part: float, allow: tuple[str, ...]
 ) -> None:
     case, mesh = family(name), mesh_of(*sizes)
     roomy = search(case.graph, mesh, SLOW, tied=False)
     limit = part * roomy.peak_bytes["hbm"]
-    plan = search(case.graph, mesh, SLOW, memory=limit, tied=False, spare=spare)
+    plan = search(case.graph, mesh, SLOW, memory=limit, tied=False, allow=allow)
     assert plan.peak_bytes["hbm"] <= limit
     assert plan.step_seconds > roomy.step_seconds, "the limit costs nothing: the test does not test what it says"
-    if not spare:
+    if not allow:
         assert any(isinstance(p, Shard) for layout in plan.parameters.values() for p in layout)
     off, where = difference(plan, case)
     assert off <= 1e-4, where

@@ -15,8 +15,8 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def plan(name: str, sizes: tuple[int, ...], memory: float | None) -> Plan:
-    """By layouts alone; what else may be spared is for tests/assemble."""
-    return search(family(name).graph, mesh_of(*sizes), SLOW, memory=memory, tied=False, spare=())
+    """By layouts alone; what else may be recomputed and offloaded is for tests/assemble."""
+    return search(family(name).graph, mesh_of(*sizes), SLOW, memory=memory, tied=False, allow=())
 
 
 CASES = [("mlp", (2,)), ("mlp", (4,)), ("block", (2,)), ("cnn", (4,))]

@@ -82,7 +82,7 @@ def test_weights_that_do_not_fit_are_split_and_gathered_around_their_use() -> No
     roomy = search(case.graph, mesh, hardware, tied=False)
     assert roomy.parameters == {"up.weight": (R,), "down.weight": (R,), "gain": (R,)}
     whole = 4 * 4 * 2 * 64 * 128  # parameters, gradients and two optimizer states
-    plan = search(case.graph, mesh, hardware, memory=roomy.peak_bytes["hbm"] - whole // 2, tied=False, spare=())
+    plan = search(case.graph, mesh, hardware, memory=roomy.peak_bytes["hbm"] - whole // 2, tied=False, allow=())
     assert all(isinstance(plan.parameters[name][0], Shard) for name in ("up.weight", "down.weight"))
     assert plan.choices["x"].gives == ((S0,),), "still split by the batch"
     assert big(comms(plan, "forward")) == {"all_gather": 2}

@@ -14,7 +14,7 @@ from autopar.optim import Streamed
 from autopar.plan import Plan
 from tests.processes.compare import LOSS, adamw, near
 from tests.processes.models import Net, batch, net
-from tests.processes.spared import ALL, fastest, spared
+from tests.processes.saving_memory import ALL, fastest, saving_memory
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
 from tests.support.nets import batch_of, made
@@ -98,9 +98,11 @@ AFTER = 5  # steps
 
 
 def check_save_in_either_residence(ranks: Ranks) -> None:
-    """Saved where forward values are spared and parameters and states lie on both tiers, and where nothing is."""
+    """Saved where forward values are recomputed and offloaded, with parameters and states on both tiers, and where
+    everything stays on the device.
+    """
     kept = fastest(FROZEN, ranks.count)
-    for name, plan in (("spared", spared(kept, ALL)), ("kept", kept)):
+    for name, plan in (("saving_memory", saving_memory(kept, ALL)), ("kept", kept)):
         parallel, optimizer = _begin_anywhere(ranks, 0, plan)
         _losses(parallel, optimizer, range(3))
         model_state, optimizer_state = get_state_dict(parallel, optimizer)
@@ -114,7 +116,7 @@ def check_save_in_either_residence(ranks: Ranks) -> None:
 def check_load_in_the_other_residence(ranks: Ranks) -> None:
     """What the other of one and two ranks has saved, in the other residence."""
     kept = fastest(FROZEN, ranks.count)
-    for name, plan in (("kept", spared(kept, ALL + 1)), ("spared", kept)):
+    for name, plan in (("kept", saving_memory(kept, ALL + 1)), ("saving_memory", kept)):
         parallel, optimizer = _begin_anywhere(ranks, 9, plan)
         model_state, optimizer_state = get_state_dict(parallel, optimizer)
         where = ranks.folder / f"{name}-{3 - ranks.count}"

@@ -134,7 +134,12 @@ def check_streamed_states(ranks: Ranks) -> None:
     for overlap in (False, True):
         plain, batch = layers()
         mesh = ranks.mesh()
-        parallel = autopar.compile(plain, mesh, keep={"first": "host", "second": "stream"}, spare="host,stream")
+        parallel = autopar.compile(
+            plain,
+            mesh,
+            pin={"first": "offload-parameters", "second": "offload-optimizer"},
+            allow="offload-parameters,offload-optimizer",
+        )
         parallel(**batch)
         assert set(parallel.plan.residence.values()) == {"host", "stream"}
         optimizers = adamw(plain.parameters()), Streamed(adamw(parallel.parameters()), parallel, overlap=overlap)

@@ -18,7 +18,7 @@ from autopar.optim import Streamed
 from tests.processes.compare import LOSS, adamw, near, same_state, same_steps
 from tests.processes.errors import refused
 from tests.processes.models import Net, batch, net
-from tests.processes.spared import fastest, local, spared
+from tests.processes.saving_memory import fastest, local, saving_memory
 from tests.processes.state import Kept, laid_out, not_called, whole_values
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
@@ -60,7 +60,7 @@ def check_a_copy_trains_by_itself(ranks: Ranks) -> None:
 def check_a_copy_of_what_lies_on_the_host_trains_by_itself(ranks: Ranks) -> None:
     plan = next(
         plan
-        for plan in (spared(fastest("mlp", ranks.count), seed) for seed in range(50))
+        for plan in (saving_memory(fastest("mlp", ranks.count), seed) for seed in range(50))
         if any("Shard" in str(plan.parameters[key]) for key in hosted(plan.residence))
     )
     parallel = autopar.compile(made("mlp"), ranks.mesh(), example_kwargs=batch_of("mlp", 0), plan=plan)

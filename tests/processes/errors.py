@@ -128,8 +128,14 @@ def check_a_rank_that_is_told_something_else(ranks: Ranks) -> None:
     for options, told in (
         ({"plan": path}, "has a plan of digest '[0-9a-f]{8}' on rank . and '[0-9a-f]{8}' on rank 0"),
         ({"batch_norm": "local" if last else "global"}, "has batch_norm 'local' on rank . and 'global' on rank 0"),
-        ({"spare": "offload" if last else "none"}, r"has spare \('offload',\) on rank . and \(\) on rank 0"),
-        ({"keep": {"head": "host"} if last else None}, r"has keep \[\('head', 'host'\)\] on rank . and \[\] on rank 0"),
+        (
+            {"allow": "offload-activations" if last else "none"},
+            r"has allow \('offload-activations',\) on rank . and \(\) on rank 0",
+        ),
+        (
+            {"pin": {"head": "offload-parameters"} if last else None},
+            r"has pin \[\('head', 'offload-parameters'\)\] on rank . and \[\] on rank 0",
+        ),
     ):
         parallel = autopar.compile(net(), ranks.mesh(), hardware=FAST, **options)
         refused(ValueError, told, lambda p=parallel: p(**data))

@@ -23,7 +23,7 @@ from autopar.trace import capture, graph_of
 from tests.processes.compare import LOSS, adamw, near, same_state, same_steps
 from tests.processes.errors import refused
 from tests.processes.models import Net, batch, net
-from tests.processes.spared import fastest, spared
+from tests.processes.saving_memory import fastest, saving_memory
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
 from tests.support.nets import batch_of, made
@@ -172,7 +172,7 @@ def check_what_lies_on_the_host_is_gathered_too(ranks: Ranks) -> None:
     for name in ("half-frozen", "mlp"):
         plan = next(
             plan
-            for plan in (spared(fastest(name, ranks.count), seed) for seed in range(50))
+            for plan in (saving_memory(fastest(name, ranks.count), seed) for seed in range(50))
             if any("Shard" in str(plan.parameters[key]) for key in hosted(plan.residence))
         )
         parallel = autopar.compile(made(name), ranks.mesh(), example_kwargs=batch_of(name, 0), plan=plan)

@@ -41,7 +41,7 @@ FIRST = {
     "operators": ["gradient_scaling"],
     "optimizers": ["one_number_of_all_parameters_is_the_same_on_every_rank", "what_dtensors_do_not_run_says_what_does"],
     "residence": ["clipping"],
-    "spared": ["the_step_of_the_host", "micro_batches"],
+    "saving_memory": ["the_step_of_the_host", "micro_batches"],
     "state": ["a_whole_state_dict_is_what_the_plain_model_loads", "no_rank_holds_two_whole_tensors"],
     "updates": ["training"],
 }

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import autopar
 from autopar.optim import Streamed
 from autopar.plan import Plan
-from tests.processes.spared import batch, fastest, local, net, spared
+from tests.processes.saving_memory import batch, fastest, local, net, saving_memory
 from tests.processes.worker import Ranks
 from tests.support.residence import hosted
 
@@ -54,7 +54,9 @@ class Failing(torch.optim.AdamW):
 
 def plan_of(name: str, ranks: Ranks) -> Plan:
     """Several parameters on the host, beside those on the device and those whose states stream."""
-    plan = next(plan for plan in (spared(fastest(name, ranks.count), seed) for seed in range(50)) if has_all(plan))
+    plan = next(
+        plan for plan in (saving_memory(fastest(name, ranks.count), seed) for seed in range(50)) if has_all(plan)
+    )
     assert plan.comm_bytes
     return plan
 

@@ -108,5 +108,5 @@ def test_the_host_updates_first_what_is_fetched_first() -> None:
 
 def test_where_nothing_runs_beside_compute_there_is_nothing_to_say() -> None:
     sampler = ResidenceSampler(family("mlp").graph, mesh_of(2), Hardware.load("cpu-gloo"))
-    with pytest.raises(ValueError, match=r"profile cpu-gloo says that nothing runs beside compute"):
+    with pytest.raises(ValueError, match=r"profile cpu-gloo says that nothing overlaps with compute"):
         steady_s(sampler.draw(0), sampler.pricer)

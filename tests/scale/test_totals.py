@@ -82,9 +82,9 @@ def numbers(plan: Plan, hardware: Hardware) -> Totals:
     return totals_of(there, Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes), {})
 
 
-def copies_spared(plan: Plan) -> int:
+def copies_saved(plan: Plan) -> int:
     """Bytes that are not moved because a split dim has one row left: what layout changes would copy with more rows."""
-    node_of, spared = plan.graph.by_name, 0
+    node_of, saved = plan.graph.by_name, 0
     made = {"all_gather": lambda local, ranks: 2 * local * ranks, "all_to_all": lambda local, ranks: 4 * local,
             "reduce_scatter": lambda local, ranks: 2 * local}  # fmt: skip
 
@@ -102,11 +102,11 @@ def copies_spared(plan: Plan) -> int:
     for node in plan.graph.nodes:
         choice, seen = plan.choices[node.name], set[object]()
         for ref, layout, read in zip(node.operands, choice.takes, choice.reads, strict=True):
-            spared += 0 if (ref, layout) in seen else count(ref, read)
+            saved += 0 if (ref, layout) in seen else count(ref, read)
             seen.add((ref, layout))
     for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
-        spared += count(result.ref, delivery.changes) if result.ref is not None and delivery is not None else 0
-    return spared
+        saved += count(result.ref, delivery.changes) if result.ref is not None and delivery is not None else 0
+    return saved
 
 
 def check(form: Totals, values: Mapping[str, int], plan: Plan, hardware: Hardware = FAST) -> None:
@@ -115,7 +115,7 @@ def check(form: Totals, values: Mapping[str, int], plan: Plan, hardware: Hardwar
     assert at(form.work.flops, values) == Fraction(found.work.flops)
     assert {key: at(payload, values) for key, payload in form.work.payload.items()} == found.work.payload
     assert form.peak(values) == plan.peak_bytes["hbm"]
-    assert at(form.work.moved, values) == Fraction(found.work.moved) + copies_spared(plan)
+    assert at(form.work.moved, values) == Fraction(found.work.moved) + copies_saved(plan)
     for key, received in plan.comm_bytes.items():
         count = sum((comm.collective, comm.axis) == key for comm in plan.comms())
         assert 0 <= at(form.work.received[key], values) - received < 2 * max(count, 1)  # each phase is cut to bytes

@@ -285,7 +285,7 @@ def test_a_model_that_cannot_be_had_is_told(
         (("--dot", "lost/plan.dot"), "lost of --dot lost/plan.dot does not exist; make it first"),
         (("-o", "plan", "--dot", "plan"), "-o and --dot both name plan; give each its own file"),
         (("--trace", "lost/step.json"), "lost of --trace lost/step.json does not exist; make it first"),
-        (("--keep", "a=save,a=recompute"), "--keep says 'save' and 'recompute' of a; leave one out"),
+        (("--pin", "a=save,a=recompute"), "--pin says 'save' and 'recompute' of a; leave one out"),
         (("--fast",), "unrecognized arguments: --fast; see python -m autopar.search --help"),
     ],
 )

@@ -19,7 +19,7 @@ from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.plan import Plan
 from autopar.search import Question, answer, ask, curve
 from autopar.search.__main__ import main
-from autopar.search.memory_options import SPARES, ways_named
+from autopar.search.memory_options import ALLOWED, allowed
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from cost_models.reserve import room_in
@@ -56,8 +56,8 @@ def fastest() -> Plan:
 
 
 @cache
-def points_of(*spare: str, simulation: bool = False) -> tuple[curve.Point, ...]:
-    return curve.memory_curve(question(), points=4, spare=spare or None, simulation=simulation)
+def points_of(*allow: str, simulation: bool = False) -> tuple[curve.Point, ...]:
+    return curve.memory_curve(question(), points=4, allow=allow or None, simulation=simulation)
 
 
 @pytest.fixture
@@ -95,13 +95,13 @@ def test_the_ends_are_the_least_that_does_and_what_the_fastest_plan_needs() -> N
         answer(question(), memory=least.limit / 2)
 
 
-def test_what_is_spared_is_counted() -> None:
-    rows = {way: curve.rows_of(points_of(way)) for way in ("recompute", "offload", "host")}
+def test_what_is_recomputed_and_offloaded_is_counted() -> None:
+    rows = {way: curve.rows_of(points_of(way)) for way in ("recompute", "offload-activations", "offload-parameters")}
     for way, (least, *_, last) in rows.items():
         told = {
             "recompute": least["recomputed"],
-            "offload": least["offloaded_bytes"],
-            "host": least["host_bytes"] - least["offloaded_bytes"],
+            "offload-activations": least["offloaded_bytes"],
+            "offload-parameters": least["host_bytes"] - least["offloaded_bytes"],
         }
         assert {one for one, figure in told.items() if figure} == {way}
         assert (last["recomputed"], last["offloaded_bytes"], last["host_bytes"]) == (0, 0, 0)
@@ -190,12 +190,12 @@ def test_where_the_limit_binds_the_price_of_memory_is_told_and_no_more_is_saved(
     """By the prices of a bound, more memory saves at most so much of the bound."""
     top = fastest().peak_bytes["hbm"]
     limit = float(int(0.6 * top))
-    plan = answer(question(), memory=limit, spare=("recompute",))
+    plan = answer(question(), memory=limit, allow=("recompute",))
     price = plan.search["ms_per_gib:hbm"]
     assert isinstance(price, float) and price > 0 and "price of memory: +" in plan.explain()
     assert "it shapes the plan; the fastest takes " in " ".join(plan.explain().split())
     for more in (1.05, 1.2, 1.5):
-        roomier = answer(question(), memory=limit * more, spare=("recompute",))
+        roomier = answer(question(), memory=limit * more, allow=("recompute",))
         most = price / 1e3 / 2**30 * limit * (more - 1)
         assert plan.bound - roomier.step_seconds <= most + 1e-3 * plan.step_seconds
 
@@ -253,10 +253,10 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--spare", "swap"), "spare 'swap' is not known; choose some of recompute, offload, host, stream, or none"),
-        (("--spare", "host,none"), "spare 'none' is not known; choose some of "),
-        (("--spare", "recompute,,host"), "spare '' is not known"),
-        (("--spare",), "argument --spare: expected one argument"),
+        (("--allow", "swap"), "allow 'swap' is not known; choose some of recompute, offload-activations, "),
+        (("--allow", "offload-parameters,none"), "allow 'none' is not known; choose some of "),
+        (("--allow", "recompute,,offload-parameters"), "allow '' is not known"),
+        (("--allow",), "argument --allow: expected one argument"),
         (("--memory-curve", "curve.png"), "--memory-curve curve.png is no picture; name a file.svg"),
         (("--memory-curve", "lost/curve.svg"), "lost of --memory-curve lost/curve.svg does not exist; make it first"),
         (("--memory-curve", "a.svg", "--dot", "a.svg"), "--dot and --memory-curve both name a.svg; give each its own"),
@@ -271,16 +271,22 @@ def test_what_makes_no_sense_is_told(
     assert files(folder) == set()
 
 
-# --- what may be spared ----------------------------------------------------------------------------------------------
+# --- what may be recomputed and offloaded -----------------------------------------------------------------------------
 
 
 def test_the_ways_are_words_in_any_order() -> None:
-    assert ways_named(None) is None
-    assert ways_named("none") == ways_named(["none"]) == ways_named(()) == ()
-    assert ways_named("host, recompute") == ways_named({"recompute", "host"}) == ("recompute", "host")
-    assert ways_named(SPARES) == SPARES
-    with pytest.raises(ValueError, match="spare 'host stream' is not known; choose some of recompute, offload, host"):
-        ways_named(["host stream"])
+    assert allowed(None) is None
+    assert allowed("none") == allowed(["none"]) == allowed(()) == ()
+    assert (
+        allowed("offload-parameters, recompute")
+        == allowed({"recompute", "offload-parameters"})
+        == ("recompute", "offload-parameters")
+    )
+    assert allowed(ALLOWED) == (*ALLOWED,)
+    with pytest.raises(
+        ValueError, match="allow 'recompute offload' is not known; choose some of recompute, offload-act"
+    ):
+        allowed(["recompute offload"])
 
 
 def test_what_is_not_named_is_not_done(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,9 +296,9 @@ def test_what_is_not_named_is_not_done(folder: Path, capsys: pytest.CaptureFixtu
         assert status == (0 if out else 3), err
         return json.loads(out) if out else {}
 
-    rows = found("--memory-curve", "--spare", "host")["memory_curve"]
+    rows = found("--memory-curve", "--allow", "offload-parameters")["memory_curve"]
     assert all(row["recomputed"] == row["offloaded_bytes"] == 0 for row in rows) and rows[0]["host_bytes"] > 0
     least = f"{rows[0]['limit_bytes']}B"
-    assert found("--memory", least, "--spare", "host")["peak_bytes"]["host"] > 0
-    assert found("--memory", least, "--spare", "none") == {}
-    assert "host" not in found("--memory", least, "--spare", "recompute").get("peak_bytes", {})
+    assert found("--memory", least, "--allow", "offload-parameters")["peak_bytes"]["host"] > 0
+    assert found("--memory", least, "--allow", "none") == {}
+    assert "host" not in found("--memory", least, "--allow", "recompute").get("peak_bytes", {})

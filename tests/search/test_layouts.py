@@ -12,7 +12,7 @@ from autopar.price.overlap_discounts import MOVES
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import propose
 from autopar.rewrite import narrowed
-from autopar.search.memory_options import Sparing, checkpointed
+from autopar.search.memory_options import MemoryOptions, checkpointed
 from autopar.search.policies import restrict
 from autopar.search.restricted import Known, best_among, carried
 from cost_models.hardware import Hardware
@@ -23,11 +23,13 @@ from tests.support.families import family
 from tests.support.plans import random_picks
 
 H100 = Hardware.load("h100-sxm")
-NOTHING = Sparing()
+NOTHING = MemoryOptions()
 
 
 @pytest.mark.parametrize("name", ["mlp", "block", "gpt2"])
-def test_what_keeps_everything_is_carried_to_the_problem_in_which_all_may_be_spared(name: str) -> None:
+def test_what_keeps_everything_is_carried_to_the_problem_in_which_all_may_be_recomputed_and_offloaded(
+    name: str,
+) -> None:
     graph, pricer = family(name).graph, Pricer.on(mesh_of(2), H100, "adamw")
     before, after = drawn(graph, pricer, NOTHING), drawn(graph, pricer)
     for seed in range(3):
@@ -45,7 +47,7 @@ def test_a_plan_of_a_policy_is_carried_with_how_its_values_come_back() -> None:
     graph, pricer = family("gpt2").graph, Pricer.on(mesh_of(2), H100, "adamw")
     strategies, _ = propose(graph, pricer.mesh)
     kept = restrict("checkpoint-every-block", graph, strategies, pricer.mesh)
-    before = drawn(graph, pricer, Sparing(modes=checkpointed), strategies=kept)
+    before = drawn(graph, pricer, MemoryOptions(modes=checkpointed), strategies=kept)
     after = drawn(graph, pricer, strategies=strategies)
     for seed in range(3):
         picks = before.tidy(random.Random(seed))

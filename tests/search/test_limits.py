@@ -11,7 +11,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.search import answer, ask
 from autopar.search.limits import nothing_fits
-from autopar.search.memory_options import SPARES
+from autopar.search.memory_options import ALLOWED
 from benchmarks.limits import question_of
 from cost_models.hardware import Hardware
 from solver import Shortage
@@ -27,19 +27,19 @@ def graph() -> Graph:
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "embeddings"])
 def test_with_what_would_do_there_is_a_plan_that_takes_hardly_less_and_below_it_none(name: str) -> None:
-    """With all that may be spared. Of embeddings it was 15 % more than the plan took while the weight of a layer
-    counted as fetched from where that layer might be run again, be it run again or not.
+    """With everything allowed. Of embeddings it was 15 % more than the plan took while the weight of a layer counted as
+    fetched from where that layer might be run again, be it run again or not.
     """
     asked = question_of(name) if name == "embeddings" else ask(family(name).graph, Mesh(("data",), (2,)), CPU)
     with pytest.raises(Infeasible) as refused:
-        answer(asked, memory=1.0, spare=SPARES)
+        answer(asked, memory=1.0, allow=ALLOWED)
     least = refused.value.enough
     assert least is not None and least == refused.value.at_least, "small enough to be found out"
     assert "the least that would do is " in str(refused.value) and "counted on the safe side" in str(refused.value)
-    taken = answer(asked, memory=least, spare=SPARES).peak_bytes["hbm"]
+    taken = answer(asked, memory=least, allow=ALLOWED).peak_bytes["hbm"]
     assert 0.95 * least <= taken <= least
     with pytest.raises(Infeasible):
-        answer(asked, memory=math.floor(least * 0.999), spare=SPARES)
+        answer(asked, memory=math.floor(least * 0.999), allow=ALLOWED)
 
 
 def told(at_least: float, enough: float | None, resource: str = "hbm") -> str:

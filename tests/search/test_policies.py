@@ -214,8 +214,8 @@ def test_the_graph_of_zero2_is_the_traced_one_but_for_what_keeps_weights(tmp_pat
 
 
 def test_zero2_keeps_weights_where_values_are_run_again_but_not_those_on_the_host() -> None:
-    keep = {"transformer.h.*": "recompute", "transformer.wte.weight": "host"}
-    plan = answer(question("gpt2", (2,)), policy="zero2", keep=keep)
+    pin = {"transformer.h.*": "recompute", "transformer.wte.weight": "offload-parameters"}
+    plan = answer(question("gpt2", (2,)), policy="zero2", pin=pin)
     repeated = [node for node in plan.graph.nodes if node.target and not node.is_source]
     assert any(node.op == "autopar.einsum" for node in repeated) and not any(map(is_gathered_once, repeated))
     once = {node.name: node.operands[0].name for node in plan.graph.nodes if is_gathered_once(node)}
@@ -344,7 +344,7 @@ def test_a_quicker_baseline_is_told_and_takes_nobodys_place() -> None:
     asked, best = question("mlp", (2,)), plan_of("mlp", (2,), None)
     for facts, why in (
         ({"tied": 1}, "the search ties repeated layers"),
-        ({}, "--spare or --keep rules out what it does, or the search was cut short (--time-limit)"),
+        ({}, "--allow or --pin rules out what it does, or the search was cut short (--time-limit)"),
     ):
         poor = replace(best, step_seconds=1.0, bound=best.bound / 2, search={**best.search, "tied": 0, **facts})
         rows = compare(asked, poor, memory=None, outputs="sharded", time_limit_s=60)

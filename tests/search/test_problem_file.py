@@ -61,7 +61,7 @@ def test_of_a_simulated_search_it_is_the_problem_of_the_bound(
     assert main([*MODEL, *files]) == 0
     capsys.readouterr()
     plan, found = Plan.load(tmp_path / "plan.json"), solved(tmp_path / "problem.json", capsys)
-    least_sum = next(one for one in plan.candidates if one.name == "least sum")
+    least_sum = next(one for one in plan.candidates if one.name == "optimum without overlap")
     assert found["cost"] == pytest.approx(least_sum.step_seconds, rel=1e-6)
     assert plan.bound <= found["bound"] * (1 + 1e-6)
 

@@ -57,7 +57,7 @@ def test_where_nothing_is_found_in_time_what_people_do_by_hand_stands_in(monkeyp
     by_hand = answer(question, memory=limit, policy="checkpoint-every-block", tied=True)
     assert plan.step_seconds <= by_hand.step_seconds * (1 + 1e-9)
     with pytest.raises(NoAnswerInTime):  # not even that fits
-        monkeypatch.setattr("autopar.search.drive.policies_for", lambda mesh, sparing=False: ())
+        monkeypatch.setattr("autopar.search.drive.policies_for", lambda mesh, saving=False: ())
         answer(question, memory=0.99 * limit)
 
 

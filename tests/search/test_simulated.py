@@ -99,7 +99,7 @@ def test_what_the_plan_says_of_itself_is_true(name, sizes, hardware):
     assert plan.simulated_seconds <= plan.step_seconds
     assert plan.simulated_seconds >= floor_s(plan) * (1 - 1e-12)
     assert plan.bound == least_sum.bound <= plan.step_seconds
-    if plan.search["candidate"] != "least sum":
+    if plan.search["candidate"] != "optimum without overlap":
         assert any("above the best plan" in note for note in plan.notes)
     row = next(one for one in plan.candidates if one.name == plan.search["candidate"])
     assert (row.simulated_seconds, row.prefetch) == (plan.simulated_seconds, plan.prefetch)
@@ -143,8 +143,8 @@ def test_where_communication_takes_the_processors_nothing_is_fetched_ahead():
     asked = ask(family("block").graph, mesh_of(2), replace(HIDES, overlaps=False))
     plan, least_sum = answer(asked, simulation=True), answer(asked)
     assert plan.prefetch is None and all(one.prefetch is None for one in plan.candidates)
-    assert plan.choices == least_sum.choices and plan.search["candidate"] == "least sum"
-    assert {one.name for one in plan.candidates} == {"least sum", *policies_for(mesh_of(2), once=True)}
+    assert plan.choices == least_sum.choices and plan.search["candidate"] == "optimum without overlap"
+    assert {one.name for one in plan.candidates} == {"optimum without overlap", *policies_for(mesh_of(2), once=True)}
     assert plan.simulated_seconds == least_sum.simulated_seconds
     assert not Hardware.load("cpu-gloo").overlaps and H100.overlaps
 
@@ -179,7 +179,7 @@ def test_one_rank_that_copies_to_its_host_and_back_is_simulated():
     """As with collectives: what is copied ahead hides behind compute."""
     asked = ask(family("llama").graph, Mesh(("a",), (1,)), replace(EVEN, host_link=HostLink(3e9, 3e9)))
     memory = 0.7 * answer(asked).peak_bytes["hbm"]
-    wanted = {"memory": memory, "spare": ("offload", "host")}
+    wanted = {"memory": memory, "allow": ("offload-activations", "offload-parameters")}
     in_sum, plan = answer(asked, **wanted), answer(asked, **wanted, simulation=True)
     assert in_sum.residence or any(node.op == STORE for node in in_sum.graph.nodes)
     assert plan.simulated_seconds is not None and plan.prefetch
@@ -291,7 +291,7 @@ def test_pricing_again_ends_where_a_plan_comes_back():
         return least_sum
 
     plan = choose(least_sum, asked.pricer, None, {}, again)
-    assert len(calls) <= 1 and plan.search["candidate"] == "least sum"
+    assert len(calls) <= 1 and plan.search["candidate"] == "optimum without overlap"
 
 
 def test_the_command_simulates_unless_told_not_to(tmp_path, capsys):
@@ -304,7 +304,9 @@ def test_the_command_simulates_unless_told_not_to(tmp_path, capsys):
     simulated, plain = found
     assert plain["simulated_seconds"] is None and not plain["candidates"] and plain["prefetch"] is None
     assert simulated["simulated_seconds"] <= plain["step_seconds"] <= simulated["step_seconds"] * (1 + 1e-6)
-    assert {"least sum", "data-parallel", "fsdp", "tensor-parallel"} <= {one["name"] for one in simulated["candidates"]}
+    assert {"optimum without overlap", "data-parallel", "fsdp", "tensor-parallel"} <= {
+        one["name"] for one in simulated["candidates"]
+    }
 
 
 def test_the_text_says_simulated_where_the_object_has_a_simulated_time(capsys):

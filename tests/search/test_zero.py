@@ -103,8 +103,8 @@ def test_weights_that_are_cast_are_gathered_as_they_are_used() -> None:
 
 
 def test_weights_are_kept_where_values_are_run_again_but_not_those_on_the_host() -> None:
-    keep = {"transformer.h.*": "recompute", "transformer.wte.weight": "host"}
-    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), policy="zero1", keep=keep)
+    pin = {"transformer.h.*": "recompute", "transformer.wte.weight": "offload-parameters"}
+    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), policy="zero1", pin=pin)
     repeated = [node for node in plan.graph.nodes if node.target and not node.is_source]
     assert any(node.op == "autopar.einsum" for node in repeated) and not any(map(is_gathered_once, repeated))
     kept = {node.operands[0].name for node in plan.graph.nodes if is_gathered_once(node)}

@@ -22,7 +22,7 @@ from autopar.machine.cli import Parser, writable
 from autopar.machine.device import hardware_or_here, has_expandable_segments, is_here, memory_bytes
 from autopar.price.calls import Profile
 from autopar.price.pricer import OPTIMIZER_STATES
-from autopar.search.memory_options import NEEDS_OPTIM, SPARES, ways_named
+from autopar.search.memory_options import ALLOWED, NEEDS_OPTIM, allowed
 from autopar.search.search import Progress
 from autopar.trace.precision import precision_named
 from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
@@ -79,17 +79,18 @@ def _what_is_searched(add: Callable[..., object]) -> None:
     add("--memory", metavar="SIZE",
         help="what a plan may use of each rank's device: 70GiB, 40GB, or 0.9 of it (default: all of it, by the "
         "profile); on GPUs a part of it is left for what no plan counts")  # fmt: skip
-    add("--spare", metavar="WAYS",
-        help="what may be done where the fastest plan does not fit: some of " + ", ".join(SPARES) + " with commas "
+    add("--allow", metavar="WORDS",
+        help="what may be done where the fastest plan does not fit: some of " + ", ".join(ALLOWED) + " with commas "
         "between, or none (default: what makes sense on the hardware; "
         f"{NEEDS_OPTIM} is only used where it is named, and needs autopar.optim)")  # fmt: skip
-    add("--keep", metavar="NAME=WHAT[,NAME=WHAT...]",
-        help="what you settle yourself: save, recompute or offload, of what backward needs of a module; device, host "
-        "or stream, of a parameter or all of a module's; names may be patterns: 'h.*.mlp=recompute'")  # fmt: skip
+    add("--pin", metavar="NAME=WORD[,NAME=WORD...]",
+        help="what you settle yourself: save, recompute or offload-activations, of what backward needs of a module; "
+        "device, offload-parameters or offload-optimizer, of a parameter or all of a module's; names may be patterns: "
+        "'h.*.mlp=recompute'")  # fmt: skip
     add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
     add("--outputs", choices=("sharded", "global"), default="sharded",
-        help="leave outputs in pieces, or bring them whole to every rank (default: sharded)")  # fmt: skip
+        help="leave outputs sharded, or bring them whole to every rank (default: sharded)")  # fmt: skip
     add("--precision", metavar="NAME", default="fp32",
         help="bf16: compute in bfloat16 over the stored parameters and sum gradients in float32; fp32: as the model "
         "is (default: fp32)")  # fmt: skip
@@ -116,7 +117,7 @@ def _how_it_is_searched(add: Callable[..., object]) -> None:
         help="database where --profile keeps its times (default: operators.sqlite3 beside the calibrated "
         "profile)")  # fmt: skip
     add("--no-simulation", action="store_true",
-        help="choose by the sum of times also where collectives run beside compute; else such plans are simulated, "
+        help="choose by the sum of times also where collectives overlap with compute; else such plans are simulated, "
         "and the quickest is chosen")  # fmt: skip
 
 
@@ -149,8 +150,8 @@ class Asked:
     hardware: Hardware
     memory: float
     room: Room
-    spare: tuple[str, ...] | None
-    keep: Mapping[str, str]
+    allow: tuple[str, ...] | None
+    pin: Mapping[str, str]
     precision: MixedPrecisionPolicy | None
     tf32: tuple[str, ...] | None
     profile: Profile | None
@@ -162,7 +163,7 @@ def read(given: argparse.Namespace, progress: Progress) -> Asked:
     mesh = or_bad(lambda: parse_mesh(given.mesh))
     hardware = _hardware(given.hardware)
     memory = _memory(given.memory, hardware)
-    spare, keep = or_bad(lambda: ways_named(given.spare)), _keep(given.keep)
+    allow, pin = or_bad(lambda: allowed(given.allow)), _pin(given.pin)
     precision = or_bad(lambda: precision_named(given.precision))
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
@@ -173,7 +174,7 @@ def read(given: argparse.Namespace, progress: Progress) -> Asked:
     return Asked(
         given.model, mesh, hardware, memory,
         room_in(memory, hardware, mesh.sizes, expandable=has_expandable_segments()),
-        spare, keep, precision, _tf32(given), _profile(given, hardware, progress), _paths(files),
+        allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files),
     )  # fmt: skip
 
 
@@ -250,15 +251,15 @@ def _memory(text: str | None, hardware: Hardware) -> float:
     return or_bad(lambda: memory_bytes(share, hardware))
 
 
-def _keep(text: str | None) -> dict[str, str]:
+def _pin(text: str | None) -> dict[str, str]:
     """Name -> what is settled of it."""
     parts = [part.strip().rpartition("=") for part in text.split(",")] if text is not None else []
     if wrong := [word for name, _, word in parts if not name]:
-        raise BadArgument(f"--keep {wrong[0]!r} is not NAME=WHAT; write for example lm_head.weight=device")
+        raise BadArgument(f"--pin {wrong[0]!r} is not NAME=WORD; write for example lm_head.weight=device")
     settled: dict[str, str] = {}
     for name, _, word in parts:
         if settled.setdefault(name, word) != word:
-            raise BadArgument(f"--keep says {settled[name]!r} and {word!r} of {name}; leave one out")
+            raise BadArgument(f"--pin says {settled[name]!r} and {word!r} of {name}; leave one out")
     return settled
 
 

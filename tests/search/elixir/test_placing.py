@@ -16,7 +16,7 @@ from autopar.search.elixir import AUTHORS_MACHINE, Training, chunks, elixir_sear
 from autopar.search.elixir.placing import activation_bytes, parameters_and_steps, placed
 from autopar.search.elixir.search import DRIVER_BYTES
 from autopar.search.overlap_loop import best_prefetch
-from autopar.search.policies import policy_named, sparing_of
+from autopar.search.policies import memory_options_of, policy_named
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from tests.search.elixir import opt as golden
@@ -101,7 +101,7 @@ def test_parameters_reside_where_the_search_says(mib: int) -> None:
         training=Training("fp32", "adam"), checkpoint_elements=layer, rates=AUTHORS_MACHINE,
     )  # fmt: skip
     assert placed(graph, memory, ranks=2, batch=batch_size(graph), optimizer="adamw") == said
-    residence = sparing_of("elixir", graph, pricer, memory).residence
+    residence = memory_options_of("elixir", graph, pricer, memory).residence
     assert {name for name, where in residence.items() if where == "device"} == {
         name for name, here in said.is_on_device.items() if here
     }

@@ -14,8 +14,8 @@ from autopar.plan.tell import OFFLOADED, RECOMPUTED, modes_of
 from autopar.price.pricer import Pricer
 from autopar.rewrite import OFFLOAD, RECOMPUTE, SAVE, widened
 from autopar.search import answer, ask
-from autopar.search.memory_options import SPARES, Sparing
-from autopar.search.pins import kept
+from autopar.search.memory_options import WAYS, MemoryOptions
+from autopar.search.pins import pinned
 from autopar.search.policies import policies_for
 from cost_models.hardware import Hardware
 from tests.assemble.drawn import drawn
@@ -24,16 +24,20 @@ from tests.support.check import difference, mesh_of
 from tests.support.families import family
 
 H100 = Hardware.load("h100-sxm")
-KEEPS = (
-    {"transformer.h.0": "recompute", "transformer.h.1.mlp": "offload", "transformer.wte.weight": "host"},
-    {"transformer.h.*": "save", "transformer.h.1": "recompute", "transformer.h.*.mlp.*.weight": "host"},
-    {"transformer": "offload", "transformer.h.0": "host", "transformer.h.0.ln_1": "device"},
+PINS = (
+    {
+        "transformer.h.0": "recompute",
+        "transformer.h.1.mlp": "offload-activations",
+        "transformer.wte.weight": "offload-parameters",
+    },
+    {"transformer.h.*": "save", "transformer.h.1": "recompute", "transformer.h.*.mlp.*.weight": "offload-parameters"},
+    {"transformer": "offload-activations", "transformer.h.0": "offload-parameters", "transformer.h.0.ln_1": "device"},
 )
 
 
-def asked(keep: dict[str, str], ways: tuple[str, ...] = ()) -> Sparing:
-    settled = kept(keep, family("gpt2").graph)
-    return Sparing(ways).keeping(settled.modes, settled.residence)
+def asked(pin: dict[str, str], ways: tuple[str, ...] = ()) -> MemoryOptions:
+    settled = pinned(pin, family("gpt2").graph)
+    return MemoryOptions(ways).pinning(settled.modes, settled.residence)
 
 
 def values_of(prefix: str) -> dict[str, tuple[str, ...]]:
@@ -59,8 +63,8 @@ def obeys(plan: Plan, prefix: str, word: str) -> bool:
 
 
 @pytest.mark.parametrize("memory", [None, 1e9])
-def test_the_plan_does_what_was_settled_and_spares_nothing_else(memory: float | None) -> None:
-    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), memory=memory, keep=KEEPS[0])
+def test_the_plan_does_what_was_settled_and_offloads_nothing_else(memory: float | None) -> None:
+    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), memory=memory, pin=PINS[0])
     assert obeys(plan, "transformer.h.0", RECOMPUTE)
     assert obeys(plan, "transformer.h.1.mlp", OFFLOAD)
     assert obeys(plan, "transformer.h.1.attn", SAVE) and obeys(plan, "transformer.ln_f", SAVE)
@@ -68,19 +72,19 @@ def test_the_plan_does_what_was_settled_and_spares_nothing_else(memory: float | 
 
 
 def test_of_two_names_the_later_one_counts() -> None:
-    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), keep=KEEPS[1])
+    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), pin=PINS[1])
     assert obeys(plan, "transformer.h.0", SAVE) and obeys(plan, "transformer.h.1", RECOMPUTE)
     assert set(plan.residence) == {
         f"transformer.h.{i}.mlp.{name}.weight" for i in (0, 1) for name in ("c_fc", "c_proj")
     }
-    settled = kept(KEEPS[2], family("gpt2").graph).residence
+    settled = pinned(PINS[2], family("gpt2").graph).residence
     assert settled["transformer.h.0.ln_1.weight"] == "device" and settled["transformer.h.0.ln_2.weight"] == "host"
 
 
-@pytest.mark.parametrize("keep", KEEPS, ids=["one", "two", "three"])
-def test_what_is_settled_computes_what_the_model_computes(keep: dict[str, str]) -> None:
+@pytest.mark.parametrize("pin", PINS, ids=["one", "two", "three"])
+def test_what_is_settled_computes_what_the_model_computes(pin: dict[str, str]) -> None:
     case = family("gpt2")
-    plan = answer(ask(case.wide_graph, mesh_of(2), H100), keep=keep)
+    plan = answer(ask(case.wide_graph, mesh_of(2), H100), pin=pin)
     assert plan.residence and modes_of(plan)
     off, where = difference(plan, case)
     assert off <= 1e-9, where
@@ -88,48 +92,48 @@ def test_what_is_settled_computes_what_the_model_computes(keep: dict[str, str]) 
 
 def test_policies_keep_it_too_and_so_does_a_plan_that_was_chosen_by_simulation() -> None:
     question = ask(family("gpt2").graph, mesh_of(2), H100)
-    for policy in policies_for(mesh_of(2), sparing=True):
-        plan = answer(question, policy=policy, memory=1e9, keep=KEEPS[0])
+    for policy in policies_for(mesh_of(2), saving=True):
+        plan = answer(question, policy=policy, memory=1e9, pin=PINS[0])
         assert obeys(plan, "transformer.h.1.mlp", OFFLOAD), policy
         assert plan.residence["transformer.wte.weight"] == "host", policy
-    plan = answer(question, memory=1e9, keep=KEEPS[0], simulation=True)
+    plan = answer(question, memory=1e9, pin=PINS[0], simulation=True)
     assert obeys(plan, "transformer.h.0", RECOMPUTE) and plan.residence == {"transformer.wte.weight": "host"}
 
 
 def test_where_memory_is_short_the_rest_is_still_open() -> None:
     question = ask(family("gpt2").graph, mesh_of(2), H100)
-    keep = {"transformer.h.0": "save", "transformer.h.0.mlp": "device"}
+    pin = {"transformer.h.0": "save", "transformer.h.0.mlp": "device"}
     roomy = answer(question)
-    plan = answer(question, memory=0.6 * roomy.peak_bytes["hbm"], keep=keep, time_limit_s=5)
+    plan = answer(question, memory=0.6 * roomy.peak_bytes["hbm"], pin=pin, time_limit_s=5)
     assert modes_of(plan) or plan.residence
     assert obeys(plan, "transformer.h.0", SAVE)
     assert not any(name.startswith("transformer.h.0.mlp") for name in plan.residence)
 
 
-@pytest.mark.parametrize("ways", [(), SPARES, ("recompute",), ("offload", "host")], ids=str)
-@pytest.mark.parametrize("keep", KEEPS, ids=["one", "two", "three"])
-def test_any_picks_cost_what_the_problem_says(keep: dict[str, str], ways: tuple[str, ...]) -> None:
-    sparing = asked(keep, ways)
-    found = drawn(family("gpt2").wide_graph, Pricer.on(mesh_of(2), H100, "adamw", 4000), sparing)
+@pytest.mark.parametrize("ways", [(), WAYS, ("recompute",), ("offload", "host")], ids=str)
+@pytest.mark.parametrize("pin", PINS, ids=["one", "two", "three"])
+def test_any_picks_cost_what_the_problem_says(pin: dict[str, str], ways: tuple[str, ...]) -> None:
+    options = asked(pin, ways)
+    found = drawn(family("gpt2").wide_graph, Pricer.on(mesh_of(2), H100, "adamw", 4000), options)
     for seed in range(2):
         picks = found.tidy(random.Random(seed))
         assert not found.wrong(picks)
         plan = found.plan(picks, found.priced(picks))
         assert (
-            sparing.residence.items() <= {name: plan.residence.get(name, "device") for name in plan.parameters}.items()
+            options.residence.items() <= {name: plan.residence.get(name, "device") for name in plan.parameters}.items()
         )
 
 
 def test_layers_that_reside_in_different_places_are_not_tied() -> None:
     question = ask(family("gpt2").graph, mesh_of(2), H100)
-    plan = answer(question, tied=True, keep={"transformer.h.0": "host"})
+    plan = answer(question, tied=True, pin={"transformer.h.0": "offload-parameters"})
     assert plan.search["tied"] == 0 and all(name.startswith("transformer.h.0.") for name in plan.residence)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-WORDS = "save, recompute, offload, device, host or stream"
+WORDS = "save, recompute, offload-activations, device, offload-parameters or offload-optimizer"
 
 
 @pytest.mark.parametrize(
@@ -140,30 +144,36 @@ WORDS = "save, recompute, offload, device, host or stream"
         (
             "transformer.wte.weight",
             "save",
-            "'save' is for modules, and it is a parameter; choose device, host",
+            "'save' is for modules, and it is a parameter; choose device, offload-parameters",
         ),
-        ("transformer.h.0.mlp.act", "host", "'host' is for parameters, and it has none; choose save, recompute or"),
+        (
+            "transformer.h.0.mlp.act",
+            "offload-parameters",
+            "'offload-parameters' is for parameters, and it has none; choose save, recompute or",
+        ),
         (
             "transformer.wpe",
-            "offload",
-            "'offload' is not to be had, backward reads nothing of it; choose save",
+            "offload-activations",
+            "'offload-activations' is not to be had, backward reads nothing of it; choose save",
         ),
     ],
 )
 def test_a_name_or_a_word_that_makes_no_sense_is_told(name: str, word: str, told: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"keep {name!r}") + ".*" + re.escape(told)):
-        kept({name: word}, family("gpt2").graph)
+    with pytest.raises(ValueError, match=re.escape(f"pin {name!r}") + ".*" + re.escape(told)):
+        pinned({name: word}, family("gpt2").graph)
 
 
 def test_what_draws_random_numbers_is_not_run_again() -> None:
     graph = dropping()
-    kept({"transformer.h.0": "recompute"}, graph)
+    pinned({"transformer.h.0": "recompute"}, graph)
     with pytest.raises(ValueError, match=r"h\.0\.mlp\.dropout': 'recompute' is not to be had, .* draws random numbers"):
-        kept({"transformer.h.0.mlp.dropout": "recompute"}, graph)
+        pinned({"transformer.h.0.mlp.dropout": "recompute"}, graph)
 
 
-def test_a_frozen_parameter_has_no_states_to_stream() -> None:
+def test_a_frozen_parameter_has_no_states_to_offload() -> None:
     graph = family("gpt2").graph
     results = tuple(replace(r, ref=None) if r.kind == "gradient" else r for r in graph.results)
-    with pytest.raises(ValueError, match=r"'stream' is for optimizer states, and lm_head|wte.weight has none"):
-        kept({"transformer.wte.weight": "stream"}, replace(graph, results=results))
+    with pytest.raises(
+        ValueError, match=r"'offload-optimizer' is for optimizer states, and lm_head|wte.weight has none"
+    ):
+        pinned({"transformer.wte.weight": "offload-optimizer"}, replace(graph, results=results))

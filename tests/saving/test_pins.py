@@ -29,8 +29,8 @@ class Layers(nn.Module):
 def test_compile_obeys_and_means_the_same(one: DeviceMesh, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Layers(), torch.randn(8, 16)
-    keep = {"layers.1": "recompute", "layers.*.weight": "host"}
-    parallel = autopar.compile(model, one, keep=keep, cache=tmp_path)
+    pin = {"layers.1": "recompute", "layers.*.weight": "offload-parameters"}
+    parallel = autopar.compile(model, one, pin=pin, cache=tmp_path)
     loss = parallel(x)
     loss.backward()
     wanted = model(x)
@@ -45,8 +45,8 @@ def test_compile_obeys_and_means_the_same(one: DeviceMesh, tmp_path: Path) -> No
         assert torch.allclose(parallel.eval()(x), wanted)
     autopar.compile(model, one, example_inputs=(x,), cache=tmp_path)
     assert autopar.compile(model, one, example_inputs=(x,), cache=tmp_path).plan.residence == {}
-    with pytest.raises(ValueError, match="keep 'nothing' is no module or parameter"):
-        autopar.compile(model, one, example_inputs=(x,), keep={"nothing": "save"})
+    with pytest.raises(ValueError, match="pin 'nothing' is no module or parameter"):
+        autopar.compile(model, one, example_inputs=(x,), pin={"nothing": "save"})
 
 
 def full(tensor: Tensor | None) -> Tensor:
@@ -60,10 +60,10 @@ def test_the_command_obeys_and_refuses(
     (tmp_path / "tiny.py").write_text(TINY + BUILD)
     monkeypatch.chdir(tmp_path)
     good = ("tiny.py:build", "--mesh", "a=2", "--hardware", "h100-sxm", "--quiet")
-    assert main([*good, "--keep", "*.weight=host", "--baselines", "-o", "plan.json"]) == 0
+    assert main([*good, "--pin", "*.weight=offload-parameters", "--baselines", "-o", "plan.json"]) == 0
     plan = Plan.load("plan.json")
     assert set(plan.residence) == {name for name in plan.parameters if name.endswith(".weight")}
     assert "updated there" in (told := capsys.readouterr().out) and "memory is not what limits it" not in told
-    for wrong, sentence in (("weight", "--keep 'weight' is not NAME=WHAT"), ("x=save", "keep 'x' is no module")):
-        assert main([*good, "--keep", wrong]) == 2
+    for wrong, sentence in (("weight", "--pin 'weight' is not NAME=WORD"), ("x=save", "pin 'x' is no module")):
+        assert main([*good, "--pin", wrong]) == 2
         assert sentence in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Plans that spare memory train as one process does, by the tolerances of the acceptance list.
+"""Plans that save memory train as one process does, by the tolerances of the acceptance list.
 
 Random plans have the layouts of the fastest one, with random modes of forward values and residences of parameters.
 """
@@ -26,7 +26,7 @@ from autopar.optim import Streamed
 from autopar.plan import Plan
 from autopar.plan.tell import modes_of
 from autopar.search import search
-from autopar.search.memory_options import SPARES
+from autopar.search.memory_options import ALLOWED, WAYS
 from autopar.trace import capture, graph_of
 from tests.processes.compare import whole
 from tests.processes.worker import Ranks
@@ -61,14 +61,14 @@ def fastest(name: str, ranks: int, rows: int = 4, dtype: torch.dtype = torch.flo
     return search(graph_of(captured, precision), Mesh(("data",), (ranks,)), FAST)
 
 
-def spared(kept: Plan, seed: int) -> Plan:
+def saving_memory(kept: Plan, seed: int) -> Plan:
     """The same layouts, with other modes and residences."""
     rng = random.Random(seed)
     modes, residence = random_modes(kept.graph, rng), random_residence(kept.graph, rng)
     return ResidenceSampler(kept.graph, kept.mesh).with_layouts_of(kept, modes, residence)
 
 
-def spares(plan: Plan) -> set[str]:
+def ways_of(plan: Plan) -> set[str]:
     """What the plan does, of all that may be done."""
     found = {*plan.residence.values()} | {"recompute" for mode in modes_of(plan).values() if mode == "recomputed"}
     return found | {"offload" for node in plan.graph.nodes if node.op == STORE}
@@ -140,8 +140,10 @@ def states(plain: nn.Module, parallel: nn.Module, optimizer: torch.optim.Optimiz
 def check_every_model_trains(ranks: Ranks) -> None:
     """AdamW divides by a root of squared gradients: its eps is kept above their rounding noise (1e-8)."""
     for number, name in enumerate(NETS):
-        plan = replace(spared(fastest(name, ranks.count), ALL), prefetch=(None, 1)[number % 2], bucket_bytes=3000)
-        assert spares(plan) == {*SPARES} and plan.comm_bytes
+        plan = replace(
+            saving_memory(fastest(name, ranks.count), ALL), prefetch=(None, 1)[number % 2], bucket_bytes=3000
+        )
+        assert ways_of(plan) == {*WAYS} and plan.comm_bytes
         trains(ranks.mesh(), name, plan, eps=1e-5)
 
 
@@ -151,8 +153,8 @@ def check_training_in_double_precision(ranks: Ranks) -> None:
 
 def in_double_precision(ranks: Ranks, name: str) -> None:
     """Where there is no noise, eps may be what it is."""
-    plan = spared(fastest(name, ranks.count, dtype=torch.float64), ALL)
-    assert spares(plan) == {*SPARES} and plan.comm_bytes
+    plan = saving_memory(fastest(name, ranks.count, dtype=torch.float64), ALL)
+    assert ways_of(plan) == {*WAYS} and plan.comm_bytes
     trains(ranks.mesh(), name, plan, torch.float64, eps=1e-8, **EXACT)
 
 
@@ -164,9 +166,9 @@ def searched(ranks: Ranks, name: str, share: float) -> None:
     kept, mesh = fastest(name, ranks.count), ranks.mesh()
     limit = share * kept.peak_bytes["hbm"]
     parallel = autopar.compile(
-        net(name), mesh, example_kwargs=batch(name, 0), hardware=FAST, memory=int(limit), spare=SPARES
+        net(name), mesh, example_kwargs=batch(name, 0), hardware=FAST, memory=int(limit), allow=ALLOWED
     )
-    assert parallel.plan.peak_bytes["hbm"] <= limit and spares(parallel.plan) and parallel.plan.comm_bytes
+    assert parallel.plan.peak_bytes["hbm"] <= limit and ways_of(parallel.plan) and parallel.plan.comm_bytes
     trains(mesh, name, parallel.plan, eps=1e-5)
 
 
@@ -178,15 +180,15 @@ def check_twenty_plans_give_the_same_bits(ranks: Ranks) -> None:
 
 
 def same_bits(ranks: Ranks, name: str, count: int, precision: Any = None) -> None:
-    """At the same layouts, the same kernels do the same, whatever is spared."""
+    """At the same layouts, the same kernels do the same, whatever is recomputed or offloaded."""
     kept, seen = fastest(name, ranks.count, precision=precision), set[str]()
     wanted = list(told(ranks.mesh(), name, kept, precision))
     for seed in range(ALL, ALL + count):
-        plan = spared(kept, seed)
-        seen |= spares(plan)
+        plan = saving_memory(kept, seed)
+        seen |= ways_of(plan)
         found = list(told(ranks.mesh(), name, plan, precision))
         assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), (name, seed)
-    assert seen == {*SPARES}
+    assert seen == {*WAYS}
 
 
 def told(mesh: DeviceMesh, name: str, plan: Plan, precision: Any = None) -> Iterator[Tensor]:
@@ -212,7 +214,7 @@ def local(value: Tensor) -> Tensor:
 def check_the_step_of_the_host(ranks: Ranks) -> None:
     """From the same gradients, wherever parameters and states lie, the step of torch's fused AdamW on whole tensors."""
     for name in ("mlp", "resnet"):
-        plan = spared(fastest(name, ranks.count), ALL)
+        plan = saving_memory(fastest(name, ranks.count), ALL)
         parallel = autopar.compile(net(name), ranks.mesh(), example_kwargs=batch(name, 0), plan=plan)
         plain = net(name)
         optimizers = adamw(plain), adamw(parallel)
@@ -237,8 +239,8 @@ def check_micro_batches(ranks: Ranks) -> None:
 def in_micro_batches(ranks: Ranks, name: str) -> None:
     """Four backwards of a quarter of the batch are one of the whole, and so are their steps."""
     many, few = 4, 2
-    whole_plan = spared(fastest(name, ranks.count, many * few), ALL)
-    part_plan = spared(fastest(name, ranks.count, few), ALL)
+    whole_plan = saving_memory(fastest(name, ranks.count, many * few), ALL)
+    part_plan = saving_memory(fastest(name, ranks.count, few), ALL)
     plain = net(name)
     at_once = autopar.compile(plain, ranks.mesh(), example_kwargs=batch(name, 0, many * few), plan=whole_plan)
     in_parts = autopar.compile(plain, ranks.mesh(), example_kwargs=batch(name, 0, few), plan=part_plan)
@@ -271,8 +273,8 @@ def check_clipping(ranks: Ranks) -> None:
 
 def clipped(ranks: Ranks, name: str, norm_type: float) -> None:
     """Of parameters on both tiers, split and whole: the same norm, the same gradients, the same steps."""
-    plan = spared(fastest(name, ranks.count), ALL)
-    assert "host" in spares(plan) and any("Shard" in str(layout) for layout in plan.parameters.values())
+    plan = saving_memory(fastest(name, ranks.count), ALL)
+    assert "host" in ways_of(plan) and any("Shard" in str(layout) for layout in plan.parameters.values())
     plain = net(name)
     parallel = autopar.compile(plain, ranks.mesh(), example_kwargs=batch(name, 0), plan=plan)
     modules = plain, parallel
@@ -317,7 +319,7 @@ def check_bfloat16_over_float32(ranks: Ranks) -> None:
 def in_bfloat16(ranks: Ranks, name: str) -> None:
     """Computes in bfloat16; parameters, gradients and states stay in float32, the same bits wherever they lie."""
     same_bits(ranks, name, 2, BF16)
-    plan, plain = spared(fastest(name, ranks.count, precision=BF16), ALL), net(name)
+    plan, plain = saving_memory(fastest(name, ranks.count, precision=BF16), ALL), net(name)
     parallel = autopar.compile(plain, ranks.mesh(), example_kwargs=batch(name, 0), plan=plan, precision=BF16)
     assert "bfloat16" in {type.dtype for node in plan.graph.nodes for type in node.outputs if type is not None}
     optimizer = adamw(parallel)
