@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from solver import BACKENDS, REDUCTIONS, Problem, Usage, evaluate, solve
+from solver import BACKENDS, REDUCTIONS, Edge, EdgeUsage, Problem, Usage, evaluate, solve
 from solver.backends import Budget, race
 from solver.presolve import Dead, presolve
 from tests.solver.problems import assignments, random_problem
@@ -151,18 +151,18 @@ def test_large_cores_go_through_the_dual_and_still_end_proven(monkeypatch, truth
             assert solution.cost == pytest.approx(truth(seed)), f"seed {seed}"
 
 
-@pytest.mark.parametrize("slack", [1e-6, 1e-3, 0.04])
+@pytest.mark.parametrize("on_edges", [False, True])
+@pytest.mark.parametrize("slack", [1e-6, 1e-4, 0.04])
 @pytest.mark.parametrize("reductions", [{"dominance"}, True], ids=["dominance", "all"])
-def test_a_little_more_memory_is_more(slack, reductions):
+def test_a_little_more_memory_is_more(slack, reductions, on_edges):
     """Of two options the cheaper one holds a little more; a limit between the two decides. Whole bytes hide this."""
-    for limit, cost in ((100 * (1 + slack / 2), 2.0), (100 * (1 + slack), 1.0)):
+    first, second = np.array([60.0 + 100 * slack, 60.0, 10.0]), np.array([40.0, 39.0])
+    for limit, cost in ((100 * (1 + slack / 2), 7.0), (100 * (1 + slack), 6.0)):
         problem = Problem(
-            (np.array([1.0, 2.0]), np.array([0.0, 5.0])),
-            (),
-            (
-                Usage(0, "memory", 0, 2, np.array([60 * (1 + slack) + 40 * slack, 60.0])),
-                Usage(1, "memory", 0, 2, np.array([40.0, 40.0])),
-            ),
+            (np.array([1.0, 2.0, 50.0]), np.array([5.0, 9.0])),
+            (Edge(0, 1, np.zeros((3, 2))),),
+            () if on_edges else (Usage(0, "memory", 0, 2, first), Usage(1, "memory", 0, 2, second)),
+            (EdgeUsage(0, "memory", 0, 2, first[:, None] + second),) if on_edges else (),
             limits={"memory": limit},
         )
         assert least_cost(problem) == cost
