@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 from autopar.assemble.liveness import Liveness, Read, Turn, copied_gradients
 from autopar.ir.graph import Graph, Node, Ref, TensorType, weights_in
 from autopar.ir.layout import Layout, Partial, local_type
-from autopar.ir.work import VIEWS, temporary_bytes
+from autopar.ir.work import temporary_bytes
 from autopar.price.overlap_discounts import GRADIENTS, WEIGHTS, Shares, cheaper
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, operand_types
 from autopar.rewrite import Again
-from autopar.rewrite.expose_choices import LOOK
 from solver import EdgeUsage, Usage
 
 Array = NDArray[np.float64]
@@ -48,7 +47,7 @@ class Assembly:
         self.strategies = strategies
         self.node_of = graph.by_name
         self.live = live
-        self.copied = copied_gradients(graph, (*VIEWS, LOOK))
+        self.copied = copied_gradients(graph)
         self.item_of: dict[str, int] = {}
         self.mode_of: dict[str, int] = {}
         self.options: list[tuple[Strategy, ...]] = []

@@ -18,7 +18,7 @@ nothing with this.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 
 from autopar.ir.graph import Graph, Node, Ref, TensorType
 from autopar.ir.work import VIEWS
+from autopar.rewrite.expose_choices import LOOK
 
 Read = tuple[str, int]  # a node and the place of an operand
 Span = tuple[int, int]  # from this instant until before that one
@@ -102,9 +103,9 @@ class _Use:
     ref: Ref
 
 
-def copied_gradients(graph: Graph, views: Collection[str] = VIEWS) -> set[int]:
-    """Results that are gradients and look at what somebody else has, by the operators that are `views`: an input, a
-    value of the forward, or what another gradient looks at. They may be given as copies, made where backward ends;
+def copied_gradients(graph: Graph) -> set[int]:
+    """Results that are gradients and look at what somebody else has: an input, a value of the forward, or what another
+    gradient looks at. They may be given as copies, made where backward ends;
     whether they are hangs on layouts.
     """
     node_of, taken, found = graph.by_name, set[Ref](), set[int]()
@@ -112,7 +113,7 @@ def copied_gradients(graph: Graph, views: Collection[str] = VIEWS) -> set[int]:
         if result.kind != "gradient" or result.ref is None:
             continue
         below = [result.ref]
-        while (node := node_of[below[-1].name]).op in views:
+        while (node := node_of[below[-1].name]).op in (*VIEWS, LOOK):
             below.append(node.operands[0])
         if node.is_source or node.phase == "forward" or not taken.isdisjoint(below):
             found.add(place)
@@ -131,8 +132,7 @@ class _Liveness:
         self.uses: dict[Ref, list[_Use]] = defaultdict(list)
 
     def found(self) -> Liveness:
-        trained = {r.target for r in self.graph.results if r.kind == "gradient" and r.ref is not None}
-        parameters = [n.target for n in self.graph.nodes if n.op == "parameter" and n.target in trained]
+        parameters = [node.target for node in self.graph.trained]
         gathered_at = len(self.graph.nodes)
         update_at = {name: gathered_at + 1 + place for place, name in enumerate(parameters)}
         self.last = gathered_at + 1 + max(1, len(parameters))

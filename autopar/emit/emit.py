@@ -261,8 +261,7 @@ class _Emitter:
                 ahead = "" if self.plan.prefetch is None else f" for {name}"
                 return f"{self._told(ref, self._given(ref))} -> {self._told(ref, layout)}{ahead}"
             case Copy(name):
-                node = self.node_of[name]
-                return "; ".join(filter(None, [node.module, node.source, self._layouts(node, self.plan.choices[name])]))
+                return self._told_node(self.node_of[name])
             case Send(places):
                 results = [self.plan.graph.results[place] for place in places]
                 if len(results) > 1:
@@ -303,7 +302,7 @@ class _Emitter:
 
     def _node(self, node: Node, operands: list[fx.Node], makes: Sequence[int | None]) -> None:
         writer, choice = self.writer, self.plan.choices[node.name]
-        writer.comment = "; ".join(filter(None, [node.module, node.source, self._layouts(node, choice)]))
+        writer.comment = self._told_node(node)
         if node.op == "autopar.share":
             (value,) = makes
             assert value is not None
@@ -355,6 +354,9 @@ class _Emitter:
                 self._bind_value(value, ref, single)
             elif ref in self.used:
                 self._bind_value(value, ref, pick(index))
+
+    def _told_node(self, node: Node) -> str:
+        return "; ".join(filter(None, [node.module, node.source, self._layouts(node, self.plan.choices[node.name])]))
 
     def _layouts(self, node: Node, choice: Choice) -> str:
         roles = [f"{role}@{axis}" for role, axis in zip(choice.roles, self.plan.mesh.names, strict=True) if role]

@@ -139,6 +139,12 @@ class Graph:
     def by_name(self) -> dict[str, Node]:
         return {node.name: node for node in self.nodes}
 
+    @cached_property
+    def trained(self) -> tuple[Node, ...]:
+        """The parameters that have a gradient."""
+        targets = {result.target for result in self.results if result.kind == "gradient" and result.ref is not None}
+        return tuple(node for node in self.nodes if node.op == "parameter" and node.target in targets)
+
     def type_of(self, ref: Ref) -> TensorType:
         found = self.by_name[ref.name].outputs[ref.index]
         assert found is not None, ref

@@ -30,6 +30,11 @@ class Mesh:
     def ranks(self) -> int:
         return math.prod(self.sizes)
 
+    @property
+    def coordinate_bytes(self) -> int:
+        """Bytes of the coordinates by which a program knows its rank: a 64-bit number for each axis."""
+        return 8 * len(self.sizes)
+
     def size(self, axis: str) -> int:
         return self.sizes[self.names.index(axis)]
 

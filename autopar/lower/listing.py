@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Run, Wait
@@ -81,13 +81,12 @@ class Listing:
                 self._needed[buffer] = at
 
     def with_memory(
-        self, resident: Sequence[Buffer], results: Sequence[int], opens: Mapping[str, Sequence[Buffer]]
+        self, kept: Collection[Buffer], opens: Mapping[str, Sequence[Buffer]]
     ) -> dict[str, tuple[Instruction, ...]]:
         """The instructions of each phase, buffers allocated in front of their makers and freed behind their last use.
 
-        What `results` lie in is kept. `opens`: what others allocate at the head of a phase.
+        `kept`: those that are not freed here. `opens`: what others allocate at the head of a phase.
         """
-        kept = {*resident, *(buffer for value in results for buffer in self.values[value])}
         last: dict[int, list[Buffer]] = {}
         for buffer, at in self._needed.items():
             if buffer not in kept:

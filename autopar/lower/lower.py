@@ -13,12 +13,13 @@ from itertools import chain
 from typing import Any
 
 from autopar.assemble.liveness import holds_storage
-from autopar.ir.graph import Graph, Node, Phase, Ref, TensorType
+from autopar.ir.graph import Node, Phase, Ref, TensorType
 from autopar.ir.layout import Layout, local_type
 from autopar.ir.work import STORE, temporary_bytes
 from autopar.lower.listing import Listing
 from autopar.lower.program import (
     GIVEN,
+    OPTIMIZER,
     Buffer,
     Copy,
     Free,
@@ -115,7 +116,7 @@ class _Program:
         self.value_of: dict[Ref, int] = {}
         self.ways: dict[Transfer, _Way] = {}
         self.results: dict[int, int] = {}
-        self.resident = [Buffer(8 * len(self.mesh.sizes), Kind.COORDINATES, "coordinates")]
+        self.resident = [Buffer(self.mesh.coordinate_bytes, Kind.COORDINATES, "coordinates")]
         self.tangents: list[Buffer] = []
         self.given = self._given_as_made()
 
@@ -127,10 +128,11 @@ class _Program:
             listing.ends[phase] = len(listing.done)
         listing.keep(self.tangents)
         updates = [] if self.pricer is None else self._update_parameters(self.pricer)
-        instructions = listing.with_memory(self.resident, [*self.results.values()], {"backward": self.tangents})
         resident = {*self.resident}
         given = dict.fromkeys(buffer for value in self.results.values() for buffer in listing.values[value])
-        instructions["optimizer"] = (*updates, *(Free(buffer) for buffer in given if buffer not in resident))
+        kept = [buffer for buffer in given if buffer not in resident]
+        instructions = listing.with_memory({*resident, *kept}, {"backward": self.tangents})
+        instructions[OPTIMIZER] = (*updates, *map(Free, kept))
         return Program(instructions, tuple(self.resident), tuple(listing.values), sources, dict(self.results))
 
     def _phase(self, phase: Phase) -> None:
@@ -339,7 +341,7 @@ class _Program:
     def _update_parameters(self, pricer: Pricer) -> list[Instruction]:
         places = {result.target: place for place, result in enumerate(self.graph.results) if result.kind == "gradient"}
         parameters: list[Trained] = []
-        for node in trained(self.graph):
+        for node in self.graph.trained:
             type, value = node.outputs[0], self.value_of[Ref(node.name)]
             assert type is not None
             nbytes, resides = self.listing.values[value][0].nbytes, self.plan.residence.get(node.target, "device")
@@ -366,9 +368,3 @@ def told(node: Node) -> str:
     if node.is_source:
         return node.target
     return f"{node.name} ({node.module})" if node.module else node.name
-
-
-def trained(graph: Graph) -> list[Node]:
-    """The parameters that have a gradient."""
-    targets = {result.target for result in graph.results if result.kind == "gradient" and result.ref is not None}
-    return [node for node in graph.nodes if node.op == "parameter" and node.target in targets]

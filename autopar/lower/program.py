@@ -209,7 +209,8 @@ class Loop:
 
 Instruction = Alloc | Free | Run | Launch | Wait | SendTo | Receive | Loop
 
-PHASES = ("forward", "backward", "optimizer")
+OPTIMIZER = "optimizer"  # the phase behind those of the graph
+PHASES = ("forward", "backward", OPTIMIZER)
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from autopar.ir.graph import Node, Phase, Ref, weights_in
-from autopar.ir.layout import Layout
+from autopar.ir.graph import Node, Phase, weights_in
 from autopar.ir.work import FETCH, STORE, VIEWS
 from autopar.lower.buckets import BucketKey, bucket_key, row_bytes
 from autopar.lower.program import Copy, Read, Send, Transfer
 from autopar.lower.transfers import changes_of, copies_of
 from autopar.plan.plan import Plan
-from autopar.plan.value import Choice, Decision
+from autopar.plan.value import Decision, is_product, read_once
 from autopar.price.reshard import Reshard
-from cost_models.steps import MATRIX_KINDS, Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +62,14 @@ MOVABLE = {*VIEWS, "aten._to_copy.default"}  # may run ahead of their place
 class Facts:
     """What is the same of a plan however far ahead transfers are launched.
 
-    `reads[node][position]`: the layout changes of that operand, where there are any; a value that stands twice in one
-    layout is brought there once. `products`: the nodes that use the matrix units. `weights`: see `weights_in`.
+    `reads[node]`: its layout changes, as in `read_once`. `products`: the nodes that use the matrix units. `weights`:
+    see `weights_in`.
     """
 
     def __init__(self, plan: Decision | Plan) -> None:
         self.plan, self.node_of = plan, plan.graph.by_name
         changed = [node for node in plan.graph.nodes if any(plan.choices[node.name].reads)]
-        self.reads = {node.name: _reads(node.operands, plan.choices[node.name]) for node in changed}
+        self.reads = {node.name: read_once(node, plan.choices[node.name]) for node in changed}
         self.products = {name for name, choice in plan.choices.items() if is_product(choice)}
         self.weights = weights_in(plan.graph)
 
@@ -329,22 +327,6 @@ class _Phase:
 
     def _collectives(self, changes: Sequence[Reshard]) -> int:
         return sum(change.kind != "slice" and self.plan.mesh.size(change.axis) > 1 for change in changes)
-
-
-def _reads(operands: Sequence[Ref], choice: Choice) -> dict[int, tuple[Reshard, ...]]:
-    """position -> changes, where there are any; a value that stands twice in one layout is brought there once."""
-    seen: set[tuple[Ref, Layout]] = set()
-    found: dict[int, tuple[Reshard, ...]] = {}
-    for position, (ref, layout, changes) in enumerate(zip(operands, choice.takes, choice.reads, strict=True)):
-        if changes and (ref, layout) not in seen:
-            found[position] = changes
-        seen.add((ref, layout))
-    return found
-
-
-def is_product(choice: Choice) -> bool:
-    """Whether the operator uses the matrix units, and so hides what is under way meanwhile."""
-    return any(isinstance(step, Compute) and step.kind in MATRIX_KINDS for step in choice.steps)
 
 
 def _back(products: Sequence[int], count: int) -> int:

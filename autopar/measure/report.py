@@ -9,13 +9,13 @@ from typing import Any
 
 from autopar.lower import lower
 from autopar.lower.memory import peaks, peaks_by_phase
+from autopar.lower.program import PHASES
 from autopar.plan.plan import Plan
 from autopar.plan.tell import human
 from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import events_of
 from cost_models.steps import HOST
 
-PHASES: tuple[str, ...] = ("forward", "backward", "optimizer")
 Moved = tuple[str, str]  # (collective, axis)
 
 
@@ -147,7 +147,7 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
 
 def predicted_seconds(plan: Plan, pricer: Pricer) -> tuple[dict[str, float], dict[Moved, float]]:
     """(phase -> seconds without collectives, collective -> seconds); together the step with nothing overlapped."""
-    phases = dict.fromkeys(PHASES, 0.0)
+    phases: dict[str, float] = {phase: 0.0 for phase in PHASES}
     collectives: dict[Moved, float] = defaultdict(float)
     for event in events_of(plan, pricer):
         about = dict(event.about)

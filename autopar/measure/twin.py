@@ -31,9 +31,10 @@ from autopar.emit import Emitted
 from autopar.errors import PlanMismatch
 from autopar.ir.batch_norm import GLOBAL
 from autopar.ir.graph import Graph
+from autopar.lower.program import PHASES
 from autopar.machine.device import device_name, hardware_or_here, processors
 from autopar.measure.memory import LiveBytes
-from autopar.measure.report import PHASES, Collective, Measured, Moved, Pair, predicted_peaks, predicted_seconds
+from autopar.measure.report import Collective, Measured, Moved, Pair, predicted_peaks, predicted_seconds
 from autopar.measure.watch import WAITING, Stopwatch, Traffic, emitted_calls, now
 from autopar.optim import Streamed
 from autopar.plan import Plan

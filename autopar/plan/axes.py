@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from autopar.ir.layout import Layout, Partial, Placement, Replicate, Shard
 from autopar.ir.work import FETCH, VIEWS
 from autopar.plan.reading import flops_in, is_weighted, parameters_of, split_of, weights_of, wrapped
-from autopar.plan.tell import is_product, shown_nodes
+from autopar.plan.tell import shown_nodes
 from autopar.plan.unsplit import unsplit
-from autopar.plan.value import PlanValue
+from autopar.plan.value import PlanValue, is_product
 from autopar.rewrite.gather_once import is_gathered_once
 
 MOST = 0.9  # of bytes or flops: from here on a word stands without a percentage
@@ -41,7 +41,7 @@ def _uses(plan: PlanValue) -> list[Use]:
     for node in shown_nodes(plan):
         choice, type = plan.choices[node.name], node.outputs[0]
         for axis, use in enumerate(uses):
-            if is_product(node, choice):
+            if is_product(choice):
                 if is_weighted(node, weight_of):
                     use.products[split_of(choice, axis, True)] += flops_in(plan, node)
             elif type is not None and len(type.shape) == 3 and node.op not in VIEWS and not node.is_source:

@@ -24,7 +24,6 @@ from autopar.plan.tell import (
     deliveries_of,
     home,
     human,
-    is_product,
     layer_of,
     modes_of,
     runs_of,
@@ -32,7 +31,7 @@ from autopar.plan.tell import (
     traffic,
     traffic_by_part,
 )
-from autopar.plan.value import PlanValue
+from autopar.plan.value import PlanValue, is_product
 from cost_models.steps import Comm, received_bytes
 
 WHOLE = "#f4f4f4"
@@ -142,7 +141,7 @@ class _Picture:
 
     def _joined(self, node: Node) -> _Box | None:
         """The box that an operator continues: its only producer's, if module and layout stay and nothing is sent."""
-        if node.is_source or is_product(node, self.plan.choices[node.name]) or comms_of_node(self.plan, node):
+        if node.is_source or is_product(self.plan.choices[node.name]) or comms_of_node(self.plan, node):
             return None
         sources = [self.node_of[name] for ref in node.operands for name in self._sources(ref.name)]
         boxes = {id(self.box_of[n.name]): self.box_of[n.name] for n in sources if n.op != "parameter"}
@@ -283,7 +282,7 @@ class _Picture:
             below = box.home.removeprefix(f"{path}.") if box.home != path else ""
             lines += [f"<B>{escape(told)}</B>" for told in filter(None, (below, _operators(box.nodes)))]
             choice = self.plan.choices[first.name]
-            if is_product(first, choice) and (split := roles_told(choice.roles, self.plan.mesh.names)):
+            if is_product(choice) and (split := roles_told(choice.roles, self.plan.mesh.names)):
                 lines.append(escape(split))
         layout = None if first.op == "output" else self._gives(last)
         told = self.fill_of[box.name] if layout is None else self._told_layout(layout, type.shape)

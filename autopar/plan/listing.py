@@ -10,8 +10,8 @@ from autopar.ir.graph import Node
 from autopar.ir.layout import local_type, show
 from autopar.plan.patterns import patterns
 from autopar.plan.reading import flops_in, is_weighted, parameters_of, percent, split_of, weights_of
-from autopar.plan.tell import home, human, is_product
-from autopar.plan.value import PlanValue
+from autopar.plan.tell import home, human
+from autopar.plan.value import PlanValue, is_product
 
 
 @dataclass
@@ -77,7 +77,7 @@ def products(plan: PlanValue, limit: int) -> Iterator[str]:
     flops: dict[tuple[str, str, str], float] = defaultdict(float)
     for node in plan.graph.nodes:
         choice = plan.choices[node.name]
-        if node.phase == "forward" and is_product(node, choice):
+        if node.phase == "forward" and is_product(choice):
             weighted = is_weighted(node, weight_of)
             split = {name: split_of(choice, i, weighted) for i, name in enumerate(plan.mesh.names)}
             told = ", ".join(f"{name} splits {what}" for name, what in split.items() if what != "nothing")

@@ -9,7 +9,7 @@ from typing import cast
 
 from autopar.ir.graph import Arg, Node, Ref, TensorType
 from autopar.ir.work import FETCH, STORE, VIEWS
-from autopar.plan.value import Choice, Delivery, PlanValue, read_once
+from autopar.plan.value import Delivery, PlanValue, is_product, read_once
 from autopar.price.reshard import Reshard
 from cost_models.steps import Comm, Compute, Loop, Move, Step, received_bytes
 
@@ -53,7 +53,7 @@ def comms_of_changes(plan: PlanValue, changes: Sequence[Reshard]) -> list[Comm]:
 def comms_of_node(plan: PlanValue, node: Node) -> list[Comm]:
     """What a node makes one rank send: to bring its operands into the layouts it takes, then in its own body."""
     choice = plan.choices[node.name]
-    before = [comm for read in read_once(node, choice) for comm in comms_of_changes(plan, read)]
+    before = [comm for read in read_once(node, choice).values() for comm in comms_of_changes(plan, read)]
     return before + comms_in(choice.steps)
 
 
@@ -92,12 +92,6 @@ def modes_of(plan: PlanValue) -> dict[str, str]:
 
 
 # --- what is worth showing -------------------------------------------------------------------------------------------
-
-
-def is_product(node: Node, choice: Choice) -> bool:
-    """Matrix products, attention and convolutions: where the arithmetic is."""
-    kinds = {step.kind for step in choice.steps if isinstance(step, Compute)}
-    return bool(kinds & {"matmul", "attention", "conv"}) and not node.is_source
 
 
 def carries(type: TensorType | None) -> bool:
@@ -200,7 +194,7 @@ def runs_of(plan: PlanValue, shown: Sequence[Node]) -> list[Run]:
     for node in plan.graph.nodes:
         if node.phase == "backward" and (layer := layer_of(homes[node.name], layers)):
             comms = comms_of_node(plan, node)
-            if comms or is_product(node, plan.choices[node.name]):
+            if comms or is_product(plan.choices[node.name]):
                 below = homes[node.name].removeprefix(layer)
                 backward[layer].append(repr((node.op, below, plan.choices[node.name].roles, node.outputs, comms)))
     for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):

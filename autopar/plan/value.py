@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.batch_norm import statistics_of
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.price.reshard import Reshard
-from cost_models.steps import Comm, Step, received_bytes
+from cost_models.steps import MATRIX_KINDS, Comm, Compute, Step, received_bytes
 
 RESIDENCES = ("device", "host", "stream")  # where a parameter, its gradient and its optimizer states live
 OUTPUTS = ("sharded", "global")  # how outputs are delivered: in pieces, or whole on every rank
@@ -168,7 +168,7 @@ class PlanValue:
         found: list[Comm] = []
         for node in self.graph.nodes:
             choice = self.choices[node.name]
-            for read in read_once(node, choice):
+            for read in read_once(node, choice).values():
                 found += self._comms(read)
             found += [step for step in choice.steps if isinstance(step, Comm)]
         for delivery in self.deliveries:
@@ -188,14 +188,19 @@ class PlanValue:
         return dict(sorted(total.items()))
 
 
-def read_once(node: Node, choice: Choice) -> list[tuple[Reshard, ...]]:
-    """The layout changes in front of a node; an operand that stands twice in its arguments, in one layout, comes
-    once.
+def read_once(node: Node, choice: Choice) -> dict[int, tuple[Reshard, ...]]:
+    """Position of an operand -> the layout changes in front of the node, where there are any; an operand that stands
+    twice in its arguments, in one layout, comes once.
     """
-    seen: set[object] = set()
-    reads: list[tuple[Reshard, ...]] = []
-    for ref, layout, read in zip(node.operands, choice.takes, choice.reads, strict=True):
-        if (ref, layout) not in seen:
-            seen.add((ref, layout))
-            reads.append(read)
-    return reads
+    seen: set[tuple[Ref, Layout]] = set()
+    found: dict[int, tuple[Reshard, ...]] = {}
+    for position, (ref, layout, changes) in enumerate(zip(node.operands, choice.takes, choice.reads, strict=True)):
+        if changes and (ref, layout) not in seen:
+            found[position] = changes
+        seen.add((ref, layout))
+    return found
+
+
+def is_product(choice: Choice) -> bool:
+    """Whether the operator uses the matrix units: where the arithmetic is, and what transfers are overlapped with."""
+    return any(isinstance(step, Compute) and step.kind in MATRIX_KINDS for step in choice.steps)

@@ -178,11 +178,6 @@ class Pricer:
         return 0 if self.updates_together or self.optimizer not in COUNTING else COUNTER_BYTES
 
     @property
-    def coordinate_bytes(self) -> int:
-        """Bytes of the coordinates by which a program knows its rank: a 64-bit number for each axis."""
-        return 8 * len(self.mesh.sizes)
-
-    @property
     def temporaries(self) -> Temporaries:
         return OPTIMIZER_TEMPORARIES[self.optimizer]
 

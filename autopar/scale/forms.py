@@ -203,17 +203,17 @@ def _all_steps(program: Program) -> Iterable[Step]:
     for _, instruction in program:
         match instruction:
             case Run(steps=steps, share=share):
-                yield from steps if share == 1.0 else map(_half, steps)
+                yield from steps if share == 1.0 else (_part_of(step, share) for step in steps)
             case Launch(step=step):
                 yield step
             case _:
                 pass
 
 
-def _half(step: Step) -> Step:
-    """Half of a copy: the other half stands behind the collective."""
+def _part_of(step: Step, share: float) -> Step:
+    """That share of a copy: the rest stands behind the collective."""
     assert isinstance(step, Compute) and not step.flops, step
-    return replace(step, nbytes=step.nbytes * Fraction(1, 2))
+    return replace(step, nbytes=step.nbytes * Fraction(share))
 
 
 def _bytes_at(one: Mapping[str, Any], values: Mapping[str, int]) -> Fraction:

@@ -10,7 +10,8 @@ from fractions import Fraction
 from autopar.ir.graph import Node
 from autopar.ir.layout import Placement, show
 from autopar.plan import Plan
-from autopar.plan.tell import human, is_product
+from autopar.plan.tell import human
+from autopar.plan.value import is_product
 from autopar.price.reshard import Reshard
 from autopar.scale.forms import Term, terms_of
 from autopar.scale.growth import Growth
@@ -264,7 +265,7 @@ def differences(ours: Plan, theirs: Plan) -> list[str]:
             )
             moves[key] += 1
             nbytes[key] += type.nbytes
-        if is_product(node, yours):
+        if is_product(yours):
             products.append(node)
             otherwise += (mine.takes, mine.gives) != (yours.takes, yours.gives)
         ways += sum(_way(one) != _way(other) for one, other in zip(mine.reads, yours.reads, strict=True))

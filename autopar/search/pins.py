@@ -38,7 +38,7 @@ def pinned(pin: Mapping[str, str], graph: Graph) -> Pinned:
     if not pin:
         return Pinned()
     node_of, module_of = graph.by_name, _modules(graph)
-    trained = {result.target for result in graph.results if result.kind == "gradient" and result.ref is not None}
+    trained = {node.target for node in graph.trained}
     parameters = [node.target for node in graph.nodes if node.op == "parameter"]
     again = {one.origin: one for one in widened(graph).again.values()}
     modes: dict[str, str] = {}

@@ -234,10 +234,7 @@ def _with_measured_noted(plan: Plan, question: Question) -> Plan:
 
 
 def _bucket_bytes(question: Question, memory: float | None) -> int:
-    graph = question.graph
-    trained = {result.target for result in graph.results if result.kind == "gradient" and result.ref is not None}
-    parameters = [node for node in graph.nodes if node.op == "parameter" and node.target in trained]
-    gradients = sum(type.nbytes for node in parameters for type in node.outputs if type is not None)
+    gradients = sum(type.nbytes for node in question.graph.trained for type in node.outputs if type is not None)
     return bucket_bytes(question.pricer, gradients, memory)
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from autopar.ir.graph import Graph
 from autopar.lower.program import (
     MADE_BY_FIRST_UPDATE,
+    OPTIMIZER,
     Alloc,
     Buffer,
     Free,
@@ -60,7 +61,7 @@ class _Simulated:
         self.holds: dict[int, list[Hold]] = {}  # by the event at which they begin
         self.kernel = 0  # the last event on the compute stream
         self.launched: dict[int, int] = {}  # launch -> its latest event
-        self.fresh: list[Buffer] = []  # allocated since the last event
+        self.has_allocated = False  # since the last event
         self.held: dict[Buffer, tuple[int, int]] = {}  # the event at which its hold begins, and that behind which
         self.seconds_of: dict[Step, float] = {}
 
@@ -70,7 +71,7 @@ class _Simulated:
         for phase, instruction in self.program:
             self._do(instruction, phase)
         latest = {draft.stream: number for number, draft in enumerate(self.drafts)}
-        self._issue(COMPUTE, 0.0, tuple(latest.values()), "optimizer")
+        self._issue(COMPUTE, 0.0, tuple(latest.values()), OPTIMIZER)
         for buffer, (begins, since) in self.held.items():
             self.holds.setdefault(begins, []).append(_hold(buffer, since, None))
         return [self._event(number, draft, teller) for number, draft in enumerate(self.drafts)]
@@ -87,7 +88,7 @@ class _Simulated:
     def _do(self, instruction: Instruction, phase: str) -> None:
         match instruction:
             case Alloc():
-                self.fresh.append(instruction.buffer)
+                self.has_allocated = True
                 self.held[instruction.buffer] = len(self.drafts), self.kernel
             case Free():
                 begins, since = self.held.pop(instruction.buffer)
@@ -126,7 +127,7 @@ class _Simulated:
                 self._issue(COMPUTE, 0.0, (sent,), phase, run)
             else:
                 self._issue(COMPUTE, seconds, (), phase, run, step)
-        if not run.steps and (self.fresh or isinstance(run.what, Operator)):
+        if not run.steps and (self.has_allocated or isinstance(run.what, Operator)):
             self._issue(COMPUTE, 0.0, (), phase, run)  # takes no time, but is an instant
 
     def _issue(
@@ -135,7 +136,7 @@ class _Simulated:
     ) -> int:  # fmt: skip
         number = len(self.drafts)
         self.drafts.append(_Draft(stream, seconds, after, phase, by, step))
-        self.fresh.clear()
+        self.has_allocated = False
         if stream == COMPUTE:
             self.kernel = number
         return number

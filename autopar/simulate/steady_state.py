@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ir.work import FETCH
-from autopar.lower.program import Copy, Launch, Update
+from autopar.lower.program import OPTIMIZER, Copy, Launch, Update
 from autopar.plan.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import events_of
 from cost_models.simulator import Event, play
 from cost_models.steps import HOST
 
-OPTIMIZER = "optimizer"  # the phase
 STEPS = 3  # the first finds nothing to wait for; the others are alike, as each backward waits for all
 
 

@@ -69,7 +69,7 @@ def test_senseless_arguments_are_refused_before_anything_starts() -> None:
 
 def test_make_passes_arguments_to_it() -> None:
     ran = subprocess.run(
-        ["make", "-n", "-o", ".venv/.ready", "demo", "ARGS=--long"],
+        ["make", "-n", "--no-print-directory", "-o", ".venv/.ready", "demo", "ARGS=--long"],
         cwd=ROOT,
         capture_output=True,
         text=True,

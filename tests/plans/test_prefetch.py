@@ -6,7 +6,8 @@ import pytest
 
 from autopar.emit import emit
 from autopar.lower.program import Read
-from autopar.lower.schedule import Advance, Facts, Turn, is_product, schedule
+from autopar.lower.schedule import Advance, Facts, Turn, schedule
+from autopar.plan.value import is_product
 from autopar.search import search
 from cost_models.hardware import Hardware
 from tests.support.check import difference, mesh_of

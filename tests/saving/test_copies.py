@@ -19,9 +19,10 @@ from autopar.emit import Emitted, emit
 from autopar.ir.mesh import Mesh
 from autopar.ir.work import FETCH, STORE
 from autopar.lower.program import Copy
-from autopar.lower.schedule import Advance, Facts, Turn, is_product, schedule
+from autopar.lower.schedule import Advance, Facts, Turn, schedule
 from autopar.optim import Streamed
 from autopar.plan import Plan
+from autopar.plan.value import is_product
 from autopar.price.pricer import OPTIMIZER_STATES, Pricer
 from autopar.simulate.timeline import events_of
 from cost_models.simulator import Event

@@ -17,8 +17,9 @@ from autopar.ir.work import VIEWS
 from autopar.lower import lower
 from autopar.lower.memory import holders, peaks
 from autopar.lower.program import Read
-from autopar.lower.schedule import Advance, Facts, Turn, is_product, schedule
+from autopar.lower.schedule import Advance, Facts, Turn, schedule
 from autopar.plan import Plan
+from autopar.plan.value import is_product
 from autopar.price.pricer import Pricer
 from autopar.search import search
 from autopar.simulate.timeline import events_of, timeline_of

@@ -14,7 +14,7 @@ def comms(plan: Plan, phase: str) -> list[Comm]:
     for node in plan.graph.nodes:
         if node.phase == phase:
             choice = plan.choices[node.name]
-            changes = [change for read in read_once(node, choice) for change in read]
+            changes = [change for read in read_once(node, choice).values() for change in read]
             found += [step for change in changes for step in change.steps(plan.mesh.size(change.axis))]
             found += choice.steps
     for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
