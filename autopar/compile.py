@@ -4,51 +4,31 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
-import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar._version import __version__
-from autopar.attach.agree import agreed, found_by_rank_zero, least_of, same_everywhere, text_from
+from autopar.attach.agree import agreed
 from autopar.attach.module import ParallelModule, attach, plan_module
 from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
-from autopar.calibrate.operators import profiler
 from autopar.ir.batch_norm import STATISTICS
-from autopar.ir.graph import Graph, TensorType
-from autopar.ir.layout import Layout
-from autopar.ir.mesh import Mesh
-from autopar.machine.device import (
-    check_size,
-    hardware_or_here,
-    has_expandable_segments,
-    host_threads,
-    is_here,
-    memory_bytes,
-    tf32_here,
-)
+from autopar.machine.device import check_size, hardware_or_here, is_here, memory_bytes, tf32_here
 from autopar.plan import Plan
-from autopar.plan.fit import check
 from autopar.plan.store import dumps
-from autopar.price.pricer import OPTIMIZER_STATES, Pricer
-from autopar.search import answer, ask, search
-from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
-from autopar.search.memory_options import allowed, words_of
-from autopar.search.reserved import check_fits, held_within, telling
-from autopar.search.same import same_choices
+from autopar.planner import Machine, Planner
+from autopar.price.pricer import OPTIMIZER_STATES
+from autopar.search import Request
+from autopar.search.memory_options import allowed
+from autopar.search.reserved import check_fits
 from autopar.trace.calls import by_name
 from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware
-from cost_models.reserve import room_in
 
 OUTPUTS = ("auto", "sharded", "global")
 INPUTS = ("global", "local")
@@ -136,89 +116,25 @@ def compile(
     if isinstance(patience_s, bool) or not patience_s > 0:
         raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
 
-    def read() -> tuple[Hardware, float, tuple[str, ...] | None, Plan | None]:
-        machine = hardware_or_here(hardware, device_mesh.device_type)
-        if profile is not None:
-            _can_profile(profile, machine, device_mesh.device_type)
-        machine = machine.allowing(tf32_here(device_mesh.device_type))
-        usable = memory_bytes(memory, machine, device_mesh.device_type)
+    def read() -> tuple[Machine, tuple[str, ...] | None, Plan | None]:
+        machine = _machine(hardware, memory, profile, device_mesh.device_type)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         if given is not None and memory is not None:
-            check_fits(given, room_in(usable, machine, mesh.sizes, expandable=has_expandable_segments()), memory)
-        return machine, usable, allowed(allow), given
+            check_fits(given, machine.room(machine.usable, mesh), memory)
+        return machine, allowed(allow), given
 
     # files may be other ones on another rank's machine, or not there
-    machine, limit, words, given = agreed(read, device_mesh)
+    machine, words, given = agreed(read, device_mesh)
     settings: dict[str, object] = {  # hardware is not among them: rank 0 alone searches
         "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
         "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "allow": words,
         "pin": sorted((pin or {}).items()),
     }  # fmt: skip
-
-    def planner(graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:
-        has_loss = any(
-            r.kind == "output" and r.ref is not None and _is_scalar(graph.type_of(r.ref)) for r in graph.results
-        )
-        brought = (
-            "global"
-            if outputs == "global" or (outputs == "auto" and inputs == "global" and not has_loss)
-            else "sharded"
-        )
-        if like is None:
-            same_everywhere(settings, device_mesh)
-        if given is not None and like is None:
-            ready, wanted = given, _outputs_that_matter(outputs, graph)
-            agreed(lambda: check(ready, graph, mesh, outputs=wanted), device_mesh)
-            return ready
-        is_training = any(result.kind == "gradient" for result in graph.results)
-        whole = room_in(least_of(limit, device_mesh), machine, mesh.sizes, expandable=has_expandable_segments())
-        room = whole.tensors if is_training else None  # inference needs no more than training does
-        settled = dict(pin or {}) if is_training else {}  # in inference, parameters live where training has them
-        if is_training and like is not None:
-            settled |= words_of(like.residence)
-
-        def find() -> Plan:
-            asked = None if memory is None else room
-            question = None
-            if profile is not None:
-                timing = profiler(device_mesh.device_type, profile, machine)
-                question = ask(graph, mesh, machine, optimizer=optimizer, profile=timing)
-            measured = "" if question is None else question.measured_digest
-            kept = _cached_path(cache, graph, mesh, machine, asked, words, settled, optimizer, brought, fixed, measured)
-            if kept is not None:
-                known = kept_plan(kept, graph, mesh, machine, optimizer)
-                if known is not None and lasting(known, time_limit_s) and (room is None or still_good(known, room)):
-                    return known
-            wanted: dict[str, Any] = {
-                "allow": words, "pin": settled, "outputs": brought, "fixed": fixed,
-                "time_limit_s": time_limit_s, "simulation": True,
-            }  # fmt: skip
-
-            def best(held: float | None) -> Plan:
-                if question is None:
-                    return search(graph, mesh, machine, optimizer=optimizer, memory=held, **wanted)
-                return answer(question, memory=held, **wanted)
-
-            began = time.monotonic()
-            if like is not None and (same := same_choices(like, graph, room, machine, brought)) is not None:
-                found = same
-            elif not is_training:
-                found = best(None)
-            else:
-                with telling(whole):
-                    found = held_within(whole, best, Pricer.on(mesh, machine, optimizer))
-            if time.monotonic() - began >= time_limit_s:
-                found = replace(found, search={**found.search, CUT: time_limit_s})
-            if kept is not None:
-                keep_plan(found, kept)
-            return found
-
-        plan = _on_rank_zero(find, graph, mesh, device_mesh)
-        if device_mesh.device_type == "cuda" and "host" in plan.residence.values():
-            _see_to_the_host(plan)
-        return plan
-
+    planner = Planner(
+        device_mesh, machine, Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s),
+        optimizer=optimizer, outputs=outputs, inputs=inputs, settings=settings, given=given, cache=cache,
+    )  # fmt: skip
     parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s)
     if example_inputs is not None or example_kwargs is not None:
         positional, named = by_name(type(model).forward.__get__(model), example_inputs or (), example_kwargs or {})
@@ -231,6 +147,17 @@ def _known(what: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{what} {value!r} is not known; choose {', '.join(known)}")
 
 
+def _machine(
+    hardware: str | Path | Hardware | None, memory: int | float | str | None, profile: float | None, device_type: str
+) -> Machine:
+    """What there is to plan for."""
+    found = hardware_or_here(hardware, device_type)
+    if profile is not None:
+        _can_profile(profile, found, device_type)
+    found = found.allowing(tf32_here(device_type))
+    return Machine(found, device_type, memory_bytes(memory, found, device_type), memory is not None, profile)
+
+
 def _can_profile(budget_s: float, machine: Hardware, device_type: str) -> None:
     if isinstance(budget_s, bool) or not 0 <= budget_s < math.inf:
         raise ValueError(f"profile={budget_s} is not a time; give seconds from 0, for example 60")
@@ -239,71 +166,3 @@ def _can_profile(budget_s: float, machine: Hardware, device_type: str) -> None:
             f"profile= times operators on this machine, whose {device_type} is no {machine.name}; "
             "leave hardware= to what is here, or profile= out"
         )
-
-
-def _on_rank_zero(find: Any, graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) -> Plan:
-    """Rank 0 finds the plan, the others receive it and check it against their graph; an error anywhere reaches all."""
-    if mesh.ranks == 1:
-        return find()
-    found = found_by_rank_zero(find, device_mesh)
-    text = text_from(0, None if found is None else dumps(found), device_mesh)
-
-    def receive() -> Plan:
-        plan = found or Plan.loads(text, "rank 0")
-        check(plan, graph, mesh, origin="the plan of rank 0")
-        return plan
-
-    return agreed(receive, device_mesh)
-
-
-def _see_to_the_host(plan: Plan) -> None:
-    """Parameters on the host beside GPUs: their gradients meet over gloo, and torchrun gives each process one thread,
-    where updates are priced with all processors of a rank. Raises ValueError where the process group has no gloo.
-    """
-    count = sum(where == "host" for where in plan.residence.values())
-    backends = dist.get_backend_config()
-    if "cpu:" not in backends:
-        raise ValueError(
-            f"{count} parameters of this plan lie on the host, and the process group has {backends} alone; start it "
-            "with backend='cpu:gloo,cuda:nccl', as autopar.init_mesh does, or leave 'offload-parameters' out of allow="
-        )
-    if torch.get_num_threads() < host_threads():
-        warnings.warn(
-            f"{count} parameters are updated on the host, by {torch.get_num_threads()} thread, and this rank has "
-            f"{host_threads()} processors: start with OMP_NUM_THREADS={host_threads()}",
-            stacklevel=2,
-        )
-
-
-def _is_scalar(type: TensorType) -> bool:
-    return not type.shape and type.dtype.startswith(("float", "bfloat"))
-
-
-def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:
-    """A plan that leaves outputs in pieces cannot give whole ones; a plan that makes them whole can give either."""
-    in_pieces = any(r.kind == "output" and r.ref is not None and graph.type_of(r.ref).shape for r in graph.results)
-    return outputs if outputs == "global" and in_pieces else None
-
-
-def _cached_path(
-    cache: str | Path | None, graph: Graph, mesh: Mesh, hardware: Hardware, memory: float | None,
-    words: tuple[str, ...] | None, pin: Mapping[str, str], optimizer: str, outputs: str,
-    fixed: Mapping[str, Layout], measured: str,
-) -> Path | None:  # fmt: skip
-    """Where the plan of this question is kept: the name hashes everything the answer depends on."""
-    if cache is None:
-        return None
-    question = (
-        graph.digest,
-        str(mesh),
-        hardware.digest,
-        memory,
-        words,
-        optimizer,
-        outputs,
-        sorted(fixed.items(), key=str),
-        __version__,
-        *([("pin", *pin.items())] if pin else []),
-        *([measured] if measured else []),
-    )
-    return Path(cache) / f"{hashlib.sha256(repr(question).encode()).hexdigest()[:24]}.plan.json"

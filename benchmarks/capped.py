@@ -74,7 +74,7 @@ def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float |
     from autopar.machine.device import hardware_or_here, has_expandable_segments, memory_bytes
     from autopar.measure.twin import traced
     from autopar.price.pricer import Pricer
-    from autopar.search import search
+    from autopar.search import Request, search
     from autopar.search.reserved import held_within, telling
     from cost_models.reserve import room_in
 
@@ -84,7 +84,9 @@ def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float |
     one = Mesh(("data",), (1,))
     with telling(room):
         plan = held_within(
-            room, lambda held: search(graph, one, machine, memory=held, policy=policy), Pricer.on(one, machine, "adamw")
+            room,
+            lambda held: search(graph, one, machine, Request(memory=held, policy=policy)),
+            Pricer.on(one, machine, "adamw"),
         )
     return autopar.compile(model, mesh, plan=plan, example_kwargs=kwargs)
 

@@ -21,11 +21,11 @@ from autopar._compat import TorchDispatchMode
 from autopar.attach import module as attach_module
 from autopar.attach.run import Runner
 from autopar.attach.tensors import mesh_of
-from autopar.search import search
+from autopar.search import Request, search
 from benchmarks.faults import EVERYWHERE, Cell
 from cost_models.hardware import Hardware
 
-compiling: Any = sys.modules["autopar.compile"]
+planner: Any = sys.modules["autopar.planner"]
 
 STEPS, AT = 6, 3  # where in the loop the fault is
 
@@ -111,12 +111,12 @@ class Script:
         graph = autopar.compile(model, mesh, example_inputs=(x,), hardware="cpu-gloo").plan.graph
         policy = "fsdp" if self.at("planning") else "data-parallel"
         file = self.folder / f"{self.rank}.json"
-        search(graph, mesh_of(mesh), Hardware.load("cpu-gloo"), policy=policy).save(file)
+        search(graph, mesh_of(mesh), Hardware.load("cpu-gloo"), Request(policy=policy)).save(file)
         return file
 
     def patch(self) -> None:
         """Faults within autopar: while rank 0 searches and others wait, at the second parameter, in a program."""
-        found, parameter_on, call = compiling.found_by_rank_zero, attach_module.parameter_on, Runner.__call__
+        found, parameter_on, call = planner.found_by_rank_zero, attach_module.parameter_on, Runner.__call__
         laid_out: list[int] = []
 
         def finding(work: Callable[[], Any], device_mesh: Any) -> Any:
@@ -140,7 +140,7 @@ class Script:
                 self.at("forward")
             return call(runner, *args)
 
-        compiling.found_by_rank_zero, attach_module.parameter_on = finding, laying_out
+        planner.found_by_rank_zero, attach_module.parameter_on = finding, laying_out
         Runner.__call__ = calling  # type: ignore[method-assign]
 
 

@@ -44,6 +44,7 @@ from autopar.optim import Streamed
 from autopar.plan.tell import human
 from autopar.search.curve import offloaded_bytes, recomputed
 from autopar.search.memory_options import ALLOWED
+from autopar.search.request import Request
 from autopar.search.search import Infeasible, NoAnswerInTime, Question, answer, ask
 from benchmarks.small import SMALL, build
 from cost_models.hardware import Hardware
@@ -145,7 +146,7 @@ def search_all(name: str, count: int, folder: Path, time_limit_s: float) -> list
     question = question_of(name)
 
     def find(limit: float | None) -> Plan:
-        return answer(question, memory=limit, allow=ALLOWED, time_limit_s=time_limit_s)
+        return answer(question, Request(memory=limit, allow=ALLOWED, time_limit_s=time_limit_s))
 
     rows: list[Row] = []
     limits = limits_between(find, count)

@@ -42,7 +42,7 @@ from autopar.assemble.builder import DEVICE, HOST
 from autopar.errors import Infeasible
 from autopar.ir.mesh import Mesh
 from autopar.measure.twin import traced
-from autopar.search import Question, answer, ask
+from autopar.search import Question, Request, answer, ask
 from autopar.search.curve import offloaded_bytes, recomputed
 from autopar.search.overlap_loop import Simulated, best_prefetch
 from autopar.simulate.steady_state import steady_s
@@ -117,7 +117,7 @@ def found(batch: int, hardware: Hardware, layers: int = LAYERS, ranks: int = 1) 
     best: Simulated | None = None
     for left in LEFT:
         try:
-            plan = answer(question, memory=left * memory, allow=ALLOW)
+            plan = answer(question, Request(memory=left * memory, allow=ALLOW))
         except Infeasible:
             break
         played = best_prefetch(plan, question.pricer, memory)
@@ -140,7 +140,7 @@ def on_gpus(batch: int, hardware: Hardware, layers: int, ranks: int, more: float
     memory = hardware.tiers[DEVICE].capacity_bytes + more
     for _ in range(20):
         try:
-            return answer(question, memory=memory, allow=("recompute",), simulation=True).predicted_seconds
+            return answer(question, Request(memory=memory, allow=("recompute",), simulation=True)).predicted_seconds
         except Infeasible as error:  # gradients stand beside each other there, which the host takes one by one
             memory = max(1.02 * memory, error.enough or error.at_least or 0.0)
     raise RuntimeError(f"no plan of {ranks} GPUs alone fits in {memory / 1e9:.0f} GB each")

@@ -43,7 +43,7 @@ from autopar.ir.mesh import Mesh
 from autopar.machine.local_ranks import environment
 from autopar.measure.twin import measure, traced
 from autopar.price.pricer import Pricer
-from autopar.search import search
+from autopar.search import Request, search
 from autopar.search.policies import policies_for
 from benchmarks.models import MODELS
 from cost_models.hardware import Hardware, Link
@@ -80,9 +80,9 @@ def plans(model: nn.Module, kwargs: Mapping[str, Tensor], mesh: Mesh, hardware: 
     graph = traced(model, (), kwargs)
     found: dict[str, Plan] = {"searched": search(graph, mesh, hardware)}
     for policy in policies_for(mesh):
-        found[policy] = search(graph, mesh, hardware, policy=policy)
+        found[policy] = search(graph, mesh, hardware, Request(policy=policy))
     whole = {node.target: (REPLICATE,) * len(mesh.sizes) for node in graph.nodes if node.op == "parameter"}
-    found["parameters whole"] = search(graph, mesh, hardware, fixed=whole)
+    found["parameters whole"] = search(graph, mesh, hardware, Request(fixed=whole))
     for latency, rate in OTHER_LINKS:
         links = {name: Link(link.latency_s * latency, link.bytes_per_s * rate) for name, link in hardware.links.items()}
         plain = {name: curve for name, curve in hardware.curves.items() if not name.startswith(("intra.", "inter."))}

@@ -18,6 +18,7 @@ from autopar.scale.elsewhere import DoesNotSplit, graph_at, plan_at, units
 from autopar.scale.forms import Totals, totals
 from autopar.scale.growth import BATCH, Growth
 from autopar.scale.positions import Most, beyond, most_positions
+from autopar.search.request import Request
 from autopar.search.search import Infeasible, NoAnswerInTime, answer, ask
 from cost_models.hardware import Hardware
 
@@ -199,7 +200,7 @@ def _searched(ground: Ground, row: Row, seconds: float) -> Row:
     limit, _ = ground.limit
     try:
         question = ask(graph, row.mesh, ground.hardware, optimizer=plan.optimizer)
-        best = answer(question, memory=limit, outputs=plan.outputs, time_limit_s=seconds)
+        best = answer(question, Request(memory=limit, outputs=plan.outputs, time_limit_s=seconds))
     except Infeasible:
         return Row(row.label, row.values, row.mesh, row.kept, row.why, None, "no plan fits")
     except NoAnswerInTime:

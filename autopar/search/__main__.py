@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from autopar.assemble.problem import Assembled
 from autopar.errors import BadArgument, TraceError
@@ -30,6 +30,7 @@ from autopar.search.limits import size
 from autopar.search.pins import pinned
 from autopar.search.problems import Stop
 from autopar.search.problems import write as write_posed
+from autopar.search.request import Request
 from autopar.search.reserved import held_within, telling
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer, ask
 from autopar.simulate.timeline import to_trace
@@ -150,14 +151,15 @@ def _ask(given: argparse.Namespace, asked: Asked, progress: Progress) -> _Posed:
 def _found(given: argparse.Namespace, asking: _Posed, progress: Progress, stop: Stop) -> _Found:
     """The plan, and what it is to be compared with. Once it is time to stop, what there is by then."""
     asked, question, room = asking.asked, asking.question, asking.asked.room
-    limits: dict[str, Any] = {"outputs": given.outputs, "time_limit_s": given.time_limit, "pin": asked.pin}
-    open_: dict[str, Any] = {"simulation": not given.no_simulation, "allow": asked.allow}
+    request = Request(
+        outputs=given.outputs, time_limit_s=given.time_limit, pin=asked.pin, allow=asked.allow,
+        simulation=not given.no_simulation,
+    )  # fmt: skip
     problems: list[Assembled] = []
 
     def held(most: float) -> Plan:
-        return answer(
-            question, memory=most, **limits, **open_, progress=progress, stop=stop, as_posed=problems.append
-        )  # fmt: skip
+        limited = replace(request, memory=most)
+        return answer(question, limited, progress=progress, stop=stop, as_posed=problems.append)
 
     try:
         with telling(room):
@@ -172,10 +174,11 @@ def _found(given: argparse.Namespace, asking: _Posed, progress: Progress, stop: 
 
     def compared() -> tuple[Row, ...]:
         others = as_ddp(asking.graph_with, question, asking.again)
-        return compare(question, plan, memory=room.tensors, **limits, as_ddp=others, progress=progress, stop=stop)
+        limited = replace(request, memory=room.tensors)
+        return compare(question, plan, limited, as_ddp=others, progress=progress, stop=stop)
 
     def along_memory() -> tuple[curve.Point, ...]:
-        points = curve.memory_curve(question, (plan,), **limits, **open_, progress=progress, stop=stop)
+        points = curve.memory_curve(question, request, (plan,), progress=progress, stop=stop)
         return tuple(replace(point, limit=math.ceil(room.taken(point.limit))) for point in points)
 
     if given.baselines:

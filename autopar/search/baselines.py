@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.batch_norm import GLOBAL, LOCAL, statistics_of
@@ -11,6 +11,7 @@ from autopar.plan.tell import human
 from autopar.search.overlap_loop import best_prefetch
 from autopar.search.policies import REWRITES, called, policies_for
 from autopar.search.problems import Stop, never
+from autopar.search.request import Request
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
 
 DDP = "data-parallel"
@@ -36,11 +37,8 @@ class Row:
 def compare(
     question: Question,
     chosen: Plan,
+    request: Request,
     *,
-    memory: float | None,
-    outputs: str,
-    time_limit_s: float,
-    pin: Mapping[str, str] | None = None,
     as_ddp: Question | str | None = None,
     progress: Progress = lambda text: None,
     stop: Stop = never,
@@ -48,7 +46,8 @@ def compare(
     """The best plan of each policy, to be compared with. A report changes no result: `chosen` stays what it is, also
     where one of these is quicker, which the table then says.
 
-    Where `chosen` was chosen by simulated time, so are the baselines measured; what it had to keep, so do they.
+    `request`: with the memory, the outputs, the pins and the time that `chosen` had. Where that was chosen by simulated
+    time, so are the baselines measured.
     `as_ddp`: the question with the batch norms of DDP where this one's are others, or why there is none. It gives
     data-parallel a row more, which computes something else. `stop`: once true, rows that are not there yet stay empty.
     """
@@ -56,17 +55,15 @@ def compare(
     def row_of(asked: Question, policy: str) -> Row:
         norms = (*statistics_of(asked.graph), "")[0]
         try:
-            plan = answer(
-                asked, memory=memory, outputs=outputs, time_limit_s=time_limit_s, policy=policy, pin=pin, stop=stop
-            )
+            plan = answer(asked, replace(request, policy=policy, allow=None, simulation=False), stop=stop)
         except Infeasible as error:
             needs = error.at_least if error.enough is None else error.enough
             return Row(policy, None, f"does not fit ({_needs(error)})", needs, norms)
         except NoAnswerInTime:
-            why = "interrupted" if stop() else f"no answer in {time_limit_s:g} s"
+            why = "interrupted" if stop() else f"no answer in {request.time_limit_s:g} s"
             return Row(policy, None, why, batch_norm=norms)
         if chosen.simulated_seconds is not None:
-            simulated = best_prefetch(plan, asked.pricer, memory)
+            simulated = best_prefetch(plan, asked.pricer, request.memory)
             plan = replace(simulated.plan, simulated_seconds=simulated.seconds)
         return Row(policy, plan, batch_norm=norms)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -17,6 +17,18 @@ from cost_models.hardware import Hardware
 from cost_models.measured import Key
 
 Progress = Callable[[str], None]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, eq=False)
+class Table(Generic[K, V]):
+    """What is found out about a question once for each key. Who finds it declares the table, beside the type.
+
+    `told`: what is in it, for readers.
+    """
+
+    told: str
 
 
 @dataclass(frozen=True)
@@ -24,8 +36,7 @@ class Question:
     """What is searched, whatever the limits: a graph on a mesh and machine, with every strategy of every node.
 
     `measured`: seconds of the calls that were timed, which stand in the strategies' steps; `notes`: of how they came.
-    `known`: what was found out already: answers of policies and without a limit of memory, and graphs that were
-    widened. `found`: plans of other answers under a limit; the next search begins with the best of them that fits, so
+    `found`: plans of other answers under a limit; the next search begins with the best of them that fits, so
     it finds none that is worse, however short its time.
     """
 
@@ -35,8 +46,17 @@ class Question:
     without_rule: tuple[str, ...]
     measured: Mapping[Key, float] = field(default_factory=dict[Key, float])
     notes: tuple[str, ...] = ()
-    known: dict[object, Any] = field(default_factory=dict[object, Any], compare=False, repr=False)
     found: list[Known] = field(default_factory=list[Known], compare=False, repr=False)
+    _tables: dict[Table[Any, Any], dict[Any, Any]] = field(
+        default_factory=dict[Table[Any, Any], dict[Any, Any]], compare=False, repr=False
+    )
+
+    def once(self, table: Table[K, V], key: K, find: Callable[[], V]) -> V:
+        """What the table has for the key; where there is nothing yet, it is found now."""
+        known: dict[K, V] = self._tables.setdefault(table, {})
+        if key not in known:
+            known[key] = find()
+        return known[key]
 
     @property
     def measured_digest(self) -> str:

@@ -8,7 +8,7 @@ a limit is proven below it, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from xml.sax.saxutils import escape
@@ -21,6 +21,7 @@ from autopar.plan import Plan
 from autopar.plan.tell import human
 from autopar.search.overlap_loop import best_prefetch
 from autopar.search.problems import Stop, never
+from autopar.search.request import DEFAULT, Request
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
 
 POINTS = 8
@@ -43,29 +44,21 @@ class Point:
 
 def memory_curve(
     question: Question,
+    request: Request = DEFAULT,
     known: Sequence[Plan] = (),
     *,
     points: int = POINTS,
-    allow: Collection[str] | None = None,
-    pin: Mapping[str, str] | None = None,
-    outputs: str = "sharded",
-    time_limit_s: float = 60.0,
-    simulation: bool = False,
     progress: Progress = lambda text: None,
     stop: Stop = never,
 ) -> tuple[Point, ...]:
-    """About so many points, limits rising; the last is the fastest plan. `known`: plans that were found before.
-
-    Each search is bounded by `time_limit_s`. `stop`: once true, the points are those of the plans that are known by
-    then. Raises NoAnswerInTime where not even the fastest plan is found.
+    """About so many points, limits rising; the last is the fastest plan. `request`: of each of them, but for the
+    memory. `known`: plans that were found before. `stop`: once true, the points are those of the plans that are known
+    by then. Raises NoAnswerInTime where not even the fastest plan is found.
     """
 
     def find(limit: float | None) -> Plan:
-        plan = answer(
-            question, memory=limit, allow=allow, pin=pin, outputs=outputs, time_limit_s=time_limit_s,
-            simulation=simulation, stop=stop,
-        )  # fmt: skip
-        if simulation and plan.simulated_seconds is None and question.pricer.hardware.overlaps:
+        plan = answer(question, replace(request, memory=limit), stop=stop)
+        if request.simulation and plan.simulated_seconds is None and question.pricer.hardware.overlaps:
             simulated = best_prefetch(plan, question.pricer, limit)  # or it would be compared by another measure
             plan = replace(simulated.plan, simulated_seconds=simulated.seconds)
         told = "everything there is" if limit is None else human(limit)

@@ -5,8 +5,9 @@ plans of the same problem at other prices; see `autopar.search.overlap_loop`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from functools import partial
 
 from autopar.assemble.problem import DEVICE
 from autopar.decide.decide import decide
@@ -15,30 +16,33 @@ from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.plan import Plan
 from autopar.plan.value import SIMULATED_BOUND
 from autopar.price.overlap_discounts import Shares
-from autopar.search.context import Progress, Question
+from autopar.search.context import Progress, Question, Table
 from autopar.search.elixir import DoesNotFit
 from autopar.search.limits import size
 from autopar.search.overlap_loop import choose
 from autopar.search.policies import called, is_open, memory_options_of, policies_for
-from autopar.search.problems import Wanted, limits_of, posed_of
+from autopar.search.problems import Posed, Wanted, limits_of, posed_of
 from autopar.search.restricted import LOOSE, Known, best_among
 from autopar.search.solve import Begins, Solved, floor_s, solved_within
-from solver import evaluate, solve
+from solver import Solution, evaluate, solve
 
 # What people do who use that way alone.
 BY_WAY = {"recompute": "checkpoint-every-block", "host": "zero3-offload"}
+OF_POLICIES = Table[Hashable, Solved | Exception]("the best plan of a policy, or why there is none")
+WITHOUT_LIMIT = Table[Hashable, Solved]("the best plan without a limit of memory")
 FAR = 2.0  # times the fastest plan: layouts that compute for longer are not worth combining
 
 
 def of_policy(question: Question, policy: str, wanted: Wanted, progress: Progress) -> Solved:
     """The best plan of a policy, or why there is none, which is found out once."""
-    key = policy, repr(wanted)
-    if key not in question.known:
+
+    def find() -> Solved | Exception:
         try:
-            question.known[key] = _of_policy(question, policy, wanted, progress)
+            return _of_policy(question, policy, wanted, progress)
         except (Infeasible, NoAnswerInTime) as error:
-            question.known[key] = error
-    found: Solved | Exception = question.known[key]
+            return error
+
+    found = question.once(OF_POLICIES, (policy, wanted.key), find)
     if isinstance(found, Exception):
         raise found
     return found
@@ -78,9 +82,8 @@ def without_overlap(question: Question, wanted: Wanted, progress: Progress) -> S
 
 def _free(question: Question, wanted: Wanted, progress: Progress) -> Solved:
     """The best plan without a limit."""
-    if (key := repr(wanted.unlimited)) not in question.known:
-        question.known[key] = solved_within(question, None, wanted.unlimited, progress)
-    return question.known[key]
+    free = wanted.unlimited
+    return question.once(WITHOUT_LIMIT, free.key, lambda: solved_within(question, None, free, progress))
 
 
 def _layouts(question: Question, wanted: Wanted, progress: Progress) -> list[Known]:
@@ -116,67 +119,80 @@ def _by_hand(question: Question, policies: Iterable[str], wanted: Wanted, progre
     return found
 
 
-def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Progress) -> Plan:
-    """The best plan by simulated time: see `autopar.search.overlap_loop`."""
-    graph, pricer = question.graph, solved.pricer
-    start, prices = solved.solution.picks, solved.prices
-    saves_memory = bool(solved.memory_options.ways)
-    known = [*(_layouts(question, wanted, progress) if saves_memory else ()), solved.as_known]
+class _Again:
+    """The problem of a search, solved again at other prices of transfers; each time it begins where it ended.
 
-    def again(shares: Shares, free: float) -> Plan | None:
-        nonlocal start, prices
+    `known`: plans whose layouts are combined where the problem is too large to be solved again and again.
+    """
+
+    def __init__(
+        self, question: Question, solved: Solved, wanted: Wanted, known: list[Known], progress: Progress
+    ) -> None:
+        self.question, self.solved, self.known, self.progress = question, solved, known, progress
+        self.wanted = replace(wanted, memory_options=solved.memory_options)
+        self.start, self.prices = solved.solution.picks, solved.prices
+
+    def __call__(self, shares: Shares, free: float) -> Plan | None:
+        """`shares`: of their price that transfers cost now; `free`: bytes of the device that the plan leaves."""
+        question, solved, wanted = self.question, self.solved, self.wanted
         memory = None if wanted.memory is None else wanted.memory - free
-        limits = limits_of(pricer, solved.memory_options, memory)
-        asked = replace(wanted, memory_options=solved.memory_options)
-        priced = posed_of(question, question.strategies, pricer, asked, solved.tied, shares).within(limits)
-        cheaper = priced.assembled
-        if saves_memory:  # too large to be solved again and again
-            solution = best_among(known, cheaper, priced.wide.again, wanted.time_limit_s, prices, wanted.stop)
-        else:
-            solution = solve(
-                cheaper.problem, time_limit_s=wanted.time_limit_s, gap=max(solved.gap, LOOSE), start=start,
-                start_prices=prices, stop=wanted.stop,
-            )  # fmt: skip
+        limits = limits_of(solved.pricer, solved.memory_options, memory)
+        priced = posed_of(question, question.strategies, solved.pricer, wanted, solved.tied, shares).within(limits)
+        solution = self._solution(priced)
         if solution is None or solution.picks is None:
-            progress("re-solved: nothing fits")
+            self.progress("re-solved: nothing fits")
             return None
         told = ", ".join(f"{kind} over {axis} {share:.0%}" for (kind, axis), share in shares.items())
         left = f", {size(free)} left free" if free else ""
-        progress(f"re-solved in {solution.seconds:.1f} s, gap {solution.gap:.2%}, prices of transfers: {told}{left}")
-        start, prices = tidied(cheaper, solution.picks), solution.prices
-        known.append(Known(cheaper, start))
-        cost = evaluate(solved.assembled.problem, start).cost
+        self.progress(
+            f"re-solved in {solution.seconds:.1f} s, gap {solution.gap:.2%}, prices of transfers: {told}{left}"
+        )
+        self.start, self.prices = tidied(priced.assembled, solution.picks), solution.prices
+        self.known.append(Known(priced.assembled, self.start))
+        cost = evaluate(solved.assembled.problem, self.start).cost
         return decide(
-            graph, solved.assembled, start, pricer,
+            question.graph, solved.assembled, self.start, solved.pricer,
             objective=cost, bound=solved.plan.bound, memory=wanted.memory, outputs=wanted.outputs,
             notes=solved.plan.notes, search=solved.plan.search,
         )  # fmt: skip
 
+    def _solution(self, priced: Posed) -> Solution | None:
+        limit_s, stop = self.wanted.time_limit_s, self.wanted.stop
+        if self.solved.memory_options.ways:  # too large to be solved again and again
+            return best_among(self.known, priced.assembled, priced.wide.again, limit_s, self.prices, stop)
+        return solve(
+            priced.assembled.problem, time_limit_s=limit_s, gap=max(self.solved.gap, LOOSE), start=self.start,
+            start_prices=self.prices, stop=stop,
+        )  # fmt: skip
+
+
+def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Progress) -> Plan:
+    """The best plan by simulated time: see `autopar.search.overlap_loop`."""
+    saves_memory = bool(solved.memory_options.ways)
+    known = [*(_layouts(question, wanted, progress) if saves_memory else ()), solved.as_known]
     # What people do by hand they do alike in all layers; that is found in a fraction of the time.
     by_hand = wanted if solved.gap == 0.0 else replace(wanted, tied=True, quick=True)
 
-    def baseline(policy: str) -> Callable[[float], Plan | str]:
-        def found(beat: float) -> Plan | str:
-            floor = floor_s(question, policy)
-            if floor >= beat:
-                return f"computes for {floor * 1e3:.3f} ms or more"
-            try:
-                solved = of_policy(question, policy, by_hand, progress)
-                known.append(solved.as_known)
-                return solved.plan
-            except Infeasible:
-                return "does not fit"
-            except NoAnswerInTime:
-                return f"no answer in {wanted.time_limit_s:g} s"
-
-        return found
+    def found(policy: str, beat: float) -> Plan | str:
+        floor = floor_s(question, policy)
+        if floor >= beat:
+            return f"computes for {floor * 1e3:.3f} ms or more"
+        try:
+            solved = of_policy(question, policy, by_hand, progress)
+        except Infeasible:
+            return "does not fit"
+        except NoAnswerInTime:
+            return f"no answer in {wanted.time_limit_s:g} s"
+        known.append(solved.as_known)
+        return solved.plan
 
     # A plan found by hand is a candidate like the others: what the user has closed, it may not do either.
     policies = [
         one
-        for one in policies_for(pricer.mesh, saving=saves_memory, once=True)
+        for one in policies_for(solved.pricer.mesh, saving=saves_memory, once=True)
         if is_open(one, solved.memory_options.ways)
     ]
-    baselines = {called(policy, graph): baseline(policy) for policy in policies}
-    plan = choose(solved.plan, pricer, wanted.memory, baselines, again, saves_memory, progress, wanted.stop)
+    baselines = {called(policy, question.graph): partial(found, policy) for policy in policies}
+    again = _Again(question, solved, wanted, known, progress)
+    plan = choose(solved.plan, solved.pricer, wanted.memory, baselines, again, saves_memory, progress, wanted.stop)
     return replace(plan, search={**plan.search, SIMULATED_BOUND: floor_s(question, None)})

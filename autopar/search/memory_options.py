@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.assemble.builder import HOST
@@ -30,9 +30,16 @@ RESIDENCES: Mapping[str, str] = {"device": "device", "offload-parameters": HOST,
 Modes = Callable[[Again, Node], tuple[str, ...]]  # a forward value that comes back, the node that makes it -> its modes
 
 
+def key_of(mapping: Mapping[str, Hashable]) -> Hashable:
+    """Equal for equal mappings, in whatever order they are."""
+    return frozenset(mapping.items())
+
+
 @dataclass(frozen=True)
 class MemoryOptions:
-    """`ways`: those of WAYS that are open. `modes`: those that a value may have, if a policy says so; `residence`:
+    """What may be done, and what is settled.
+
+    `ways`: those of WAYS that are open. `modes`: those that a value may have, if a policy says so; `residence`:
     where a policy, or the user, wants the parameters that it names; `pinned`: forward node -> the mode that the user
     wants.
     `rewrite`: what a policy makes of the graph first, but for the parameters that it is given, those on the host.
@@ -43,6 +50,11 @@ class MemoryOptions:
     residence: Mapping[str, str] = field(default_factory=dict[str, str])
     pinned: Mapping[str, str] = field(default_factory=dict[str, str])
     rewrite: Callable[[Graph, Collection[str]], Graph] | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for those that open, settle and rewrite the same."""
+        return self.ways, self.modes, key_of(self.residence), key_of(self.pinned), self.rewrite
 
     def pinning(self, pinned: Mapping[str, str], residence: Mapping[str, str]) -> MemoryOptions:
         """The same, but for what the user pins."""

@@ -30,10 +30,8 @@ from cost_models.steps import DEVICE
 Again = Callable[[Shares, float], Plan | None]
 
 BESIDE = ("h2d", "d2h", "host")  # streams of moves, and of what the host does
-FIRST, OTHERS = (
-    2,
-    (1, 4),
-)  # prefetch distances, in products: what is simulated first, and then of plans that are no worse than NEAR
+FIRST = 2  # prefetch distance, in products, that is simulated first
+OTHERS = (1, 4)  # and those of plans that are no worse than NEAR
 NEAR = 1.1
 LEAST = 0.02  # of its price: nothing that is sent is free
 UNSEEN = 0.1  # of its price, of moves that no plan has made yet: about where they begin to beat products that run again
@@ -99,6 +97,42 @@ def floor_s(plan: Plan) -> float:
     return max([sum(plan.seconds_by.values()) - sum(streams.values()), *streams.values()])
 
 
+@dataclass(frozen=True)
+class Prices:
+    """Of transfers: the `shares` of their price that they cost; and of memory: how many bytes of the device a plan
+    leaves `free`.
+    """
+
+    shares: Shares
+    free: float
+
+
+class _Contest:
+    """The quickest of the plans that were simulated so far, with a row for each that was looked at."""
+
+    def __init__(self, optimum: Plan, pricer: Pricer, memory: float | None, progress: Callable[[str], None]) -> None:
+        self.pricer, self.memory, self.progress = pricer, memory, progress
+        self.best = best_prefetch(optimum, pricer, memory)
+        self.winner = OPTIMUM
+        self.rows = [_row(OPTIMUM, self.best)]
+        progress(f"simulated {OPTIMUM}: {_ms(self.best)}")
+
+    def enter(self, name: str, plan: Plan) -> Simulated | None:
+        """The plan as it was simulated; None where it cannot be the quickest."""
+        if (floor := floor_s(plan)) >= self.best.seconds:
+            self.refuse(name, f"at least {floor * 1e3:.3f} ms", plan.step_seconds)
+            return None
+        simulated = best_prefetch(plan, self.pricer, self.memory, self.best.seconds)
+        self.rows.append(_row(name, simulated))
+        self.progress(f"simulated {name}: {_ms(simulated)}")
+        if simulated.seconds < self.best.seconds * (1 - 1e-9):
+            self.best, self.winner = simulated, name
+        return simulated
+
+    def refuse(self, name: str, why: str, step_seconds: float | None = None) -> None:
+        self.rows.append(Candidate(name, step_seconds, None, None, None, why))
+
+
 def choose(
     optimum: Plan,
     pricer: Pricer,
@@ -116,63 +150,58 @@ def choose(
     `saves_memory`: it decides what is recomputed and offloaded, too. `stop`: once true, the quickest of those that were
     simulated by then is taken.
     """
-    best = first = best_prefetch(optimum, pricer, memory)
-    winner = OPTIMUM
-    rows = [_row(winner, best)]
-    progress(f"simulated {winner}: {_ms(best)}")
-
-    def try_(name: str, plan: Plan) -> Simulated | None:
-        nonlocal best, winner
-        if floor_s(plan) >= best.seconds:
-            rows.append(Candidate(name, plan.step_seconds, None, None, None, f"at least {floor_s(plan) * 1e3:.3f} ms"))
-            return None
-        simulated = best_prefetch(plan, pricer, memory, best.seconds)
-        rows.append(_row(name, simulated))
-        progress(f"simulated {name}: {_ms(simulated)}")
-        if simulated.seconds < best.seconds * (1 - 1e-9):
-            best, winner = simulated, name
-        return simulated
-
+    contest = _Contest(optimum, pricer, memory, progress)
+    first = contest.best
     for name, solve in baselines.items():
         if stop():
             break
-        found = solve(best.seconds)
+        found = solve(contest.best.seconds)
         if isinstance(found, str):
-            rows.append(Candidate(name, None, None, None, None, found))
+            contest.refuse(name, found)
         else:
-            try_(name, found)
+            contest.enter(name, found)
 
     seen = [optimum]
-    latest, shares = best, dict[tuple[str, str], float]()
-    free = 0.0 if best is first else first.lacks
+    latest = contest.best
+    prices = Prices({}, 0.0 if latest is first else first.lacks)
     for number in range(1, (ROUNDS_SAVING_MEMORY if saves_memory else ROUNDS) + 1):
-        timeline = latest.wished or latest.timeline
-        if timeline is None or stop():
+        following = next_prices(prices, latest, contest.best, tries_moves=number > 1 and saves_memory)
+        if following is None or stop():
             break
-        measured, busy = exposed_shares(latest.plan, timeline)
-        moved = sum(abs(share - shares.get(key, 1.0)) * busy[key] for key, share in measured.items())
-        # where memory is short, copies to the host are tried once it is known what overlaps
-        tries_moves = (
-            number > 1 and saves_memory and not latest.lacks and not any(kind == MOVES for kind, _ in measured)
-        )
-        if moved < MOVED * best.seconds and not latest.lacks and not tries_moves:
-            break
-        if latest is not best and not latest.lacks:  # it went too far: half way back
-            measured |= {key: (share + shares.get(key, 1.0)) / 2 for key, share in measured.items()}
-        shares = _completed(measured, optimum.mesh.names, UNSEEN if tries_moves else 1.0)
-        free += latest.lacks
-        plan = again(shares, free)
+        prices = following
+        plan = again(prices.shares, prices.free)
         if plan is None or any(_same(plan, other) for other in seen):
             break
         seen.append(plan)
-        before = best.seconds
-        simulated = try_(f"re-solved with overlap prices, round {number}", plan)
+        before = contest.best.seconds
+        simulated = contest.enter(f"re-solved with overlap prices, round {number}", plan)
         if simulated is None:
             break
-        if simulated is best and before - best.seconds < GAIN * before and not simulated.lacks:
+        if simulated is contest.best and before - simulated.seconds < GAIN * before and not simulated.lacks:
             break
         latest = simulated
-    return _chosen(best, winner, optimum, rows, is_optimum=best is first)
+    return _chosen(contest.best, contest.winner, optimum, contest.rows, is_optimum=contest.best is first)
+
+
+def next_prices(prices: Prices, latest: Simulated, best: Simulated, *, tries_moves: bool) -> Prices | None:
+    """Those at which the problem is solved next, after `latest` was found at `prices`; None where they are about the
+    same.
+
+    `tries_moves`: copies to the host, which no plan has made yet, get a price, too; where memory is short they are
+    tried once it is known what else overlaps.
+    """
+    timeline = latest.wished or latest.timeline
+    if timeline is None:
+        return None
+    measured, busy = exposed_shares(latest.plan, timeline)
+    moved = sum(abs(share - prices.shares.get(key, 1.0)) * busy[key] for key, share in measured.items())
+    tries_moves = tries_moves and not latest.lacks and not any(kind == MOVES for kind, _ in measured)
+    if moved < MOVED * best.seconds and not latest.lacks and not tries_moves:
+        return None
+    if latest is not best and not latest.lacks:  # it went too far: half way back
+        measured |= {key: (share + prices.shares.get(key, 1.0)) / 2 for key, share in measured.items()}
+    shares = _completed(measured, latest.plan.mesh.names, UNSEEN if tries_moves else 1.0)
+    return Prices(shares, prices.free + latest.lacks)
 
 
 def exposed_shares(plan: Plan, timeline: Timeline) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:

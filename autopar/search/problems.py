@@ -6,7 +6,7 @@ when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,9 +20,10 @@ from autopar.price.pricer import Pricer
 from autopar.propose.repeated_blocks import classes_of
 from autopar.propose.strategies import Strategy
 from autopar.rewrite import Widened
-from autopar.search.context import Question
-from autopar.search.memory_options import NO_OPTIONS, MemoryOptions, host_bytes
+from autopar.search.context import Question, Table
+from autopar.search.memory_options import NO_OPTIONS, MemoryOptions, host_bytes, key_of
 from autopar.search.policies import MEMORY_SAVING, REWRITES, agree, restrict
+from autopar.search.request import Request
 from solver.store import write_problem
 
 # Above this many pairs of options the problem is solved with repeated layers tied to one choice. Llama-8B on 8x8 has 6
@@ -42,7 +43,7 @@ def never() -> bool:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a search is asked for; see `autopar.search.search`. `quick`: a plan to compare with, however far from proven
+    """A request with what it means for memory. `quick`: a plan to compare with, however far from proven
     (`solver.solve`). `buckets_for`: bytes of a rank that buckets of gradients are sized for, where `memory` is no
     limit. `stop`: once true, the best known by then is the answer; what is found out until then hangs on it no more
     than on the clock, so it is no part of what a question is known by.
@@ -57,6 +58,19 @@ class Wanted:
     quick: bool = False
     buckets_for: float | None = None
     stop: Stop = field(default=never, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, request: Request, memory_options: MemoryOptions, stop: Stop) -> Wanted:
+        memory, outputs, fixed = request.memory, request.outputs, request.fixed
+        return cls(memory, outputs, fixed, request.time_limit_s, request.tied, memory_options, stop=stop)
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for those of one answer."""
+        return (
+            self.memory, self.outputs, key_of(self.fixed), self.time_limit_s, self.tied, self.memory_options.key,
+            self.quick, self.buckets_for,
+        )  # fmt: skip
 
     @property
     def unlimited(self) -> Wanted:
@@ -84,13 +98,18 @@ class Posed:
         return replace(self, assembled=replace(self.assembled, problem=problem))
 
 
+POSED = Table[Hashable, Posed]("problems without limits")
+RESTRICTED = Table[str, Strategies]("the strategies of a policy")
+WIDENED = Table[Hashable, Widened]("the graph with all that may be decided about its forward values")
+LIVE = Table[int, tuple[Graph, Liveness]]("when the values of a graph are there")
+CLASSES = Table[None, dict[str, str]]("node -> the first of those that repeat it")
+
+
 def posed(question: Question, gathered: int, policy: str | None, wanted: Wanted) -> Posed:
     """The problem of what is wanted, with the strategies of the policy. `gathered`: bytes up to which gradients do."""
     memory_options = wanted.memory_options
-    key = "posed", gathered, policy, wanted.outputs, repr(wanted.fixed), wanted.tied, repr(memory_options)
-    if key not in question.known:
-        question.known[key] = _posed(question, gathered, policy, wanted)
-    found: Posed = question.known[key]
+    key = gathered, policy, wanted.outputs, key_of(wanted.fixed), wanted.tied, memory_options.key
+    found = question.once(POSED, key, lambda: _posed(question, gathered, policy, wanted))
     return found.within(limits_of(found.pricer, memory_options, wanted.memory))
 
 
@@ -109,9 +128,8 @@ def _posed(question: Question, gathered: int, policy: str | None, wanted: Wanted
 def restricted(question: Question, policy: str) -> Strategies:
     """The strategies of the policy; those that run the traced graph have them in common with what they are made of."""
     policy = policy if policy in REWRITES else MEMORY_SAVING.get(policy, policy)
-    if (key := ("restricted", policy)) not in question.known:
-        question.known[key] = restrict(policy, question.graph, question.strategies, question.pricer.mesh)
-    return question.known[key]
+    mesh = question.pricer.mesh
+    return question.once(RESTRICTED, policy, lambda: restrict(policy, question.graph, question.strategies, mesh))
 
 
 def posed_of(
@@ -145,23 +163,16 @@ def limits_of(pricer: Pricer, memory_options: MemoryOptions, memory: float | Non
 
 
 def _widened(question: Question, memory_options: MemoryOptions) -> Widened:
-    key = "widened", repr(memory_options)
-    if key not in question.known:
-        question.known[key] = memory_options.widen(question.graph)
-    return question.known[key]
+    return question.once(WIDENED, memory_options.key, lambda: memory_options.widen(question.graph))
 
 
 def _live(question: Question, graph: Graph) -> Liveness:
-    key = "live", id(graph)  # which stays its own, as the graph is kept beside
-    if key not in question.known:
-        question.known[key] = graph, liveness(graph)
-    return question.known[key][1]
+    # the id stays the graph's own, as it is kept beside
+    return question.once(LIVE, id(graph), lambda: (graph, liveness(graph)))[1]
 
 
 def _classes(question: Question) -> dict[str, str]:
-    if "classes" not in question.known:
-        question.known["classes"] = classes_of(question.graph, tied=True)
-    return question.known["classes"]
+    return question.once(CLASSES, None, lambda: classes_of(question.graph, tied=True))
 
 
 def _pairs(graph: Graph, strategies: Strategies) -> int:

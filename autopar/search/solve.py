@@ -21,7 +21,7 @@ from autopar.lower.buckets import bucket_bytes
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite import Widened
-from autopar.search.context import Progress, Question
+from autopar.search.context import Progress, Question, Table
 from autopar.search.limits import picks_or_raise, prices_of
 from autopar.search.memory_options import MemoryOptions, ways_on
 from autopar.search.policies import MEMORY_SAVING, called
@@ -31,6 +31,8 @@ from cost_models.steps import Comm, Compute, Loop, Move, Step
 from solver import Prices, Problem, Solution, evaluate, solve
 
 Begin = Callable[[], list[Known]]
+
+FLOORS = Table[str | None, float]("seconds that no plan of a policy can do without")
 
 # Below this many pairs the best plan is wanted to the last digit; above, one that is proven to be within GAP of it.
 EXACT_BELOW_PAIRS = 250_000
@@ -198,9 +200,7 @@ def floor_s(question: Question, policy: str | None) -> float:
     simulation of a plan, in which computing has one stream, takes less.
     """
     policy = None if policy is None else MEMORY_SAVING.get(policy, policy)  # what is gathered once computes nothing
-    if (key := ("floor", policy)) not in question.known:
-        question.known[key] = _floor_s(question, policy)
-    return question.known[key]
+    return question.once(FLOORS, policy, lambda: _floor_s(question, policy))
 
 
 def _floor_s(question: Question, policy: str | None) -> float:

@@ -22,7 +22,7 @@ from autopar.measure.twin import traced
 from autopar.measure.watch import Traffic
 from autopar.optim import Streamed
 from autopar.plan import Plan
-from autopar.search import search
+from autopar.search import Request, search
 from benchmarks.gpu import staged
 from benchmarks.gpu.stage import ROUNDED, Row, Wrong, gradients_off, half_gradients_off, loss_of, moved, near, same
 from benchmarks.models import MODELS
@@ -69,7 +69,7 @@ def plan_of(case: Case, mesh: Mesh, model: nn.Module, inputs: dict[str, Any], ha
     if case.plan == "searched" or case.precision != "float32":
         return None
     if not case.plan.startswith("random"):
-        return search(traced(model, (), inputs), mesh, hardware, policy=case.plan)
+        return search(traced(model, (), inputs), mesh, hardware, Request(policy=case.plan))
     drawn = ResidenceSampler(family(case.model).graph, mesh).draw(int(case.plan.removeprefix("random ")))
     return replace(drawn, prefetch=1, bucket_bytes=3000)
 

@@ -19,7 +19,7 @@ from autopar.calibrate.collectives import time_collectives
 from autopar.ir.mesh import Mesh
 from autopar.machine.device import hardware_or_here
 from autopar.measure.twin import traced
-from autopar.search import search
+from autopar.search import Request, search
 from benchmarks.capped import SHAPES, build
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.shared import COLLECTIVES, started, trained
@@ -105,7 +105,7 @@ def timed_steps(device: str, folder: Path, model: str, sizes: list[int], plan: s
         parallel = autopar.compile(net, mesh, hardware=hardware, example_kwargs=kwargs)
     else:
         shape = Mesh(names, tuple(sizes))
-        made = search(traced(net, (), kwargs, device_type=device), shape, hardware, policy=plan)
+        made = search(traced(net, (), kwargs, device_type=device), shape, hardware, Request(policy=plan))
         parallel = autopar.compile(net, mesh, plan=made, example_kwargs=kwargs)
     optimizer = torch.optim.AdamW(parallel.parameters(), 1e-4, fused=True)
     times: list[float] = []

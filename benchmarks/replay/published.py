@@ -20,6 +20,7 @@ from autopar.ir.work import VIEWS, flops_of
 from autopar.plan import Plan
 from autopar.propose.strategies import Strategy, operand_types
 from autopar.search.policies import restrict
+from autopar.search.request import Request
 from autopar.search.search import Question, answer, ask
 from cost_models.hardware import Hardware
 from cost_models.steps import MATRIX_KINDS
@@ -36,7 +37,7 @@ def plan_as_published(graph: Graph, mesh: Mesh, hardware: Hardware, optimizer: s
     fixed = {node.target: stored(node.target, mesh) for node in graph.nodes if node.op == "parameter"}
     if len(mesh.sizes) > 1:
         question = replace(question, strategies=_narrowed(question, policy, fixed, SEQUENCE))
-    return answer(question, policy=policy, fixed=fixed, tied=True)
+    return answer(question, Request(policy=policy, fixed=fixed, tied=True))
 
 
 def plan_of_megatron(graph: Graph, mesh: Mesh, hardware: Hardware) -> Plan:
@@ -49,7 +50,7 @@ def plan_of_megatron(graph: Graph, mesh: Mesh, hardware: Hardware) -> Plan:
             by_columns, by_rows = owner in BY_COLUMNS, owner in BY_ROWS and leaf == "weight"
             fixed[node.target] = (Shard(0) if by_columns else Shard(1) if by_rows else Replicate(),)
     question = replace(question, strategies=_narrowed(question, "tensor-parallel", fixed, None))
-    return answer(question, policy="tensor-parallel", fixed=fixed, tied=True)
+    return answer(question, Request(policy="tensor-parallel", fixed=fixed, tied=True))
 
 
 def stored(parameter: str, mesh: Mesh) -> Layout:

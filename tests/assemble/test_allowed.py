@@ -14,7 +14,7 @@ from autopar.errors import Infeasible
 from autopar.measure.twin import traced
 from autopar.plan import Plan
 from autopar.plan.tell import OFFLOADED, RECOMPUTED, modes_of
-from autopar.search import Question, answer, ask
+from autopar.search import Question, Request, answer, ask
 from autopar.search.baselines import compare
 from autopar.search.curve import memory_curve
 from autopar.search.memory_options import ALLOWED
@@ -72,14 +72,14 @@ def test_a_plan_does_what_is_allowed_and_nothing_else(ranks: int, ways: Collecti
     asked, found = question(ranks), 0
     for limit, simulation in ((limits(ranks)[0], True), (limits(ranks)[1], True), (limits(ranks)[0], False)):
         try:
-            plan = answer(asked, memory=limit, allow=ways, simulation=simulation, time_limit_s=20)
+            plan = answer(asked, Request(memory=limit, allow=ways, simulation=simulation, time_limit_s=20))
         except Infeasible:
             continue
         found += 1
         assert done_by(plan) <= within(ways), (limit, simulation)
         assert plan.peak_bytes["hbm"] <= limit
         if ranks == 2 and found == 1:
-            rows = compare(asked, plan, memory=limit, outputs="sharded", time_limit_s=20)
+            rows = compare(asked, plan, Request(memory=limit, outputs="sharded", time_limit_s=20))
             assert {row.policy for row in rows} >= NEEDS.keys(), "all are compared with, whatever is allowed"
     assert found or not ways or ranks == 1
 
@@ -88,7 +88,7 @@ def test_offload_alone_once_gave_a_plan_that_recomputes() -> None:
     """Of candidates that were played, checkpointing was the quickest."""
     found = {}
     for ways in (("offload-activations",), ("recompute", "offload-activations")):
-        plan = answer(question(2), memory=limits(2)[1], allow=ways, simulation=True)
+        plan = answer(question(2), Request(memory=limits(2)[1], allow=ways, simulation=True))
         found[ways] = {candidate.name for candidate in plan.candidates}
     assert "checkpoint-every-block" in found["recompute", "offload-activations"]
     assert not found["offload-activations",] & NEEDS.keys()
@@ -98,7 +98,7 @@ def test_offload_alone_once_gave_a_plan_that_recomputes() -> None:
     "ways", [("offload-activations",), ("offload-parameters",), ("recompute",)], ids=lambda ways: ways[0]
 )
 def test_every_point_of_a_curve_does_what_is_allowed(ways: Collection[str]) -> None:
-    for point in memory_curve(question(2), points=3, allow=ways, simulation=True, time_limit_s=20):
+    for point in memory_curve(question(2), Request(allow=ways, simulation=True, time_limit_s=20), points=3):
         assert done_by(point.plan) <= within(ways)
 
 
@@ -107,9 +107,9 @@ def test_a_policy_says_which_ways_it_goes(policy: str) -> None:
     """Elixir's search puts parameters on the host where there is little room, and checkpoints always."""
     limit = None
     if policy == "elixir":
-        limit = 0.4 * answer(question(2), policy=policy).peak_bytes["hbm"]
+        limit = 0.4 * answer(question(2), Request(policy=policy)).peak_bytes["hbm"]
     try:
-        plan = answer(question(2), policy=policy, memory=limit)
+        plan = answer(question(2), Request(policy=policy, memory=limit))
     except Infeasible:
         return
     assert done_by(plan) <= {*NEEDS.get(policy, ())}

@@ -13,7 +13,7 @@ from autopar.plan import Plan
 from autopar.plan.tell import OFFLOADED, RECOMPUTED, modes_of
 from autopar.price.pricer import Pricer
 from autopar.rewrite import OFFLOAD, RECOMPUTE, SAVE, widened
-from autopar.search import answer, ask
+from autopar.search import Request, answer, ask
 from autopar.search.memory_options import WAYS, MemoryOptions
 from autopar.search.pins import pinned
 from autopar.search.policies import policies_for
@@ -64,7 +64,7 @@ def obeys(plan: Plan, prefix: str, word: str) -> bool:
 
 @pytest.mark.parametrize("memory", [None, 1e9])
 def test_the_plan_does_what_was_settled_and_offloads_nothing_else(memory: float | None) -> None:
-    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), memory=memory, pin=PINS[0])
+    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), Request(memory=memory, pin=PINS[0]))
     assert obeys(plan, "transformer.h.0", RECOMPUTE)
     assert obeys(plan, "transformer.h.1.mlp", OFFLOAD)
     assert obeys(plan, "transformer.h.1.attn", SAVE) and obeys(plan, "transformer.ln_f", SAVE)
@@ -72,7 +72,7 @@ def test_the_plan_does_what_was_settled_and_offloads_nothing_else(memory: float 
 
 
 def test_of_two_names_the_later_one_counts() -> None:
-    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), pin=PINS[1])
+    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), Request(pin=PINS[1]))
     assert obeys(plan, "transformer.h.0", SAVE) and obeys(plan, "transformer.h.1", RECOMPUTE)
     assert set(plan.residence) == {
         f"transformer.h.{i}.mlp.{name}.weight" for i in (0, 1) for name in ("c_fc", "c_proj")
@@ -84,7 +84,7 @@ def test_of_two_names_the_later_one_counts() -> None:
 @pytest.mark.parametrize("pin", PINS, ids=["one", "two", "three"])
 def test_what_is_settled_computes_what_the_model_computes(pin: dict[str, str]) -> None:
     case = family("gpt2")
-    plan = answer(ask(case.wide_graph, mesh_of(2), H100), pin=pin)
+    plan = answer(ask(case.wide_graph, mesh_of(2), H100), Request(pin=pin))
     assert plan.residence and modes_of(plan)
     off, where = difference(plan, case)
     assert off <= 1e-9, where
@@ -93,10 +93,10 @@ def test_what_is_settled_computes_what_the_model_computes(pin: dict[str, str]) -
 def test_policies_keep_it_too_and_so_does_a_plan_that_was_chosen_by_simulation() -> None:
     question = ask(family("gpt2").graph, mesh_of(2), H100)
     for policy in policies_for(mesh_of(2), saving=True):
-        plan = answer(question, policy=policy, memory=1e9, pin=PINS[0])
+        plan = answer(question, Request(policy=policy, memory=1e9, pin=PINS[0]))
         assert obeys(plan, "transformer.h.1.mlp", OFFLOAD), policy
         assert plan.residence["transformer.wte.weight"] == "host", policy
-    plan = answer(question, memory=1e9, pin=PINS[0], simulation=True)
+    plan = answer(question, Request(memory=1e9, pin=PINS[0], simulation=True))
     assert obeys(plan, "transformer.h.0", RECOMPUTE) and plan.residence == {"transformer.wte.weight": "host"}
 
 
@@ -104,7 +104,7 @@ def test_where_memory_is_short_the_rest_is_still_open() -> None:
     question = ask(family("gpt2").graph, mesh_of(2), H100)
     pin = {"transformer.h.0": "save", "transformer.h.0.mlp": "device"}
     roomy = answer(question)
-    plan = answer(question, memory=0.6 * roomy.peak_bytes["hbm"], pin=pin, time_limit_s=5)
+    plan = answer(question, Request(memory=0.6 * roomy.peak_bytes["hbm"], pin=pin, time_limit_s=5))
     assert modes_of(plan) or plan.residence
     assert obeys(plan, "transformer.h.0", SAVE)
     assert not any(name.startswith("transformer.h.0.mlp") for name in plan.residence)
@@ -126,7 +126,7 @@ def test_any_picks_cost_what_the_problem_says(pin: dict[str, str], ways: tuple[s
 
 def test_layers_that_reside_in_different_places_are_not_tied() -> None:
     question = ask(family("gpt2").graph, mesh_of(2), H100)
-    plan = answer(question, tied=True, pin={"transformer.h.0": "offload-parameters"})
+    plan = answer(question, Request(tied=True, pin={"transformer.h.0": "offload-parameters"}))
     assert plan.search["tied"] == 0 and all(name.startswith("transformer.h.0.") for name in plan.residence)
 
 

@@ -278,7 +278,7 @@ def test_an_offline_plan_runs_without_a_search(
     def no_search(*args, **kwargs):
         raise AssertionError("searched")
 
-    monkeypatch.setattr(sys.modules["autopar.compile"], "search", no_search)
+    monkeypatch.setattr(sys.modules["autopar.planner"], "answer", no_search)
     plain = net()
     parallel = autopar.compile(plain, one, plan=tmp_path / "plan.json")
     same_steps(plain, parallel, batch(), steps=2)

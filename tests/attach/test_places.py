@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import subprocess
 import sys
@@ -15,10 +14,10 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
+from autopar import planner
+from autopar.search import Request
 from tests.processes.compare import LOSS, near
 from tests.processes.models import batch, net
-
-compiling = importlib.import_module("autopar.compile")
 
 
 def blocked(folder: Path, where: str) -> None:
@@ -82,16 +81,16 @@ def test_what_is_no_file_is_not_waited_for(one: DeviceMesh, tmp_path: Path, what
 def test_a_plan_that_time_has_cut_serves_where_no_more_is_given(
     one: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later_s: float
 ) -> None:
-    find, calls = compiling.search, list[float]()
+    find, calls = planner.answer, list[float]()
 
-    def slow(*args: Any, time_limit_s: float, **wanted: Any) -> Any:
-        calls.append(time_limit_s)
-        if time_limit_s == 60.0:  # as if the search had ended at its limit
+    def slow(question: Any, request: Request) -> Any:
+        calls.append(request.time_limit_s)
+        if request.time_limit_s == 60.0:  # as if the search had ended at its limit
             past = time.monotonic
-            monkeypatch.setattr(compiling.time, "monotonic", lambda: past() + 60)
-        return find(*args, time_limit_s=time_limit_s, **wanted)
+            monkeypatch.setattr(planner.time, "monotonic", lambda: past() + 60)
+        return find(question, request)
 
-    monkeypatch.setattr(compiling, "search", slow)
+    monkeypatch.setattr(planner, "answer", slow)
     autopar.compile(net(), one, cache=tmp_path, example_kwargs=batch(), time_limit_s=60.0)
     autopar.compile(net(), one, cache=tmp_path, example_kwargs=batch(), time_limit_s=later_s)
     assert calls == ([60.0, 120.0] if later_s == 120.0 else [60.0])

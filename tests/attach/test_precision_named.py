@@ -62,7 +62,7 @@ def test_a_cache_keeps_settings_of_tf32_apart(one: DeviceMesh, tmp_path: Path, m
 
 def test_ranks_compare_precision_and_tf32(one: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Mapping[str, object]] = []
-    monkeypatch.setattr(sys.modules["autopar.compile"], "same_everywhere", lambda told, _: compared.append(told))
+    monkeypatch.setattr(sys.modules["autopar.planner"], "same_everywhere", lambda told, _: compared.append(told))
     monkeypatch.setattr(sys.modules["autopar.compile"], "tf32_here", lambda device: ("conv",))
     for precision in ("bf16", "fp32"):
         autopar.compile(Tiny(), one, example_inputs=batch(), hardware="h100-sxm", precision=precision)

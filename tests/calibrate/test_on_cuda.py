@@ -19,7 +19,7 @@ from autopar.machine.device import host_threads
 from autopar.measure.watch import Stopwatch
 
 CUDA = torch.device("cuda")
-compiling: Any = sys.modules["autopar.compile"]
+compiling: Any = sys.modules["autopar.planner"]
 
 
 class Device:

@@ -21,7 +21,7 @@ from autopar.measure.memory import LiveBytes
 from autopar.measure.twin import OPTIMIZERS, measure, memory_of, traced
 from autopar.plan import Plan
 from autopar.price.pricer import OPTIMIZER_STATES, OPTIMIZER_TEMPORARIES, Pricer
-from autopar.search import search
+from autopar.search import Request, search
 from autopar.simulate.timeline import timeline_of
 from benchmarks.models import MODELS
 from cost_models.hardware import Hardware
@@ -53,7 +53,7 @@ def plans(graph: Graph, sizes: tuple[int, ...], seeds: int) -> Iterator[tuple[st
     mesh = Mesh(("data", "tensor")[: len(sizes)], sizes)
     yield "searched", search(graph, mesh, MACHINE)
     for policy in ("data-parallel", "fsdp"):
-        yield policy, search(graph, mesh, MACHINE, policy=policy)
+        yield policy, search(graph, mesh, MACHINE, Request(policy=policy))
     sampler = PlanSampler(graph, mesh, MACHINE)
     for seed in range(seeds):
         yield f"random {seed}", sampler.draw(seed)

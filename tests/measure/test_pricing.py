@@ -12,7 +12,7 @@ from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.plan.store import dumps
 from autopar.price.calls import Profiled, Wanted
-from autopar.search import Question, answer, ask, search
+from autopar.search import Question, Request, answer, ask, search
 from autopar.search.baselines import compare
 from autopar.simulate.timeline import pricer_of, timeline_of
 from cost_models.hardware import Hardware
@@ -113,7 +113,7 @@ def test_what_measures_slow_is_not_chosen() -> None:
 
 def test_baselines_are_measured_too() -> None:
     question = asked(lambda want: 10 * want.seconds)
-    rows = compare(question, answer(question), memory=None, outputs="sharded", time_limit_s=60)
+    rows = compare(question, answer(question), Request(memory=None, outputs="sharded", time_limit_s=60))
     plans = [row.plan for row in rows if row.plan is not None]
     assert plans and all("operators are priced from measurements" in plan.notes[0] for plan in plans)
 

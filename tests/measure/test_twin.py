@@ -18,7 +18,7 @@ from autopar.measure.memory import LiveBytes
 from autopar.measure.report import Measured
 from autopar.measure.twin import measure, traced
 from autopar.plan import Plan
-from autopar.search import search
+from autopar.search import Request, search
 from cost_models.hardware import Hardware
 from tests.calibrate.test_format import measured as calibrated
 from tests.support.families import family
@@ -47,7 +47,7 @@ def small(device: str = "cpu") -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def plan_of(model: nn.Module, args: tuple[Any, ...], ranks: int = 2, **given: Any) -> Plan:
-    return search(traced(model, args, {}), Mesh(("data",), (ranks,)), given.pop("hardware", MACHINE), **given)
+    return search(traced(model, args, {}), Mesh(("data",), (ranks,)), given.pop("hardware", MACHINE), Request(**given))
 
 
 def run(fake_mesh: Ranks, plan: Plan, *given: Any, **more: Any) -> Measured:

@@ -12,7 +12,7 @@ from autopar.ir.layout import REPLICATE, Layout, Shard
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.plan.store import _digest
-from autopar.search import search
+from autopar.search import Request, search
 from autopar.trace import capture, lower, normalise
 from cost_models.hardware import Hardware
 
@@ -69,7 +69,7 @@ def plan_of(graph: Graph, mesh: Mesh = MESH, layout_of: Callable[[str, int], Lay
         for node in graph.nodes
         if node.op == "parameter" and layout_of is not None
     }
-    return search(graph, mesh, Hardware.load("h100-sxm"), fixed=fixed, tied=True, **options)
+    return search(graph, mesh, Hardware.load("h100-sxm"), Request(fixed=fixed, tied=True, **options))
 
 
 def sharded(name: str, ndim: int) -> Layout:

@@ -19,7 +19,7 @@ from autopar.plan.store import check, dumps
 from autopar.plan.value import Choice
 from autopar.price.reshard import Reshard
 from autopar.rewrite.apply_choices import plain
-from autopar.search import search
+from autopar.search import Request, search
 from cost_models.steps import Compute, Step
 from tests.plan.nets import MESH, net_graph
 from tests.support.machines import FAST
@@ -31,7 +31,7 @@ Forge = Callable[[Plan], Plan]
 def saving_memory() -> Plan:
     """With copies in backward, and ways to the host and back, settled by name: memory has more than one way out."""
     graph = net_graph(batch=64, length=32)
-    return search(graph, MESH, FAST, pin={"layers.0": "recompute", "layers.1": "offload-activations"})
+    return search(graph, MESH, FAST, Request(pin={"layers.0": "recompute", "layers.1": "offload-activations"}))
 
 
 def copies(plan: Plan) -> list[Node]:

@@ -22,7 +22,7 @@ from autopar.plan import Plan
 from autopar.plan.store import check, dumps
 from autopar.rewrite.apply_choices import plain
 from autopar.scale.__main__ import main as scale
-from autopar.search import search
+from autopar.search import Request, search
 from tests.plan.nets import MESH, net_graph, plan_of, sharded, sign
 from tests.support.machines import FAST
 from tests.support.mutants import damaged, forged, one_sentence
@@ -35,7 +35,7 @@ EACH = 100
 def saving_memory() -> Plan:
     """With copies in backward, and ways to the host and back."""
     graph = net_graph(batch=64, length=32, layers=2, classes=32)
-    return search(graph, MESH, FAST, pin={"layers.0": "recompute", "layers.1": "offload-activations"})
+    return search(graph, MESH, FAST, Request(pin={"layers.0": "recompute", "layers.1": "offload-activations"}))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from torch.nn import functional
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.plan.utilisation import flops_by_dtype, utilisation
-from autopar.search import search
+from autopar.search import Request, search
 from autopar.search.__main__ import main
 from autopar.trace import capture, graph_of
 from autopar.trace.precision import precision_named
@@ -88,7 +88,7 @@ def test_mfu_is_model_flops_over_what_all_ranks_could_do() -> None:
 
 def test_what_is_run_again_does_not_count() -> None:
     traced = graph(Two(), torch.zeros(BATCH, IN))
-    kept = search(traced, TWO, H100, pin={"up": "recompute"})
+    kept = search(traced, TWO, H100, Request(pin={"up": "recompute"}))
     again = [node for node in kept.graph.nodes if node.op == "autopar.einsum" and node.target]
     assert len(again) == 1 and sum(flops_by_dtype(kept.graph).values()) > BY_HAND, "a product is run again"
     assert utilisation(kept).model_flops == BY_HAND

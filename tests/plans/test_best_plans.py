@@ -16,7 +16,7 @@ from autopar.lower import lower
 from autopar.lower.memory import peaks
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
-from autopar.search import search
+from autopar.search import Request, search
 from tests.support.check import difference, mesh_of, worst_difference
 from tests.support.families import FAMILIES, family
 from tests.support.lockstep import run_all
@@ -34,7 +34,7 @@ CASES = [
 @cache
 def best(name: str, mesh: Mesh, wide: bool = False) -> Plan:
     case = family(name)
-    return search(case.wide_graph if wide else case.graph, mesh, FAST, tied=False)
+    return search(case.wide_graph if wide else case.graph, mesh, FAST, Request(tied=False))
 
 
 @pytest.mark.parametrize(("name", "sizes"), CASES)
@@ -85,9 +85,9 @@ def test_the_best_plan_in_little_memory_is_right(
     name: str, sizes: tuple[int, ...], part: float, allow: tuple[str, ...]
 ) -> None:
     case, mesh = family(name), mesh_of(*sizes)
-    roomy = search(case.graph, mesh, SLOW, tied=False)
+    roomy = search(case.graph, mesh, SLOW, Request(tied=False))
     limit = part * roomy.peak_bytes["hbm"]
-    plan = search(case.graph, mesh, SLOW, memory=limit, tied=False, allow=allow)
+    plan = search(case.graph, mesh, SLOW, Request(memory=limit, tied=False, allow=allow))
     assert plan.peak_bytes["hbm"] <= limit
     assert plan.step_seconds > roomy.step_seconds, "the limit costs nothing: the test does not test what it says"
     if not allow:

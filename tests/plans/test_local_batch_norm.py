@@ -17,7 +17,7 @@ from autopar.ir.batch_norm import statistics_of
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Shard
 from autopar.plan import Plan
-from autopar.search import search
+from autopar.search import Request, search
 from cost_models.hardware import Hardware
 from cost_models.steps import Comm
 from tests.support.check import difference, mesh_of, worst_difference
@@ -122,7 +122,7 @@ def test_statistics_of_the_whole_batch_are_other_numbers() -> None:
 
 def searched(name: str, ranks: int, policy: str | None = None, parts: int | None = None) -> Plan:
     graph: Graph = case(name, ranks if parts is None else parts).graph
-    return search(graph, mesh_of(ranks), Hardware.load("h100-sxm"), policy=policy)
+    return search(graph, mesh_of(ranks), Hardware.load("h100-sxm"), Request(policy=policy))
 
 
 def test_ddp_of_a_resnet_has_no_collective_per_layer() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import Infeasible
 from autopar.plan import Plan
-from autopar.search import search
+from autopar.search import Request, search
 from tests.support.check import mesh_of
 from tests.support.families import family
 from tests.support.machines import SLOW
@@ -16,7 +16,7 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 def plan(name: str, sizes: tuple[int, ...], memory: float | None) -> Plan:
     """By layouts alone; what else may be recomputed and offloaded is for tests/assemble."""
-    return search(family(name).graph, mesh_of(*sizes), SLOW, memory=memory, tied=False, allow=())
+    return search(family(name).graph, mesh_of(*sizes), SLOW, Request(memory=memory, tied=False, allow=()))
 
 
 CASES = [("mlp", (2,)), ("mlp", (4,)), ("block", (2,)), ("cnn", (4,))]

@@ -8,7 +8,7 @@ from autopar.emit import emit
 from autopar.lower.program import Read
 from autopar.lower.schedule import Advance, Facts, Turn, schedule
 from autopar.plan.value import is_product
-from autopar.search import search
+from autopar.search import Request, search
 from cost_models.hardware import Hardware
 from tests.support.check import difference, mesh_of
 from tests.support.families import family
@@ -63,7 +63,7 @@ def test_gradients_summed_together_are_right_and_move_the_same_bytes(
     name: str, bucket_bytes: int, sizes: tuple[int, ...]
 ) -> None:
     case, mesh = family(name), mesh_of(*sizes)
-    plan = search(case.wide_graph, mesh, Hardware.load("h100-sxm"), policy="data-parallel")
+    plan = search(case.wide_graph, mesh, Hardware.load("h100-sxm"), Request(policy="data-parallel"))
     values = case.values(case.wide_graph)
     found, wanted = (run_all(replace(plan, bucket_bytes=size), values)[1] for size in (bucket_bytes, 0))
     off, where = difference(replace(plan, bucket_bytes=bucket_bytes), case)

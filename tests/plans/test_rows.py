@@ -12,7 +12,7 @@ from autopar.emit.writer import C10D
 from autopar.ir.graph import TensorType
 from autopar.ir.layout import REPLICATE, Partial
 from autopar.price.reshard import Reshard, travels_together
-from autopar.search import search
+from autopar.search import Request, search
 from cost_models.hardware import Hardware
 from tests.support.check import mesh_of
 from tests.support.families import family
@@ -32,7 +32,7 @@ def calls(graph: fx.Graph, target: object) -> list[fx.Node]:
 def test_only_rows_are_summed_in_place_and_nobody_else_has_them(
     name: str, bucket_bytes: int, prefetch: int | None, sizes: tuple[int, ...]
 ) -> None:
-    plan = search(family(name).graph, mesh_of(*sizes), Hardware.load("h100-sxm"), policy="data-parallel")
+    plan = search(family(name).graph, mesh_of(*sizes), Hardware.load("h100-sxm"), Request(policy="data-parallel"))
     program = emit(
         replace(plan, bucket_bytes=bucket_bytes, prefetch=prefetch), {axis: axis for axis in plan.mesh.names}
     )

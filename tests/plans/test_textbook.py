@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.lower import lower
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
-from autopar.search import search
+from autopar.search import Request, search
 from tests.support.check import difference, mesh_of
 from tests.support.families import Case, family
 from tests.support.machines import machine
@@ -66,7 +66,7 @@ def big(found: list[Any]) -> Counter[str]:
 def test_many_tokens_and_room_give_data_parallelism() -> None:
     case, mesh = two_layers(tokens=512, width=16, hidden=32), mesh_of(4)
     hardware = machine(1e10, flops=1e10)
-    plan = search(case.graph, mesh, hardware, tied=False)
+    plan = search(case.graph, mesh, hardware, Request(tied=False))
     assert plan.parameters == {"up.weight": (R,), "down.weight": (R,), "gain": (R,)}
     assert plan.choices["x"].gives == ((S0,),) and plan.choices["y"].gives == ((S0,),)
     assert not big(comms(plan, "forward"))
@@ -79,10 +79,12 @@ def test_many_tokens_and_room_give_data_parallelism() -> None:
 def test_weights_that_do_not_fit_are_split_and_gathered_around_their_use() -> None:
     case, mesh = two_layers(tokens=2048, width=64, hidden=128), mesh_of(4)
     hardware = machine(1e10, flops=1e10)
-    roomy = search(case.graph, mesh, hardware, tied=False)
+    roomy = search(case.graph, mesh, hardware, Request(tied=False))
     assert roomy.parameters == {"up.weight": (R,), "down.weight": (R,), "gain": (R,)}
     whole = 4 * 4 * 2 * 64 * 128  # parameters, gradients and two optimizer states
-    plan = search(case.graph, mesh, hardware, memory=roomy.peak_bytes["hbm"] - whole // 2, tied=False, allow=())
+    plan = search(
+        case.graph, mesh, hardware, Request(memory=roomy.peak_bytes["hbm"] - whole // 2, tied=False, allow=())
+    )
     assert all(isinstance(plan.parameters[name][0], Shard) for name in ("up.weight", "down.weight"))
     assert plan.choices["x"].gives == ((S0,),), "still split by the batch"
     assert big(comms(plan, "forward")) == {"all_gather": 2}
@@ -93,7 +95,7 @@ def test_weights_that_do_not_fit_are_split_and_gathered_around_their_use() -> No
 def test_few_tokens_and_large_weights_give_column_then_row_with_one_all_reduce() -> None:
     case, mesh = two_layers(tokens=6, width=96, hidden=192), mesh_of(4)
     hardware = machine(1e11, flops=1e11)
-    plan = search(case.graph, mesh, hardware, tied=False)
+    plan = search(case.graph, mesh, hardware, Request(tied=False))
     assert plan.parameters == {"up.weight": (S0,), "down.weight": (S1,), "gain": (R,)}, "column, then row"
     first, second = [n for n in case.graph.nodes if n.op == "autopar.einsum" and n.phase == "forward"]
     assert plan.choices[first.name].gives == ((S1,),) and plan.choices[second.name].gives == ((Partial(),),)
@@ -156,7 +158,7 @@ def test_more_and_equal_layers_cost_as_the_plan_says_tied_or_not() -> None:
             return x.square().mean()
 
     case, mesh, hardware = Case(Deep(), {"x": torch.randn(16, 16)}), mesh_of(4), machine(1e11, flops=1e11)
-    tied, free = (search(case.graph, mesh, hardware, tied=tied) for tied in (True, False))
+    tied, free = (search(case.graph, mesh, hardware, Request(tied=tied)) for tied in (True, False))
     assert free.step_seconds <= tied.step_seconds * (1 + 1e-9)
     first = PlanSampler(case.graph, mesh, hardware)
     for plan in (tied, free):
@@ -183,7 +185,7 @@ from tests.plans.test_textbook import outline
 from tests.support.check import mesh_of
 from tests.support.families import family
 from tests.support.machines import machine
-from autopar.search import search
+from autopar.search import Request, Request, search
 graph, hardware = family("mlp").graph, machine(1e11, flops=1e11)
 print(json.dumps([outline(search(graph, mesh_of(int(ranks)), hardware, tied=False)) for ranks in sys.argv[1:]]))
 """
@@ -206,12 +208,12 @@ def test_searches_of_several_meshes_in_one_process_do_not_meet() -> None:
 
 def test_a_mesh_axis_of_size_one_changes_nothing() -> None:
     case, hardware = family("mlp"), machine(1e11, flops=1e11)
-    plain = search(case.graph, mesh_of(4), hardware, tied=False)
+    plain = search(case.graph, mesh_of(4), hardware, Request(tied=False))
     for sizes in ((1, 4), (4, 1)):
-        plan = search(case.graph, mesh_of(*sizes), hardware, tied=False)
+        plan = search(case.graph, mesh_of(*sizes), hardware, Request(tied=False))
         assert plan.step_seconds == pytest.approx(plain.step_seconds, rel=1e-9)
         assert difference(plan, case)[0] <= 1e-4
-    alone = search(case.graph, mesh_of(1), hardware, tied=False)
+    alone = search(case.graph, mesh_of(1), hardware, Request(tied=False))
     assert not alone.comm_bytes and difference(alone, case)[0] <= 1e-5
 
 
@@ -232,7 +234,7 @@ def test_sizes_that_do_not_divide_are_never_split(sizes: tuple[int, ...]) -> Non
     ids, labels = torch.randint(0, 101, (5, 12)), torch.randint(0, 101, (5, 12))
     labels[0, :9] = -100
     case, mesh = Case(Odd(), {"ids": ids, "labels": labels}), mesh_of(*sizes)
-    plan = search(case.graph, mesh, machine(), tied=False)
+    plan = search(case.graph, mesh, machine(), Request(tied=False))
     for node in case.graph.nodes:
         for type, layout in zip(node.outputs, plan.choices[node.name].gives, strict=True):
             for placement, size in zip(layout, mesh.sizes, strict=True):

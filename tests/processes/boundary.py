@@ -15,7 +15,7 @@ from autopar import PlanMismatch
 from autopar.attach.tensors import mesh_of
 from autopar.machine.device import hardware_or_here
 from autopar.measure.twin import traced
-from autopar.search import search
+from autopar.search import Request, search
 from tests.processes.compare import near, same_gradients, whole
 from tests.processes.worker import Ranks
 
@@ -45,7 +45,7 @@ def _batch() -> tuple[Tensor, Tensor, Tensor]:
 
 def _compiled(ranks: Ranks, model: Net, policy: str, *args: Tensor, **options: Any) -> Any:
     mesh = ranks.mesh()
-    plan = search(traced(model, args, {}), mesh_of(mesh), hardware_or_here("cpu-gloo", "cpu"), policy=policy)
+    plan = search(traced(model, args, {}), mesh_of(mesh), hardware_or_here("cpu-gloo", "cpu"), Request(policy=policy))
     return autopar.compile(model, mesh, plan=plan, **options)
 
 

@@ -15,7 +15,7 @@ import autopar
 from autopar.attach.tensors import mesh_of
 from autopar.optim import Streamed
 from autopar.plan import Plan
-from autopar.search import search
+from autopar.search import Request, search
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from tests.processes.compare import LOSS, adamw, loss_of, near, same_gradients, same_state, same_steps, sgd, splits
@@ -103,7 +103,7 @@ def check_gradients_in_one_row(ranks: Ranks) -> None:
     """Small gradients are summed together: complex ones in a row of their own."""
     plain, batch = layers()
     graph, mesh = graph_of(capture(plain, (), batch)), ranks.mesh()
-    plan = search(graph, mesh_of(mesh), Hardware.load("cpu-gloo"), policy="data-parallel")
+    plan = search(graph, mesh_of(mesh), Hardware.load("cpu-gloo"), Request(policy="data-parallel"))
     parallel = autopar.compile(plain, mesh, plan=replace(plan, bucket_bytes=1 << 20))
     same_steps(plain, parallel, batch, steps=3)
     backward = parallel.program.backward

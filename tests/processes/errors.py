@@ -17,7 +17,7 @@ import autopar
 from autopar import Infeasible, PlanMismatch, TraceError
 from autopar.attach.tensors import mesh_of
 from autopar.measure.twin import traced
-from autopar.search import search
+from autopar.search import Request, search
 from tests.processes.compare import near, same_steps
 from tests.processes.models import Logits, Net, batch, net
 from tests.processes.worker import Ranks
@@ -122,7 +122,7 @@ def check_a_rank_that_is_told_something_else(ranks: Ranks) -> None:
     """Another plan file on one node, another keyword, or no file: the same error everywhere, before anything runs."""
     last, data = ranks.rank == ranks.count - 1, batch()
     searched = [(traced(net(), (), data), policy) for policy in ("fsdp", "data-parallel")]
-    plans = [search(graph, mesh_of(ranks.mesh()), FAST, policy=policy) for graph, policy in searched]
+    plans = [search(graph, mesh_of(ranks.mesh()), FAST, Request(policy=policy)) for graph, policy in searched]
     path = ranks.folder / f"told-{ranks.rank}.plan.json"
     plans[last].save(path)
     for options, told in (

@@ -49,8 +49,8 @@ def check_too_little_memory_for_the_pieces_of_one_rank(ranks: Ranks) -> None:
 
 
 def check_rank_zero_may_plan_for_longer_than_the_group_waits(ranks: Ranks) -> None:
-    compiling: Any = importlib.import_module("autopar.compile")
-    find, group, waits_s = compiling.search, dist.group.WORLD, 3.0
+    planner: Any = importlib.import_module("autopar.planner")
+    find, group, waits_s = planner.answer, dist.group.WORLD, 3.0
     assert group is not None
 
     def slow(*args: Any, **wanted: Any) -> Any:
@@ -59,12 +59,12 @@ def check_rank_zero_may_plan_for_longer_than_the_group_waits(ranks: Ranks) -> No
 
     plain = net()
     parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST, patience_s=waits_s)
-    compiling.search = slow
+    planner.answer = slow
     group.set_timeout(timedelta(seconds=waits_s))
     try:
         same_steps(plain, parallel, batch(), steps=2)
     finally:
-        compiling.search = find
+        planner.answer = find
         group.set_timeout(timedelta(seconds=COLLECTIVE_S))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import autopar
 from autopar.ir.mesh import Mesh
 from autopar.measure.twin import measure, memory_of, traced
-from autopar.search import search
+from autopar.search import Request, search
 from benchmarks.models import MODELS
 from cost_models.hardware import Hardware
 from tests.processes.compare import same_steps
@@ -23,7 +23,7 @@ def check_a_limit_is_kept(ranks: Ranks) -> None:
         limit, tried = search(graph, mesh, MACHINE).peak_bytes["hbm"] * 0.999, 0
         for _ in range(3):
             try:
-                plan = search(graph, mesh, MACHINE, memory=limit)
+                plan = search(graph, mesh, MACHINE, Request(memory=limit))
             except autopar.Infeasible:
                 break
             measured = memory_of(plan, model, (), inputs)["step"].measured
@@ -37,7 +37,7 @@ def check_lookups(ranks: Ranks) -> None:
     model, inputs, _ = MODELS["embeddings"]()
     graph, mesh = traced(model, (), inputs), Mesh(("data",), (2,))
     for policy in (None, "fsdp", "data-parallel"):
-        found = memory_of(search(graph, mesh, MACHINE, policy=policy), model, (), inputs)["step"]
+        found = memory_of(search(graph, mesh, MACHINE, Request(policy=policy)), model, (), inputs)["step"]
         assert found.predicted is not None
         print(f"embeddings {policy or 'searched'} {found.predicted / found.measured:.4f}")
         assert 0.98 <= found.predicted / found.measured <= 1.05, (policy, found)
@@ -49,7 +49,7 @@ def check_zero1(ranks: Ranks) -> None:
     """
     for name in ("mlp", "gpt2"):
         case, mesh = family(name), Mesh(("data",), (2,))
-        plans = [search(case.graph, mesh, MACHINE, policy=policy) for policy in ("fsdp", "zero2", "zero1")]
+        plans = [search(case.graph, mesh, MACHINE, Request(policy=policy)) for policy in ("fsdp", "zero2", "zero1")]
         found = [measure(plan, case.model, (), case.inputs, steps=1) for plan in plans]
         peaks = [one.peak_bytes["step"] for one in found]
         assert all(abs(peak.measured - peak.predicted) <= 0.001 * peak.measured for peak in peaks), peaks

@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.measure.memory import LiveBytes
 from autopar.optim import Streamed
 from autopar.plan import Plan
-from autopar.search import search
+from autopar.search import Request, search
 from autopar.trace import capture, graph_of
 from tests.processes.compare import LOSS, adamw, near, same_state, same_steps
 from tests.processes.errors import refused
@@ -46,7 +46,7 @@ class Kept(Net):
 @cache
 def of_policy(kind: type[Net], ranks: int, policy: str | None) -> Plan:
     """The plan of a policy: fsdp has weights in rows, tensor-parallel in rows and in columns."""
-    return search(graph_of(capture(net(kind), (), batch())), Mesh(("data",), (ranks,)), FAST, policy=policy)
+    return search(graph_of(capture(net(kind), (), batch())), Mesh(("data",), (ranks,)), FAST, Request(policy=policy))
 
 
 def laid_out(ranks: Ranks, plain: nn.Module, policy: str = "tensor-parallel") -> autopar.ParallelModule:

@@ -16,7 +16,7 @@ from autopar.scale.elsewhere import plan_at
 from autopar.scale.forms import totals
 from autopar.scale.grow import growth_of
 from autopar.scale.growth import Growth, usual_sources
-from autopar.search import search
+from autopar.search import Request, search
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from tests.support.check import mesh_of
@@ -37,7 +37,7 @@ def gpt2() -> Graph:
 
 @cache
 def found() -> tuple[Plan, Growth, Pricer]:
-    plan = search(gpt2(), mesh_of(2), CPU, simulation=False)
+    plan = search(gpt2(), mesh_of(2), CPU, Request(simulation=False))
     return plan, growth_of(plan.graph, usual_sources(plan.graph)), Pricer.on(plan.mesh, CPU, plan.optimizer)
 
 

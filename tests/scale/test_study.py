@@ -18,7 +18,7 @@ from autopar.scale import DoesNotSplit, graph_at, growth_of, plan_at, usual_sour
 from autopar.scale.__main__ import main
 from autopar.scale.report import differences, report
 from autopar.scale.study import Ground, Study, communication, study
-from autopar.search import search
+from autopar.search import Request, search
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from examples import mlp
@@ -42,7 +42,7 @@ def ground(plan: Plan, hardware: Hardware) -> Ground:
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return search(traced(8192, 4096), MESH, H100, memory=3e9)
+    return search(traced(8192, 4096), MESH, H100, Request(memory=3e9))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_the_limit_is_the_machines_where_the_plan_has_none(plan):
 def test_communication_takes_longer_than_the_rest_up_to_some_batch():
     """Gradients of one size are summed, whatever the batch: compute grows and takes over."""
     slow = machine(1e9, flops=1e13)
-    plan = search(traced(batch=1024), Mesh(("data",), (4,)), slow, policy="data-parallel")
+    plan = search(traced(batch=1024), Mesh(("data",), (4,)), slow, Request(policy="data-parallel"))
     on = ground(plan, slow)
     (turn,) = study(on, (2,)).turns
     shares = [share for _, share in turn.points]

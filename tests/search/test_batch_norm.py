@@ -12,7 +12,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.measure.twin import traced
 from autopar.plan.fit import check
-from autopar.search import answer, ask, search
+from autopar.search import Request, answer, ask, search
 from autopar.search.__main__ import main
 from autopar.search.baselines import compare, table
 from cost_models.hardware import Hardware
@@ -114,15 +114,15 @@ def test_a_batch_that_ddp_could_not_cut_says_so_in_its_row(tmp_path: Path, capsy
 def test_a_faster_baseline_of_other_statistics_is_not_said_to_be_quicker() -> None:
     asked = ask(graph(1), MESH, H100)
     chosen = answer(asked)
-    rows = compare(asked, chosen, memory=None, outputs="sharded", time_limit_s=60, as_ddp=ask(graph(4), MESH, H100))
+    rows = compare(asked, chosen, Request(), as_ddp=ask(graph(4), MESH, H100))
     assert rows[0].policy == "data-parallel" and rows[0].batch_norm == "local" and rows[0].plan is not None
     assert rows[0].plan.step_seconds < chosen.step_seconds and statistics_of(chosen.graph) == ("global",)
     assert "data-parallel is quicker" not in table(chosen, rows)
-    assert compare(asked, chosen, memory=None, outputs="sharded", time_limit_s=60) == rows[1:]
+    assert compare(asked, chosen, Request()) == rows[1:]
     assert table(chosen, rows).count("rank's part") == 2, "its column, and the line below"
 
 
 def test_a_baseline_asked_for_by_name_says_what_it_is() -> None:
     for parts, name in ((1, "data-parallel, synced"), (4, "data-parallel")):
-        notes = search(graph(parts), MESH, H100, policy="ddp").notes
+        notes = search(graph(parts), MESH, H100, Request(policy="ddp")).notes
         assert f"only {name} plans were searched; the gap is to the best of them" in notes

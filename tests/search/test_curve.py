@@ -17,7 +17,7 @@ from torch import nn
 
 from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.plan import Plan
-from autopar.search import Question, answer, ask, curve
+from autopar.search import Question, Request, answer, ask, curve
 from autopar.search.__main__ import main
 from autopar.search.memory_options import ALLOWED, allowed
 from autopar.trace import capture, graph_of
@@ -57,7 +57,7 @@ def fastest() -> Plan:
 
 @cache
 def points_of(*allow: str, simulation: bool = False) -> tuple[curve.Point, ...]:
-    return curve.memory_curve(question(), points=4, allow=allow or None, simulation=simulation)
+    return curve.memory_curve(question(), Request(allow=allow or None, simulation=simulation), points=4)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_the_ends_are_the_least_that_does_and_what_the_fastest_plan_needs() -> N
     assert last.plan.predicted_seconds == pytest.approx(fastest().predicted_seconds)
     assert least.plan.predicted_seconds > last.plan.predicted_seconds
     with pytest.raises(Infeasible):
-        answer(question(), memory=least.limit / 2)
+        answer(question(), Request(memory=least.limit / 2))
 
 
 def test_what_is_recomputed_and_offloaded_is_counted() -> None:
@@ -112,10 +112,10 @@ def test_a_search_that_is_cut_leaves_the_plans_of_lower_limits(monkeypatch: pyte
     points = points_of()
     limits = [point.limit for point in points]
 
-    def cut(question: Question, *, memory: float | None, **given: Any) -> Plan:
-        if memory is not None and limits[1] <= memory < limits[-1]:
+    def cut(question: Question, request: Request, **given: Any) -> Plan:
+        if request.memory is not None and limits[1] <= request.memory < limits[-1]:
             raise NoAnswerInTime("no plan was found")
-        return answer(question, memory=memory, **given)
+        return answer(question, request, **given)
 
     monkeypatch.setattr(curve, "answer", cut)
     least, *between, last = curve.memory_curve(question(), points=4)
@@ -128,7 +128,8 @@ def test_a_search_that_is_cut_leaves_the_plans_of_lower_limits(monkeypatch: pyte
 def test_without_a_word_of_what_would_do_the_least_limit_is_sought(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
 
-    def silent(question: Question, *, memory: float | None, **given: Any) -> Plan:
+    def silent(question: Question, request: Request, **given: Any) -> Plan:
+        memory = request.memory
         asked.append(memory or 0.0)
         if memory is not None and memory < 1e7:
             raise Infeasible("no plan fits")
@@ -190,19 +191,19 @@ def test_where_the_limit_binds_the_price_of_memory_is_told_and_no_more_is_saved(
     """By the prices of a bound, more memory saves at most so much of the bound."""
     top = fastest().peak_bytes["hbm"]
     limit = float(int(0.6 * top))
-    plan = answer(question(), memory=limit, allow=("recompute",))
+    plan = answer(question(), Request(memory=limit, allow=("recompute",)))
     price = plan.search["ms_per_gib:hbm"]
     assert isinstance(price, float) and price > 0 and "price of memory: +" in plan.explain()
     assert "it shapes the plan; the fastest takes " in " ".join(plan.explain().split())
     for more in (1.05, 1.2, 1.5):
-        roomier = answer(question(), memory=limit * more, allow=("recompute",))
+        roomier = answer(question(), Request(memory=limit * more, allow=("recompute",)))
         most = price / 1e3 / 2**30 * limit * (more - 1)
         assert plan.bound - roomier.step_seconds <= most + 1e-3 * plan.step_seconds
 
 
 def test_where_the_limit_does_not_bind_there_is_no_price_of_memory() -> None:
     for limit in (None, 2.0 * fastest().peak_bytes["hbm"]):
-        plan = answer(question(), memory=limit)
+        plan = answer(question(), Request(memory=limit))
         assert "price of memory" not in plan.explain() and not any("ms_per_gib" in fact for fact in plan.search)
 
 

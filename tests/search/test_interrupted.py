@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar import NoAnswerInTime, Plan
-from autopar.search import answer, ask
+from autopar.search import Request, answer, ask
 from autopar.search import drive as rounds_module
 from autopar.search import solve as solved_module
 from autopar.search.__main__ import main
@@ -122,7 +122,7 @@ def test_under_a_limit_what_is_known_by_then_is_enough(monkeypatch: pytest.Monke
 
     solved_within = rounds_module.solved_within
     monkeypatch.setattr(rounds_module, "solved_within", stopping)
-    plan = answer(asked, memory=limit, stop=lambda: bool(stopped))
+    plan = answer(asked, Request(memory=limit), stop=lambda: bool(stopped))
     assert plan.peak_bytes["hbm"] <= limit and plan.bound <= plan.step_seconds
 
 

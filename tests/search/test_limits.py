@@ -9,7 +9,7 @@ import pytest
 from autopar.errors import Infeasible
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.search import answer, ask
+from autopar.search import Request, answer, ask
 from autopar.search.limits import nothing_fits
 from autopar.search.memory_options import ALLOWED
 from benchmarks.limits import question_of
@@ -32,14 +32,14 @@ def test_with_what_would_do_there_is_a_plan_that_takes_hardly_less_and_below_it_
     """
     asked = question_of(name) if name == "embeddings" else ask(family(name).graph, Mesh(("data",), (2,)), CPU)
     with pytest.raises(Infeasible) as refused:
-        answer(asked, memory=1.0, allow=ALLOWED)
+        answer(asked, Request(memory=1.0, allow=ALLOWED))
     least = refused.value.enough
     assert least is not None and least == refused.value.at_least, "small enough to be found out"
     assert "the least that would do is " in str(refused.value) and "counted on the safe side" in str(refused.value)
-    taken = answer(asked, memory=least, allow=ALLOWED).peak_bytes["hbm"]
+    taken = answer(asked, Request(memory=least, allow=ALLOWED)).peak_bytes["hbm"]
     assert 0.95 * least <= taken <= least
     with pytest.raises(Infeasible):
-        answer(asked, memory=math.floor(least * 0.999), allow=ALLOWED)
+        answer(asked, Request(memory=math.floor(least * 0.999), allow=ALLOWED))
 
 
 def told(at_least: float, enough: float | None, resource: str = "hbm") -> str:

@@ -19,7 +19,7 @@ from autopar.price.pricer import Pricer
 from autopar.propose.repeated_blocks import classes_of
 from autopar.propose.strategies import even_layouts
 from autopar.rewrite import is_gathered_once, plain
-from autopar.search import Question, answer, ask, search
+from autopar.search import Question, Request, answer, ask, search
 from autopar.search.baselines import compare, table
 from autopar.search.policies import POLICIES, REWRITES, agree, policies_for, restrict
 from cost_models.hardware import Hardware
@@ -41,7 +41,7 @@ def question(name: str, sizes: tuple[int, ...], hardware: Hardware = H100) -> Qu
 
 @cache
 def plan_of(name: str, sizes: tuple[int, ...], policy: str | None, hardware: Hardware = H100) -> Plan:
-    return answer(question(name, sizes, hardware), policy=policy)
+    return answer(question(name, sizes, hardware), Request(policy=policy))
 
 
 def weight_nodes(graph: Graph, *, matrices: bool) -> set[str]:
@@ -94,7 +94,7 @@ def test_the_search_is_never_worse_than_a_baseline(name: str, sizes: tuple[int, 
 @pytest.mark.parametrize("name", ["gpt2", "cnn"])
 def test_a_baseline_computes_what_the_model_computes(name: str, policy: str) -> None:
     case = family(name)
-    plan = search(case.wide_graph, mesh_of(2, 2), H100, policy=policy)
+    plan = search(case.wide_graph, mesh_of(2, 2), H100, Request(policy=policy))
     off, where = difference(plan, case)
     assert off <= 1e-9, where  # float64; a term lost or counted twice is 1e-3 or more
 
@@ -215,7 +215,7 @@ def test_the_graph_of_zero2_is_the_traced_one_but_for_what_keeps_weights(tmp_pat
 
 def test_zero2_keeps_weights_where_values_are_run_again_but_not_those_on_the_host() -> None:
     pin = {"transformer.h.*": "recompute", "transformer.wte.weight": "offload-parameters"}
-    plan = answer(question("gpt2", (2,)), policy="zero2", pin=pin)
+    plan = answer(question("gpt2", (2,)), Request(policy="zero2", pin=pin))
     repeated = [node for node in plan.graph.nodes if node.target and not node.is_source]
     assert any(node.op == "autopar.einsum" for node in repeated) and not any(map(is_gathered_once, repeated))
     once = {node.name: node.operands[0].name for node in plan.graph.nodes if is_gathered_once(node)}
@@ -262,14 +262,14 @@ def test_the_mixed_policy_splits_the_batch_over_the_first_axis_only(name: str) -
 @pytest.mark.parametrize("policy", ["data-parallel", "tensor-parallel"])
 def test_a_batch_and_weights_that_do_not_divide_stay_whole(policy: str) -> None:
     graph, mesh = family("mlp").graph, mesh_of(5)  # batch 12, widths 24 and 48
-    plan = search(graph, mesh, H100, policy=policy)
+    plan = search(graph, mesh, H100, Request(policy=policy))
     assert not plan.comms()
     assert all(layout == (REPLICATE,) for _, layout in parameters(plan))
 
 
 def test_an_axis_that_the_batch_is_too_small_for_repeats_the_work() -> None:
     graph, mesh = family("gpt2").graph, mesh_of(4, 2)  # batch 4
-    plan = search(graph, mesh, H100, policy="data-parallel")
+    plan = search(graph, mesh, H100, Request(policy="data-parallel"))
     assert batch_size(graph) == 4
     assert set(inputs(plan).values()) == {(Shard(0), REPLICATE)}
     assert {comm.axis for comm in plan.comms()} == {"a"}
@@ -295,7 +295,7 @@ def test_unknown_and_unfit_policies_are_refused() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_repeated_layers_can_be_tied_under_a_policy(policy: str) -> None:
-    tied = answer(question("gpt2", (2, 2)), policy=policy, tied=True)
+    tied = answer(question("gpt2", (2, 2)), Request(policy=policy, tied=True))
     assert tied.step_seconds >= plan_of("gpt2", (2, 2), policy).step_seconds * (1 - 1e-6)
     layouts = {name.split(".h.")[1][2:]: set() for name in tied.parameters if ".h." in name}
     for name, layout in tied.parameters.items():
@@ -319,21 +319,21 @@ def test_a_class_agrees_on_what_all_its_nodes_may_do() -> None:
 
 def test_a_baseline_that_does_not_fit_says_what_it_needs() -> None:
     asked, memory = question("mlp", (2,)), 70_000.0
-    chosen = answer(asked, memory=memory)
-    rows = compare(asked, chosen, memory=memory, outputs="sharded", time_limit_s=60)
+    chosen = answer(asked, Request(memory=memory))
+    rows = compare(asked, chosen, Request(memory=memory, outputs="sharded", time_limit_s=60))
     row = next(row for row in rows if row.policy == "data-parallel")
     assert row.plan is None and row.needs is not None and row.needs > memory
     assert row.why.startswith("does not fit (needs ")
-    assert answer(asked, memory=row.needs, policy="data-parallel").peak_bytes["hbm"] <= row.needs
+    assert answer(asked, Request(memory=row.needs, policy="data-parallel")).peak_bytes["hbm"] <= row.needs
     with pytest.raises(Infeasible):
-        answer(asked, memory=row.needs * 0.999, policy="data-parallel")
+        answer(asked, Request(memory=row.needs * 0.999, policy="data-parallel"))
     line = next(line for line in table(chosen, rows).splitlines() if "data-parallel" in line)
     assert row.why in line and " ms" not in line
 
 
 def test_the_table_names_every_policy_and_says_that_it_is_predicted() -> None:
     asked, chosen = question("mlp", (2, 2)), plan_of("mlp", (2, 2), None)
-    text = table(chosen, compare(asked, chosen, memory=None, outputs="sharded", time_limit_s=60))
+    text = table(chosen, compare(asked, chosen, Request()))
     assert "predicted (summed)" in text.splitlines()[0]
     assert [line.split()[0] for line in text.splitlines()[2:]] == ["this", *POLICIES]
     ratios = [float(line.split(" x ")[0].split()[-1]) for line in text.splitlines()[2:]]
@@ -347,17 +347,17 @@ def test_a_quicker_baseline_is_told_and_takes_nobodys_place() -> None:
         ({}, "--allow or --pin rules out what it does, or the search was cut short (--time-limit)"),
     ):
         poor = replace(best, step_seconds=1.0, bound=best.bound / 2, search={**best.search, "tied": 0, **facts})
-        rows = compare(asked, poor, memory=None, outputs="sharded", time_limit_s=60)
+        rows = compare(asked, poor, Request())
         line = next(line for line in table(poor, rows).splitlines() if "is quicker" in line and " fsdp " in f" {line}")
         assert line == f"  fsdp is quicker than this plan, which no report changes: {why}"
-    assert "is quicker" not in table(best, compare(asked, best, memory=None, outputs="sharded", time_limit_s=60))
+    assert "is quicker" not in table(best, compare(asked, best, Request()))
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt2"])
 def test_without_simulation_weights_gathered_once_are_told_of(name: str) -> None:
     """At whose plans that search does not look; where they are quicker, the table says so."""
     asked, chosen = question(name, (2,)), plan_of(name, (2,), None)
-    rows = compare(asked, chosen, memory=None, outputs="sharded", time_limit_s=60)
+    rows = compare(asked, chosen, Request())
     zero2 = next(row.plan for row in rows if row.policy == "zero2")
     assert zero2 is not None
     is_quicker = zero2.step_seconds < chosen.step_seconds * (1 - 1e-3)

@@ -8,7 +8,7 @@ import pytest
 
 from autopar import Plan
 from autopar.assemble.problem import Assembled
-from autopar.search import answer, ask
+from autopar.search import Request, answer, ask
 from autopar.search.__main__ import main
 from autopar.search.problems import write
 from cost_models.hardware import Hardware
@@ -46,7 +46,7 @@ def test_in_little_memory_it_has_the_limit_and_costs_the_same(
     asked = ask(family("block").graph, mesh_of(2), Hardware.load("h100-sxm"))
     memory = None if share is None else share * answer(asked).peak_bytes["hbm"]
     problems: list[Assembled] = []
-    plan = answer(asked, memory=memory, as_posed=problems.append)
+    plan = answer(asked, Request(memory=memory), as_posed=problems.append)
     write(problems[-1], tmp_path / "problem.json")
     assert ("hbm" in read_problem(tmp_path / "problem.json").limits) == ("fastest_bytes" in plan.search) == bool(share)
     found = solved(tmp_path / "problem.json", capsys, "--gap", "0.001")

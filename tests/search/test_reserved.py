@@ -10,7 +10,7 @@ import pytest
 
 from autopar.errors import Infeasible
 from autopar.plan import Plan
-from autopar.search import Question, answer, ask
+from autopar.search import Question, Request, answer, ask
 from autopar.search.reserved import LEFT, RESERVED, TRIES, check_fits, held_within, reserved_bytes, telling
 from cost_models.hardware import Hardware
 from cost_models.reserve import Room, outside_bytes, room_in, workspaces
@@ -41,7 +41,7 @@ def test_a_plan_reserves_what_it_holds_with_workspaces_and_groups(ranks: int) ->
 
 def test_what_is_found_says_what_it_reserves() -> None:
     room = room_in(40e9, H100, (2,))
-    plan = held_within(room, lambda held: answer(question(2), memory=held), question(2).pricer)
+    plan = held_within(room, lambda held: answer(question(2), Request(memory=held)), question(2).pricer)
     assert plan.search[RESERVED] == reserved_bytes(plan, question(2).pricer) < room.limit
     assert plan.search[LEFT] == int(room.left) and plan.memory_limit == room.tensors
     assert any("are left for workspaces of kernels" in note for note in plan.notes)

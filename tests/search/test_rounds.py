@@ -9,7 +9,7 @@ import pytest
 
 from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.mesh import Mesh
-from autopar.search import Question, answer, ask
+from autopar.search import Question, Request, answer, ask
 from autopar.search import solve as solved_module
 from autopar.search.problems import Wanted, posed
 from autopar.search.solve import solve as real_solve
@@ -33,13 +33,13 @@ def memory_of(question: Question) -> float:
 def test_a_plan_of_a_smaller_limit_is_there_when_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     question = asked()
     ample = memory_of(question)
-    low = answer(question, memory=0.7 * ample)
+    low = answer(question, Request(memory=0.7 * ample))
 
     def in_no_time(problem: Problem, **given: Any) -> Solution:
         return real_solve(problem, **{**given, "time_limit_s": 1e-6} if given.get("start") is not None else given)
 
     monkeypatch.setattr(solved_module, "solve", in_no_time)
-    high = answer(question, memory=0.75 * ample)
+    high = answer(question, Request(memory=0.75 * ample))
     assert high.step_seconds <= low.step_seconds * (1 + 1e-9)
     assert high.peak_bytes["hbm"] <= 0.75 * ample and high.bound <= high.step_seconds
 
@@ -52,23 +52,23 @@ def test_where_nothing_is_found_in_time_what_people_do_by_hand_stands_in(monkeyp
         return UNKNOWN if "start" in given else real_solve(problem, **given)
 
     monkeypatch.setattr(solved_module, "solve", slow)
-    plan = answer(question, memory=limit)
+    plan = answer(question, Request(memory=limit))
     assert plan.peak_bytes["hbm"] <= limit and plan.memory_limit == limit
-    by_hand = answer(question, memory=limit, policy="checkpoint-every-block", tied=True)
+    by_hand = answer(question, Request(memory=limit, policy="checkpoint-every-block", tied=True))
     assert plan.step_seconds <= by_hand.step_seconds * (1 + 1e-9)
     with pytest.raises(NoAnswerInTime):  # not even that fits
         monkeypatch.setattr("autopar.search.drive.policies_for", lambda mesh, saving=False: ())
-        answer(question, memory=0.99 * limit)
+        answer(question, Request(memory=0.99 * limit))
 
 
 def test_why_a_policy_has_no_plan_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     question = asked()
     limit = 0.6 * memory_of(question)
     with pytest.raises(Infeasible, match="no data-parallel plan fits") as first:
-        answer(question, memory=limit, policy="data-parallel")
+        answer(question, Request(memory=limit, policy="data-parallel"))
     monkeypatch.setattr(solved_module, "solve", lambda problem, **given: pytest.fail("solved again"))
     with pytest.raises(Infeasible) as second:
-        answer(question, memory=limit, policy="data-parallel")
+        answer(question, Request(memory=limit, policy="data-parallel"))
     assert str(second.value) == str(first.value)
 
 
@@ -77,12 +77,12 @@ def test_a_large_search_begins_among_known_layouts_and_is_the_same_twice(monkeyp
     told: list[str] = []
     question = asked()
     limit = 0.7 * memory_of(question)
-    plan = answer(question, memory=limit, progress=told.append)
+    plan = answer(question, Request(memory=limit), progress=told.append)
     assert any(re.match(r"the best among the layouts of \d plans takes", text) for text in told), told
     assert plan.peak_bytes["hbm"] <= limit and plan.bound <= plan.step_seconds
-    again = answer(asked(), memory=limit)
+    again = answer(asked(), Request(memory=limit))
     assert again == plan
-    by_hand = answer(question, memory=limit, policy="checkpoint-every-block", tied=True)
+    by_hand = answer(question, Request(memory=limit, policy="checkpoint-every-block", tied=True))
     assert plan.step_seconds <= by_hand.step_seconds * (1 + 1e-9)
 
 

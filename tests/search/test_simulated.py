@@ -15,7 +15,7 @@ from autopar.ir.work import STORE
 from autopar.plan import Plan
 from autopar.plan.store import dumps
 from autopar.price.pricer import Pricer
-from autopar.search import Question, answer, ask
+from autopar.search import Question, Request, answer, ask
 from autopar.search.__main__ import main
 from autopar.search.baselines import compare, table
 from autopar.search.overlap_loop import best_prefetch, choose, floor_s
@@ -50,7 +50,7 @@ def question(name: str, sizes: tuple[int, ...], hardware: Hardware) -> Question:
 def plans(name: str, sizes: tuple[int, ...], hardware: Hardware) -> tuple[Plan, Plan]:
     """By the sum, and by simulation."""
     asked = question(name, sizes, hardware)
-    return answer(asked), answer(asked, simulation=True)
+    return answer(asked), answer(asked, Request(simulation=True))
 
 
 def played_s(plan: Plan, pricer: Pricer) -> float:
@@ -66,7 +66,7 @@ def test_the_plan_is_as_quick_as_the_quickest_of_the_least_sum_and_the_baselines
     assert plan.simulated_seconds is not None
     assert plan.simulated_seconds <= best_prefetch(least_sum, pricer, None).seconds * (1 + 1e-9)
     for policy in policies_for(plan.mesh):
-        baseline = answer(question(name, sizes, hardware), policy=policy)
+        baseline = answer(question(name, sizes, hardware), Request(policy=policy))
         assert plan.simulated_seconds <= best_prefetch(baseline, pricer, None).seconds * (1 + 1e-9), policy
 
 
@@ -75,7 +75,7 @@ def test_somewhere_it_is_quicker_than_all_of_them():
     for case in CASES:
         least_sum, plan = plans(*case)
         asked = question(*case)
-        rivals = [least_sum, *(answer(asked, policy=policy) for policy in policies_for(plan.mesh))]
+        rivals = [least_sum, *(answer(asked, Request(policy=policy)) for policy in policies_for(plan.mesh))]
         gains.append(min(best_prefetch(rival, asked.pricer, None).seconds for rival in rivals) / plan.predicted_seconds)
     assert max(gains) > 1.02, gains
 
@@ -113,7 +113,7 @@ def test_what_the_plan_says_of_itself_is_true(name, sizes, hardware):
 def test_the_plan_fits_with_what_is_in_flight(name, share):
     asked = question(name, (2,), HIDES)
     roomy = plans(name, (2,), HIDES)[1].peak_bytes["hbm"]
-    plan = answer(asked, memory=share * roomy, simulation=True)
+    plan = answer(asked, Request(memory=share * roomy, simulation=True))
     assert plan.peak_bytes["hbm"] <= share * roomy
     pricer = replace(asked.pricer, bucket_bytes=plan.bucket_bytes)
     if plan.prefetch is not None:
@@ -122,7 +122,7 @@ def test_the_plan_fits_with_what_is_in_flight(name, share):
 
 
 def test_gathering_ahead_is_left_out_where_it_does_not_fit():
-    plan = answer(question("gpt2", (2,), HIDES), policy="fsdp")
+    plan = answer(question("gpt2", (2,), HIDES), Request(policy="fsdp"))
     pricer = question("gpt2", (2,), HIDES).pricer
     needs = best_prefetch(plan, pricer, None)
     assert needs.plan.prefetch and needs.peak_bytes > plan.peak_bytes["hbm"]
@@ -134,14 +134,14 @@ def test_gathering_ahead_is_left_out_where_it_does_not_fit():
 
 def test_the_same_question_gives_the_same_plan():
     first, second = (
-        answer(ask(family("gpt2").graph, mesh_of(2), HIDES), simulation=True) for _ in range(2)
+        answer(ask(family("gpt2").graph, mesh_of(2), HIDES), Request(simulation=True)) for _ in range(2)
     )  # fmt: skip
     assert dumps(first) == dumps(second)
 
 
 def test_where_communication_takes_the_processors_nothing_is_fetched_ahead():
     asked = ask(family("block").graph, mesh_of(2), replace(HIDES, overlaps=False))
-    plan, least_sum = answer(asked, simulation=True), answer(asked)
+    plan, least_sum = answer(asked, Request(simulation=True)), answer(asked)
     assert plan.prefetch is None and all(one.prefetch is None for one in plan.candidates)
     assert plan.choices == least_sum.choices and plan.search["candidate"] == "optimum without overlap"
     assert {one.name for one in plan.candidates} == {"optimum without overlap", *policies_for(mesh_of(2), once=True)}
@@ -152,7 +152,7 @@ def test_where_communication_takes_the_processors_nothing_is_fetched_ahead():
 def test_a_row_of_gradients_that_is_not_full_waits_as_long_as_a_full_one():
     """All gradients of a data-parallel plan travel in one row, of which they fill a third."""
     asked = ask(family("block").graph, mesh_of(2), replace(HIDES, overlaps=False))
-    found = answer(asked, policy="data-parallel")
+    found = answer(asked, Request(policy="data-parallel"))
     sizes = [
         delivery.changes[0].local.nbytes
         for result, delivery in zip(found.graph.results, found.deliveries, strict=True)
@@ -171,7 +171,7 @@ def test_a_row_of_gradients_that_is_not_full_waits_as_long_as_a_full_one():
 
 
 def test_one_rank_sends_nothing_and_is_not_simulated():
-    plan = answer(ask(family("mlp").graph, Mesh(("a",), (1,)), HIDES), simulation=True)
+    plan = answer(ask(family("mlp").graph, Mesh(("a",), (1,)), HIDES), Request(simulation=True))
     assert plan.simulated_seconds is None
 
 
@@ -179,8 +179,8 @@ def test_one_rank_that_copies_to_its_host_and_back_is_simulated():
     """As with collectives: what is copied ahead hides behind compute."""
     asked = ask(family("llama").graph, Mesh(("a",), (1,)), replace(EVEN, host_link=HostLink(3e9, 3e9)))
     memory = 0.7 * answer(asked).peak_bytes["hbm"]
-    wanted = {"memory": memory, "allow": ("offload-activations", "offload-parameters")}
-    in_sum, plan = answer(asked, **wanted), answer(asked, **wanted, simulation=True)
+    request = Request(memory=memory, allow=("offload-activations", "offload-parameters"))
+    in_sum, plan = answer(asked, request), answer(asked, replace(request, simulation=True))
     assert in_sum.residence or any(node.op == STORE for node in in_sum.graph.nodes)
     assert plan.simulated_seconds is not None and plan.prefetch
     assert plan.predicted_seconds == plan.simulated_seconds < in_sum.step_seconds
@@ -196,7 +196,7 @@ def test_no_plan_computes_for_less_than_the_bound_of_simulated_time(name, sizes,
     sampler = PlanSampler(family(name).graph, mesh_of(*sizes), hardware)
     drawn = [sampler.draw(seed) for seed in range(5)]
     for policy in ("zero2", "checkpoint-every-block", "zero3-offload"):
-        drawn.append(answer(asked, policy=policy))
+        drawn.append(answer(asked, Request(policy=policy)))
     for one in drawn:
         assert one.seconds_by["compute"] >= plan.simulated_bound * (1 - 1e-9)
         assert timeline_of(one, asked.pricer, prefetch=2).seconds >= plan.simulated_bound * (1 - 1e-9)
@@ -222,7 +222,7 @@ def test_the_text_says_why(name, sizes, hardware):
 def test_beside_the_baselines_the_plan_stays_the_best():
     asked = question("gpt2", (2,), HIDES)
     plan = plans("gpt2", (2,), HIDES)[1]
-    rows = compare(asked, plan, memory=None, outputs="sharded", time_limit_s=60.0)
+    rows = compare(asked, plan, Request(memory=None, outputs="sharded", time_limit_s=60.0))
     assert all(row.plan is None or row.plan.simulated_seconds is not None for row in rows)
     assert f"{plan.predicted_seconds * 1e3:.3f}" in table(plan, rows)
 
@@ -230,7 +230,7 @@ def test_beside_the_baselines_the_plan_stays_the_best():
 @pytest.mark.parametrize(("name", "sizes"), [("mlp", (2,)), ("gpt2", (2,)), ("block", (2, 2))])
 def test_the_plan_computes_what_the_model_computes(name, sizes):
     case = family(name)
-    plan = answer(ask(case.wide_graph, mesh_of(*sizes), HIDES), simulation=True)
+    plan = answer(ask(case.wide_graph, mesh_of(*sizes), HIDES), Request(simulation=True))
     assert plan.prefetch is not None
     off, where = difference(plan, case)
     assert off <= 1e-9, where
@@ -265,7 +265,7 @@ def test_at_full_price_nothing_changes_and_at_a_discount_only_communication_of_p
 
 def test_what_is_fetched_ahead_is_left_free_in_the_next_plan():
     asked = question("gpt2", (2,), HIDES)
-    plan = answer(asked, policy="fsdp")
+    plan = answer(asked, Request(policy="fsdp"))
     limit = plan.peak_bytes["hbm"]
     played = best_prefetch(plan, asked.pricer, limit)
     assert played.wished is not None and played.wished.seconds < played.seconds

@@ -15,7 +15,7 @@ from autopar.lower import lower
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite import gathered_once, is_gathered_once, kept_whole, plain
-from autopar.search import answer, ask, search
+from autopar.search import Request, answer, ask, search
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from tests.support.check import mesh_of
@@ -29,7 +29,7 @@ some_models = pytest.mark.parametrize("name", ["mlp", "gpt2"])  # all of whose p
 
 @cache
 def plan_of(name: str, policy: str) -> Plan:
-    return search(family(name).graph, mesh_of(2), H100, policy=policy)
+    return search(family(name).graph, mesh_of(2), H100, Request(policy=policy))
 
 
 def sizes(graph: Graph) -> list[int]:
@@ -96,7 +96,7 @@ def test_weights_that_are_cast_are_gathered_as_they_are_used() -> None:
     case = family("mlp")
     graph = graph_of(capture(case.model, (), case.inputs, precision=BF16), BF16)
     assert plain(kept_whole(graph)) == graph
-    plan = search(graph, mesh_of(2), H100, policy="zero1")
+    plan = search(graph, mesh_of(2), H100, Request(policy="zero1"))
     gathered = moved(plan, "all_gather")
     assert sum(gathered) == sum(sizes(graph)) // 2 and len(gathered) == len(sizes(graph))
     assert len(moved(plan, "reduce_scatter")) == len(sizes(graph))
@@ -104,7 +104,7 @@ def test_weights_that_are_cast_are_gathered_as_they_are_used() -> None:
 
 def test_weights_are_kept_where_values_are_run_again_but_not_those_on_the_host() -> None:
     pin = {"transformer.h.*": "recompute", "transformer.wte.weight": "offload-parameters"}
-    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), policy="zero1", pin=pin)
+    plan = answer(ask(family("gpt2").graph, mesh_of(2), H100), Request(policy="zero1", pin=pin))
     repeated = [node for node in plan.graph.nodes if node.target and not node.is_source]
     assert any(node.op == "autopar.einsum" for node in repeated) and not any(map(is_gathered_once, repeated))
     kept = {node.operands[0].name for node in plan.graph.nodes if is_gathered_once(node)}

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.price.pricer import Pricer
-from autopar.search import search
+from autopar.search import Request, search
 from autopar.simulate.timeline import events_of
 from autopar.trace import capture, graph_of, lower, normalise
 from autopar.trace.precision import CAST, TO_REDUCE_DTYPE, reduce_after_cast
@@ -70,7 +70,7 @@ def test_gradients_are_summed_while_backward_goes_on(precision: MixedPrecisionPo
     mesh, hardware = Mesh(("data",), (4,)), Hardware.load("h100-sxm")
 
     def seconds_and_last_products_behind_the_first_sum(one: Graph) -> tuple[float, int]:
-        plan = search(one, mesh, hardware, policy="fsdp")
+        plan = search(one, mesh, hardware, Request(policy="fsdp"))
         events = events_of(plan, Pricer.on(mesh, hardware, plan.optimizer, plan.bucket_bytes), prefetch=2)
         first = next(i for i, event in enumerate(events) if event.name.startswith("reduce_scatter"))
         products = [e for e in events[first:] if dict(e.about).get("op") in ("aten.mm.default", "autopar.einsum")]

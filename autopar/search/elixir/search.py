@@ -132,12 +132,7 @@ def elixir_search(
     taken = hook_elements + sum(parameter.numel for parameter in tied)
     room = usable - taken
     if room < 0:
-        raise DoesNotFit(
-            f"{fraction:g} of {capacity_bytes / 2**30:.2f} GiB, less 2 GiB for the driver, {buffer_bytes / 2**30:.2f} "
-            f"GiB of buffers and 1.25 x {activation_bytes / 2**30:.2f} GiB of activations, is room for "
-            f"{max(usable, 0):,} elements; tied parameters and the copies of hooks alone take {taken:,}. "
-            "Give more GPU memory or use smaller batches."
-        )
+        raise _does_not_fit(fraction, capacity_bytes, buffer_bytes, activation_bytes, max(usable, 0), taken)
 
     packing = choose_chunks(
         packable, trace, room, parameter_bytes=training.parameter_bytes, overlap=overlap, ranks=ranks
@@ -169,6 +164,17 @@ def elixir_search(
         rcache_first=rcache_first,
         cache_blocks=residence.cache_blocks,
         training=training,
+    )
+
+
+def _does_not_fit(
+    fraction: float, capacity_bytes: float, buffer_bytes: float, activation_bytes: float, usable: int, taken: int
+) -> DoesNotFit:
+    return DoesNotFit(
+        f"{fraction:g} of {capacity_bytes / 2**30:.2f} GiB, less 2 GiB for the driver, {buffer_bytes / 2**30:.2f} "
+        f"GiB of buffers and 1.25 x {activation_bytes / 2**30:.2f} GiB of activations, is room for "
+        f"{usable:,} elements; tied parameters and the copies of hooks alone take {taken:,}. "
+        "Give more GPU memory or use smaller batches."
     )
 
 

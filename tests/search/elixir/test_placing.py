@@ -11,7 +11,7 @@ import transformers
 from autopar.errors import Infeasible
 from autopar.ir.graph import Graph, batch_size
 from autopar.price.pricer import Pricer
-from autopar.search import answer, ask
+from autopar.search import Request, answer, ask
 from autopar.search.elixir import AUTHORS_MACHINE, Training, chunks, elixir_search
 from autopar.search.elixir.placing import activation_bytes, parameters_and_steps, placed
 from autopar.search.elixir.search import DRIVER_BYTES
@@ -112,10 +112,10 @@ def test_the_search_is_never_worse_than_elixir_and_both_fit() -> None:
     hosted: set[int] = set()
     for mib in (300, 350):
         memory = float(mib * MIB)
-        plan = answer(asked, memory=memory, policy="elixir")
+        plan = answer(asked, Request(memory=memory, policy="elixir"))
         hosted.add(sum(where == "host" for where in plan.residence.values()))
         assert plan.peak_bytes["hbm"] <= memory
-        best = answer(asked, memory=memory, simulation=True)
+        best = answer(asked, Request(memory=memory, simulation=True))
         assert best.step_seconds <= plan.step_seconds * (1 + 1e-3)
         assert best.predicted_seconds <= best_prefetch(plan, asked.pricer, memory).seconds * (1 + 1e-3)
     assert len(hosted) == 2 and min(hosted) < max(hosted), hosted
@@ -127,7 +127,7 @@ def test_its_plan_computes_what_the_model_computes(monkeypatch: pytest.MonkeyPat
     asked = ask(case.wide_graph, mesh_of(2), H100)
     for memory in range(600_000, 3_000_000, 100_000):
         try:
-            plan = answer(asked, memory=float(memory), policy="elixir")
+            plan = answer(asked, Request(memory=float(memory), policy="elixir"))
         except Infeasible:
             continue
         if 0 < len(plan.residence) < len(plan.parameters):
@@ -141,7 +141,7 @@ def test_its_plan_computes_what_the_model_computes(monkeypatch: pytest.MonkeyPat
 
 def test_too_little_memory_is_told_with_elixirs_numbers() -> None:
     with pytest.raises(Infeasible, match=r"no elixir plan fits in 1\.00 MiB per rank: .* too few|is room for"):
-        answer(ask(gpt2(), mesh_of(2), H100), memory=float(MIB), policy="elixir")
+        answer(ask(gpt2(), mesh_of(2), H100), Request(memory=float(MIB), policy="elixir"))
 
 
 @pytest.mark.parametrize(("name", "policy"), [("ddp", "data-parallel"), ("zero3", "fsdp"), ("elixir", "elixir")])

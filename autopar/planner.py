@@ -1,0 +1,198 @@
+"""The plans of one compiled module: what each graph of it is to run, found by rank 0 or known already.
+
+A module has a graph for every set of shapes that it is called with, in training and in evaluation. The first of them
+in training decides where parameters live; the others take that as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar._version import __version__
+from autopar.attach.agree import agreed, found_by_rank_zero, least_of, same_everywhere, text_from
+from autopar.attach.tensors import mesh_of
+from autopar.calibrate.operators import profiler
+from autopar.ir.graph import Graph, TensorType
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.machine.device import has_expandable_segments, host_threads
+from autopar.plan import Plan
+from autopar.plan.fit import check
+from autopar.plan.store import dumps
+from autopar.search import Question, Request, answer, ask
+from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
+from autopar.search.memory_options import words_of
+from autopar.search.reserved import held_within, telling
+from autopar.search.same import same_choices
+from cost_models.hardware import Hardware
+from cost_models.reserve import Room, room_in
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to plan for. `usable`: bytes of a rank's device; `is_limited`: whether the user gave them.
+    `profile`: seconds for which operators may be timed here first.
+    """
+
+    hardware: Hardware
+    device_type: str
+    usable: float
+    is_limited: bool
+    profile: float | None = None
+
+    def room(self, usable: float, mesh: Mesh) -> Room:
+        """What a plan's tensors get of so many bytes, after what kernels and collectives take for themselves."""
+        return room_in(usable, self.hardware, mesh.sizes, expandable=has_expandable_segments())
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Called with a graph, the plan that the module trains with (None for the first) and the layouts of parameters that
+    are settled, it gives a plan for the graph, the same on every rank.
+
+    `request`: what the user asked for, without what hangs on the graph. `settings`: what must be the same on all ranks.
+    `given`: a plan to run without searching. `cache`: a folder of plans.
+    """
+
+    device_mesh: DeviceMesh
+    machine: Machine
+    request: Request
+    optimizer: str
+    outputs: str
+    inputs: str
+    settings: Mapping[str, object]
+    given: Plan | None = None
+    cache: str | Path | None = None
+
+    def __call__(self, graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:
+        mesh = mesh_of(self.device_mesh)
+        if like is None:
+            same_everywhere(self.settings, self.device_mesh)
+            if (given := self.given) is not None:
+                wanted = _outputs_that_matter(self.outputs, graph)
+                agreed(lambda: check(given, graph, mesh, outputs=wanted), self.device_mesh)
+                return given
+        is_training = any(result.kind == "gradient" for result in graph.results)
+        usable = least_of(self.machine.usable, self.device_mesh)
+        room = self.machine.room(usable, mesh) if is_training else None  # inference needs no more than training does
+        # in inference, parameters live where training has them
+        pin = {**self.request.pin, **(words_of(like.residence) if like is not None else {})} if is_training else {}
+        request = replace(self.request, pin=pin, fixed=fixed, outputs=self._brought(graph))
+        plan = _on_rank_zero(partial(self._find, graph, mesh, like, request, room), graph, mesh, self.device_mesh)
+        if self.machine.device_type == "cuda" and "host" in plan.residence.values():
+            _see_to_the_host(plan)
+        return plan
+
+    def _brought(self, graph: Graph) -> str:
+        """How outputs leave the program, "sharded" or "global"."""
+        if self.outputs == "auto" and self.inputs == "global":
+            types = [graph.type_of(r.ref) for r in graph.results if r.kind == "output" and r.ref is not None]
+            return "sharded" if any(map(_is_scalar, types)) else "global"
+        return "global" if self.outputs == "global" else "sharded"
+
+    def _find(self, graph: Graph, mesh: Mesh, like: Plan | None, request: Request, room: Room | None) -> Plan:
+        """On rank 0: the plan of the cache, or one that is found now. `room`: None for inference."""
+        machine, limit_s = self.machine.hardware, request.time_limit_s
+        timed = None if self.machine.profile is None else self._ask(graph, mesh)
+        kept = None
+        if self.cache is not None:
+            memory = room.tensors if room is not None and self.machine.is_limited else None
+            told = machine.digest, self.optimizer, "" if timed is None else timed.measured_digest
+            kept = Path(self.cache) / f"{_digest(graph, mesh, replace(request, memory=memory), told)}.plan.json"
+            known = kept_plan(kept, graph, mesh, machine, self.optimizer)
+            fits = known is not None and (room is None or still_good(known, room.tensors))
+            if known is not None and lasting(known, limit_s) and fits:
+                return known
+        began = time.monotonic()
+        most = None if room is None else room.tensors
+        if like is not None and (same := same_choices(like, graph, most, machine, request.outputs)) is not None:
+            found = same
+        else:
+            found = _searched(timed or self._ask(graph, mesh), request, room)
+        if time.monotonic() - began >= limit_s:
+            found = replace(found, search={**found.search, CUT: limit_s})
+        if kept is not None:
+            keep_plan(found, kept)
+        return found
+
+    def _ask(self, graph: Graph, mesh: Mesh) -> Question:
+        seconds, machine = self.machine.profile, self.machine.hardware
+        profile = None if seconds is None else profiler(self.machine.device_type, seconds, machine)
+        return ask(graph, mesh, machine, optimizer=self.optimizer, profile=profile)
+
+
+def _searched(question: Question, request: Request, room: Room | None) -> Plan:
+    if room is None:
+        return answer(question, request)
+    with telling(room):
+        return held_within(room, lambda held: answer(question, replace(request, memory=held)), question.pricer)
+
+
+def _digest(graph: Graph, mesh: Mesh, request: Request, machine: tuple[str, ...]) -> str:
+    """Hash of everything that the answer depends on; a search that was cut is known by its plan."""
+    asked = (
+        request.memory,
+        request.allow,
+        [*request.pin.items()],
+        request.outputs,
+        sorted(request.fixed.items(), key=str),
+        request.policy,
+        request.tied,
+        request.simulation,
+    )
+    told = repr((graph.digest, str(mesh), machine, asked, __version__))
+    return hashlib.sha256(told.encode()).hexdigest()[:24]
+
+
+def _on_rank_zero(find: Callable[[], Plan], graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) -> Plan:
+    """Rank 0 finds the plan, the others receive it and check it against their graph; an error anywhere reaches all."""
+    if mesh.ranks == 1:
+        return find()
+    found = found_by_rank_zero(find, device_mesh)
+    text = text_from(0, None if found is None else dumps(found), device_mesh)
+
+    def receive() -> Plan:
+        plan = found or Plan.loads(text, "rank 0")
+        check(plan, graph, mesh, origin="the plan of rank 0")
+        return plan
+
+    return agreed(receive, device_mesh)
+
+
+def _see_to_the_host(plan: Plan) -> None:
+    """Parameters on the host beside GPUs: their gradients meet over gloo, and torchrun gives each process one thread,
+    where updates are priced with all processors of a rank. Raises ValueError where the process group has no gloo.
+    """
+    count = sum(where == "host" for where in plan.residence.values())
+    backends = dist.get_backend_config()
+    if "cpu:" not in backends:
+        raise ValueError(
+            f"{count} parameters of this plan lie on the host, and the process group has {backends} alone; start it "
+            "with backend='cpu:gloo,cuda:nccl', as autopar.init_mesh does, or leave 'offload-parameters' out of allow="
+        )
+    if torch.get_num_threads() < host_threads():
+        warnings.warn(
+            f"{count} parameters are updated on the host, by {torch.get_num_threads()} thread, and this rank has "
+            f"{host_threads()} processors: start with OMP_NUM_THREADS={host_threads()}",
+            stacklevel=2,
+        )
+
+
+def _is_scalar(type: TensorType) -> bool:
+    return not type.shape and type.dtype.startswith(("float", "bfloat"))
+
+
+def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:
+    """A plan that leaves outputs in pieces cannot give whole ones; a plan that makes them whole can give either."""
+    in_pieces = any(r.kind == "output" and r.ref is not None and graph.type_of(r.ref).shape for r in graph.results)
+    return outputs if outputs == "global" and in_pieces else None
