@@ -7,13 +7,13 @@ decided once per mesh, by `link_of`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import log, prod
 
 from cost_models.curves import INTENSITY, NAMES, Curve
 from cost_models.hardware import Hardware, Link
-from cost_models.steps import COLLECTIVES, Comm, Compute, Loop, Move, Step
+from cost_models.steps import COLLECTIVES, DEVICE, HOST, Comm, Compute, Loop, Move, Step
 
 
 def link_of(hardware: Hardware, mesh_names: Sequence[str], mesh_sizes: Sequence[int], axis: str) -> Link:
@@ -115,15 +115,41 @@ def _slower(one: Link, two: Link, ranks: int) -> Link:
     return Link(max(one.latency_s, two.latency_s), min(one.bytes_per_s, two.bytes_per_s), pairwise)
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How bytes get from one memory tier to another: the queue of a rank that this occupies, and how fast they go.
+
+    Where the profile has a measured curve `copy.<stream>`, that goes before the rate.
+    """
+
+    stream: str
+    bytes_per_s: Callable[[Hardware], float]
+
+
+WAYS = {  # (from, to) -> the way; what is not here cannot be moved
+    (HOST, DEVICE): Way("h2d", lambda hardware: hardware.host_link.h2d_bytes_per_s),
+    (DEVICE, HOST): Way("d2h", lambda hardware: hardware.host_link.d2h_bytes_per_s),
+}
+
+
+def way_of(move: Move) -> Way:
+    """The way that a move takes. Raises ValueError where there is none."""
+    way = WAYS.get((move.src, move.dst))
+    if way is None:
+        known = ", ".join(f"{src} to {dst}" for src, dst in WAYS)
+        raise ValueError(f"no way leads from {move.src} to {move.dst}; known ways: {known}")
+    return way
+
+
 def stream_of(step: Compute | Comm | Move) -> str:
-    """Which queue of a rank a step occupies: "compute", "host", "h2d", "d2h" or "comm:<axis>"."""
+    """Which queue of a rank a step occupies: "compute", "host", "comm:<axis>" or that of a way ("h2d", "d2h")."""
     match step:
         case Compute():
             return "host" if step.kind == "host" else "compute"
         case Comm():
             return f"comm:{step.axis}"
         case Move():
-            return "h2d" if step.dst == "hbm" else "d2h"
+            return way_of(step).stream
 
 
 def _compute_s(step: Compute, curve: Curve, hardware: Hardware) -> float:
@@ -144,7 +170,7 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
       "host" is bound by host memory alone, which is what limits an optimizer step there, and launches no kernel.
       A step that was measured itself takes the seconds it says.
     - Comm: the collective's closed form on its axis' link; one rank pays nothing, nor do zero bytes.
-    - Move: one launch, and the bytes over the host link.
+    - Move: one launch, and the bytes at the rate of its way (`WAYS`).
     Where the profile has a measured curve for a step (`cost_models.curves`), that goes before all of these.
     - Loop: rounds times the body; with `overlap` each stream of `stream_of` runs by itself and the first round fills
       the pipe: (rounds - 1) * the busiest stream + one whole body. A loop in a loop overlaps with nothing.
@@ -177,12 +203,10 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
                 link = link.pairwise
             return form.seconds(step.ranks, step.nbytes, link.latency_s, link.bytes_per_s)
         case Move():
-            ways = hardware.host_link
-            if (curve := hardware.curves.get("copy.h2d" if step.dst == "hbm" else "copy.d2h")) is not None:
+            way = way_of(step)
+            if (curve := hardware.curves.get(f"copy.{way.stream}")) is not None:
                 return curve.seconds(0.0, step.nbytes)
-            return hardware.launch_s + step.nbytes / (
-                ways.h2d_bytes_per_s if step.dst == "hbm" else ways.d2h_bytes_per_s
-            )
+            return hardware.launch_s + step.nbytes / way.bytes_per_s(hardware)
         case Loop():
             busy_s: Counter[str] = Counter()
             alone_s = 0.0  # inner loops: they hold every stream

@@ -21,6 +21,7 @@ from math import prod
 
 from cost_models.caching_allocator import PAGE, SMALL_PAGE
 from cost_models.hardware import Hardware
+from cost_models.steps import COLLECTIVES
 
 WORKSPACES = 4  # two libraries, each on two threads
 # What a search leaves for gaps, of what tensors hold; what it finds is then played. Plans of GPT-2 had 0.02 to 0.21 by
@@ -78,6 +79,6 @@ def outside_bytes(hardware: Hardware, sizes: Sequence[int], peers: int = 0) -> f
 
 
 def peers_of(collectives: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> int:
-    """Peers of the groups that do an all-to-all, of (collective, axis or axes with commas between)."""
-    axes = {axis for collective, axis in collectives if collective == "all_to_all"}
+    """Peers of the groups in which every rank talks to every other, of (collective, axis or axes with commas)."""
+    axes = {axis for collective, axis in collectives if COLLECTIVES[collective].pairwise}
     return sum(prod(sizes[one] for one in axis.split(",")) - 1 for axis in axes)

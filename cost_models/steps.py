@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-DEVICE, HOST = TIERS = ("hbm", "host")
+DEVICE, HOST = "hbm", "host"
+TIERS = (DEVICE, HOST)
 MATRIX_KINDS = frozenset({"matmul", "attention", "conv"})  # run on matrix units, where a device has them
 
 
@@ -34,7 +35,8 @@ class Collective:
         seconds = phases * (hops(ranks) * latency_s + pieces(ranks) * nbytes / ranks / bytes_per_s)
 
     This is the ring of Patarasuk and Yuan (2009), which is also NCCL's ring; the broadcast is a pipelined ring.
-    `pairwise` marks the collective in which every rank talks to every other rank instead of its neighbour.
+    `pairwise` marks the collective in which every rank talks to every other rank instead of its neighbour, `gathers`
+    the one whose payload is what a rank has afterwards: `ranks` times what it gives.
     All of it is arithmetic only, so sympy symbols pass through as well as numbers (the tests do this).
     """
 
@@ -43,6 +45,7 @@ class Collective:
     hops: Callable[[float], float]
     pieces: Callable[[float], float]
     pairwise: bool = False
+    gathers: bool = False
 
     def received(self, ranks: float, nbytes: float) -> float:
         """Bytes that one rank receives; `nbytes` is the payload of `Comm`."""
@@ -56,7 +59,7 @@ class Collective:
 COLLECTIVES = {
     form.name: form
     for form in (
-        Collective("all_gather", phases=1, hops=_less_one, pieces=_less_one),
+        Collective("all_gather", phases=1, hops=_less_one, pieces=_less_one, gathers=True),
         Collective("reduce_scatter", phases=1, hops=_less_one, pieces=_less_one),
         Collective("all_reduce", phases=2, hops=_less_one, pieces=_less_one),  # a reduce-scatter, then an all-gather
         Collective("all_to_all", phases=1, hops=_less_one, pieces=_less_one, pairwise=True),
@@ -116,7 +119,7 @@ class Comm:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy `nbytes` bytes from one memory tier of this rank to another ("hbm", "host")."""
+    """Copy `nbytes` bytes from one memory tier of this rank to another, by a way of `cost_models.price.WAYS`."""
 
     src: str
     dst: str

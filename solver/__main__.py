@@ -13,6 +13,7 @@ import json
 import sys
 from typing import Any, cast
 
+from solver.backends import BACKENDS
 from solver.contest import contest_problem
 from solver.document import read_as
 from solver.driver import solve
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds of wall clock (60)")
     parser.add_argument("--gap", type=float, default=0.0, help="stop at this relative gap (0)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="threads of the backend (1)")
-    parser.add_argument("--backend", default="auto", help="auto, highs, lagrange, pulp_highs or exhaustive")
+    parser.add_argument("--backend", default="auto", help=f"auto, {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}")
     return parser
 
 

@@ -125,9 +125,10 @@ class Traffic(TorchDispatchMode):
 
     def _received(self, kind: Moved, given: Tensor) -> int:
         collective, axis = kind
-        if collective not in COLLECTIVES or axis not in self.mesh.names:
+        form = COLLECTIVES.get(collective)
+        if form is None or axis not in self.mesh.names:
             return 0  # nothing that a plan has: the count alone shows it
         ranks = self.mesh.size(axis)
         nbytes = given.numel() * given.element_size()
-        payload = ranks * nbytes if collective == "all_gather" else nbytes
+        payload = ranks * nbytes if form.gathers else nbytes
         return received_bytes(Comm(collective, axis, ranks, payload))

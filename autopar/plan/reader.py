@@ -148,7 +148,10 @@ class Reader:
             self.fail("bound", f"is {bound}, and the step takes {step_seconds}: no bound of what plans take at least")
         peaks = self.table(content["peak_bytes"], "peak_bytes", self.natural)
         if TIERS[0] not in peaks or {*peaks} - {*TIERS}:
-            self.fail("peak_bytes", f"is of {cut(sorted(peaks))}; it must be of {TIERS[0]}, and may be of {TIERS[1]}")
+            self.fail(
+                "peak_bytes",
+                f"is of {cut(sorted(peaks))}; it must be of {TIERS[0]}, and may be of {', '.join(TIERS[1:])}",
+            )
         plan = make(
             graph,
             mesh,

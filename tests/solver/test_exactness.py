@@ -16,6 +16,7 @@ from solver.presolve import Dead, presolve
 from tests.solver.problems import assignments, random_problem
 
 ALWAYS = {"forbidden", "single"}
+INEXACT: frozenset[str] = frozenset()  # backends that promise no optimum: what they claim has to hold all the same
 
 
 def least_cost(problem):
@@ -89,12 +90,17 @@ def test_backend_matches_trying_everything(backend, reductions, truth):
         if assignments(problem) > 1500:
             continue
         solution = solve(problem, backend=backend, reductions=reductions)
-        assert solution.cost == pytest.approx(truth(seed)), f"seed {seed}"
-        assert solution.status == ("optimal" if truth(seed) < math.inf else "infeasible"), f"seed {seed}"
+        cheapest, told = truth(seed), f"seed {seed}"
+        assert solution.bound <= cheapest * (1 + 1e-9) + 1e-9 and solution.cost >= cheapest - 1e-9, told
+        assert solution.status != "infeasible" or cheapest == math.inf, told
+        if backend not in INEXACT:
+            assert solution.cost == pytest.approx(cheapest), told
+            assert solution.status == ("optimal" if cheapest < math.inf else "infeasible"), told
+            assert solution.picks is None or solution.gap <= 2e-7, told
         if solution.picks is not None:
             feasible += 1
             evaluation = evaluate(problem, solution.picks)
-            assert evaluation.fits and evaluation.cost == solution.cost and solution.gap <= 2e-7
+            assert evaluation.fits and evaluation.cost == solution.cost, told
     assert feasible > 20
 
 
