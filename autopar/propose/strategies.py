@@ -47,17 +47,17 @@ class Strategy:
 Signature = tuple[object, ...]
 
 
-def _no_name(ref: Ref) -> Ref:
-    return Ref("")
-
-
 def signature_of(node: Node, operands: Sequence[TensorType]) -> Signature:
-    """Nodes of equal signature have the same strategies: operator, arguments, types. A source counts by type and
-    kind.
+    """Nodes of equal signature have the same strategies: operator, arguments, types, and which operands are one value,
+    as that is read once. A source counts by type and kind.
     """
+    number_of: dict[Ref, Ref] = {}
+
+    def numbered(ref: Ref) -> Ref:
+        return number_of.setdefault(ref, Ref(str(len(number_of))))
 
     def blank(arg: Arg) -> object:
-        return map_refs(arg, _no_name)
+        return map_refs(arg, numbered)
 
     args = blank(node.args), tuple((key, blank(arg)) for key, arg in node.kwargs)
     return node.op, repr(args), tuple(operands), node.outputs
