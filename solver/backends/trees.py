@@ -215,7 +215,7 @@ def _rise(size, tree, other, priced):
 
 @numba.njit(**_PART)
 def _choose(size, tree, other, unpriced, priced, picks):
-    """Let every item of the tree pick its cheapest option, from the root down; what they cost, and if any is another."""
+    """Let every item of the tree pick its cheapest option, root first; what they cost, and if any is another one."""
     item, up, new, begin, height, plain, inside, _, _, _ = tree
     _, pairs, at = unpriced
     _, priced_pairs, priced_at = priced
