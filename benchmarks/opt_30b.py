@@ -5,17 +5,17 @@
 
 Elixir's published claim: 84 % of the GPU's efficiency. Its constants are the profile's (`a100_elixir.toml`). The model
 is traced on the meta device from its configuration; layers are recomputed, values offloaded and parameters put on the
-host as the search decides. Efficiency is the share of the step in which the GPU computes, with copies beside compute
-where the program has them there:
+host as the search decides. Efficiency is the share of the step in which the GPU computes, with copies overlapped
+where the program has them so:
 
     compute     seconds of all kernels of forward, backward and what runs again
-    step        the plan played (`autopar.simulate.timeline`): one step, at whose end the host updates its parameters
-    overlapped  the same steps one behind the other, the host's updates beside the next forward
+    step        the plan simulated (`autopar.simulate.timeline`): one step, at whose end the host updates its parameters
+    overlapped  the same steps one behind the other, the host's updates overlapped with the next forward
                 (`autopar.simulate.steady_state`), as `autopar.optim.Streamed(..., overlap=True)` makes them
     8 P T / F   what people count for it: P parameters, T tokens, F flops per second, layers run forward twice
 
 A search counts on what waits for its copies, and fills the memory; copies ahead need some. So searches are asked with
-less than there is, too (`LEFT`), and of their plans the quickest counts that fits when it is played.
+less than there is, too (`LEFT`), and of their plans the quickest counts that fits when it is simulated.
 
 The model is in bfloat16, and so are its gradients and states: 8 bytes a parameter on the host, where float32 states and
 a master copy make 16 (480 GB, which would fit, too). The host's rate is Elixir's in parameters per second, so its step
@@ -79,7 +79,7 @@ class Loss(nn.Module):
 @dataclass(frozen=True)
 class Row:
     """What was found for so many tokens a step: `compute_s` of its kernels, `counted_s` as people count them,
-    `overlapped_s` of a step whose host updates beside the next forward.
+    `overlapped_s` of a step whose updates on the host are overlapped with the next forward.
     """
 
     tokens: int
@@ -111,7 +111,7 @@ def asked(batch: int, ranks: int, hardware: Hardware, layers: int = LAYERS) -> Q
 
 
 def found(batch: int, hardware: Hardware, layers: int = LAYERS, ranks: int = 1) -> Row | None:
-    """The quickest of the plans that fit when they are played, with copies beside kernels; None: there is none."""
+    """The quickest of the plans that fit when they are simulated, with copies overlapped; None: there is none."""
     memory = float(hardware.tiers[DEVICE].capacity_bytes)
     question = asked(batch, ranks, hardware, layers)
     best: Simulated | None = None
@@ -165,7 +165,7 @@ def scaled(batch: int, ranks: Sequence[int], one_gpu: Hardware, layers: int = LA
         hardware = shared_by(one_gpu, count)
         row = found(batch, hardware, layers, count)
         if row is None:
-            yield f"| {count} | no plan that fits when it is played |" + " |" * 6
+            yield f"| {count} | no plan that fits when it is simulated |" + " |" * 6
             continue
         on_host = row.played.plan.peak_bytes.get(HOST, 0)
         alone = on_gpus(batch, hardware, layers, count, on_host)
@@ -180,7 +180,7 @@ def scaled(batch: int, ranks: Sequence[int], one_gpu: Hardware, layers: int = LA
 
 def line(batch: int, row: Row | None) -> str:
     if row is None:
-        return f"| {batch * SEQUENCE:,} | no plan that fits when it is played |" + " |" * 12
+        return f"| {batch * SEQUENCE:,} | no plan that fits when it is simulated |" + " |" * 12
     played, timeline = row.played, row.played.timeline
     assert timeline is not None
     exposed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in sorted(timeline.exposed_s.items()) if seconds)
@@ -205,7 +205,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     waited = [row for row in rows if row.efficiency >= WANTED]
     overlapped = [row for row in rows if row.overlapped >= WANTED]
     return [
-        f"- {WANTED:.0%} is reached {said(waited)}; with the host's updates beside the next forward "
+        f"- {WANTED:.0%} is reached {said(waited)}; with the host's updates overlapped with the next forward "
         f"{said(overlapped)}. Wanted: with 32,768 at most"
     ]
 
@@ -221,7 +221,7 @@ def main() -> None:
             print(told, flush=True)
         return
     lines = [
-        "| tokens a step | efficiency | overlapped | nothing hidden | step s | overlapped s | compute s | 8PT/F s "
+        "| tokens a step | efficiency | overlapped | nothing overlapped | step s | overlapped s | compute s | 8PT/F s "
         "| GPU waits for (s) | busy (s) | recomputed | offloaded GB | peak GB | host GB |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -236,7 +236,7 @@ def main() -> None:
             f"# OPT-30B on one A100 of 40 GB, predicted\n\n`{command}`, {date.today()}, torch {torch.__version__}, "
             f"{machine()}, {os.cpu_count()} cores; profile `benchmarks/{PROFILE.name}` (Elixir's constants). Nothing "
             "was run: the step is simulated. Efficiency: seconds of the GPU's kernels over those of the step, copies "
-            "beside kernels, the host's step at the end; overlapped: with the host's updates beside the next forward "
+            "overlapped, the host's step at the end; overlapped: with the host's updates, too, in the next forward "
             "(`Streamed(..., overlap=True)`); then with every copy waited for. 8PT/F: P parameters, T tokens, F "
             "flops/s.\n\n"
         )

@@ -18,8 +18,8 @@ autopar lie in `cost_models/profiles/`. Units are seconds, bytes and floating po
                                    its processors (matrix: matmul, attention, conv; memory: all else)
     reserve.<what>                 of devices with an allocator of their own, bytes that no plan counts: see
                                    `cost_models.reserve`
-    overlaps                       true where collectives run beside compute, on streams of their own; false (or left
-                                   out) where communication takes the processors that compute
+    overlaps                       true where collectives overlap with compute, on streams of their own; false (or
+                                   left out) where communication takes the processors that compute
 
 A calibrated profile (`python -m autopar.calibrate`) also has curves, `curves.<name> = { over, base_s, points, residual,
 source }`; where there is one it prices before the plain figure. `cost_models.curves` says which there are.

@@ -105,71 +105,93 @@ def _curve_entries(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
     return found
 
 
+class _Figures:
+    """The plain figures of a document, of which every one has to be taken."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        self.unread = dict(values)
+
+    def take(self, figure: str) -> float:
+        """The figure, which is then read."""
+        if figure not in self.unread:
+            raise ValueError(f"{figure} is missing")
+        value = self.unread.pop(figure)
+        check_figure(figure, value)
+        return value
+
+    def by_key(self, table: str) -> dict[str, float]:
+        """All figures of a table, under their names in it."""
+        prefix = table + "."
+        return {figure.removeprefix(prefix): self.take(figure) for figure in self.values if figure.startswith(prefix)}
+
+
 def parsed(content: bytes, origin: str) -> Hardware:
     """The profile in `content`; errors name the figure and `origin`, the file."""
     try:
-        document = tomllib.loads(content.decode())
-        name = document.pop("name", None)
-        if not isinstance(name, str) or not name:
-            raise ValueError("name is missing")
-        if not name.isprintable():
-            raise ValueError(f"name is {cut(name)}, which has characters that cannot be shown")
-        device = _pattern(document.pop("device", ""))
-        values: dict[str, Any] = {}
-        sources: dict[str, str] = {}
-        table = document.pop("curves", {})
-        if not isinstance(table, dict):
-            raise ValueError(f"curves is {cut(table)}, must be a table")
-        curves: dict[str, Curve] = {}
-        for curve_name, entry in _curve_entries(cast(dict[str, Any], table)).items():
-            curves[curve_name], sources[f"curves.{curve_name}"] = _curve(curve_name, entry)
-        _flatten(document, "", values, sources)
-        overlaps = values.pop("overlaps", False)
-        if not isinstance(overlaps, bool):
-            raise ValueError(f"overlaps is {cut(overlaps)}, must be true or false")
-        unread = dict(values)
-
-        def take(figure: str) -> float:
-            if figure not in unread:
-                raise ValueError(f"{figure} is missing")
-            value = unread.pop(figure)
-            check_figure(figure, value)
-            return value
-
-        def by_key(table: str) -> dict[str, float]:
-            prefix = table + "."
-            return {figure.removeprefix(prefix): take(figure) for figure in values if figure.startswith(prefix)}
-
-        hardware = Hardware(
-            name=name,
-            ranks_per_node=int(take("ranks_per_node")),
-            launch_s=take("launch_s"),
-            vector_flops_per_s=take("vector_flops_per_s"),
-            flops_per_s=by_key("flops_per_s"),
-            achieved_flops_per_s=by_key("achieved_flops_per_s"),
-            tiers={
-                tier: Tier(int(take(f"tiers.{tier}.capacity_bytes")), take(f"tiers.{tier}.bytes_per_s"))
-                for tier in TIERS
-            },
-            links={
-                reach: Link(take(f"links.{reach}.latency_s"), take(f"links.{reach}.bytes_per_s"))
-                for reach in ("intra", "inter")
-            },
-            host_link=HostLink(take("host_link.h2d_bytes_per_s"), take("host_link.d2h_bytes_per_s")),
-            curves=curves,
-            slowdown=by_key("slowdown"),
-            overlaps=overlaps,
-            reserve=by_key("reserve"),
-            device=device,
-            sources=sources,
-        )
-        if "float32" not in hardware.flops_per_s:
-            raise ValueError("flops_per_s.float32 is missing")
-        if unread:
-            raise ValueError(f"{min(unread)} is not a figure of a hardware profile")
+        return _hardware(tomllib.loads(content.decode()))
     except RecursionError:
         raise ValueError(f"hardware profile {origin}: its lists or tables lie too deep in each other") from None
     except ValueError as error:  # includes a TOML syntax error, and bytes that are no text
         told = " ".join(str(error).split())
         raise ValueError(f"hardware profile {origin}: {told[:400]}") from error
+
+
+def _hardware(document: dict[str, Any]) -> Hardware:
+    """The profile that a document tells, all of which is read."""
+    name = _name(document.pop("name", None))
+    device = _pattern(document.pop("device", ""))
+    sources: dict[str, str] = {}
+    curves = _curves(document.pop("curves", {}), sources)
+    values: dict[str, Any] = {}
+    _flatten(document, "", values, sources)
+    overlaps = values.pop("overlaps", False)
+    if not isinstance(overlaps, bool):
+        raise ValueError(f"overlaps is {cut(overlaps)}, must be true or false")
+    figures = _Figures(values)
+    take = figures.take
+    hardware = Hardware(
+        name=name,
+        ranks_per_node=int(take("ranks_per_node")),
+        launch_s=take("launch_s"),
+        vector_flops_per_s=take("vector_flops_per_s"),
+        flops_per_s=figures.by_key("flops_per_s"),
+        achieved_flops_per_s=figures.by_key("achieved_flops_per_s"),
+        tiers={
+            tier: Tier(int(take(f"tiers.{tier}.capacity_bytes")), take(f"tiers.{tier}.bytes_per_s")) for tier in TIERS
+        },
+        links={
+            reach: Link(take(f"links.{reach}.latency_s"), take(f"links.{reach}.bytes_per_s"))
+            for reach in ("intra", "inter")
+        },
+        host_link=HostLink(take("host_link.h2d_bytes_per_s"), take("host_link.d2h_bytes_per_s")),
+        curves=curves,
+        slowdown=figures.by_key("slowdown"),
+        overlaps=overlaps,
+        reserve=figures.by_key("reserve"),
+        device=device,
+        sources=sources,
+    )
+    if "float32" not in hardware.flops_per_s:
+        raise ValueError("flops_per_s.float32 is missing")
+    if figures.unread:
+        raise ValueError(f"{min(figures.unread)} is not a figure of a hardware profile")
     return hardware
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ValueError("name is missing")
+    if not name.isprintable():
+        raise ValueError(f"name is {cut(name)}, which has characters that cannot be shown")
+    return name
+
+
+def _curves(table: object, sources: dict[str, str]) -> dict[str, Curve]:
+    """All curves by name; where each is from goes into `sources`."""
+    if not isinstance(table, dict):
+        raise ValueError(f"curves is {cut(table)}, must be a table")
+    curves: dict[str, Curve] = {}
+    for name, entry in _curve_entries(cast(dict[str, Any], table)).items():
+        curves[name], sources[f"curves.{name}"] = _curve(name, entry)
+    return curves

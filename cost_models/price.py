@@ -189,35 +189,41 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
             memory_s = step.nbytes / hardware.tiers["hbm"].bytes_per_s
             return (work_s if work_s > memory_s else memory_s) + step.kernels * hardware.launch_s
         case Comm():
-            if step.ranks == 1 or step.nbytes == 0:
-                return 0.0
-            link = links.get(step.axis)
-            if link is None:
-                raise ValueError(
-                    f"{step.collective} over axis {step.axis!r}, which has no link; known: {', '.join(links)}"
-                )
-            if (curve := link.curves.get(step.collective)) is not None:
-                return curve.seconds(0.0, step.nbytes)
-            form = COLLECTIVES[step.collective]
-            if form.pairwise and link.pairwise is not None:
-                link = link.pairwise
-            return form.seconds(step.ranks, step.nbytes, link.latency_s, link.bytes_per_s)
+            return _comm_s(step, links)
         case Move():
             way = way_of(step)
             if (curve := hardware.curves.get(f"copy.{way.stream}")) is not None:
                 return curve.seconds(0.0, step.nbytes)
             return hardware.launch_s + step.nbytes / way.bytes_per_s(hardware)
         case Loop():
-            busy_s: Counter[str] = Counter()
-            alone_s = 0.0  # inner loops: they hold every stream
-            body_s = 0.0
-            for inner in step.body:
-                inner_s = seconds(inner, hardware, links)
-                body_s += inner_s
-                if isinstance(inner, Loop):
-                    alone_s += inner_s
-                else:
-                    busy_s[stream_of(inner)] += inner_s  # pyright: ignore[reportArgumentType]
-            if not step.overlap:
-                return step.rounds * body_s
-            return (step.rounds - 1) * (alone_s + max(busy_s.values(), default=0.0)) + body_s
+            return _loop_s(step, hardware, links)
+
+
+def _comm_s(step: Comm, links: Mapping[str, Link]) -> float:
+    if step.ranks == 1 or step.nbytes == 0:
+        return 0.0
+    link = links.get(step.axis)
+    if link is None:
+        raise ValueError(f"{step.collective} over axis {step.axis!r}, which has no link; known: {', '.join(links)}")
+    if (curve := link.curves.get(step.collective)) is not None:
+        return curve.seconds(0.0, step.nbytes)
+    form = COLLECTIVES[step.collective]
+    if form.pairwise and link.pairwise is not None:
+        link = link.pairwise
+    return form.seconds(step.ranks, step.nbytes, link.latency_s, link.bytes_per_s)
+
+
+def _loop_s(step: Loop, hardware: Hardware, links: Mapping[str, Link]) -> float:
+    busy_s: Counter[str] = Counter()
+    alone_s = 0.0  # inner loops: they hold every stream
+    body_s = 0.0
+    for inner in step.body:
+        inner_s = seconds(inner, hardware, links)
+        body_s += inner_s
+        if isinstance(inner, Loop):
+            alone_s += inner_s
+        else:
+            busy_s[stream_of(inner)] += inner_s  # pyright: ignore[reportArgumentType]
+    if not step.overlap:
+        return step.rounds * body_s
+    return (step.rounds - 1) * (alone_s + max(busy_s.values(), default=0.0)) + body_s

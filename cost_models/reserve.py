@@ -24,8 +24,8 @@ from cost_models.hardware import Hardware
 from cost_models.steps import COLLECTIVES
 
 WORKSPACES = 4  # two libraries, each on two threads
-# What a search leaves for gaps, of what tensors hold; what it finds is then played. Plans of GPT-2 had 0.02 to 0.21 by
-# default, in the middle 0.10, and 0.00 to 0.06 with expandable segments, in the middle 0.01 (docs/design/0029).
+# What a search leaves for gaps, of what tensors hold; what it finds is then simulated. Plans of GPT-2 had 0.02 to 0.21
+# by default, in the middle 0.10, and 0.00 to 0.06 with expandable segments, in the middle 0.01 (docs/design/0029).
 GAPS, GAPS_EXPANDABLE = 0.12, 0.02
 
 

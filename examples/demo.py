@@ -23,6 +23,7 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,16 @@ def work(args: argparse.Namespace) -> int:
 # --- the demo --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What training on all processes came to: `loss` on a batch that was held out."""
+
+    plan: Any
+    history: History
+    held_out: Tensor
+    loss: float
+
+
 def demo(args: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
@@ -129,7 +140,6 @@ def demo(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     torch.set_num_threads(1)
     mesh = autopar.init_mesh("cpu", ranks=int(os.environ["WORLD_SIZE"]))
-    first, out = dist.get_rank() == 0, args.out
 
     text, origin = read_text()
     model = gpt2()
@@ -138,6 +148,37 @@ def demo(args: argparse.Namespace) -> int:
     say(f"text: {len(text) / 1e6:.1f} MB, {origin}; one token per byte; {BATCH} x {SEQUENCE} tokens a step")
 
     # From here on `parallel` is used as `model` would be: the same calls, the same optimizers, the same names.
+    parallel = parallelised(model, mesh, text, args)
+    if parallel is None:
+        return 3
+
+    say(f"\n--- training on {mesh.size()} processes, {args.steps} steps\n")
+    history, optimizer = train(parallel, text, args.steps)
+    held_out = next(batches(text, held_out=True))
+    with torch.no_grad():
+        loss = parallel.eval()(**as_inputs(held_out)).loss.item()
+    save(parallel, optimizer, args.out)
+
+    if dist.get_rank() > 0:
+        dist.barrier()  # the rest is for one process; this one waits
+        return 0
+    agrees = learns_the_same(model, text, Trained(parallel.plan, history, held_out, loss), args)
+    say(f"\n--- written to {args.out.resolve()}\n")
+    for path in sorted(args.out.iterdir()):
+        if path.name in WRITTEN:
+            say(f"    {path.name:<12} {WRITTEN[path.name]}")
+    more = "" if args.steps >= LONG else f"; --long (make demo ARGS=--long) trains for {LONG} steps"
+    say(f"\n{time.perf_counter() - began:.0f} s in all{more}")
+    dist.barrier()
+    return 0 if agrees else 1
+
+
+def parallelised(model: nn.Module, mesh: Any, text: Tensor, args: argparse.Namespace) -> Any:
+    """What autopar makes of the model; None where rank 0 has said why there is no plan."""
+    import torch.distributed as dist
+
+    import autopar
+
     say("tracing it, and searching for the fastest way to train it here ...")
     started = time.perf_counter()
     example = next(batches(text))
@@ -147,50 +188,28 @@ def demo(args: argparse.Namespace) -> int:
         )
     except (autopar.Infeasible, autopar.NoAnswerInTime, ValueError) as error:
         say(f"\nno plan: {error}")
-        return 3
+        return None
     except RuntimeError:
-        if first:
+        if dist.get_rank() == 0:
             raise
-        return 3  # rank 0 says what is wrong
-    plan = parallel.plan
+        return None  # rank 0 says what is wrong
     say(f"\n--- the plan, found in {time.perf_counter() - started:.1f} s\n")
-    say(plan.explain())
+    say(parallel.plan.explain())
+    return parallel
 
-    say(f"\n--- training on {mesh.size()} processes, {args.steps} steps\n")
-    ours, optimizer = train(parallel, text, args.steps)
 
-    held_out = next(batches(text, held_out=True))
-    with torch.no_grad():
-        held_out_loss = parallel.eval()(**as_inputs(held_out)).loss.item()
-    if first:
-        out.mkdir(parents=True, exist_ok=True)
-        plan.save(out / "plan.json")
-        (out / "plan.dot").write_text(plan.to_dot())
-    dist.barrier()
-    save(parallel, optimizer, out)
-
-    if not first:
-        dist.barrier()  # the rest is for one process; this one waits
-        return 0
+def learns_the_same(model: nn.Module, text: Tensor, ours: Trained, args: argparse.Namespace) -> bool:
+    """Train the model on this one process, load what all have saved, and say whether the losses agree."""
     say("\n--- the same on one process, in plain PyTorch\n")
-    alone, _ = train(model, text, args.steps, beside=ours)
-
+    alone, _ = train(model, text, args.steps, beside=ours.history)
     trained = gpt2()
-    loaded = load(trained, out, held_out)
-    agrees = compare(ours, alone, (held_out_loss, *loaded), plan, args.hardware is None)
+    loaded = load(trained, args.out, ours.held_out)
+    agrees = compare(ours.history, alone, (ours.loss, *loaded), ours.plan, args.hardware is None)
     say(f"\n--- what it writes after {PROMPT.decode().strip()!r}, {args.steps} steps young\n")
     say(sample(trained, PROMPT, SAMPLE_BYTES))
-
-    write_losses(out / "losses.csv", ours, alone)
-    draw(out / "loss.png", ours, alone, mesh.size())
-    say(f"\n--- written to {out.resolve()}\n")
-    for path in sorted(out.iterdir()):
-        if path.name in WRITTEN:
-            say(f"    {path.name:<12} {WRITTEN[path.name]}")
-    more = "" if args.steps >= LONG else f"; --long (make demo ARGS=--long) trains for {LONG} steps"
-    say(f"\n{time.perf_counter() - began:.0f} s in all{more}")
-    dist.barrier()
-    return 0 if agrees else 1
+    write_losses(args.out / "losses.csv", ours.history, alone)
+    draw(args.out / "loss.png", ours.history, alone, int(os.environ["WORLD_SIZE"]))
+    return agrees
 
 
 WRITTEN = {
@@ -275,13 +294,20 @@ def train(module: nn.Module, text: Tensor, steps: int, beside: History | None = 
 # --- saving and loading ----------------------------------------------------------------------------------------------
 
 
-def save(parallel: nn.Module, optimizer: Any, out: Path) -> None:
-    """Twice: each rank its own part, with the optimizer; and the whole weights in one file. Every rank takes part."""
+def save(parallel: Any, optimizer: Any, out: Path) -> None:
+    """The plan, by one rank; what was learned by all, twice: each rank its own part, with the optimizer; and the whole
+    weights in one file.
+    """
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 
+    if dist.get_rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        parallel.plan.save(out / "plan.json")
+        (out / "plan.dot").write_text(parallel.plan.to_dot())
+    dist.barrier()
     weights, optimizer_state = get_state_dict(parallel, optimizer)
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # of the run before
     dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=out / "checkpoint")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,29 +117,42 @@ def _add(
     elif (own := own_names(value)) is not None:  # a configuration: what it is, and what was read of it
         guards.fixed.append((place, key))
         guards.values.append(value)
-        read = None if traced is None else traced[0].inside.read(traced[1])
-        for name in list(own) if read is None else read:
-            part = own.get(name, MISSING)
-            owner = next((one for one in type(value).__mro__ if name in vars(one)), None)
-            if name not in own and owner is not None:  # of its class, until it is set on the object
-                if not isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS)):
-                    continue
-                _add(guards, vars(owner), name, vars(owner)[name], f"{called}.{name}")
-            if read is not None and traced is not None:
-                _add(guards, own, name, part, f"{called}.{name}", (traced[0], vars(traced[1]).get(name)))
-            elif isinstance(part, SCALARS):
-                _add(guards, own, name, part, f"{called}.{name}")
+        _add_names(guards, value, own, called, traced)
     else:
         guards.changing.append(((place, key), snapshot(value)))
-        for number, part in enumerate(value if isinstance(value, (list, tuple)) and len(value) <= FEW else ()):
-            if own_names(part) is not None:
-                stood = traced[1][number] if traced is not None and isinstance(traced[1], (list, tuple)) else None
-                inside = None if stood is None else (traced[0], stood)  # type: ignore[index]
-                _add(guards, {"": part}, "", part, f"{called}[{number}]", inside)
+        if isinstance(value, (list, tuple)) and len(value) <= FEW:
+            _add_parts(guards, value, called, traced)
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if not isinstance(cell.cell_contents, (types.FunctionType, nn.Module)):
                 _add(guards, Cell(cell), name, cell.cell_contents, f"the variable {name} of {called}")
+
+
+def _add_names(
+    guards: Guards, value: Any, own: Mapping[str, Any], called: str, traced: tuple[Reads, Any] | None
+) -> None:
+    """The attributes of a configuration: those that were read, or all where nobody watched."""
+    read = None if traced is None else traced[0].inside.read(traced[1])
+    for name in list(own) if read is None else read:
+        part = own.get(name, MISSING)
+        owner = next((one for one in type(value).__mro__ if name in vars(one)), None)
+        if name not in own and owner is not None:  # of its class, until it is set on the object
+            if not isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS)):
+                continue
+            _add(guards, vars(owner), name, vars(owner)[name], f"{called}.{name}")
+        if read is not None and traced is not None:
+            _add(guards, own, name, part, f"{called}.{name}", (traced[0], vars(traced[1]).get(name)))
+        elif isinstance(part, SCALARS):
+            _add(guards, own, name, part, f"{called}.{name}")
+
+
+def _add_parts(guards: Guards, value: Sequence[Any], called: str, traced: tuple[Reads, Any] | None) -> None:
+    """The configurations in a list or tuple."""
+    for number, part in enumerate(value):
+        if own_names(part) is not None:
+            stood = traced[1][number] if traced is not None and isinstance(traced[1], (list, tuple)) else None
+            inside = None if stood is None else (traced[0], stood)  # type: ignore[index]
+            _add(guards, {"": part}, "", part, f"{called}[{number}]", inside)
 
 
 def _may_change(value: Any) -> bool:

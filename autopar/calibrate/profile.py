@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -16,11 +16,24 @@ from autopar.ir.mesh import Mesh
 from autopar.machine.device import processors
 from autopar.price.pricer import Pricer
 from cost_models.curves import INTENSITY, Curve
-from cost_models.hardware import Hardware, HostLink, Link
+from cost_models.hardware import Hardware, HostLink, Link, Tier
 from cost_models.steps import COLLECTIVES, MATRIX_KINDS, Comm, Compute
 
 EXTENDED = ("ops.aten.", "ops.reorder.", "ops.slice.")  # operators that make fresh results
 DTYPES = ("float32", "bfloat16")
+
+
+@dataclass
+class _Measured:
+    """Where the plain figures that the samples tell are from. `how`: machine, date and versions."""
+
+    how: str
+    sources: dict[str, str] = field(default_factory=dict[str, str])
+
+    def figure(self, name: str, value: float, what: str) -> float:
+        """The value, once it is noted what it was read off."""
+        self.sources[name] = f"measured {self.how}: {what}"
+        return value
 
 
 def profile_from(samples: Sequence[Sample], base: Hardware, name: str, how: str, shares_processors: bool) -> Hardware:
@@ -29,8 +42,34 @@ def profile_from(samples: Sequence[Sample], base: Hardware, name: str, how: str,
     `how`: machine, date and versions, for the sources. `shares_processors`: ranks beyond the processors take turns.
     """
     first = next(s.sizes for s in samples if isinstance(s.step, Compute))  # the ranks that compute was measured with
+    curves, of_curves = _curves(samples, first, how)
+    measured = _Measured(how)
+    flops = _flops(measured, base, [s for s in samples if s.sizes == first])
+    memory = curves["elementwise.float32"]
+    launch = measured.figure("launch_s", min(max(memory.seconds(0.0, 48.0), 1e-9), 1.0), "adding a few numbers")
+    quickest = max(rate for _, rate in memory.points)
+    vector = measured.figure("vector_flops_per_s", quickest / 12, "adding numbers in cache, three of four bytes each")
+    tiers = _tiers(measured, base, curves, shares_processors)
+    host_link = _host_link(measured, base, curves)
+    links = _links(measured, base, curves, shares_processors)
+    slowdown = _slowdown(samples, first, shares_processors)
+    for what, factor in slowdown.items():
+        measured.figure(f"slowdown.{what}", factor, f"against {first[0]} ranks, on {processors()} processors")
+    new = {dtype for dtype in base.achieved_flops_per_s if f"flops_per_s.{dtype}" in measured.sources}
+    achieved = {dtype: rate for dtype, rate in base.achieved_flops_per_s.items() if dtype not in new}
+    stale = {f"achieved_flops_per_s.{dtype}" for dtype in new}
+    kept = {figure: source for figure, source in (dict(base.sources) | of_curves).items() if figure not in stale}
+    return replace(
+        base, name=name, curves=curves, launch_s=launch, vector_flops_per_s=vector, flops_per_s=flops,
+        achieved_flops_per_s=achieved, tiers=tiers, links=links, host_link=host_link, slowdown=slowdown,
+        sources=kept | measured.sources,
+    )  # fmt: skip
+
+
+def _curves(samples: Sequence[Sample], first: tuple[int, ...], how: str) -> tuple[dict[str, Curve], dict[str, str]]:
+    """All curves by name, compute as with the ranks `first`, and where they are from."""
     curves: dict[str, Curve] = {}
-    sources = dict(base.sources)
+    sources: dict[str, str] = {}
     of_curve: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         if not sample.held and (isinstance(sample.step, Comm) or sample.sizes == first):
@@ -43,59 +82,59 @@ def profile_from(samples: Sequence[Sample], base: Hardware, name: str, how: str,
         kind = curves.get(f"elementwise.{curve.rpartition('.')[2]}")
         if kind is not None and curves[curve].over == kind.over:
             curves[curve] = _extended(curves[curve], kind)
-    hardware = replace(base, name=name, curves=curves, slowdown={}, sources=sources)
-    plain: dict[str, tuple[float, str]] = {}
+    return curves, sources
 
-    def figure(name: str, value: float, what: str) -> float:
-        plain[name] = value, f"measured {how}: {what}"
-        return value
 
+def _flops(measured: _Measured, base: Hardware, samples: Sequence[Sample]) -> dict[str, float]:
+    """Flops per second by dtype, from the largest product that was measured."""
     flops = dict(base.flops_per_s)
     for dtype in DTYPES:
-        if squares := [s for s in samples if s.curve == f"matmul.{dtype}" and s.sizes == first]:
+        if squares := [s for s in samples if s.curve == f"matmul.{dtype}"]:
             most = max(squares, key=lambda s: _work(s)[0])
-            flops[dtype] = figure(f"flops_per_s.{dtype}", _work(most)[0] / most.seconds, "the largest product")
-    memory = curves["elementwise.float32"]
-    launch = figure("launch_s", min(max(memory.seconds(0.0, 48.0), 1e-9), 1.0), "adding a few numbers")
-    quickest = max(rate for _, rate in memory.points)
-    vector = figure("vector_flops_per_s", quickest / 12, "adding numbers in cache, three of four bytes each")
-    stream = figure("tiers.hbm.bytes_per_s", curves["stream.float32"].points[-1][1], "a large sum in place")
-    tiers = {
-        tier: replace(base.tiers[tier], bytes_per_s=stream) if tier == "hbm" else base.tiers[tier]
-        for tier in base.tiers
+            rate = _work(most)[0] / most.seconds
+            flops[dtype] = measured.figure(f"flops_per_s.{dtype}", rate, "the largest product")
+    return flops
+
+
+def _tiers(
+    measured: _Measured, base: Hardware, curves: Mapping[str, Curve], shares_processors: bool
+) -> dict[str, Tier]:
+    """Memory as fast as a stream through it; a host that computes has one memory."""
+    stream = curves["stream.float32"].points[-1][1]
+    told = {"hbm": "a large sum in place"} | ({"host": "the same memory as tiers.hbm"} if shares_processors else {})
+    return dict(base.tiers) | {
+        tier: replace(base.tiers[tier], bytes_per_s=measured.figure(f"tiers.{tier}.bytes_per_s", stream, what))
+        for tier, what in told.items()
     }
-    if shares_processors:
-        figure("tiers.host.bytes_per_s", stream, "the same memory as tiers.hbm")
-        tiers["host"] = replace(tiers["host"], bytes_per_s=stream)
+
+
+def _host_link(measured: _Measured, base: Hardware, curves: Mapping[str, Curve]) -> HostLink:
+    """Rates of large copies between host and device, where they were measured."""
     ways = [
-        figure(f"host_link.{way}_bytes_per_s", curves[f"copy.{way}"].points[-1][1], "a large copy")
+        measured.figure(f"host_link.{way}_bytes_per_s", curves[f"copy.{way}"].points[-1][1], "a large copy")
         if f"copy.{way}" in curves
         else getattr(base.host_link, f"{way}_bytes_per_s")
         for way in ("h2d", "d2h")
     ]
+    return HostLink(*ways)
+
+
+def _links(
+    measured: _Measured, base: Hardware, curves: Mapping[str, Curve], shares_processors: bool
+) -> dict[str, Link]:
+    """Links as all-gathers over them tell; ranks that share processors have one link, whatever it is called."""
     links = dict(base.links)
     for reach in ("intra", "inter"):
         if link := _link(curves, reach):
             links[reach] = Link(
-                figure(f"links.{reach}.latency_s", link.latency_s, "start-up of an all-gather, per hop"),
-                figure(f"links.{reach}.bytes_per_s", link.bytes_per_s, "received in an all-gather of 8 MiB"),
+                measured.figure(f"links.{reach}.latency_s", link.latency_s, "start-up of an all-gather, per hop"),
+                measured.figure(f"links.{reach}.bytes_per_s", link.bytes_per_s, "received in an all-gather of 8 MiB"),
             )
-    if shares_processors and "links.intra.latency_s" in plain:
+    if shares_processors and "links.intra.latency_s" in measured.sources:
         links["inter"] = links["intra"]
         for part in ("latency_s", "bytes_per_s"):
-            figure(f"links.inter.{part}", getattr(links["intra"], part), "the same loopback as links.intra")
-    slowdown = _slowdown(samples, first, shares_processors)
-    for what, factor in slowdown.items():
-        figure(f"slowdown.{what}", factor, f"against {first[0]} ranks, on {processors()} processors")
-    measured = {figure.removeprefix("flops_per_s.") for figure in plain}
-    achieved = {dtype: rate for dtype, rate in base.achieved_flops_per_s.items() if dtype not in measured}
-    stale = {f"achieved_flops_per_s.{dtype}" for dtype in base.achieved_flops_per_s if dtype in measured}
-    kept = {figure: source for figure, source in sources.items() if figure not in stale}
-    return replace(
-        hardware, launch_s=launch, vector_flops_per_s=vector, flops_per_s=flops, achieved_flops_per_s=achieved,
-        tiers=tiers, links=links, host_link=HostLink(*ways), slowdown=slowdown,
-        sources=kept | {figure: source for figure, (_, source) in plain.items()},
-    )  # fmt: skip
+            measured.figure(f"links.inter.{part}", getattr(links["intra"], part), "the same loopback as links.intra")
+    return links
 
 
 def _extended(curve: Curve, kind: Curve) -> Curve:

@@ -89,12 +89,12 @@ def refereed(
     peak = held[DEVICE]
     if memory is not None and objective is not None and peak > memory * (1 + 1e-9):
         raise RefereeError(f"the solver's plan needs {peak} bytes, the limit is {memory:.0f}")
-    played = None  # where transfers overlap compute, only the timeline tells what they delay
+    simulated_s = None  # where transfers overlap compute, only the timeline tells what they delay
     if pricer.bucket_bytes and not pricer.hardware.overlaps:
-        played = total + sum(unfilled(program, pricer).values())
+        simulated_s = total + sum(unfilled(program, pricer).values())
     return Plan(
         graph, pricer.mesh, pricer.hardware.name, pricer.hardware.digest, pricer.optimizer, memory, outputs,
         choices, deliveries, total, min(bound, total), held, parts, tuple(notes),
-        bucket_bytes=pricer.bucket_bytes, search=dict(search or {}), simulated_seconds=played,
+        bucket_bytes=pricer.bucket_bytes, search=dict(search or {}), simulated_seconds=simulated_s,
         residence=resides, tf32=pricer.hardware.tf32,
     )  # fmt: skip

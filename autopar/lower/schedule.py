@@ -17,8 +17,8 @@ operators ahead of where it is first needed, and waited for there; a gradient th
 of its way.
 
 Ahead and later are counted in operators that use the matrix units (products, attention, convolutions), as those are
-what hides a transfer. Small gradients are summed together, in a bucket; whatever number `prefetch` is, the bucket is
-launched when it is full and waited for when the next one is, or at the end.
+what a transfer is overlapped with. Small gradients are summed together, in a bucket; whatever number `prefetch` is, the
+bucket is launched when it is full and waited for when the next one is, or at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the optimizer does behind backward, parameter by parameter.
 
 Those on the device are updated first, then those whose states stream from the host and back, one by one, then those on
-the host: so does `autopar.optim.Streamed`. Where copies run beside compute, the host works while the device does.
+the host: so does `autopar.optim.Streamed`. Where copies overlap with compute, the host works while the device does.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Updates:
             self._run(parameter, self._beside(before, parameter, DEVICE))
 
     def _on_the_host(self, parameters: Sequence[Trained]) -> list[Instruction]:
-        """The waits for those updates that run beside what follows. The host makes one after the other."""
+        """The waits for those updates that are overlapped with what follows. The host makes one after the other."""
         waits: list[Instruction] = []
         pairs = zip((None, *parameters), parameters, strict=False)
         beside = [self._beside(before, parameter, HOST) for before, parameter in pairs]

@@ -1,4 +1,4 @@
-"""A plan as a picture: the forward pass in Graphviz's language, each layer that repeats drawn once.
+"""A plan in Graphviz's language: its forward pass as `autopar.plan.picture` draws it, and a legend.
 
 Boxes are operators, tables are the parameters of a module, both coloured by layout. What is sent stands at the edges,
 in the colour of the mesh axis. The backward pass mirrors the forward pass and would double the picture; what it sends
@@ -8,26 +8,19 @@ is written at the layer it belongs to, what a gradient sends beside its paramete
 from __future__ import annotations
 
 import colorsys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from html import escape
 
-from autopar.ir.graph import Node, Ref
-from autopar.ir.layout import Layout, show
+from autopar.ir.graph import Node
+from autopar.plan.picture import Box, Edge, Picture, Tree, tree_of
 from autopar.plan.tell import (
     Run,
     backward_homes,
-    comms_in,
     comms_of_changes,
     comms_of_node,
     deliveries_of,
-    home,
     human,
     layer_of,
-    modes_of,
-    runs_of,
-    shown_nodes,
     traffic,
     traffic_by_part,
 )
@@ -48,178 +41,28 @@ AXIS_COLOURS = ("#b2182b", "#2166ac", "#1b7837", "#762a83", "#b35806", "#35978f"
 
 def to_dot(plan: PlanValue) -> str:
     """Graphviz source; `dot -Tsvg` draws it. The same plan gives the same text."""
-    return "\n".join(_Picture(plan).lines()) + "\n"
+    return "\n".join(_Text(Picture(plan)).lines()) + "\n"
 
 
-@dataclass
-class _Box:
-    """One drawn thing: operators of one module in one layout, the parameters of one module, or an output."""
+class _Text:
+    """A picture as lines of Graphviz's language."""
 
-    name: str
-    home: str
-    nodes: list[Node] = field(default_factory=list[Node])
-    sends: list[Comm] = field(default_factory=list[Comm])  # within the operator's own body
-
-
-@dataclass
-class _Edge:
-    """`sends`: what is sent on the way, each with the name of the parameter, if it is one."""
-
-    sends: list[tuple[str, Comm]] = field(default_factory=list["tuple[str, Comm]"])
-
-
-class _Picture:
-    def __init__(self, plan: PlanValue) -> None:
-        self.plan = plan
-        self.node_of = plan.graph.by_name
-        self.shown = shown_nodes(plan)
-        self.modes = modes_of(plan)
-        self.runs = runs_of(plan, self.shown)
-        self.run_of = {layer: run for run in self.runs for layer in run.layers}
-        self.gradients = deliveries_of(plan, "gradient")
-        self.backward_homes = backward_homes(plan)
-        self.stands_for = self._stands_for()
-        self.boxes: list[_Box] = []
-        self.box_of: dict[str, _Box] = {}  # every shown node -> where it, or its twin in the first layer, is drawn
-        self.edges: dict[tuple[str, str], _Edge] = {}
-        self.more: dict[str, tuple[str, str, str]] = {}  # box -> what stands for its value in further layers
-        self.fill_of: dict[str, str] = {}
-        self.sources_of: dict[str, tuple[str, ...]] = {name: (name,) for name in self.stands_for}
-        self._add_boxes()
-        self._add_edges()
-        self._add_outputs()
-
-    # --- what is drawn -----------------------------------------------------------------------------------------------
-
-    def _layer(self, node: Node) -> tuple[Run | None, int]:
-        """The run that a node lies in, and the number of its layer in the run."""
-        layer = layer_of(home(node), self.run_of)
-        run = self.run_of.get(layer)
-        return run, run.layers.index(layer) if run is not None else 0
-
-    def _stands_for(self) -> dict[str, str]:
-        """Shown node -> the node that is drawn in its place: its twin in the first layer of the run, or itself."""
-        found: dict[str, str] = {}
-        members: dict[tuple[Run, int], list[str]] = defaultdict(list)
-        for node in self.shown:
-            run, number = self._layer(node)
-            found[node.name] = node.name
-            if run is not None:
-                members[run, number].append(node.name)
-                found[node.name] = members[run, 0][len(members[run, number]) - 1]
-        return found
-
-    def _sources(self, name: str) -> tuple[str, ...]:
-        """The shown nodes that a value comes from: itself, or those behind views and the like."""
-        if name not in self.sources_of:
-            found = (source for ref in self.node_of[name].operands for source in self._sources(ref.name))
-            self.sources_of[name] = tuple(dict.fromkeys(found))
-        return self.sources_of[name]
-
-    def _gives(self, node: Node) -> Layout:
-        return self.plan.choices[node.name].gives[0]
-
-    def _new_box(self, where: str) -> _Box:
-        self.boxes.append(_Box(f"n{len(self.boxes)}", where))
-        return self.boxes[-1]
-
-    def _add_boxes(self) -> None:
-        tables: dict[str, _Box] = {}
-        for node in self.shown:
-            if self.stands_for[node.name] == node.name:
-                if node.op == "parameter":
-                    if home(node) not in tables:
-                        tables[home(node)] = self._new_box(home(node))
-                    box = tables[home(node)]
-                else:
-                    box = self._joined(node) or self._new_box(home(node))
-                    box.sends += comms_in(self.plan.choices[node.name].steps)
-                box.nodes.append(node)
-                self.box_of[node.name] = box
-            else:
-                self.box_of[node.name] = self.box_of[self.stands_for[node.name]]
-
-    def _joined(self, node: Node) -> _Box | None:
-        """The box that an operator continues: its only producer's, if module and layout stay and nothing is sent."""
-        if node.is_source or is_product(self.plan.choices[node.name]) or comms_of_node(self.plan, node):
-            return None
-        sources = [self.node_of[name] for ref in node.operands for name in self._sources(ref.name)]
-        boxes = {id(self.box_of[n.name]): self.box_of[n.name] for n in sources if n.op != "parameter"}
-        if len(boxes) != 1 or any(home(n) != node.module for n in sources):
-            return None
-        (box,) = boxes.values()
-        last = box.nodes[-1]
-        same = self._gives(last) == self._gives(node) and not box.nodes[0].is_source
-        return box if same and self.modes.get(last.name) == self.modes.get(node.name) else None
-
-    def _add_edges(self) -> None:
-        for node in self.shown:
-            choice = self.plan.choices[node.name]
-            run, number = self._layer(node)
-            seen: set[tuple[Ref, Layout]] = set()
-            for ref, takes, read in zip(node.operands, choice.takes, choice.reads, strict=True):
-                if (ref, takes) in seen:
-                    continue
-                seen.add((ref, takes))
-                comms = comms_of_changes(self.plan, read)
-                for source in self._sources(ref.name):
-                    its_run, its_number = self._layer(self.node_of[source])
-                    if number == 0:
-                        self._add_edge(source, self.box_of[node.name].name, comms)
-                        comms = []
-                    elif run is not None and run == its_run and (its_number, number) == (0, 1):
-                        self._add_edge(source, self._further(run, self.box_of[source]), comms)
-                        comms = []
-                if comms and number == 0:  # sent for a value that comes from nowhere: a mask, a position
-                    self.box_of[node.name].sends += comms
-
-    def _further(self, run: Run, box: _Box) -> str:
-        """The mark that stands for further layers behind a box of the first one."""
-        name = f"{box.name}_more"
-        count = len(run.layers) - 1
-        told = f"{count} more {'layer' if count == 1 else 'layers'} like this"
-        self.more[box.name] = run.layers[0], name, told
-        return name
-
-    def _add_edge(self, source: str, target: str, comms: Sequence[Comm]) -> None:
-        box = self.box_of[source]
-        if box.name == target and not comms:
-            return
-        start = box.name
-        if self.stands_for[source] != source and box.name in self.more:
-            start = self.more[box.name][1]  # the value of the last layer
-        node = self.node_of[source]
-        what = node.target.rpartition(".")[2] if node.op == "parameter" else ""
-        sends = self.edges.setdefault((start, target), _Edge()).sends
-        sends += [(what, comm) for comm in comms if (what, comm) not in sends or not target.endswith("_more")]
-
-    def _add_outputs(self) -> None:
-        for result, delivery in zip(self.plan.graph.results, self.plan.deliveries, strict=True):
-            if result.kind == "output" and result.ref is not None and delivery is not None:
-                type = self.plan.graph.type_of(result.ref)
-                box = self._new_box("")
-                box.nodes.append(Node(f"output {result.target}", "output", (), (), (type,), target=result.target))
-                self.fill_of[box.name] = self._told_layout(delivery.layout, type.shape)
-                comms = comms_of_changes(self.plan, delivery.changes)
-                for source in self._sources(result.ref.name):
-                    self._add_edge(source, box.name, comms)
-                    comms = []
-
-    # --- how it is written -------------------------------------------------------------------------------------------
-
-    def _told_layout(self, layout: Layout, shape: tuple[int, ...]) -> str:
-        return show(layout, self.plan.mesh, len(shape))
+    def __init__(self, picture: Picture) -> None:
+        self.picture = picture
+        self.plan = picture.plan
+        self.gradients = deliveries_of(self.plan, "gradient")
+        self.backward_homes = backward_homes(self.plan)
+        self.colours = self._colours()
 
     def lines(self) -> Iterator[str]:
-        self.colours = self._colours()
         yield "digraph plan {"
         yield '  graph [fontname="Helvetica", fontsize=13, labelloc=t, nodesep=0.25, ranksep=0.3, compound=true,'
         yield f"    label=<{self._title()}>];"
         yield '  node [fontname="Helvetica", fontsize=10, shape=box, style="filled,rounded", margin="0.1,0.04"];'
         yield '  edge [fontname="Helvetica", fontsize=9, color="#666666", arrowsize=0.6];'
         yield from self._legend()
-        yield from self._cluster(_tree(self.boxes), "", 1)
-        for (source, target), edge in self.edges.items():
+        yield from self._cluster(tree_of(self.picture.boxes), "", 1)
+        for (source, target), edge in self.picture.edges.items():
             yield f"  {source} -> {target}{self._edge(edge, target.endswith('_more'))};"
         yield "}"
 
@@ -231,22 +74,22 @@ class _Picture:
         took = f"{plan.predicted_seconds * 1e3:.3f} ms a step, {plan.measure}"
         return f"<B>{escape(f'mesh {plan.mesh} on {plan.hardware}: {took}; peak {peak} per rank')}</B>"
 
-    def _cluster(self, tree: _Tree, path: str, depth: int) -> Iterator[str]:
+    def _cluster(self, tree: Tree, path: str, depth: int) -> Iterator[str]:
         """A module with its boxes; a chain of modules with one thing inside is drawn as one."""
         pad = "  " * depth
         for box in tree.boxes:
             yield f"{pad}{box.name} [{self._box(box, path)}];"
-        for layer, name, told in self.more.values():
+        for layer, name, told in self.picture.more.values():
             if layer == path:
                 yield f'{pad}{name} [shape=plain, style="", fontsize=11, label=<<B>{told}</B>>];'
         for name, below in tree.below.items():
-            while not below.boxes and len(below.below) == 1 and name not in self.run_of:
+            while not below.boxes and len(below.below) == 1 and name not in self.picture.run_of:
                 ((more, below),) = below.below.items()
                 name = more
-            if below.size == 1 and name not in self.run_of:
+            if below.size == 1 and name not in self.picture.run_of:
                 yield from self._cluster(below, path, depth)
                 continue
-            run = self.run_of.get(name)
+            run = self.picture.run_of.get(name)
             yield f'{pad}subgraph "cluster_{name}" {{'
             label = escape(run.label if run is not None else name.removeprefix(f"{path}."))
             heavy = run is not None
@@ -268,7 +111,7 @@ class _Picture:
         told = "; ".join(lines) or "nothing is sent"
         return f'{LEFT}<FONT POINT-SIZE="9">backward{each}: {escape(told)}</FONT>{LEFT}'
 
-    def _box(self, box: _Box, path: str) -> str:
+    def _box(self, box: Box, path: str) -> str:
         first, last = box.nodes[0], box.nodes[-1]
         if first.op == "parameter":
             return f'shape=plain, style="", label=<{self._table(box, path)}>'
@@ -284,13 +127,13 @@ class _Picture:
             choice = self.plan.choices[first.name]
             if is_product(choice) and (split := roles_told(choice.roles, self.plan.mesh.names)):
                 lines.append(escape(split))
-        layout = None if first.op == "output" else self._gives(last)
-        told = self.fill_of[box.name] if layout is None else self._told_layout(layout, type.shape)
+        layout = None if first.op == "output" else self.picture.gives(last)
+        told = self.picture.fill_of[box.name] if layout is None else self.picture.told_layout(layout, type.shape)
         lines.append(escape(f"{_shape(type.shape)}  {told}"))
         lines += [self._sent("", comm) for comm in box.sends]
         fill = self.colours.get(told, WHOLE)
         shape = "" if first.op not in ("input", "output") else "shape=ellipse, style=filled, "
-        match self.modes.get(last.name):
+        match self.picture.modes.get(last.name):
             case "recomputed":
                 shape += 'style="filled,rounded,dashed", '
             case "offloaded":
@@ -299,13 +142,13 @@ class _Picture:
                 pass
         return f'{shape}fillcolor="{fill}", label=<{"<BR/>".join(lines)}>'
 
-    def _table(self, box: _Box, path: str) -> str:
+    def _table(self, box: Box, path: str) -> str:
         """The parameters of a module: name, shape, layout, and what bringing the gradient into that layout sends."""
         alike: dict[tuple[str, str, tuple[str, ...], str], list[str]] = {}
         for node in box.nodes:
             (type,) = node.outputs
             assert type is not None
-            told = self._told_layout(self._gives(node), type.shape)
+            told = self.picture.told_layout(self.picture.gives(node), type.shape)
             comms: list[Comm] = []
             if node.target in self.gradients:
                 comms = comms_of_changes(self.plan, self.gradients[node.target][1].changes)
@@ -324,7 +167,7 @@ class _Picture:
                 rows.append(f'<TR><TD COLSPAN="3" ALIGN="LEFT">{each}: {LEFT.join(sent)}{LEFT}</TD></TR>')
         return f"{TABLE}{''.join(rows)}</TABLE>"
 
-    def _edge(self, edge: _Edge, carried: bool) -> str:
+    def _edge(self, edge: Edge, carried: bool) -> str:
         told = [*dict.fromkeys(self._sent(name, comm) for name, comm in edge.sends)]
         marks: list[str] = []
         if carried:
@@ -348,22 +191,26 @@ class _Picture:
     def _colours(self) -> dict[str, str]:
         """Layout as shown -> colour; whole values stay grey. By first use, so that a plan keeps its colours."""
         colours: dict[str, str] = {}
-        told = [self.fill_of.get(box.name) or self._box_layout(box, node) for box in self.boxes for node in box.nodes]
+        told = [
+            self.picture.fill_of.get(box.name) or self._box_layout(box, node)
+            for box in self.picture.boxes
+            for node in box.nodes
+        ]
         for layout in told:
             if layout.strip("[_, ]") and layout not in colours:
                 colours[layout] = FILLS[len(colours)] if len(colours) < len(FILLS) else _spread(len(colours))
         return colours
 
-    def _box_layout(self, box: _Box, node: Node) -> str:
+    def _box_layout(self, box: Box, node: Node) -> str:
         type = node.outputs[0]
         assert type is not None
-        return self._told_layout(self._gives(node), type.shape)
+        return self.picture.told_layout(self.picture.gives(node), type.shape)
 
     def _legend(self) -> Iterator[str]:
         cell = '<TR><TD BGCOLOR="{}" ALIGN="LEFT">{}</TD></TR>'
         rows = [cell.format(WHOLE, "whole on every rank")]
         rows += [cell.format(colour, escape(told)) for told, colour in self.colours.items()]
-        if self.modes or self.plan.residence:
+        if self.picture.modes or self.plan.residence:
             rows.append('<TR><TD ALIGN="LEFT">dashed: run again in backward</TD></TR>')
             rows.append(f'<TR><TD ALIGN="LEFT"><FONT COLOR="{FETCHED}">fetched from the host</FONT></TD></TR>')
         head = "<TR><TD><B>layout: the axes that split each dim (_ none); +axis: partial sum</B></TD></TR>"
@@ -388,28 +235,6 @@ class _Picture:
         if not keys:
             rows.append('<TR><TD COLSPAN="2">nothing is sent</TD></TR>')
         return f"{TABLE}{''.join(rows)}</TABLE>"
-
-
-@dataclass
-class _Tree:
-    """Boxes by module path; `below` by full path."""
-
-    boxes: list[_Box] = field(default_factory=list[_Box])
-    below: dict[str, _Tree] = field(default_factory=dict[str, "_Tree"])
-
-    @property
-    def size(self) -> int:
-        return len(self.boxes) + sum(tree.size for tree in self.below.values())
-
-
-def _tree(boxes: Iterable[_Box]) -> _Tree:
-    root = _Tree()
-    for box in boxes:
-        at, parts = root, box.home.split(".") if box.home else []
-        for count in range(1, len(parts) + 1):
-            at = at.below.setdefault(".".join(parts[:count]), _Tree())
-        at.boxes.append(box)
-    return root
 
 
 def roles_told(roles: Sequence[str], axes: Sequence[str]) -> str:

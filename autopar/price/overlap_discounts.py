@@ -1,4 +1,4 @@
-"""Prices of what runs beside compute: for a search, a transfer costs the share of its time for which compute waits.
+"""Prices of what is overlapped with compute: a search counts the share of a transfer for which compute waits.
 
 Which share that is the timeline of a plan tells (`autopar.search.overlap_loop`). Transfers are told apart by what they
 carry: "weights" that are fetched for use, "gradients" that are brought to their parameters, and "moves" between device

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import (
+    AutocastState,
     autocast_as,
     autocast_as_asked,
     autocast_for,
@@ -138,6 +139,65 @@ def shown(leaves: list[tuple[str, Any]]) -> str:
     return ", ".join(told) or "none of which is a tensor"
 
 
+@dataclass(frozen=True)
+class _Setting:
+    """How a model is traced: on fake tensors of `mode`, in train or eval mode if `training` says so, under `autocast`.
+
+    `around`: the present autocast of the device that the program is for. `under_its_autocast`: some of the model runs
+    under that device's autocast, so that it is exported as one on that device.
+    """
+
+    model: nn.Module
+    mode: FakeTensorMode
+    training: bool | None
+    precision: MixedPrecisionPolicy | None
+    device_type: str
+    autocast: AutocastState
+    around: Autocast
+    under_its_autocast: bool
+
+    @property
+    def device(self) -> str:
+        """Where the fake tensors are."""
+        return self.device_type if self.under_its_autocast else "cpu"
+
+    def copy(self) -> nn.Module:
+        return fake_copy(self.model, self.mode, self.precision, self.device)
+
+    def run_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        """What a copy of the model returns to a call that nobody traces."""
+        called = self.copy()
+        called.train(self.model.training if self.training is None else self.training)
+        with self.mode, autocast_as(self.autocast), autocast_as_asked(self.device_type), torch.no_grad():
+            return called(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The flat inputs as fake tensors: in their own dtypes, and `cast` to those that the model computes in."""
+
+    fakes: list[Any]
+    cast: list[Any]
+    spec: pytree.TreeSpec
+
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments for the model, in containers of their own, which it may change."""
+        return pytree.tree_unflatten(self.cast, self.spec)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """The copy of a model that is traced. `reads`, `notes`: what is found out about it on the way. `caches`: it would
+    have made a key/value cache. `drawn`: the random state of Python and numpy before.
+    """
+
+    model: nn.Module
+    reads: Reads
+    notes: list[str]
+    caches: bool
+    drawn: tuple[int, int]
+
+
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -157,97 +217,122 @@ def capture(
     among the inputs give shapes and dtypes only; DTensors count with their global shape.
     `every_tangent`: outputs beside a scalar loss get their gradients, too. Raises TraceError.
     """
-    autocast = autocast_for(device_type)
+    around = _autocast_around(device_type)
+    setting = _Setting(
+        model, FakeTensorMode(allow_non_fake_inputs=True), training, precision, device_type, autocast_for(device_type),
+        around, under_its_autocast or (around.enabled and device_type != "cpu"),
+    )  # fmt: skip
     leaves, spec = flatten_inputs(args, kwargs)
-    notes: list[str] = []
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    around = next((Autocast(on, getattr(torch, to)) for device, on, to in autocast if device == device_type), NONE)
-    under_its_autocast |= around.enabled and device_type != "cpu"
-    exported_on = device_type if under_its_autocast else "cpu"
-    fake_model = fake_copy(model, mode, precision, exported_on)
-    make_traceable(fake_model)
-    if training is not None:
-        fake_model.train(training)
-    caches = settle(fake_model, notes) and kwargs.get("use_cache") is not False
-    reads, drawn = Reads(), random_state()
-    returning(fake_model, reads, notes)
-    watch_forward(fake_model)
-    with mode, torch.device(exported_on):
-        fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
-        casts = precision if precision is not None and precision.cast_forward_inputs else None
-        cast = [_fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
-
-    def by_itself() -> object:
-        called = fake_copy(model, mode, precision, exported_on)
-        called.train(model.training if training is None else training)
-        call_args, call_kwargs = pytree.tree_unflatten(cast, spec)
-        with mode, autocast_as(autocast), autocast_as_asked(device_type), torch.no_grad():
-            return called(*call_args, **call_kwargs)
-
-    naming = naming_the_line(shown(leaves), by_itself)
+    copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
+    inputs = _fake_inputs(setting, leaves, spec)
+    naming = naming_the_line(shown(leaves), lambda: setting.run_by_itself(*inputs.call()))
     with (
         _ONE_AT_A_TIME, without_torchs_log(), naming, ExitStack() as stack,
-        naming_autocast(device_type, under_its_autocast),
+        naming_autocast(device_type, setting.under_its_autocast),
     ):  # fmt: skip
         stack.enter_context(one_tf32_setting())
-        # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
-        without_onednn = torch.backends.mkldnn.flags(False, None, None, None)  # type: ignore[arg-type]
-        with (
-            autocast_as(autocast),
-            autocast_as_asked(device_type),
-            without_onednn,
-            watching(fake_model, reads),
-            functions_kept() as functions,
-            distributions_as_they_come(),
-            masks_left_out(notes, caches),
-            warnings.catch_warnings(),
-        ):
-            warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
-            exported = torch.export.export(fake_model, *pytree.tree_unflatten(cast, spec), strict=False)
+        exported, functions = _exported(setting, copy, inputs)
         no_unknown_constants(exported)
         check_device(exported.graph_module, device_type)
-        if not under_its_autocast and has_autocast(exported.graph_module, device_type):
+        if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
             return capture(
                 model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
                 device_type=device_type, under_its_autocast=True,
             )  # fmt: skip
-        if random_state() != drawn:
-            _refuse_drawing(fake_model, pytree.tree_unflatten(cast, spec), mode)
+        if random_state() != copy.drawn:
+            _refuse_drawing(copy.model, inputs.call(), setting.mode)
         inner = exported.module(check_guards=False)
         with_functions(inner, functions)
-        if precision is not None:
-            copied = fake_copy(model, mode, device=exported_on)
-            stored = dict(copied.named_parameters(remove_duplicate=False))
-            insert_casts(inner, stored, fakes, precision)
-        if under_its_autocast:
-            spell_out(inner, fakes, around, device_type, mode)
-            trained = {n for n, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
-            bring_home(inner, trained, mode)
-            with mode:
-                fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
+        fakes = _spell_out_casts(setting, inner, inputs.fakes)
         keep_attention(inner)
         dropped = frozenset[str]() if every_tangent else _only_scalars_differentiable(inner)
         if device_type == "cpu":
-            insert_autocast(inner, autocast)
+            insert_autocast(inner, setting.autocast)
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
         with without_autocast():
             joint = aot_export_joint_with_descriptors(stack, inner, fake_args, fake_kwargs, decompositions=None)
-    graph_module = joint.graph_module
-    constants = {
-        str(node.target): getattr(graph_module, str(node.target))
-        for node in graph_module.graph.nodes
-        if node.op == "get_attr"
-    }
-    (output,) = graph_module.graph.find_nodes(op="output")
-    plain = {
+    return Captured(
+        joint.graph_module, joint.out_spec, tuple(leaves), _constants(joint.graph_module),
+        _plain_outputs(joint.graph_module), aliases(model), frozenset(dropped), copy.reads, tuple(copy.notes),
+        synced(model),
+    )  # fmt: skip
+
+
+def _autocast_around(device_type: str) -> Autocast:
+    """The present autocast of the device."""
+    states = ((on, to) for device, on, to in autocast_for(device_type) if device == device_type)
+    return next((Autocast(on, getattr(torch, to)) for on, to in states), NONE)
+
+
+def _ready_to_trace(setting: _Setting, may_cache: bool) -> _Watched:
+    """A fake copy of the model, made ready to be traced."""
+    copy, notes, reads = setting.copy(), list[str](), Reads()
+    make_traceable(copy)
+    if setting.training is not None:
+        copy.train(setting.training)
+    caches = settle(copy, notes) and may_cache
+    drawn = random_state()
+    returning(copy, reads, notes)
+    watch_forward(copy)
+    return _Watched(copy, reads, notes, caches, drawn)
+
+
+def _fake_inputs(setting: _Setting, leaves: list[tuple[str, Any]], spec: pytree.TreeSpec) -> _Inputs:
+    precision = setting.precision
+    casts = precision if precision is not None and precision.cast_forward_inputs else None
+    with setting.mode, torch.device(setting.device):
+        fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
+        cast = [_fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
+    return _Inputs(fakes, cast, spec)
+
+
+def _exported(setting: _Setting, copy: _Watched, inputs: _Inputs) -> tuple[torch.export.ExportedProgram, list[Any]]:
+    """The copy's forward, exported while it is watched, and the autograd functions that it calls."""
+    # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
+    without_onednn = torch.backends.mkldnn.flags(False, None, None, None)  # type: ignore[arg-type]
+    with (
+        autocast_as(setting.autocast),
+        autocast_as_asked(setting.device_type),
+        without_onednn,
+        watching(copy.model, copy.reads),
+        functions_kept() as functions,
+        distributions_as_they_come(),
+        masks_left_out(copy.notes, copy.caches),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
+        return torch.export.export(copy.model, *inputs.call(), strict=False), functions
+
+
+def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, fakes: list[Any]) -> list[Any]:
+    """Put the casts of the precision and of the device's autocast into an exported module; its inputs from then on."""
+    if setting.precision is not None:
+        copied = fake_copy(setting.model, setting.mode, device=setting.device)
+        stored = dict(copied.named_parameters(remove_duplicate=False))
+        insert_casts(inner, stored, fakes, setting.precision)
+    if not setting.under_its_autocast:
+        return fakes
+    spell_out(inner, fakes, setting.around, setting.device_type, setting.mode)
+    parameters = setting.model.named_parameters(remove_duplicate=False)
+    bring_home(inner, {name for name, parameter in parameters if parameter.requires_grad}, setting.mode)
+    with setting.mode:
+        return [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
+
+
+def _constants(joint: torch.fx.GraphModule) -> dict[str, torch.Tensor]:
+    """The tensors that the graph holds itself."""
+    names = [str(node.target) for node in joint.graph.nodes if node.op == "get_attr"]
+    return {name: getattr(joint, name) for name in names}
+
+
+def _plain_outputs(joint: torch.fx.GraphModule) -> dict[int, Any]:
+    """The leaves of the model's outputs that are no tensors, by their number."""
+    (output,) = joint.graph.find_nodes(op="output")
+    return {
         desc.idx: value
         for value, desc in zip(output.args[0], output.meta["desc"], strict=True)
         if type(desc).__name__ == "PlainAOTOutput" and not isinstance(value, torch.fx.Node)
     }
-    return Captured(
-        graph_module, joint.out_spec, tuple(leaves), constants, plain, aliases(model), frozenset(dropped), reads,
-        tuple(notes), synced(model),
-    )  # fmt: skip
 
 
 def _refuse_drawing(model: nn.Module, call: Any, mode: FakeTensorMode) -> None:

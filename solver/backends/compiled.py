@@ -18,38 +18,42 @@ from solver.backends.flat import Flat, Index
 from solver.problem import Array
 
 _KERNEL = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": {"nnan", "nsz"}}
+# A part of a kernel, called once per item or edge: numba puts it where it is called. As a call of its own it would cost
+# a tenth to a half of a sweep, as none of what the kernel has in registers goes along.
+_PART = {**_KERNEL, "inline": "always"}
+
+
+class Priced(NamedTuple):
+    """Costs of all options and pairs with memory at some prices; those of link l lie in `pairs` from at[l] on."""
+
+    costs: Array
+    pairs: Array
+    at: Index
 
 
 @numba.njit(**_KERNEL)
-def sweep(forth, first, cost, pairs, at, other, message, of_item, links, weight, messages, picks):
-    """One pass of TRW-S in (reverse) order of items: changes `messages` and `picks`, returns the bound."""
-    items = len(first) - 1
+def widest(first):
+    """The most options that an item has."""
     most = 0
-    for u in range(items):
+    for u in range(len(first) - 1):
         most = max(most, first[u + 1] - first[u])
+    return most
+
+
+@numba.njit(**_KERNEL)
+def sweep(forth, graph, priced, weight, messages, picks):
+    """One pass of TRW-S in (reverse) order of items: changes `messages` and `picks`, returns the bound."""
+    first, other, message, of_item, links = graph
+    _, pairs, at = priced
+    items = len(first) - 1
+    most = widest(first)
     total = np.empty(most)
     choice = np.empty(most)
     bound = 0.0
     for k in range(items):
         u = k if forth else items - 1 - k
-        a = first[u]
-        n = first[u + 1] - a
-        for i in range(n):
-            total[i] = cost[a + i]
-            choice[i] = cost[a + i]
-        for position in range(of_item[u], of_item[u + 1]):
-            link = links[position]
-            v = other[link]
-            m = message[link]
-            if (v > u) == forth:
-                for i in range(n):
-                    total[i] += messages[m + i]
-                    choice[i] += messages[m + i]
-            else:
-                p = at[link ^ 1] + picks[v] * n
-                for i in range(n):
-                    total[i] += messages[m + i]
-                    choice[i] += pairs[p + i]
+        n = first[u + 1] - first[u]
+        _collect(u, forth, graph, priced, messages, picks, total, choice)
         best = 0
         least = total[0]
         for i in range(1, n):
@@ -63,36 +67,66 @@ def sweep(forth, first, cost, pairs, at, other, message, of_item, links, weight,
         for position in range(of_item[u], of_item[u + 1]):
             link = links[position]
             v = other[link]
-            if (v > u) != forth:
-                continue
-            m = message[link]
-            o = message[link ^ 1]
-            size = first[v + 1] - first[v]
-            p = at[link]
-            for j in range(size):
-                messages[o + j] = np.inf
-            for i in range(n):
-                offset = total[i] - messages[m + i]
-                row = p + i * size
-                for j in range(size):
-                    messages[o + j] = min(messages[o + j], pairs[row + j] + offset)
-            least = messages[o]
-            for j in range(1, size):
-                least = min(least, messages[o + j])
-            bound += least
-            for j in range(size):
-                messages[o + j] -= least
+            if (v > u) == forth:
+                size = first[v + 1] - first[v]
+                bound += _send(total, n, pairs, at[link], size, messages, message[link], message[link ^ 1])
     return bound
 
 
+@numba.njit(**_PART)
+def _collect(u, forth, graph, priced, messages, picks, total, choice):
+    """What each option of `u` costs: by all messages (`total`), and given the picks made so far (`choice`)."""
+    first, other, message, of_item, links = graph
+    cost, pairs, at = priced
+    a = first[u]
+    n = first[u + 1] - a
+    for i in range(n):
+        total[i] = cost[a + i]
+        choice[i] = cost[a + i]
+    for position in range(of_item[u], of_item[u + 1]):
+        link = links[position]
+        v = other[link]
+        m = message[link]
+        if (v > u) == forth:
+            for i in range(n):
+                total[i] += messages[m + i]
+                choice[i] += messages[m + i]
+        else:
+            p = at[link ^ 1] + picks[v] * n
+            for i in range(n):
+                total[i] += messages[m + i]
+                choice[i] += pairs[p + i]
+
+
+@numba.njit(**_PART)
+def _send(total, n, pairs, p, size, messages, m, o):
+    """Change the message that begins at `o`, given the one at `m` that came back; its least, which is taken out of it.
+
+    The sender's `n` options have this share in `total`, the pairs of both begin at `p`, `size` of them to an option.
+    """
+    for j in range(size):
+        messages[o + j] = np.inf
+    for i in range(n):
+        offset = total[i] - messages[m + i]
+        row = p + i * size
+        for j in range(size):
+            messages[o + j] = min(messages[o + j], pairs[row + j] + offset)
+    least = messages[o]
+    for j in range(1, size):
+        least = min(least, messages[o + j])
+    for j in range(size):
+        messages[o + j] -= least
+    return least
+
+
 @numba.njit(**_KERNEL)
-def reduced(forth, first, cost, pairs, at, other, message, of_item, links, weight, messages):
+def reduced(forth, graph, priced, weight, messages):
     """By how much picks with each option exceed the bound of the sweep just made, at least."""
+    first, other, message, of_item, links = graph
+    cost, pairs, at = priced
     items = len(first) - 1
     found = np.empty(first[items])
-    most = 0
-    for u in range(items):
-        most = max(most, first[u + 1] - first[u])
+    most = widest(first)
     total = np.empty(most)
     rows = np.empty(most)
     for u in range(items):
@@ -165,11 +199,29 @@ def _use_of(picks, first, own, other, spans, size):
 
 
 @numba.njit(**_KERNEL)
-def _price_in(price, first, cost, pairs, at, priced_at, own, other, spans, costs, priced, where):
-    item_spans, edge_spans, start, end, held, nbytes = spans
+def _price_in(price, first, plain, own, other, spans, priced_at, into):
     rising = np.zeros(len(price) + 1)
     for k in range(len(price)):
         rising[k + 1] = rising[k] + price[k]
+    _price_options(rising, first, plain.costs, spans, into.costs)
+    for e in range(len(spans.edge_spans) - 1):
+        if spans.edge_spans[e] == spans.edge_spans[e + 1]:
+            continue
+        into.at[2 * e], into.at[2 * e + 1] = plain.at[2 * e], plain.at[2 * e + 1]
+        most = 0.0
+        for s in range(spans.edge_spans[e], spans.edge_spans[e + 1]):
+            most = max(most, rising[spans.end[s]] - rising[spans.start[s]])
+        if most <= 0:
+            continue
+        into.at[2 * e], into.at[2 * e + 1] = priced_at[2 * e], priced_at[2 * e + 1]
+        u, v = own[2 * e], other[2 * e]
+        _price_pairs(e, first[u + 1] - first[u], first[v + 1] - first[v], rising, plain, spans, into)
+
+
+@numba.njit(**_PART)
+def _price_options(rising, first, cost, spans, costs):
+    """Options with what they hold at prices that add up to `rising`, from the first position on."""
+    item_spans, _, start, end, held, nbytes = spans
     for k in range(len(cost)):
         costs[k] = cost[k]
     for u in range(len(first) - 1):
@@ -179,29 +231,24 @@ def _price_in(price, first, cost, pairs, at, priced_at, own, other, spans, costs
             if rate > 0:
                 for i in range(n):
                     costs[first[u] + i] += rate * nbytes[held[s] + i]
-    for e in range(len(edge_spans) - 1):
-        if edge_spans[e] == edge_spans[e + 1]:
-            continue
-        where[2 * e], where[2 * e + 1] = at[2 * e], at[2 * e + 1]
-        most = 0.0
-        for s in range(edge_spans[e], edge_spans[e + 1]):
-            most = max(most, rising[end[s]] - rising[start[s]])
-        if most <= 0:
-            continue
-        u, v = own[2 * e], other[2 * e]
-        n, m = first[u + 1] - first[u], first[v + 1] - first[v]
-        here, there, back = at[2 * e], priced_at[2 * e], priced_at[2 * e + 1]
-        where[2 * e], where[2 * e + 1] = there, back
-        for k in range(n * m):
-            priced[there + k] = pairs[here + k]
-        for s in range(edge_spans[e], edge_spans[e + 1]):
-            rate = rising[end[s]] - rising[start[s]]
-            if rate > 0:
-                for k in range(n * m):
-                    priced[there + k] += rate * nbytes[held[s] + k]
-        for i in range(n):
-            for j in range(m):
-                priced[back + j * n + i] = priced[there + i * m + j]
+
+
+@numba.njit(**_PART)
+def _price_pairs(e, n, m, rising, plain, spans, into):
+    """The n x m pairs of an edge with what they hold, seen from both ends."""
+    _, edge_spans, start, end, held, nbytes = spans
+    here, there, back = plain.at[2 * e], into.at[2 * e], into.at[2 * e + 1]
+    priced = into.pairs
+    for k in range(n * m):
+        priced[there + k] = plain.pairs[here + k]
+    for s in range(edge_spans[e], edge_spans[e + 1]):
+        rate = rising[end[s]] - rising[start[s]]
+        if rate > 0:
+            for k in range(n * m):
+                priced[there + k] += rate * nbytes[held[s] + k]
+    for i in range(n):
+        for j in range(m):
+            priced[back + j * n + i] = priced[there + i * m + j]
 
 
 def cost_of(flat: Flat, picks: Index) -> float:
@@ -214,14 +261,6 @@ def use_of(flat: Flat, picks: Index) -> Array:
     return _use_of(picks, flat.first, flat.own, flat.other, flat.spans, len(flat.room))
 
 
-class Priced(NamedTuple):
-    """Costs of all options and pairs with memory at some prices; those of link l lie in `pairs` from at[l] on."""
-
-    costs: Array
-    pairs: Array
-    at: Index
-
-
 def unpriced(flat: Flat) -> Priced:
     """Where memory costs nothing."""
     pairs = np.empty(flat.priced)
@@ -231,5 +270,5 @@ def unpriced(flat: Flat) -> Priced:
 
 def price_in(flat: Flat, price: Array, into: Priced) -> None:
     """Let `into` tell cost + price x bytes of every option and pair, with one price per position."""
-    where = flat.at, flat.priced_at, flat.own, flat.other
-    _price_in(price, flat.first, flat.cost, flat.pairs, *where, flat.spans, *into)
+    plain = Priced(flat.cost, flat.pairs, flat.at)
+    _price_in(price, flat.first, plain, flat.own, flat.other, flat.spans, flat.priced_at, into)

@@ -27,6 +27,16 @@ from solver.problem import Array, EdgeUsage, Problem, Usage
 Index = NDArray[np.int64]
 
 
+class Links(NamedTuple):
+    """Who is linked to whom; see the module."""
+
+    first: Index
+    other: Index
+    message: Index  # where the message into `own` over each link begins
+    of_item: Index
+    links: Index  # of item u: links[of_item[u] : of_item[u + 1]]
+
+
 class Spans(NamedTuple):
     """Who holds memory at which positions; see the module."""
 
@@ -63,6 +73,11 @@ class Flat:
     def items(self) -> int:
         """How many items."""
         return len(self.first) - 1
+
+    @property
+    def graph(self) -> Links:
+        """What a loop over items and their links reads."""
+        return Links(self.first, self.other, self.message, self.of_item, self.links)
 
     @property
     def options(self) -> Index:

@@ -14,6 +14,7 @@ building it takes about 30 times as long as backends/highs.py.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -22,11 +23,28 @@ import pulp
 from solver.backends import Budget
 from solver.backends.local import improve
 from solver.backends.lowering import Lowered, lower, violated
-from solver.problem import Problem
+from solver.problem import Array, Problem
 from solver.referee import evaluate
 from solver.solution import OPTIMAL_REL_GAP, Outcome, relative_gap
 
 MOST_ROWS_PER_ROUND = 20
+
+
+@dataclass
+class _Best:
+    """The cheapest picks so far, and what none are below."""
+
+    bound: float
+    picks: tuple[int, ...] | None = None
+    cost: float = math.inf
+
+    def offer(self, core: Problem, picks: tuple[int, ...]) -> bool:
+        """Take them if they are cheaper; whether they fit."""
+        evaluation = evaluate(core, picks)
+        fits = evaluation.fits and evaluation.cost < math.inf
+        if fits and evaluation.cost < self.cost:
+            self.picks, self.cost = picks, evaluation.cost
+        return fits
 
 
 def run(core: Problem, budget: Budget) -> Outcome:
@@ -34,11 +52,9 @@ def run(core: Problem, budget: Budget) -> Outcome:
     lowered = lower(core)
     scale = max(float(lowered.cost.max(initial=0.0)) / 1e6, 1e-300) if lowered.cost.any() else 1.0
     model, columns = formulate(core, lowered, scale)
-    best, cost, bound = None, math.inf, lowered.offset
+    best = _Best(lowered.offset)
     if budget.start is not None:
-        evaluation = evaluate(core, budget.start)
-        if evaluation.fits and evaluation.cost < math.inf:
-            best, cost = budget.start, evaluation.cost
+        best.offer(core, budget.start)
     known: set[tuple[str, int]] = set()
     covers = 0
     while True:
@@ -47,37 +63,20 @@ def run(core: Problem, budget: Budget) -> Outcome:
         )
         model.solve(solver)
         if model.status == pulp.LpStatusInfeasible:
-            if best is None:
+            if best.picks is None:
                 return Outcome("infeasible", None, math.inf, math.inf)
             break
-        info = cast(Any, model.solverModel).getInfo()  # the HiGHS object PuLP leaves behind
-        # a program without integer variables has no dual bound of its own: its objective is one
-        value = info.mip_dual_bound if lowered.num_x else info.objective_function_value
+        value = _dual_bound(model, lowered)
         if np.isfinite(value):
-            bound = max(bound, min(lowered.offset + value * scale, cost))
-        x = np.array([column.value() or 0.0 for column in columns])
-        picks = lowered.picks(x)
-        found = False
-        for candidate in (picks, improve(core, lowered, picks, budget.deadline)):
-            evaluation = evaluate(core, candidate)
-            if evaluation.fits and evaluation.cost < math.inf:
-                found = found or candidate == picks
-                if evaluation.cost < cost:
-                    best, cost = candidate, evaluation.cost
-        if found or not budget.left_s() or relative_gap(cost, bound) <= max(budget.gap, OPTIMAL_REL_GAP / 2):
+            best.bound = max(best.bound, min(lowered.offset + value * scale, best.cost))
+        picks = lowered.picks(np.array([column.value() or 0.0 for column in columns]))
+        found = best.offer(core, picks)
+        best.offer(core, improve(core, lowered, picks, budget.deadline))
+        is_close = relative_gap(best.cost, best.bound) <= max(budget.gap, OPTIMAL_REL_GAP / 2)
+        if found or not budget.left_s() or is_close:
             break
         exact = lowered.point(picks)
-        added = 0
-        for profile in lowered.profiles:
-            for position in violated(profile, exact, known, MOST_ROWS_PER_ROUND):
-                row = profile.row(position)
-                terms = [(columns[c], nbytes) for c, nbytes in zip(row.columns, row.nbytes, strict=True)]
-                byte_scale = max(profile.limit, 1.0) / 1000
-                use = pulp.LpAffineExpression([(column, nbytes / byte_scale) for column, nbytes in terms])
-                model += use <= row.room / byte_scale, f"fits_{row.resource}_{row.instant}"
-                known.add((row.resource, row.instant))
-                added += 1
-        if not added:  # exceeded by less than HiGHS notices: forbid exactly these picks
+        if not _add_exceeded(model, columns, lowered, exact, known):  # by less than HiGHS notices: forbid these picks
             taken = [columns[c] for c in np.flatnonzero(exact[: lowered.num_x] > 0.5)]
             model += pulp.lpSum(taken) <= len(taken) - 1, f"not_again_{covers}"
             covers += 1
@@ -86,10 +85,33 @@ def run(core: Problem, budget: Budget) -> Outcome:
         "rows": float(len(lowered.right) + len(known)),
         "memory_rows": float(len(known)),
     }
-    if best is None:
-        return Outcome("unknown", None, math.inf, bound, stats=stats)
-    status = "optimal" if relative_gap(cost, bound) <= OPTIMAL_REL_GAP else "feasible"
-    return Outcome(status, best, cost, min(bound, cost), stats=stats)
+    if best.picks is None:
+        return Outcome("unknown", None, math.inf, best.bound, stats=stats)
+    status = "optimal" if relative_gap(best.cost, best.bound) <= OPTIMAL_REL_GAP else "feasible"
+    return Outcome(status, best.picks, best.cost, min(best.bound, best.cost), stats=stats)
+
+
+def _dual_bound(model: pulp.LpProblem, lowered: Lowered) -> float:
+    """What HiGHS says that the program just solved costs at least; it may not be finite."""
+    info = cast(Any, model.solverModel).getInfo()  # the HiGHS object PuLP leaves behind
+    # a program without integer variables has no dual bound of its own: its objective is one
+    return info.mip_dual_bound if lowered.num_x else info.objective_function_value
+
+
+def _add_exceeded(
+    model: pulp.LpProblem, columns: list[pulp.LpVariable], lowered: Lowered, exact: Array, known: set[tuple[str, int]]
+) -> bool:
+    """Add the limits that this point exceeds and that are not `known`; whether there were any."""
+    before = len(known)
+    for profile in lowered.profiles:
+        for position in violated(profile, exact, known, MOST_ROWS_PER_ROUND):
+            row = profile.row(position)
+            terms = [(columns[c], nbytes) for c, nbytes in zip(row.columns, row.nbytes, strict=True)]
+            byte_scale = max(profile.limit, 1.0) / 1000
+            use = pulp.LpAffineExpression([(column, nbytes / byte_scale) for column, nbytes in terms])
+            model += use <= row.room / byte_scale, f"fits_{row.resource}_{row.instant}"
+            known.add((row.resource, row.instant))
+    return len(known) > before
 
 
 def formulate(core: Problem, lowered: Lowered, scale: float) -> tuple[pulp.LpProblem, list[pulp.LpVariable]]:
