@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import log, prod
 
 from cost_models.curves import INTENSITY, NAMES, Curve
 from cost_models.hardware import Hardware, Link
-from cost_models.steps import COLLECTIVES, DEVICE, HOST, Comm, Compute, Loop, Move, Step
+from cost_models.steps import COLLECTIVES, DEVICE, HOST, Comm, Compute, Loop, Move, Step, axes_of, joined
 
 
 def link_of(hardware: Hardware, mesh_names: Sequence[str], mesh_sizes: Sequence[int], axis: str) -> Link:
-    """What a collective over `axis` travels on, in a mesh of row-major ranks (the last axis is contiguous).
+    """What a collective over `axis`, or over several at once (`cost_models.steps.over`), travels on, in a mesh of
+    row-major ranks (the last axis is contiguous).
 
     Ranks 0 .. ranks_per_node - 1 make the first node, and so on. If each group of the axis stays inside a node, it is
     the link inside the node. Otherwise, with g ranks of the group on N nodes and m of them where there are fewest:
@@ -31,25 +33,35 @@ def link_of(hardware: Hardware, mesh_names: Sequence[str], mesh_sizes: Sequence[
 
     The groups of one axis all work at once, so the slowest of them decides. Raises ValueError for an unknown axis.
     """
-    if axis not in mesh_names:
-        raise ValueError(f"no mesh axis {axis!r}; this mesh has {', '.join(mesh_names)}")
+    if unknown := [one for one in axes_of(axis) if one not in mesh_names]:
+        raise ValueError(f"no mesh axis {unknown[0]!r}; this mesh has {', '.join(mesh_names)}")
     if len(mesh_names) != len(mesh_sizes) or min(mesh_sizes) < 1:
         raise ValueError(f"mesh axes {tuple(mesh_names)} do not match sizes {tuple(mesh_sizes)}")
-    place = list(mesh_names).index(axis)
-    ranks, stride = mesh_sizes[place], prod(mesh_sizes[place + 1 :])
+    places = [list(mesh_names).index(one) for one in axes_of(axis)]
+    ranks = prod(mesh_sizes[place] for place in places)
     slowest = hardware.links["intra"]
     seen: set[tuple[int, ...]] = set()
-    for block in range(0, prod(mesh_sizes), ranks * stride):
-        for first in range(block, block + stride):
-            members = range(first, first + ranks * stride, stride)
-            counts = tuple(sorted(Counter(rank // hardware.ranks_per_node for rank in members).values()))
-            if counts in seen:
-                continue
+    for members in groups_over(places, mesh_sizes):
+        counts = tuple(sorted(Counter(rank // hardware.ranks_per_node for rank in members).values()))
+        if counts not in seen:
             seen.add(counts)
             slowest = _slower(slowest, _group_link(hardware, counts), ranks)
     if ranks > 1 and (curves := _measured(hardware, ranks, prod(mesh_sizes), max(len(counts) for counts in seen) > 1)):
         return replace(slowest, curves=curves)
     return slowest
+
+
+def groups_over(places: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """The groups of ranks that differ at those places of the mesh only, each in the order of its ranks."""
+    strides = [prod(sizes[place + 1 :]) for place in range(len(sizes))]
+    members = sorted(
+        sum(index * strides[place] for place, index in zip(places, indices, strict=True))
+        for indices in product(*(range(sizes[place]) for place in places))
+    )
+    firsts = [
+        rank for rank in range(prod(sizes)) if all(rank // strides[place] % sizes[place] == 0 for place in places)
+    ]
+    return [[first + member for member in members] for first in firsts]
 
 
 def shape_of_groups(ranks: int, world: int, ranks_per_node: int, crosses: bool) -> int:
@@ -84,8 +96,9 @@ def _measured(hardware: Hardware, ranks: int, world: int, crosses: bool) -> dict
 
 
 def links_of(hardware: Hardware, mesh_names: Sequence[str], mesh_sizes: Sequence[int]) -> dict[str, Link]:
-    """`link_of` for every axis of the mesh: what `seconds` takes as `links`."""
-    return {axis: link_of(hardware, mesh_names, mesh_sizes, axis) for axis in mesh_names}
+    """`link_of` for every axis of the mesh, and for several at once: what `seconds` takes as `links`."""
+    names = (*mesh_names, *joined(mesh_names, mesh_sizes))
+    return {axis: link_of(hardware, mesh_names, mesh_sizes, axis) for axis in names}
 
 
 def _group_link(hardware: Hardware, counts: tuple[int, ...]) -> Link:
@@ -142,12 +155,14 @@ def way_of(move: Move) -> Way:
 
 
 def stream_of(step: Compute | Comm | Move) -> str:
-    """Which queue of a rank a step occupies: "compute", "host", "comm:<axis>" or that of a way ("h2d", "d2h")."""
+    """Which queue of a rank a step occupies: "compute", "host", "comm:<axis>" or that of a way ("h2d", "d2h"). A
+    collective over several axes at once stands in the queue of the outermost, which has the slowest link.
+    """
     match step:
         case Compute():
             return "host" if step.kind == "host" else "compute"
         case Comm():
-            return f"comm:{step.axis}"
+            return f"comm:{axes_of(step.axis)[0]}"
         case Move():
             return way_of(step).stream
 

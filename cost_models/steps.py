@@ -7,8 +7,9 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from math import inf
 
 DEVICE, HOST = "hbm", "host"
@@ -95,9 +96,25 @@ class Compute:
                 raise ValueError(f"Compute {self.op!r}: {name} is {figure}, must be finite and not negative")
 
 
+def over(axes: Sequence[str]) -> str:
+    """What several mesh axes are called that a collective goes over at once, as one group of ranks: "data+tensor"."""
+    return "+".join(axes)
+
+
+def axes_of(axis: str) -> tuple[str, ...]:
+    """The mesh axes that an axis, or what `over` calls several, stands for; the outermost first."""
+    return tuple(axis.split("+"))
+
+
+def joined(axes: Sequence[str], sizes: Sequence[int]) -> tuple[str, ...]:
+    """Two axes and more that a collective may go over at once: any of those that have more than one rank."""
+    able = [axis for axis, size in zip(axes, sizes, strict=True) if size > 1]
+    return tuple(over(some) for count in range(2, len(able) + 1) for some in combinations(able, count))
+
+
 @dataclass(frozen=True, slots=True)
 class Comm:
-    """Run a collective over the `ranks` ranks of one mesh axis.
+    """Run a collective over the `ranks` ranks of one mesh axis, or of several at once (`over`).
 
     `nbytes` is the payload on one rank: all_gather: the gathered output; reduce_scatter: the full input;
     all_reduce: the tensor; all_to_all: the local tensor; broadcast: the tensor.

@@ -32,6 +32,7 @@ from autopar.attach.tensors import layout_of, mesh_of
 from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
 from autopar.emit import Emitted, emit, forward_only
+from autopar.emit.groups import name_groups
 from autopar.emit.seeded import pieces_of
 from autopar.errors import TraceError
 from autopar.ir.batch_norm import parts_of
@@ -122,6 +123,7 @@ class State:
         self.backend = backend
         self.precision = precision
         self.batch_norm = batch_norm
+        self.groups: dict[str, str] = {}  # axis, or several at once -> name of this rank's process group
         self.updates = Updates()
         self.watch = Watch(device_mesh, patience_s)
         self.same_batches = SameBatches(device_mesh)
@@ -371,7 +373,7 @@ def _slots(parallel: nn.Module, kind: str) -> dict[str, Slot]:
 
 
 def _runner(state: State, plan: Plan) -> Runner:
-    groups = {axis: state.device_mesh.get_group(place).group_name for place, axis in enumerate(state.mesh.names)}
+    groups = name_groups(state.groups, plan.groups(), state.device_mesh, state.mesh)
     device = state.device_mesh.device_type
     program: Emitted = emit(plan, groups, device, one_at_a_time=device == "cpu")
     if state.backend == "inductor":

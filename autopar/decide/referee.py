@@ -58,7 +58,7 @@ def unfilled(program: Program, pricer: Pricer) -> dict[str, float]:
     for _, instruction in program:
         match instruction:
             case Launch(step=Comm() as step, in_bucket=True):
-                beyond[step.axis] += pricer.seconds((step,)) - pricer.share(step)
+                beyond[stream_of(step).removeprefix("comm:")] += pricer.seconds((step,)) - pricer.share(step)
             case _:
                 pass
     return dict(beyond)

@@ -86,7 +86,7 @@ class Emitted:
 
 
 def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a_time: bool = False) -> Emitted:
-    """Write the code of `plan`. `groups`: mesh axis -> name of this rank's process group on it.
+    """Write the code of `plan`. `groups`: mesh axis, or several at once, -> name of this rank's process group.
 
     `one_at_a_time`: every collective is waited for as soon as it is launched, in the order in which the plan launches
     them. gloo needs that: several of its collectives in flight corrupt memory (docs/design/0018).

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar._compat import FakeStore, LocalTensor, LocalTensorMode
 from autopar.emit.emit import Emitted, emit
+from autopar.emit.groups import name_groups
 from autopar.emit.seeded import pieces_of, seeds
 from autopar.ir.graph import Result
 from autopar.ir.layout import Layout, Partial, Shard
@@ -94,8 +95,7 @@ def run(
     A tangent that is not given is 1 (the derivative of a loss by itself). `seed`: of the numbers that are drawn.
     """
     mesh = plan.mesh
-    groups = {axis: device_mesh.get_group(axis).group_name for axis in mesh.names}
-    program = program or emit(plan, groups)
+    program = program or emit(plan, name_groups({}, plan.groups(), device_mesh, mesh))
     ranks = range(mesh.ranks)
 
     def local(name: str, value: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from cost_models.steps import axes_of, joined
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -35,8 +37,18 @@ class Mesh:
         """Bytes of the coordinates by which a program knows its rank: a 64-bit number for each axis."""
         return 8 * len(self.sizes)
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The axes, and what several of them at once are called (`cost_models.steps.over`)."""
+        return (*self.names, *joined(self.names, self.sizes))
+
+    def places(self, axis: str) -> tuple[int, ...]:
+        """Where the axis stands, or several at once do. Raises ValueError where the mesh has no such one."""
+        return tuple(self.names.index(one) for one in axes_of(axis))
+
     def size(self, axis: str) -> int:
-        return self.sizes[self.names.index(axis)]
+        """Ranks along an axis, or along several at once."""
+        return math.prod(self.sizes[place] for place in self.places(axis))
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Where `rank` sits on each axis."""

@@ -157,11 +157,11 @@ class _Twin:
         self.optimizer = make(trained) if make is not None and self.trains else None
         if self.optimizer is not None and self.plan.residence:
             self.optimizer = Streamed(self.optimizer, self.parallel)
-        self.axis_of = {
-            str(self.device_mesh.get_group(place).group_name): axis
-            for place, axis in enumerate(self.plan.mesh.names)
-            if self.plan.mesh.sizes[place] > 1
-        }
+
+    @property
+    def axis_of(self) -> Mapping[str, str]:
+        """Name of a process group -> the axis, or several at once, that it is of; without those of one rank."""
+        return {name: axis for axis, name in self.parallel._autopar.groups.items() if self.plan.mesh.size(axis) > 1}
 
     def measured(self, steps: int, pricer: Pricer | None, notes: tuple[str, ...]) -> Measured:
         for _ in range(WARM_UP):

@@ -179,7 +179,7 @@ class _Text:
         return f" [{', '.join(marks)}]" if marks else ""
 
     def _axis_colour(self, axis: str) -> str:
-        return AXIS_COLOURS[self.plan.mesh.names.index(axis) % len(AXIS_COLOURS)]
+        return AXIS_COLOURS[self.plan.mesh.places(axis)[0] % len(AXIS_COLOURS)]
 
     def _sent(self, what: str, comm: Comm) -> str:
         told = f"{what}: " if what else ""

@@ -17,7 +17,7 @@ from autopar.plan.reading import WIDTH, flops_in, parameters_of, percent, wrappe
 from autopar.plan.tell import human, modes_of
 from autopar.plan.utilisation import utilisation
 from autopar.plan.value import PlanValue
-from cost_models.steps import Compute, Move
+from cost_models.steps import Compute, Move, axes_of
 
 HEIGHT = 40  # lines of text
 DEVICE, GIB = "hbm", 2**30
@@ -74,7 +74,11 @@ def _time(plan: PlanValue) -> Iterator[str]:
     for name in ("compute", "optimizer", "reorder"):
         yield _time_line(plan, name, plan.seconds_by.get(name, 0.0), "")
     for axis in plan.mesh.names:
-        sent = [f"{collective} {human(n)}" for (collective, on), n in plan.comm_bytes.items() if on == axis]
+        sent = [
+            f"{collective} {human(n)}" + (f" over {' and '.join(axes_of(on))} at once" if on != axis else "")
+            for (collective, on), n in plan.comm_bytes.items()
+            if axes_of(on)[0] == axis
+        ]
         seconds = plan.seconds_by.get(f"comm:{axis}", 0.0)
         told = f"a rank receives {', '.join(sent) or 'nothing'}"
         if isinstance(exposed := plan.search.get(f"exposed:{axis}"), float):

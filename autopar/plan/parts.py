@@ -124,7 +124,7 @@ def _check_body(choice: Choice, mesh: Mesh, place: str) -> None:
     if choice.body and choice.body not in BODIES:
         raise _Flaw(place, f"runs the local body {choice.body!r}, which this autopar does not have")
     comms = [*_comms(choice.steps)]
-    if unknown := sorted({*choice.body_axes, *(comm.axis for comm in comms)} - {*mesh.names}):
+    if unknown := sorted({*choice.body_axes, *(comm.axis for comm in comms)} - {*mesh.groups}):
         raise _Flaw(place, f"works over axis {unknown[0]!r}, which the mesh {mesh} does not have")
     for comm in comms:
         if comm.ranks != mesh.size(comm.axis):
@@ -146,13 +146,13 @@ def _check_way(
     if type is None:
         raise _Flaw(place, "reads a result that does not exist")
     for change in changes:
-        axis = mesh.names.index(change.axis) if change.axis in mesh.names else None
         local = TensorType(_local(mesh, type, at, place), type.dtype)
-        if axis is None or at[axis] != change.before or local != change.local:
+        is_known = change.axis in mesh.groups
+        if not is_known or {at[i] for i in mesh.places(change.axis)} != {change.before} or local != change.local:
             told = f"{change.axis}: {encode((change.before,))} -> {encode((change.after,))} of {change.local}"
             raise _Flaw(place, f"has the layout change ({told}) where the value is {type} in {encode(at)!r}")
-        after = (*at[:axis], change.after, *at[axis + 1 :])
-        if after not in neighbours(at, len(type.shape)):
+        after = change.applied(at, mesh)
+        if after not in neighbours(at, len(type.shape), mesh):
             told = f"{change.axis}: {encode((change.before,))} -> {encode((change.after,))}"
             raise _Flaw(
                 place, f"has the layout change ({told}) of a value in {encode(at)!r}, which no collective makes"

@@ -163,6 +163,11 @@ class PlanValue:
         """Layout of every parameter, under the name that the graph uses."""
         return {n.target: self.choices[n.name].gives[0] for n in self.graph.nodes if n.op == "parameter"}
 
+    def groups(self) -> tuple[str, ...]:
+        """The axes of the mesh, and those several at once over which something is sent."""
+        sent = {comm.axis for comm in self.comms()}
+        return tuple(axis for axis in self.mesh.groups if axis in self.mesh.names or axis in sent)
+
     def comms(self) -> list[Comm]:
         """Every collective of one step, in the order of the graph."""
         found: list[Comm] = []

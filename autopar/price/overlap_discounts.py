@@ -14,7 +14,7 @@ from autopar.price.pricer import Pricer
 from autopar.price.reshard import Resharder
 from cost_models.hardware import Link
 from cost_models.price import stream_of
-from cost_models.steps import Compute, Move, Step
+from cost_models.steps import Compute, Move, Step, axes_of
 
 WEIGHTS, GRADIENTS, MOVES = ("weights", "gradients", "moves")
 
@@ -27,7 +27,7 @@ def cheaper(pricer: Pricer, shares: Shares, kind: str) -> Pricer:
     share_of = {axis: share for (of, axis), share in shares.items() if of == kind}
     if not share_of:
         return pricer
-    links = {axis: _scaled(link, share_of.get(axis, 1.0)) for axis, link in pricer.resharder.links.items()}
+    links = {axis: _scaled(link, share_of.get(axes_of(axis)[0], 1.0)) for axis, link in pricer.resharder.links.items()}
     return replace(pricer, resharder=Resharder(pricer.mesh, pricer.hardware, links))
 
 

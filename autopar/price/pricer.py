@@ -15,7 +15,7 @@ from autopar.price.reshard import Reshard, Resharder, travels_together
 from autopar.propose.strategies import Strategy
 from cost_models.hardware import SLOWS, Hardware
 from cost_models.price import links_of, seconds
-from cost_models.steps import MATRIX_KINDS, Comm, Compute, Move, Step
+from cost_models.steps import MATRIX_KINDS, Comm, Compute, Move, Step, over
 
 Array = NDArray[np.float64]
 
@@ -136,14 +136,14 @@ class Pricer:
         return self.seconds((replace(step, nbytes=self.bucket_bytes),)) * step.nbytes / self.bucket_bytes
 
     def _sums(self, type: TensorType, give: Layout, take: Layout) -> tuple[Reshard, ...]:
-        """The all-reduces from `give` to `take`; none unless partial sums that become whole are all that differs."""
+        """The all-reduce from `give` to `take`; none unless partial sums that become whole are all that differs."""
         axes = [axis for axis, (before, after) in enumerate(zip(give, take, strict=True)) if before != after]
-        if not all(give[axis] == Partial("sum") and take[axis] == REPLICATE for axis in axes):
+        if not axes or not all(give[axis] == Partial("sum") and take[axis] == REPLICATE for axis in axes):
             return ()
         shape = local_shape(type.shape, give, self.mesh)
         assert shape is not None, (type, give)
-        local = TensorType(shape, type.dtype)
-        return tuple(Reshard(self.mesh.names[axis], give[axis], take[axis], local) for axis in axes)
+        at_once = over([self.mesh.names[axis] for axis in axes])
+        return (Reshard(at_once, Partial("sum"), REPLICATE, TensorType(shape, type.dtype)),)
 
     def reshard_bytes(self, type: TensorType, gives: Sequence[Layout], takes: Sequence[Layout]) -> Array:
         """Bytes of the new tensor that a layout change makes; 0 where the layouts are equal."""

@@ -1,9 +1,10 @@
 """Layout changes: the cheapest sequence of collectives from one layout of a tensor to another.
 
-On one axis a step is an all-gather (split -> whole), reduce-scatter (partial -> split), all-reduce (partial -> whole),
-all-to-all (split -> split elsewhere) or a slice (whole -> split, nothing is sent). A step may only touch the innermost
-axis that splits a dim, so that every rank's piece stays contiguous. Prices of all pairs come from one
-Floyd-Warshall per tensor type (Floyd 1962); the path itself is walked only for the pairs that a plan uses.
+On one axis, or on several at once, a step is an all-gather (split -> whole), reduce-scatter (partial -> split),
+all-reduce (partial -> whole), all-to-all (split -> split elsewhere) or a slice (whole -> split, nothing is sent). A
+step may only touch the innermost axes that split a dim, so that every rank's piece stays contiguous. Prices of all
+pairs come from one Floyd-Warshall per tensor type (Floyd 1962); the path itself is walked only for the pairs that a
+plan uses.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Replicate, 
 from autopar.ir.mesh import Mesh
 from cost_models.hardware import Hardware
 from cost_models.price import Link, seconds
-from cost_models.steps import Comm, Compute, Step
+from cost_models.steps import Comm, Compute, Step, over
 
 
 class Work(Enum):
@@ -52,8 +53,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """One layout step on one axis: `before` and `after` are the placements on it; `local` is the local type it
-    starts from.
+    """One layout step on one axis, or on several at once, as one group of ranks (`cost_models.steps.over`): `before`
+    and `after` are the placements on each of them; `local` is the local type it starts from.
     """
 
     axis: str
@@ -76,6 +77,11 @@ class Reshard:
                 return "slice"
             case _:
                 raise ValueError(f"no step leads from {self.before} to {self.after}")
+
+    def applied(self, layout: Layout, mesh: Mesh) -> Layout:
+        """What it makes of a layout."""
+        places = mesh.places(self.axis)
+        return tuple(self.after if place in places else placement for place, placement in enumerate(layout))
 
     @property
     def is_complex(self) -> bool:
@@ -236,10 +242,11 @@ class Resharder:
             alone = longer
 
     def _step(self, type: TensorType, src: Layout, dst: Layout) -> Reshard:
-        (axis,) = (i for i, (before, after) in enumerate(zip(src, dst, strict=True)) if before != after)
+        places = [i for i, (before, after) in enumerate(zip(src, dst, strict=True)) if before != after]
         local = local_shape(type.shape, src, self.mesh)
         assert local is not None
-        return Reshard(self.mesh.names[axis], src[axis], dst[axis], TensorType(local, type.dtype))
+        axis, at = over([self.mesh.names[place] for place in places]), places[0]
+        return Reshard(axis, src[at], dst[at], TensorType(local, type.dtype))
 
     def _make(self, type: TensorType) -> _Table:
         layouts = all_layouts(type, self.mesh)
@@ -249,7 +256,7 @@ class Resharder:
         steps: list[dict[int, float]] = []
         for i, layout in enumerate(layouts):
             reached: dict[int, float] = {}
-            for nearby in neighbours(layout, len(type.shape)) if type.dtype != RANDOM_STATE else ():
+            for nearby in neighbours(layout, len(type.shape), self.mesh) if type.dtype != RANDOM_STATE else ():
                 if (j := index.get(nearby)) is not None:
                     step = self._step(type, layout, nearby)
                     ranks = self.mesh.size(step.axis)
@@ -291,19 +298,27 @@ def all_layouts(type: TensorType, mesh: Mesh) -> tuple[Layout, ...]:
     return tuple(found)
 
 
-def neighbours(layout: Layout, ndim: int) -> list[Layout]:
-    """Layouts one step away: what a single collective, or a slice, makes of a value in `layout`."""
+def neighbours(layout: Layout, ndim: int, mesh: Mesh) -> list[Layout]:
+    """Layouts one step away: what a single collective, or a slice, makes of a value in `layout`.
+
+    It goes over one axis, or over several that have the same placement, and get the same: so a mesh contains what a
+    coarser one does, whose axis these are.
+    """
     found: list[Layout] = []
-    for axis, before in enumerate(layout):
-        inner = {p.dim for p in layout[axis + 1 :] if isinstance(p, Shard)}
+    for axis in mesh.groups:
+        places = mesh.places(axis)
+        before = layout[places[0]]
+        if any(layout[place] != before for place in places):
+            continue
+        inner = {p.dim for at, p in enumerate(layout) if isinstance(p, Shard) and at > places[0] and at not in places}
         if isinstance(before, Shard) and before.dim in inner:
-            continue  # only the innermost axis of a dim may move
+            continue  # only the innermost axes of a dim may move
         reachable: list[Placement] = [Shard(dim) for dim in range(ndim) if dim not in inner]
         if isinstance(before, Partial) and before.op != "sum":
             reachable = []
         for after in (REPLICATE, *reachable):
             if after != before:
-                found.append((*layout[:axis], after, *layout[axis + 1 :]))
+                found.append(tuple(after if at in places else p for at, p in enumerate(layout)))
     return found
 
 

@@ -19,7 +19,7 @@ from autopar.ir.work import FETCH, STORE, VIEWS, bytes_moved, flops_of
 from autopar.rules.bodies import BODIES
 from autopar.rules.notation import Rule
 from autopar.rules.table import rule_of
-from cost_models.steps import Comm, Compute, Move, Step
+from cost_models.steps import Comm, Compute, Move, Step, over
 
 NOTHING = ""  # the role of an axis that splits nothing
 
@@ -225,7 +225,7 @@ def steps_of(
         steps.append(Compute(op, flops / split, 1.0 * bytes_moved(node, locals_in, locals_out), dtype, 1, kind))
     if body:
         for collective, nbytes in BODIES[body].comm(node, locals_in, locals_out):
-            steps += [Comm(collective, axis, mesh.size(axis), nbytes) for axis in body_axes]
+            steps.append(Comm(collective, over(body_axes), mesh.size(over(body_axes)), nbytes))
     return tuple(steps)
 
 

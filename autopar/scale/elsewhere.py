@@ -143,8 +143,7 @@ class _Move:
             except DoesNotSplit:
                 end = at
                 for change in changes:
-                    axis = self.mesh.names.index(change.axis)
-                    end = (*end[:axis], change.after, *end[axis + 1 :])
+                    end = change.applied(end, self.mesh)
                 self._check_layout(node, type, end)
                 if self.resharder is None:
                     raise
@@ -153,9 +152,8 @@ class _Move:
 
     def _same_way(self, node: Node, type: TensorType, at: Layout, changes: tuple[Reshard, ...]) -> Iterator[Reshard]:
         for change in changes:
-            axis = self.mesh.names.index(change.axis)
             yield replace(change, local=local_type(type, at, self.mesh))
-            at = (*at[:axis], change.after, *at[axis + 1 :])
+            at = change.applied(at, self.mesh)
             self._check_layout(node, type, at)
 
     def _body_size(self, node: Node, choice: Choice) -> int:

@@ -34,7 +34,7 @@ def without_kernel(called: Called, device: str) -> list[str]:
 
 def run_fake(plan: Plan, device: str) -> Called:
     """The operators of one step on fake tensors. Raises AssertionError where a result is not what the plan says."""
-    program: Emitted = emit(plan, {axis: axis for axis in plan.mesh.names}, device)
+    program: Emitted = emit(plan, {axis: axis for axis in plan.mesh.groups}, device)
     mesh = plan.mesh
     with FakeTensorMode() as mode, Called() as called, torch.no_grad():
 

@@ -34,7 +34,7 @@ def test_only_rows_are_summed_in_place_and_nobody_else_has_them(
 ) -> None:
     plan = search(family(name).graph, mesh_of(*sizes), Hardware.load("h100-sxm"), Request(policy="data-parallel"))
     program = emit(
-        replace(plan, bucket_bytes=bucket_bytes, prefetch=prefetch), {axis: axis for axis in plan.mesh.names}
+        replace(plan, bucket_bytes=bucket_bytes, prefetch=prefetch), {axis: axis for axis in plan.mesh.groups}
     )
     assert program.backward is not None and not calls(program.forward.graph, IN_PLACE)
     summed = calls(program.backward.graph, IN_PLACE)

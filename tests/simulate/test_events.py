@@ -95,7 +95,7 @@ def test_without_overlap_each_part_takes_what_the_plan_says(name, sizes, seed):
 @some_plans
 def test_collectives_come_in_the_order_of_the_emitted_program(name, sizes, seed):
     plan, pricer = drawn(name, sizes, seed)
-    program = emit(plan, {axis: axis for axis in plan.mesh.names})
+    program = emit(plan, {axis: axis for axis in plan.mesh.groups})
     assert program.backward is not None
     emitted: list[tuple[str, str]] = []
     for part in (program.forward, program.backward):
@@ -194,7 +194,7 @@ def order_of(events: list[Event]) -> list[tuple[str, int | tuple[str, str]]]:
 
 
 def emitted_order(plan: Plan) -> list[tuple[str, int | tuple[str, str]]]:
-    program = emit(plan, {axis: axis for axis in plan.mesh.names})
+    program = emit(plan, {axis: axis for axis in plan.mesh.groups})
     assert program.backward is not None
     found: list[tuple[str, int | tuple[str, str]]] = []
     number_of: dict[object, int] = {}

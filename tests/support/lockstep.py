@@ -19,6 +19,7 @@ from autopar.emit.run_all_ranks import Ran, shard, unshard
 from autopar.emit.seeded import pieces_of, seeds
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
+from cost_models.price import groups_over
 
 Traffic = dict[tuple[str, str], int]
 PerRank = list[Any]
@@ -75,12 +76,11 @@ class Lockstep:
             return sent
         assert all(piece.is_contiguous() for piece in sent), f"{name} sends a tensor that is not contiguous"
         axis = str(node.args[-1])
-        place = self.mesh.names.index(axis)
         received: PerRank = [None] * self.mesh.ranks
-        for group in self.groups(place):
+        for group in groups_over(self.mesh.places(axis), self.mesh.sizes):
             for rank, value in zip(group, exchange(name, node.args, [sent[rank] for rank in group]), strict=True):
                 received[rank] = value
-        kind, nbytes = moved(name, self.mesh.sizes[place], sent[0].numel() * sent[0].element_size())
+        kind, nbytes = moved(name, self.mesh.size(axis), sent[0].numel() * sent[0].element_size())
         self.traffic[kind, axis] += nbytes
         if called == name:
             return received
@@ -88,13 +88,6 @@ class Lockstep:
         for piece in sent:
             piece.fill_(torch.nan)
         return sent
-
-    def groups(self, place: int) -> list[list[int]]:
-        found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.mesh.ranks):
-            where = self.mesh.coordinate(rank)
-            found.setdefault((*where[:place], *where[place + 1 :]), []).append(rank)
-        return list(found.values())
 
 
 def exchange(name: str, args: Sequence[Any], sent: list[Tensor]) -> list[Tensor]:
@@ -132,7 +125,7 @@ def moved(name: str, ranks: int, nbytes: int) -> tuple[str, int]:
 def run_all(plan: Plan, values: Mapping[str, Tensor], seed: int = 0) -> tuple[Ran, Traffic]:
     """One step of `plan` on all ranks, and the bytes that one rank received. Tangents that are not given are 1."""
     mesh = plan.mesh
-    program = emit(plan, {axis: axis for axis in mesh.names})
+    program = emit(plan, {axis: axis for axis in mesh.groups})
     ranks = range(mesh.ranks)
     torch.manual_seed(seed)  # what a program of one rank draws from
 
