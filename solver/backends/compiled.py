@@ -200,20 +200,23 @@ def _use_of(picks, first, own, other, spans, size):
 
 @numba.njit(**_KERNEL)
 def _price_in(price, first, plain, own, other, spans, priced_at, into):
+    cost, _, at = plain
+    costs, _, where = into
+    _, edge_spans, start, end, _, _ = spans
     rising = np.zeros(len(price) + 1)
     for k in range(len(price)):
         rising[k + 1] = rising[k] + price[k]
-    _price_options(rising, first, plain.costs, spans, into.costs)
-    for e in range(len(spans.edge_spans) - 1):
-        if spans.edge_spans[e] == spans.edge_spans[e + 1]:
+    _price_options(rising, first, cost, spans, costs)
+    for e in range(len(edge_spans) - 1):
+        if edge_spans[e] == edge_spans[e + 1]:
             continue
-        into.at[2 * e], into.at[2 * e + 1] = plain.at[2 * e], plain.at[2 * e + 1]
+        where[2 * e], where[2 * e + 1] = at[2 * e], at[2 * e + 1]
         most = 0.0
-        for s in range(spans.edge_spans[e], spans.edge_spans[e + 1]):
-            most = max(most, rising[spans.end[s]] - rising[spans.start[s]])
+        for s in range(edge_spans[e], edge_spans[e + 1]):
+            most = max(most, rising[end[s]] - rising[start[s]])
         if most <= 0:
             continue
-        into.at[2 * e], into.at[2 * e + 1] = priced_at[2 * e], priced_at[2 * e + 1]
+        where[2 * e], where[2 * e + 1] = priced_at[2 * e], priced_at[2 * e + 1]
         u, v = own[2 * e], other[2 * e]
         _price_pairs(e, first[u + 1] - first[u], first[v + 1] - first[v], rising, plain, spans, into)
 
@@ -237,10 +240,11 @@ def _price_options(rising, first, cost, spans, costs):
 def _price_pairs(e, n, m, rising, plain, spans, into):
     """The n x m pairs of an edge with what they hold, seen from both ends."""
     _, edge_spans, start, end, held, nbytes = spans
-    here, there, back = plain.at[2 * e], into.at[2 * e], into.at[2 * e + 1]
-    priced = into.pairs
+    _, pairs, at = plain
+    _, priced, where = into
+    here, there, back = at[2 * e], where[2 * e], where[2 * e + 1]
     for k in range(n * m):
-        priced[there + k] = plain.pairs[here + k]
+        priced[there + k] = pairs[here + k]
     for s in range(edge_spans[e], edge_spans[e + 1]):
         rate = rising[end[s]] - rising[start[s]]
         if rate > 0:
@@ -270,5 +274,5 @@ def unpriced(flat: Flat) -> Priced:
 
 def price_in(flat: Flat, price: Array, into: Priced) -> None:
     """Let `into` tell cost + price x bytes of every option and pair, with one price per position."""
-    plain = Priced(flat.cost, flat.pairs, flat.at)
-    _price_in(price, flat.first, plain, flat.own, flat.other, flat.spans, flat.priced_at, into)
+    plain = flat.cost, flat.pairs, flat.at
+    _price_in(price, flat.first, plain, flat.own, flat.other, flat.spans, flat.priced_at, tuple(into))

@@ -27,16 +27,6 @@ from solver.problem import Array, EdgeUsage, Problem, Usage
 Index = NDArray[np.int64]
 
 
-class Links(NamedTuple):
-    """Who is linked to whom; see the module."""
-
-    first: Index
-    other: Index
-    message: Index  # where the message into `own` over each link begins
-    of_item: Index
-    links: Index  # of item u: links[of_item[u] : of_item[u + 1]]
-
-
 class Spans(NamedTuple):
     """Who holds memory at which positions; see the module."""
 
@@ -75,9 +65,9 @@ class Flat:
         return len(self.first) - 1
 
     @property
-    def graph(self) -> Links:
-        """What a loop over items and their links reads."""
-        return Links(self.first, self.other, self.message, self.of_item, self.links)
+    def graph(self) -> tuple[Index, Index, Index, Index, Index]:
+        """What a compiled loop over items and their links reads; numba takes a plain tuple sooner than a named one."""
+        return self.first, self.other, self.message, self.of_item, self.links
 
     @property
     def options(self) -> Index:

@@ -29,7 +29,8 @@ class Sweeps:
         self._consistent = all(bool(ok.any(0).all() and ok.any(1).all()) for ok in (m < np.inf for m in matrices))
         flat = self.flat
         self._priced = compiled.unpriced(flat)
-        self.costs, self.pairs, _ = self._priced
+        self.costs, self.pairs, at = self._priced
+        self._arrays = (self.costs, self.pairs, at)  # the same for numba, which takes a plain tuple sooner
         self.messages: Array = np.zeros(int(flat.message[-1]))
         ahead = np.bincount(flat.own, flat.other > flat.own, flat.items)
         behind = np.bincount(flat.own, flat.other < flat.own, flat.items)
@@ -47,7 +48,7 @@ class Sweeps:
     def sweep(self, forth: bool) -> tuple[Index, float]:
         """Send messages through all items in (reverse) order; the picks decoded on the way, and the bound."""
         picks = np.zeros(self.flat.items, dtype=np.int64)
-        bound = compiled.sweep(forth, self._graph, self._priced, self._weight, self.messages, picks)
+        bound = compiled.sweep(forth, self._graph, self._arrays, self._weight, self.messages, picks)
         return picks, float(bound)
 
     def reduced_costs(self, forth: bool) -> Array:
@@ -56,7 +57,7 @@ class Sweeps:
         After a sweep every bracket (with the item's share moved to the edges ahead) is non-negative but for the least
         entries that make up the bound; the brackets that mention an option add up to what it costs.
         """
-        return compiled.reduced(forth, self._graph, self._priced, self._weight, self.messages)
+        return compiled.reduced(forth, self._graph, self._arrays, self._weight, self.messages)
 
     def least_costs(self, offset: float) -> list[Array]:
         """A lower bound for every option of every item at the present prices, from a sweep each way, the last one back.

@@ -71,9 +71,9 @@ def _shift(sign, size, tree, graph, spans, picks, use):
     """Add (take back: sign -1) to `use` what the change from `picks` to what the tree picks holds more."""
     first, other, _, of_item, links = graph
     item_spans, edge_spans, start, end, held, nbytes = spans
-    new, inside = tree.new, tree.inside
+    item, new, inside = tree.item, tree.new, tree.inside
     for k in range(size):
-        v = tree.item[k]
+        v = item[k]
         if new[k] == picks[v]:
             continue
         for s in range(item_spans[v], item_spans[v + 1]):
@@ -109,13 +109,14 @@ def _shift(sign, size, tree, graph, spans, picks, use):
 def _fits(size, tree, graph, spans, room, picks, use):
     """Whether no position that a changed item or its edges hold is above its room."""
     _, _, _, of_item, links = graph
+    item, new = tree.item, tree.new
     item_spans, edge_spans, start, end, held, nbytes = spans
     for k in range(size):
-        v = tree.item[k]
-        if tree.new[k] == picks[v]:
+        v = item[k]
+        if new[k] == picks[v]:
             continue
         for s in range(item_spans[v], item_spans[v + 1]):
-            if nbytes[held[s] + tree.new[k]] > nbytes[held[s] + picks[v]]:
+            if nbytes[held[s] + new[k]] > nbytes[held[s] + picks[v]]:
                 for t in range(start[s], end[s]):
                     if use[t] > room[t]:
                         return False
@@ -128,7 +129,7 @@ def _fits(size, tree, graph, spans, room, picks, use):
     return True
 
 
-@numba.njit(**_KERNEL)
+@numba.njit(**_PART)
 def _grow(root, wanted, state, graph, tree):
     """An induced tree from `root`: its items, and for each the link to the one it hangs on; (items, items touched)."""
     _, other, _, of_item, links = graph
@@ -238,7 +239,7 @@ def _choose(size, tree, other, unpriced, priced, picks):
 @numba.njit(**_KERNEL)
 def _moves(seed, count, most, temperature, hard, graph, unpriced, priced, spans, room, use, picks):
     """`count` tree moves; changes `picks` and `use`."""
-    first, other = graph.first, graph.other
+    first, other, _, _, _ = graph
     items = len(first) - 1
     state = np.empty(1, np.uint64)
     state[0] = np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x632BE59BD9B4E019)
@@ -274,7 +275,7 @@ class Forest:
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
         self._graph = flat.graph
-        self._unpriced = Priced(flat.cost, flat.pairs, flat.at)
+        self._unpriced = (flat.cost, flat.pairs, flat.at)
         self.moves = max(20, math.ceil(8 * flat.items / MOST_ITEMS))  # a round changes every item about twice
 
     def priced(self, price: Array) -> Priced:
@@ -285,6 +286,6 @@ class Forest:
 
     def round(self, picks: Index, use: Array, priced: Priced, seed: int, temperature: float, hard: bool) -> None:
         """Some moves from `picks`, which hold `use`; both are changed in place."""
-        costs = self._unpriced, priced
+        costs = self._unpriced, tuple(priced)
         memory = self.flat.spans, self.flat.room
         _moves(seed, self.moves, MOST_ITEMS, temperature, hard, self._graph, *costs, *memory, use, picks)

@@ -47,7 +47,9 @@ def small(device: str = "cpu") -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def plan_of(model: nn.Module, args: tuple[Any, ...], ranks: int = 2, **given: Any) -> Plan:
-    return search(traced(model, args, {}), Mesh(("data",), (ranks,)), given.pop("hardware", MACHINE), Request(**given))
+    hardware, optimizer = given.pop("hardware", MACHINE), given.pop("optimizer", "adamw")
+    graph, mesh = traced(model, args, {}), Mesh(("data",), (ranks,))
+    return search(graph, mesh, hardware, Request(**given), optimizer=optimizer)
 
 
 def run(fake_mesh: Ranks, plan: Plan, *given: Any, **more: Any) -> Measured:

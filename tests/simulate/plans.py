@@ -1,4 +1,4 @@
-"""Plans to play, and one of many nodes: a plan repeated, as if the model stood several times side by side."""
+"""Plans to simulate, and one of many nodes: a plan repeated, as if the model stood several times side by side."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from autopar.ir.graph import Graph, Node, Ref, map_refs
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from cost_models.hardware import Hardware
+from cost_models.simulator import Event
 from tests.support.check import mesh_of
-from tests.support.families import family
+from tests.support.families import FAMILIES, family
 from tests.support.plans import PlanSampler
 
 H100 = Hardware.load("h100-sxm")
+SMALL, LARGE = ("mlp", "block", "cnn"), tuple(sorted(set(FAMILIES) - {"mlp", "block", "cnn"}))
+CASES = [(name, sizes, seed) for name in SMALL for sizes in ((2,), (2, 2)) for seed in range(8)]
+CASES += [(name, (2, 2), 1) for name in LARGE]
 
 
 @cache
@@ -30,6 +34,12 @@ def drawn(name: str, sizes: tuple[int, ...], seed: int) -> tuple[Plan, Pricer]:
 @cache
 def best(name: str, sizes: tuple[int, ...]) -> tuple[Plan, Pricer]:
     return sampler(name, sizes).best(), sampler(name, sizes).pricer
+
+
+def called(event: Event) -> tuple[str, str]:
+    """Name and axis of a collective."""
+    about = dict(event.about)
+    return str(about["collective"]), str(about["axis"])
 
 
 def repeated(plan: Plan, pricer: Pricer, times: int) -> Plan:
