@@ -16,7 +16,7 @@ from autopar.lower.schedule import Advance, Facts, Turn, schedule
 from autopar.plan import Plan
 from autopar.plan.value import is_product
 from autopar.price.pricer import Pricer
-from autopar.search import search
+from autopar.search import Request, search
 from autopar.simulate.timeline import events_of, timeline_of
 from autopar.trace import capture, graph_of
 from cost_models.simulator import COMPUTE, Event
@@ -30,7 +30,7 @@ from tests.support.machines import machine
 def fsdp(name: str, *sizes: int) -> tuple[Plan, Pricer]:
     """Parameters in pieces, gathered for each use, on a machine where that takes about as long as the products."""
     mesh, hardware = mesh_of(*(sizes or (2,))), machine(3e9, flops=1e12, memory=1e12)
-    plan = search(family(name).graph, mesh, hardware, memory=None, policy="fsdp", tied=False)
+    plan = search(family(name).graph, mesh, hardware, Request(policy="fsdp", tied=False))
     return plan, Pricer.on(mesh, hardware, plan.optimizer, plan.bucket_bytes)
 
 
@@ -52,7 +52,7 @@ def order_of(events: list[Event]) -> list[tuple[str, int | tuple[str, str]]]:
 
 
 def emitted_order(plan: Plan) -> list[tuple[str, int | tuple[str, str]]]:
-    program = emit(plan, {axis: axis for axis in plan.mesh.names})
+    program = emit(plan, {axis: axis for axis in plan.mesh.groups})
     assert program.backward is not None
     found: list[tuple[str, int | tuple[str, str]]] = []
     number_of: dict[object, int] = {}
@@ -91,7 +91,7 @@ def test_what_is_played_is_launched_and_waited_for_as_in_the_emitted_program(pre
 def test_so_it_is_for_plans_that_gather_weights_and_for_those_that_sum_gradients_in_rows(name):
     for policy, bucket_bytes in (("fsdp", 0), ("data-parallel", 20_000)):
         mesh, hardware = mesh_of(2), machine(3e9, flops=1e12, memory=1e12)
-        plan = search(family(name).graph, mesh, hardware, memory=None, policy=policy, tied=False)
+        plan = search(family(name).graph, mesh, hardware, Request(policy=policy, tied=False))
         for prefetch in (0, 1, 2):
             asked = replace(plan, prefetch=prefetch, bucket_bytes=bucket_bytes)
             pricer = Pricer.on(mesh, hardware, plan.optimizer, bucket_bytes)
@@ -201,7 +201,7 @@ def mixed() -> tuple[Plan, Pricer]:
     case, precision = family("gpt2"), MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32)
     graph = graph_of(capture(case.model, (), case.inputs, precision=precision), precision)
     mesh, hardware = mesh_of(2), machine(3e9, flops=1e12, memory=1e12)
-    plan = search(graph, mesh, hardware, policy="fsdp", tied=False)
+    plan = search(graph, mesh, hardware, Request(policy="fsdp", tied=False))
     return plan, Pricer.on(mesh, hardware, plan.optimizer, plan.bucket_bytes)
 
 
@@ -237,7 +237,7 @@ def test_weights_are_fetched_ahead_through_their_casts():
 def test_the_small_sum_of_a_bias_does_not_stop_compute_behind_a_large_one():
     """A view between a sum and its gradient waits as long as the gradient would."""
     mesh, hardware = mesh_of(2), machine(3e9, flops=1e11, memory=1e12)
-    plan = search(family("gpt2").graph, mesh, hardware, policy="data-parallel", tied=False)
+    plan = search(family("gpt2").graph, mesh, hardware, Request(policy="data-parallel", tied=False))
     tails = 0
     order = schedule(Facts(plan), "backward", 2)
     runs = {action.node: place for place, action in enumerate(order) if isinstance(action, Turn)}
