@@ -126,7 +126,7 @@ class Traffic(TorchDispatchMode):
     def _received(self, kind: Moved, given: Tensor) -> int:
         collective, axis = kind
         form = COLLECTIVES.get(collective)
-        if form is None or axis not in self.mesh.names:
+        if form is None or axis not in self.mesh.groups:
             return 0  # nothing that a plan has: the count alone shows it
         ranks = self.mesh.size(axis)
         nbytes = given.numel() * given.element_size()

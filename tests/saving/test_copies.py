@@ -46,7 +46,7 @@ def drawn(name: str, sizes: tuple[int, ...], seed: int) -> Plan:
 
 
 def program_of(plan: Plan) -> Emitted:
-    return emit(plan, {axis: axis for axis in plan.mesh.names})
+    return emit(plan, {axis: axis for axis in plan.mesh.groups})
 
 
 def parts(program: Emitted) -> list[fx.GraphModule]:

@@ -90,7 +90,7 @@ def played(plan: Plan, pricer: Pricer, prefetch: int) -> list[tuple[str, object]
 
 
 def emitted(plan: Plan) -> list[tuple[str, object]]:
-    program = emit(plan, {axis: axis for axis in plan.mesh.names})
+    program = emit(plan, {axis: axis for axis in plan.mesh.groups})
     assert program.backward is not None
     found: list[tuple[str, object]] = []
     number_of: dict[object, int] = {}

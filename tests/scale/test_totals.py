@@ -53,8 +53,7 @@ def same_choices(plan: Plan, graph: Graph, mesh: Mesh, hardware: Hardware) -> Pl
         at, found = gives[ref], []
         for change in ours:
             found.append(Reshard(change.axis, change.before, change.after, local_type(type_of[ref], at, mesh)))
-            axis = mesh.names.index(change.axis)
-            at = (*at[:axis], change.after, *at[axis + 1 :])
+            at = change.applied(at, mesh)
         return tuple(found)
 
     for node, ours in zip(graph.nodes, plan.graph.nodes, strict=True):
