@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
+from autopar.trace.installed import hung_on, take_back
 from autopar.trace.reads import MISSING, Reads
 
 
@@ -66,12 +67,14 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
 
     @functools.wraps(forward)
     def returned(*args: Any, **kwargs: Any) -> Returned:
+        before = hung_on(modules)
         reads.is_open = True
         try:
             outputs = _without_caches(forward(*args, **kwargs), notes)
             _make_known(outputs)
         finally:
             reads.is_open = False
+        take_back(modules, before, reads)
         if changed := reads.changed_inside():
             raise TraceError(
                 f"forward changes what is in {changed[0]} (a list, dict or set), which a program does not do again at "

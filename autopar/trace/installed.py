@@ -1,0 +1,94 @@
+"""What forward hangs on modules at its first call: hooks, other forwards of submodules, buffers.
+
+A program has none of it, and a trace is of a copy. What is installed once, behind a flag ("transformers" does so to
+give hidden states and attentions), is taken back from the copy together with its flag: every trace installs it anew,
+and the user's model, which is called by nobody, stays as it was. Buffers that forward makes may depend on its inputs:
+they are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autopar.errors import TraceError
+from autopar.trace.reads import MISSING, Reads
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@dataclass(frozen=True)
+class Hung:
+    """What hung on the modules before forward ran: hooks, by module and kind; forwards of their own; shapes of
+    buffers.
+    """
+
+    hooks: Mapping[tuple[str, str], Mapping[int, Any]]
+    forwards: Mapping[str, Any]
+    buffers: Mapping[tuple[str, str], tuple[int, ...] | None]
+
+
+def hung_on(modules: Mapping[str, nn.Module]) -> Hung:
+    return Hung(
+        {(path, kind): dict(getattr(module, kind)) for path, module in modules.items() for kind in HOOKS},
+        {path: vars(module).get("forward", MISSING) for path, module in modules.items()},
+        {
+            (path, name): None if buffer is None else tuple(buffer.shape)
+            for path, module in modules.items()
+            for name, buffer in module._buffers.items()
+        },
+    )
+
+
+def take_back(modules: Mapping[str, nn.Module], before: Hung, reads: Reads) -> None:
+    """Leave the modules as they were before forward; `reads` forgets the flags that say that something is installed.
+
+    Raises TraceError for a buffer that is new, or of another shape, and for hooks without a flag, which would become
+    more at every call.
+    """
+    now = hung_on(modules)
+    for (path, name), shape in now.buffers.items():
+        if before.buffers.get((path, name)) != shape:
+            raise TraceError(
+                f"forward makes the buffer {'.'.join(filter(None, (path, name)))}, of shape {shape}, which a program "
+                "would not do again; make it in __init__, or call the model once with its largest inputs before it is "
+                "compiled"
+            )
+    installed = [path for (path, kind), hooks in now.hooks.items() if hooks.keys() - before.hooks[path, kind].keys()]
+    replaced = [path for path, forward in now.forwards.items() if forward is not before.forwards[path]]
+    for (path, kind), hooks in before.hooks.items():
+        found = getattr(modules[path], kind)
+        for number in found.keys() - hooks.keys():
+            del found[number]
+    for path in replaced:
+        _restore(modules[path], "forward", before.forwards[path])
+    flags = [key for key, (was, is_, _) in reads.written.items() if key[1] == "forward" or _is_flag(was, is_)]
+    if not installed and not replaced:
+        return
+    if installed and not flags:
+        raise TraceError(
+            f"forward registers a hook on module {installed[0] or 'self'} without noting that it has, so every call "
+            "would register one more; keep a flag that says it is there, as transformers does"
+        )
+    for path, name in flags:
+        was, _, _ = reads.written.pop((path, name))
+        _restore(modules[path], name, was)
+
+
+def _is_flag(was: Any, is_: Any) -> bool:
+    """Whether an attribute that was not set, or unset, now says that something is installed."""
+    handles = is_ if isinstance(is_, (list, tuple)) else [is_]
+    return (is_ is True and (was is MISSING or not was)) or (
+        bool(handles) and all(isinstance(one, RemovableHandle) for one in handles)
+    )
+
+
+def _restore(module: nn.Module, name: str, was: Any) -> None:
+    if was is MISSING:
+        vars(module).pop(name, None)
+    else:
+        vars(module)[name] = was
