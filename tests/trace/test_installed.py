@@ -1,4 +1,4 @@
-"""What forward hangs on the model at its first call: every trace installs it, and its numbers are those of plain torch."""
+"""What forward hangs on the model at its first call is installed by every trace, and the numbers are plain torch's."""
 
 from __future__ import annotations
 

@@ -46,6 +46,10 @@ def build(text: str) -> Example:
             known = _functions(module)
             told = f"its functions are {', '.join(known)}" if known else "it defines no function"
             raise BadArgument(f"{where} has no function {name!r}; {told}")
+        if isinstance(function, nn.Module):
+            raise BadArgument(
+                f"{text} is a module, not a function; name a function that returns it with its inputs: (model, args)"
+            )
         _check_callable_bare(function, text)
         with _telling(f"{text} failed", where):
             built = function()
