@@ -21,7 +21,7 @@ from math import prod
 
 from cost_models.caching_allocator import PAGE, SMALL_PAGE
 from cost_models.hardware import Hardware
-from cost_models.steps import COLLECTIVES
+from cost_models.steps import COLLECTIVES, axes_of
 
 WORKSPACES = 4  # two libraries, each on two threads
 # What a search leaves for gaps, of what tensors hold; what it finds is then simulated. Plans of GPT-2 had 0.02 to 0.21
@@ -69,16 +69,18 @@ def workspaces(hardware: Hardware) -> list[int]:
     return [int(hardware.reserve["workspace_bytes"])] * WORKSPACES if hardware.reserve else []
 
 
-def outside_bytes(hardware: Hardware, sizes: Sequence[int], peers: int = 0) -> float:
-    """Bytes that collectives take beside the allocator. `peers`: of all groups that do an all-to-all, together."""
+def outside_bytes(hardware: Hardware, sizes: Sequence[int], peers: int = 0, joined: int = 0) -> float:
+    """Bytes that collectives take beside the allocator. `peers`: of all groups that do an all-to-all, together;
+    `joined`: groups over several axes at once.
+    """
     if not hardware.reserve:
         return 0.0
     split = [size for size in sizes if size > 1]
-    groups = len(split) + (len(split) > 1)
+    groups = len(split) + (len(split) > 1) + joined
     return groups * hardware.reserve["group_bytes"] + peers * hardware.reserve["peer_bytes"]
 
 
 def peers_of(collectives: Sequence[tuple[str, str]], sizes: Mapping[str, int]) -> int:
-    """Peers of the groups in which every rank talks to every other, of (collective, axis or axes with commas)."""
+    """Peers of the groups in which every rank talks to every other, of (collective, axis or several at once)."""
     axes = {axis for collective, axis in collectives if COLLECTIVES[collective].pairwise}
-    return sum(prod(sizes[one] for one in axis.split(",")) - 1 for axis in axes)
+    return sum(prod(sizes[one] for one in axes_of(axis)) - 1 for axis in axes)

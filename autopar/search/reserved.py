@@ -38,7 +38,8 @@ def reserved_bytes(plan: Plan, pricer: Pricer, *, expandable: bool = False) -> i
     inside = reserved_by(events, expandable=expandable, beside={DEVICE: workspaces(pricer.hardware)})[DEVICE]
     sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     peers = peers_of([*plan.comm_bytes], sizes)
-    return inside + int(outside_bytes(pricer.hardware, plan.mesh.sizes, peers))
+    joined = len(plan.groups()) - len(plan.mesh.names)
+    return inside + int(outside_bytes(pricer.hardware, plan.mesh.sizes, peers, joined))
 
 
 def _with_kernel(event: Event, plan: Plan) -> Event:

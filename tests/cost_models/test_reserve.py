@@ -29,11 +29,15 @@ def test_a_cpu_shares_its_memory_and_nothing_is_left_free() -> None:
 @pytest.mark.parametrize(("sizes", "groups"), [((1,), 0), ((8,), 1), ((8, 1), 1), ((2, 4), 3), ((2, 2, 2), 4)])
 def test_a_group_for_each_axis_and_one_for_all_of_several(sizes: tuple[int, ...], groups: int) -> None:
     assert outside_bytes(H100, sizes) == groups * H100.reserve["group_bytes"]
+    assert outside_bytes(H100, sizes, joined=2) == (groups + 2) * H100.reserve["group_bytes"], (
+        "over several axes at once"
+    )
 
 
 def test_an_all_to_all_takes_more_for_each_peer() -> None:
     collectives = [("all_to_all", "tensor"), ("all_gather", "data"), ("all_to_all", "tensor")]
     assert peers_of(collectives, {"data": 8, "tensor": 4}) == 3
+    assert peers_of([*collectives, ("all_to_all", "data+tensor")], {"data": 8, "tensor": 4}) == 3 + 31
     more = outside_bytes(H100, (8, 4), peers=3) - outside_bytes(H100, (8, 4))
     assert more == pytest.approx(3 * H100.reserve["peer_bytes"])
 

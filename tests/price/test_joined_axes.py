@@ -15,8 +15,10 @@ from autopar.emit.writer import Writer
 from autopar.ir.graph import TensorType
 from autopar.ir.layout import REPLICATE, Layout, Partial, Shard
 from autopar.ir.mesh import Mesh
+from autopar.price.pricer import Pricer
 from autopar.price.reshard import Reshard, Resharder, all_layouts, neighbours
 from autopar.search import Request, search
+from autopar.search.reserved import reserved_bytes
 from cost_models.hardware import Hardware
 from cost_models.price import groups_over, link_of, links_of
 from cost_models.steps import axes_of, received_bytes
@@ -145,4 +147,7 @@ def test_no_plan_of_a_finer_mesh_is_worse(name: str) -> None:
     coarse, fine = (search(graph, mesh, few, split_over(mesh)) for mesh in (one, two))
     assert coarse.comm_bytes and any("+" in axis for _, axis in fine.comm_bytes), "something goes over both at once"
     assert fine.bound <= coarse.bound * (1 + 1e-6) and fine.step_seconds <= coarse.step_seconds * (1 + 1e-6)
+    pricer = Pricer.on(two, few, "adamw")
+    reserved, joined = reserved_bytes(fine, pricer), len(fine.groups()) - 2
+    assert joined == 1 and reserved >= (3 + joined) * few.reserve["group_bytes"] + fine.peak_bytes["hbm"]
     assert fine.predicted_seconds <= coarse.predicted_seconds * (1 + 1e-6)
