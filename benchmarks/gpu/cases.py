@@ -124,7 +124,7 @@ def run(case: Case, device: str, hardware: Hardware, folder: Path) -> Row:
         precision=precision, example_kwargs=inputs,
     )  # fmt: skip
     plan = parallel.plan
-    axis_of = {device_mesh.get_group(axis).group_name: axis for axis in names}
+    axis_of = {name: axis for axis, name in parallel._autopar.groups.items()}
     ours = Streamed(torch.optim.AdamW(parallel.parameters(), 1e-3, eps=EPS), parallel)
     theirs = torch.optim.AdamW(model.parameters(), 1e-3, eps=EPS)  # on the CPU: the device holds what is ours alone
     row: Row = {"program": str(case), "loss off": 0.0, "gradient off": 0.0, "received": ""}
