@@ -224,6 +224,12 @@ def test_imports_go_down_the_stages():
     assert not up, "imports that go up the stages:\n" + "\n".join(sorted(up))
 
 
+def test_every_folder_of_the_code_has_a_folder_of_tests():
+    folders = {path.name for path in (ROOT / "autopar").iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    tested = {path.parent.name for path in TREES if path.parts[0] == "tests" and path.name.startswith("test_")}
+    assert folders <= tested, f"no tests in tests/ for {sorted(folders - tested)}"
+
+
 def test_private_names_of_torch_stay_in_compat():
     for path, tree in TREES.items():
         if path != COMPAT:

@@ -19,7 +19,7 @@ from autopar.search.pins import pinned
 from autopar.search.policies import policies_for
 from cost_models.hardware import Hardware
 from tests.assemble.drawn import drawn
-from tests.assemble.test_modes import dropping
+from tests.rewrite.test_expose_choices import dropping
 from tests.support.check import difference, mesh_of
 from tests.support.families import family
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
@@ -95,8 +97,9 @@ def same_training(plain: nn.Module, mesh: DeviceMesh, batches: list[Tensor]) -> 
 
 
 @pytest.fixture
-def one() -> DeviceMesh:
-    return autopar.init_mesh("cpu")
+def one() -> Iterator[DeviceMesh]:
+    yield autopar.init_mesh("cpu")
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", [Hooked, Handled, Patched])
