@@ -75,7 +75,7 @@ def _time(plan: PlanValue) -> Iterator[str]:
         yield _time_line(plan, name, plan.seconds_by.get(name, 0.0), "")
     for axis in plan.mesh.names:
         sent = [
-            f"{collective} {human(n)}" + (f" over {' and '.join(axes_of(on))} at once" if on != axis else "")
+            f"{collective} {human(n)}" + (f" over {on}" if on != axis else "")
             for (collective, on), n in plan.comm_bytes.items()
             if axes_of(on)[0] == axis
         ]
