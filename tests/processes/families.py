@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,8 @@ import transformers
 
 import autopar
 from autopar.attach.tensors import mesh_of
+from autopar.ir.layout import Shard
+from autopar.search import Request, search
 from tests.processes.compare import LOSS, loss_of, near, same_gradients, same_steps, sgd, splits
 from tests.processes.worker import Ranks
 from tests.support.families import IGNORED, family
@@ -83,3 +86,19 @@ def check_random_plans(ranks: Ranks) -> None:
             near(ours, wanted, LOSS, f"loss of {name} by random plan {seed}")
             ours.backward(), wanted.backward()
             same_gradients(plain, parallel)
+
+
+def check_a_collective_over_both_axes(ranks: Ranks) -> None:
+    """Nodes of two ranks each: a ring through all of them uses both links between nodes, and rounds cost nothing."""
+    mesh, case = ranks.mesh(2, ranks.count // 2), family("mlp")
+    if ranks.rank == 0:
+        slow = replace(FAST.links["inter"], latency_s=1e-10, bytes_per_s=FAST.links["intra"].bytes_per_s / 8)
+        links = {"intra": replace(FAST.links["intra"], latency_s=1e-10), "inter": slow}
+        weights = [n.target for n in case.graph.nodes if n.op == "parameter" and n.target.endswith("weight")]
+        request = Request(fixed=dict.fromkeys(weights, (Shard(0), Shard(0))), tied=False)
+        plan = search(case.graph, mesh_of(mesh), replace(FAST, links=links, ranks_per_node=2), request)
+        assert any("+" in axis for _, axis in plan.comm_bytes), plan.comm_bytes
+        plan.save(ranks.folder / "joined.json")
+    dist.barrier()
+    parallel = autopar.compile(case.model, mesh, plan=ranks.folder / "joined.json", hardware=FAST)
+    same_steps(copy.deepcopy(case.model), parallel, case.inputs)

@@ -69,7 +69,7 @@ def test_all_of_it_on_four_processes(tmp_path: Path, file: str) -> None:
 
 
 def test_models_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
-    run_checks("families", 4, tmp_path, ["check_random_plans"])
+    run_checks("families", 4, tmp_path, ["check_random_plans", "check_a_collective_over_both_axes"])
 
 
 @pytest.mark.slow
