@@ -105,8 +105,7 @@ class _Use:
 
 def copied_gradients(graph: Graph) -> set[int]:
     """Results that are gradients and look at what somebody else has: an input, a value of the forward, or what another
-    gradient looks at. They may be given as copies, made where backward ends;
-    whether they are hangs on layouts.
+    gradient looks at. They may be given as copies, made where backward ends; whether they are hangs on layouts.
     """
     node_of, taken, found = graph.by_name, set[Ref](), set[int]()
     for place, result in enumerate(graph.results):

@@ -150,8 +150,9 @@ def _add_parts(guards: Guards, value: Sequence[Any], called: str, traced: tuple[
     """The configurations in a list or tuple."""
     for number, part in enumerate(value):
         if own_names(part) is not None:
-            stood = traced[1][number] if traced is not None and isinstance(traced[1], (list, tuple)) else None
-            inside = None if stood is None else (traced[0], stood)  # type: ignore[index]
+            inside = None
+            if traced is not None and isinstance(traced[1], (list, tuple)) and traced[1][number] is not None:
+                inside = traced[0], traced[1][number]
             _add(guards, {"": part}, "", part, f"{called}[{number}]", inside)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from autopar._compat import global_forward_hooks, global_forward_pre_hooks
+from autopar.trace.installed import HOOKS
 
 COMPUTE = "torch.nn.utils."  # weight norm, spectral norm, pruning: they compute weights, and are traced with the rest
 # What transformers hangs on embeddings for checkpoints: that their output requires grad, which it does in a program.
 FOR_CHECKPOINTS = "enable_input_require_grads.<locals>.make_inputs_require_grads"
-KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def carry(source: Tensor, target: Tensor) -> None:
@@ -24,7 +24,7 @@ def carry(source: Tensor, target: Tensor) -> None:
 
 def hooked(parallel: nn.Module) -> list[dict[int, object]]:
     """Where hooks stand that no program calls: those of submodules. (The module itself is called as any module is.)"""
-    return [getattr(module, kind) for module in parallel.modules() if module is not parallel for kind in KINDS]
+    return [getattr(module, kind) for module in parallel.modules() if module is not parallel for kind in HOOKS]
 
 
 def refuse(parallel: nn.Module) -> None:
@@ -37,7 +37,7 @@ def refuse(parallel: nn.Module) -> None:
     for name, module in parallel.named_modules():
         if module is parallel:
             continue
-        for kind in KINDS:
+        for kind in HOOKS:
             for hook in getattr(module, kind).values():
                 told = getattr(hook, "__qualname__", type(hook).__name__)
                 if type(hook).__module__.startswith(COMPUTE) or told.endswith(FOR_CHECKPOINTS):

@@ -98,7 +98,7 @@ def floor_s(plan: Plan) -> float:
 
 
 @dataclass(frozen=True)
-class Prices:
+class TransferPrices:
     """Of transfers: the `shares` of their price that they cost; and of memory: how many bytes of the device a plan
     leaves `free`.
     """
@@ -163,7 +163,7 @@ def choose(
 
     seen = [optimum]
     latest = contest.best
-    prices = Prices({}, 0.0 if latest is first else first.lacks)
+    prices = TransferPrices({}, 0.0 if latest is first else first.lacks)
     for number in range(1, (ROUNDS_SAVING_MEMORY if saves_memory else ROUNDS) + 1):
         following = next_prices(prices, latest, contest.best, tries_moves=number > 1 and saves_memory)
         if following is None or stop():
@@ -183,7 +183,9 @@ def choose(
     return _chosen(contest.best, contest.winner, optimum, contest.rows, is_optimum=contest.best is first)
 
 
-def next_prices(prices: Prices, latest: Simulated, best: Simulated, *, tries_moves: bool) -> Prices | None:
+def next_prices(
+    prices: TransferPrices, latest: Simulated, best: Simulated, *, tries_moves: bool
+) -> TransferPrices | None:
     """Those at which the problem is solved next, after `latest` was found at `prices`; None where they are about the
     same.
 
@@ -201,7 +203,7 @@ def next_prices(prices: Prices, latest: Simulated, best: Simulated, *, tries_mov
     if latest is not best and not latest.lacks:  # it went too far: half way back
         measured |= {key: (share + prices.shares.get(key, 1.0)) / 2 for key, share in measured.items()}
     shares = _completed(measured, latest.plan.mesh.names, UNSEEN if tries_moves else 1.0)
-    return Prices(shares, prices.free + latest.lacks)
+    return TransferPrices(shares, prices.free + latest.lacks)
 
 
 def exposed_shares(plan: Plan, timeline: Timeline) -> tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]]:

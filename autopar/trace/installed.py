@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from autopar.errors import TraceError
 from autopar.trace.reads import MISSING, Reads
 
+# The dicts of hooks that a module has.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -66,9 +67,9 @@ def take_back(modules: Mapping[str, nn.Module], before: Hung, reads: Reads) -> N
             del found[number]
     for path in replaced:
         _restore(modules[path], "forward", before.forwards[path])
-    flags = [key for key, (was, is_, _) in reads.written.items() if key[1] == "forward" or _is_flag(was, is_)]
     if not installed and not replaced:
         return
+    flags = [key for key, (was, is_, _) in reads.written.items() if key[1] == "forward" or _is_flag(was, is_)]
     if installed and not flags:
         raise TraceError(
             f"forward registers a hook on module {installed[0] or 'self'} without noting that it has, so every call "

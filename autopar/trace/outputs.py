@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
-from autopar.trace.installed import hung_on, take_back
+from autopar.trace.installed import HOOKS, hung_on, take_back
 from autopar.trace.reads import MISSING, Reads
 
 
@@ -45,8 +45,8 @@ def settle(model: nn.Module, notes: list[str]) -> bool:
     """Make a copy of a model, which is nobody else's, ready to be traced: hooks of the whole module are for whoever
     calls the parallel one, and key/value caches are not wanted. Whether the model itself would have made one.
     """
-    for hooks in (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks):
-        hooks.clear()
+    for kind in HOOKS:
+        getattr(model, kind).clear()
     configs = {
         id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
     }
