@@ -10,6 +10,7 @@ from autopar.machine.cli import BAD_ARGUMENTS
 
 COMMANDS = {
     "search": ("autopar.search", "find a plan, with no GPU and no cluster"),
+    "what-if": ("autopar.what_if", "a plan on hardware that you imagine, and the best plan there"),
     "scale": ("autopar.scale", "how a plan's time and memory grow, from its file"),
     "measure": ("autopar.measure", "run a plan, and print predicted beside measured"),
     "calibrate": ("autopar.calibrate", "measure this machine, and write its profile"),
@@ -20,6 +21,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status of the command; 0 where they are listed, 2 for a name that is none."""
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments), ""]
+    name = name.replace("_", "-")  # python -m autopar.what_if, autopar what-if
     if name in COMMANDS:
         command = importlib.import_module(f"{COMMANDS[name][0]}.__main__")
         return int(command.main(rest[:-1]))

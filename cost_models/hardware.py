@@ -38,6 +38,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from importlib import resources
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ PLAUSIBLE = {
 RESERVES = ("context_bytes", "workspace_bytes", "group_bytes", "peer_bytes")
 SLOWS = ("matrix", "memory")  # what a slowdown is of
 _SLOWDOWN = re.compile(rf"({'|'.join(SLOWS)})\.[1-9][0-9]{{0,8}}")
+IMAGINED = " with imagined "  # in the name of a profile: behind it, what autopar.what_if has changed
 TF32_KINDS = ("matmul", "conv")  # what torch has a setting for; attention of float32 keeps float32's rate
 DTYPES = (
     "float64", "float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8",
@@ -96,12 +98,26 @@ class HostLink:
     d2h_bytes_per_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """How many times the latency and the bandwidth of a link are what the profile says; finite and above 0."""
+
+    latency: float = 1.0
+    bandwidth: float = 1.0
+
+    def __post_init__(self) -> None:
+        for what, factor in (("latency", self.latency), ("bandwidth", self.bandwidth)):
+            if not 0 < factor < inf:
+                raise ValueError(f"{what} times {factor} is none; a factor is finite and above 0")
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One rank of a machine and its links; see the module for every figure's meaning and unit.
 
     Two profiles are equal if their figures are; `sources` (figure name -> where it comes from) does not count.
     `tf32`: which float32 work runs at the rate of tf32. It is a setting of the program, not a figure: no file has it.
+    `axes`: mesh axes whose link somebody imagines otherwise (`autopar.what_if`); no machine is like that, and no file.
     """
 
     name: str
@@ -117,6 +133,7 @@ class Hardware:
     slowdown: Mapping[str, float] = field(default_factory=dict[str, float])
     overlaps: bool = False
     tf32: tuple[str, ...] = ()
+    axes: Mapping[str, Factors] = field(default_factory=dict[str, Factors])
     reserve: Mapping[str, float] = field(default_factory=dict[str, float])
     device: str = field(default="", compare=False)
     sources: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
@@ -168,7 +185,9 @@ class Hardware:
 
     @cached_property
     def digest(self) -> str:
-        """Hash (hex) of name, figures and `tf32`, the same on every machine: a key for caches. Sources do not enter."""
+        """Hash (hex) of name, figures, `tf32` and `axes`, the same on every machine: a key for caches. Sources do not
+        enter.
+        """
         content: dict[str, Any] = {"name": self.name, "figures": {name: float(v) for name, v in self.figures.items()}}
         if self.curves:
             content["curves"] = {name: (c.over, c.base_s, c.points) for name, c in self.curves.items()}
@@ -176,6 +195,8 @@ class Hardware:
             content["overlaps"] = True
         if self.tf32:
             content["tf32"] = self.tf32
+        if self.axes:
+            content["axes"] = {axis: (of.latency, of.bandwidth) for axis, of in self.axes.items()}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def __hash__(self) -> int:
@@ -297,6 +318,12 @@ class Hardware:
         from cost_models.hardware_file import parsed
 
         if name not in (known := known_hardware()):
+            real, imagined, changes = name.partition(IMAGINED)
+            if imagined:
+                raise ValueError(
+                    f"no machine is {cut(real)} with {cut(changes)}, which autopar.what_if imagines; take a plan that "
+                    f"was searched for {cut(real)}"
+                )
             near = [*(one for one in known if one.startswith(name)), *get_close_matches(name, known, 1)]
             guess = f"did you mean {near[0]}? " if near else ""
             raise ValueError(f"no hardware profile {cut(name)}; {guess}known profiles: {', '.join(known)}")
@@ -306,8 +333,10 @@ class Hardware:
     def save(self, path: str | Path) -> None:
         """Write the profile as TOML, so that `load(path)` gives it back: how a calibrated machine is kept.
 
-        Raises ValueError for a figure without an entry in `sources`.
+        Raises ValueError for a figure without an entry in `sources`, and for imagined `axes`.
         """
+        if self.axes:
+            raise ValueError(f"{self.name} is imagined, for axes {', '.join(self.axes)} of one mesh; no file has that")
         told = {*self.figures, *(f"curves.{name}" for name in self.curves), *(("overlaps",) if self.overlaps else ())}
         if unsourced := sorted(told - set(self.sources)):
             raise ValueError(f"{unsourced[0]} has no source: say where the number comes from")

@@ -13,7 +13,7 @@ from itertools import product
 from math import log, prod
 
 from cost_models.curves import INTENSITY, NAMES, Curve
-from cost_models.hardware import Hardware, Link
+from cost_models.hardware import Factors, Hardware, Link
 from cost_models.steps import COLLECTIVES, DEVICE, HOST, Comm, Compute, Loop, Move, Step, axes_of, joined
 
 
@@ -31,13 +31,55 @@ def link_of(hardware: Hardware, mesh_names: Sequence[str], mesh_sizes: Sequence[
     - In an all-to-all every rank sends (g - m) / g of its bytes through its own NIC and the rest inside the node, at
       the same time; `Link.pairwise` carries that bottleneck.
 
-    The groups of one axis all work at once, so the slowest of them decides. Raises ValueError for an unknown axis.
+    The groups of one axis all work at once, so the slowest of them decides. Where somebody imagines the links of axes
+    otherwise (`Hardware.axes`), an axis alone has just so many times its figures; see `_imagined` for several at once.
+    Raises ValueError for an unknown axis.
     """
     if unknown := [one for one in axes_of(axis) if one not in mesh_names]:
         raise ValueError(f"no mesh axis {unknown[0]!r}; this mesh has {', '.join(mesh_names)}")
     if len(mesh_names) != len(mesh_sizes) or min(mesh_sizes) < 1:
         raise ValueError(f"mesh axes {tuple(mesh_names)} do not match sizes {tuple(mesh_sizes)}")
     places = [list(mesh_names).index(one) for one in axes_of(axis)]
+    real = _link_over(hardware, mesh_sizes, places)
+    if not any(one in hardware.axes for one in axes_of(axis)):
+        return real
+    links = _imagined(hardware, mesh_names, mesh_sizes, places)
+    link = _link_over(replace(hardware, links=links), mesh_sizes, places)
+    return replace(link, curves={name: _like(curve, name, real, link) for name, curve in real.curves.items()})
+
+
+def _imagined(
+    hardware: Hardware, mesh_names: Sequence[str], mesh_sizes: Sequence[int], places: Sequence[int]
+) -> dict[str, Link]:
+    """The links inside a node and between nodes, as a group over these places of the mesh has them where
+    `Hardware.axes` changes some: those inside are of the axes with neighbours inside a node, those between of the axes
+    that leave it. Of several axes that share a link, the one that is worst off decides.
+    """
+    able = [place for place in places if mesh_sizes[place] > 1]
+    users: dict[str, list[int]] = {"intra": [], "inter": []}
+    for place in able:
+        nodes = [[rank // hardware.ranks_per_node for rank in group] for group in groups_over([place], mesh_sizes)]
+        if any(len(set(group)) < len(group) for group in nodes):
+            users["intra"].append(place)
+        if any(len(set(group)) > 1 for group in nodes):
+            users["inter"].append(place)
+    found: dict[str, Link] = {}
+    for reach, link in hardware.links.items():
+        of = [hardware.axes.get(mesh_names[place], Factors()) for place in users[reach] or able or places]
+        slower, narrower = max(one.latency for one in of), min(one.bandwidth for one in of)
+        found[reach] = replace(link, latency_s=link.latency_s * slower, bytes_per_s=link.bytes_per_s * narrower)
+    return found
+
+
+def _like(curve: Curve, collective: str, real: Link, link: Link) -> Curve:
+    """The measured curve of a collective on the link `real`, for one whose figures are those of `link`."""
+    if COLLECTIVES[collective].pairwise:
+        real, link = real.pairwise or real, link.pairwise or link
+    return curve.scaled(link.latency_s / real.latency_s, real.bytes_per_s / link.bytes_per_s)
+
+
+def _link_over(hardware: Hardware, mesh_sizes: Sequence[int], places: Sequence[int]) -> Link:
+    """`link_of`, by the places of the axes, and by the figures of the profile alone."""
     ranks = prod(mesh_sizes[place] for place in places)
     slowest = hardware.links["intra"]
     seen: set[tuple[int, ...]] = set()

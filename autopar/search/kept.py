@@ -68,22 +68,30 @@ def priced_again(plan: Plan, hardware: Hardware, optimizer: str, origin: str) ->
             f"{origin} was made for {plan.hardware} with figures {plan.hardware_digest[:8]} and {plan.optimizer}, here "
             f"are {hardware.name} with {hardware.digest[:8]} and {optimizer}; {AGAIN}"
         )
-    pricer = Pricer.on(plan.mesh, hardware, optimizer, plan.bucket_bytes)
-    found = refereed(
-        plan.graph, plan.choices, plan.deliveries, pricer, objective=None, bound=plan.bound, memory=plan.memory_limit,
-        outputs=plan.outputs, residence=plan.residence,
-    )  # fmt: skip
-    seconds, peaks = found.predicted_seconds, dict(found.peak_bytes)
-    if hardware.overlaps and plan.prefetch is not None:
-        timeline = timeline_of(plan, pricer, plan.prefetch)
-        seconds, peaks[DEVICE] = timeline.seconds, max(peaks[DEVICE], timeline.memory[DEVICE].peak_bytes)
+    found = repriced(plan, Pricer.on(plan.mesh, hardware, optimizer, plan.bucket_bytes))
     if plan.bound > found.step_seconds * (1 + 1e-6):
         raise PlanMismatch(
             f"{origin} was edited: it says that every plan takes {plan.bound:.6g} s a step at least, and takes "
             f"{found.step_seconds:.6g} s itself; {AGAIN}"
         )
+    return found
+
+
+def repriced(plan: Plan, pricer: Pricer) -> Plan:
+    """The same decisions with times and peaks by the referee, and the timeline at the plan's own prefetch, on the
+    machine of `pricer`. All else that the plan says of itself stays as it is.
+    """
+    found = refereed(
+        plan.graph, plan.choices, plan.deliveries, pricer, objective=None, bound=plan.bound, memory=plan.memory_limit,
+        outputs=plan.outputs, residence=plan.residence,
+    )  # fmt: skip
+    seconds, peaks = found.predicted_seconds, dict(found.peak_bytes)
+    if pricer.hardware.overlaps and plan.prefetch is not None:
+        timeline = timeline_of(plan, pricer, plan.prefetch)
+        seconds, peaks[DEVICE] = timeline.seconds, max(peaks[DEVICE], timeline.memory[DEVICE].peak_bytes)
     return replace(
-        plan, hardware=hardware.name, step_seconds=found.step_seconds, seconds_by=found.seconds_by, peak_bytes=peaks,
+        plan, hardware=found.hardware, hardware_digest=found.hardware_digest, step_seconds=found.step_seconds,
+        seconds_by=found.seconds_by, peak_bytes=peaks,
         simulated_seconds=None if plan.simulated_seconds is None else seconds,
     )  # fmt: skip
 

@@ -161,12 +161,11 @@ class Asked:
 def read(given: argparse.Namespace, progress: Progress) -> Asked:
     """Everything that can be wrong without running the user's code is said here. Raises BadArgument."""
     mesh = or_bad(lambda: parse_mesh(given.mesh))
-    hardware = _hardware(given.hardware)
-    memory = _memory(given.memory, hardware)
-    allow, pin = or_bad(lambda: allowed(given.allow)), _pin(given.pin)
+    hardware = hardware_named(given.hardware)
+    memory = memory_given(given.memory, hardware)
+    allow, pin = or_bad(lambda: allowed(given.allow)), pins_given(given.pin)
     precision = or_bad(lambda: precision_named(given.precision))
-    if not 0 < given.time_limit < math.inf:
-        raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
+    check_time_limit(given.time_limit)
     files = {
         "-o": given.output, "--dot": given.dot, "--trace": given.trace, "--problem": given.problem,
         "--memory-curve": given.memory_curve or None,
@@ -178,6 +177,11 @@ def read(given: argparse.Namespace, progress: Progress) -> Asked:
     )  # fmt: skip
 
 
+def check_time_limit(seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        raise BadArgument(f"--time-limit {seconds:g} is not a time; give seconds above 0, for example 60")
+
+
 def or_bad(read: Callable[[], T]) -> T:
     """What it reads; a value that makes no sense is the command line's fault."""
     try:
@@ -186,7 +190,7 @@ def or_bad(read: Callable[[], T]) -> T:
         raise BadArgument(str(error)) from error
 
 
-def _hardware(name: str | None) -> Hardware:
+def hardware_named(name: str | None) -> Hardware:
     """The named profile, else that of this machine's GPU: a plan for whatever CPU one happens to sit at is no use."""
     known = f"{', '.join(known_hardware())}, or a profile file.toml"
     if name is None:
@@ -236,7 +240,7 @@ def _tf32(given: argparse.Namespace) -> tuple[str, ...] | None:
     return tuple(kind for kind in TF32_KINDS if kind in words)
 
 
-def _memory(text: str | None, hardware: Hardware) -> float:
+def memory_given(text: str | None, hardware: Hardware) -> float:
     """Bytes per rank: a size with a unit, or a share of the device; by default all of it, whatever is free here."""
     if text is None:
         return memory_bytes(None, hardware)
@@ -251,7 +255,7 @@ def _memory(text: str | None, hardware: Hardware) -> float:
     return or_bad(lambda: memory_bytes(share, hardware))
 
 
-def _pin(text: str | None) -> dict[str, str]:
+def pins_given(text: str | None) -> dict[str, str]:
     """Name -> what is settled of it."""
     parts = [part.strip().rpartition("=") for part in text.split(",")] if text is not None else []
     if wrong := [word for name, _, word in parts if not name]:
