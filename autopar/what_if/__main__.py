@@ -46,7 +46,10 @@ where they matter.
 exit status: 0 answered, 2 bad arguments, 3 nothing fits then (the same plan is told all the same), 4 no answer in time,
 130 interrupted
 """
-ASKABLE = "nothing is changed; ask with --bandwidth or --latency AXIS=2x, --flops or --hbm 2x, --memory SIZE, --pin or --allow"
+ASKABLE = (
+    "nothing is changed; ask with --bandwidth or --latency AXIS=2x, --flops or --hbm 2x, --memory SIZE, "
+    "--pin or --allow"
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,12 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("plan", metavar="PLAN", help="a file that python -m autopar.search wrote with -o")
     add("--bandwidth", metavar="AXIS=FIGURE[,...]",
-        help="of the links of mesh axes, or of all: a factor (tensor=2x, all=0.5x) or a figure (tensor=400GB/s)")  # fmt: skip
+        help="of the links of mesh axes, or all: a factor (tensor=2x, all=0.5x) or a figure (data=50GB/s)")  # fmt: skip
     add("--latency", metavar="AXIS=FIGURE[,...]", help="likewise, of a message: data=0.5x or data=5us")
     add("--flops", metavar="FACTOR", help="of the device's arithmetic in every precision: 2x")
     add("--hbm", metavar="FACTOR", help="of the bandwidth of the device's memory: 1.5x")
-    add("--memory", metavar="SIZE", help="what a plan may use of each rank's device, as in the search: 60GiB, or 0.9 of "
-        "it; it may be more than the device has (default: as the plan was searched with)")  # fmt: skip
+    add("--memory", metavar="SIZE", help="what a plan may use of each rank's device, as in the search: 60GiB, or 0.9 "
+        "of it; it may be more than the device has (default: as the plan was searched with)")  # fmt: skip
     add("--pin", metavar="NAME=WORD[,NAME=WORD...]", help="as in the search")
     add("--allow", metavar="WORDS", help=f"as in the search: some of {', '.join(ALLOWED)}, or none")
     add("--hardware", metavar="NAME|FILE", help="the profile that the plan was made with, if it is your own file")
@@ -156,8 +159,8 @@ def _check_not_measured(plan: Plan, path: str) -> None:
     steps = (step for choice in plan.choices.values() for step in choice.steps)
     if any(isinstance(step, Compute) and step.seconds is not None for step in steps):
         raise BadArgument(
-            f"{path} has times of operators that were measured (--profile), which say nothing of another machine; search "
-            "for the plan without --profile"
+            f"{path} has times of operators that were measured (--profile), which say nothing of another machine; "
+            "search for the plan without --profile"
         )
 
 

@@ -1,7 +1,7 @@
 """What is changed of a machine: links of mesh axes, arithmetic, memory; and the hardware that this makes.
 
-    bandwidth, latency   NAME=FIGURE with commas between: a factor of what the axis has (2x), or what it has then (400GB/s,
-                         5us); NAME is an axis of the mesh, or "all"
+    bandwidth, latency   NAME=FIGURE with commas between: a factor of what the axis has (2x), or what it has then
+                         (400GB/s, 5us); NAME is an axis of the mesh, or "all"
     flops, hbm           a factor: of all arithmetic on the device; of its memory's bandwidth
 
 A figure that was measured as a curve is scaled as a whole.
@@ -117,7 +117,7 @@ def _of_axes(what: str, text: str | None, hardware: Hardware, mesh: Mesh) -> dic
         able = [axis for axis, size in zip(mesh.names, mesh.sizes, strict=True) if size > 1]
         if name != ALL and name not in mesh.names:
             raise ValueError(
-                f"--{what} {part}: the plan's mesh {mesh} has no axis {name!r}; choose {', '.join(mesh.names)}, or {ALL}"
+                f"--{what} {part}: mesh {mesh} has no axis {name!r}; choose {', '.join(mesh.names)}, or {ALL}"
             )
         if not able or name not in (ALL, *able):
             raise ValueError(f"--{what} {part}: {name} is of one rank (mesh {mesh}), which sends nothing")
