@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.ir.mesh import Mesh
 from cost_models.curves import NAMES, Curve
-from cost_models.hardware import IMAGINED, Factors, Hardware, check_figure
-from cost_models.price import link_of
+from cost_models.hardware import IMAGINED, Factors, Hardware
+from cost_models.price import link_of, links_of
 from cost_models.steps import MATRIX_KINDS
 
 ALL = "all"
@@ -56,7 +56,9 @@ def changes_of(
     flops: str | None = None,
     hbm: str | None = None,
 ) -> Changes:
-    """What the words ask for. Raises ValueError, naming the word, for what is no axis or no figure."""
+    """What the words ask for. Raises ValueError, naming the word, for what is no axis or no figure, and for
+    figures that no machine has.
+    """
     wider = _of_axes(BANDWIDTH, bandwidth, hardware, mesh)
     slower = _of_axes(LATENCY, latency, hardware, mesh)
     axes = {
@@ -64,11 +66,14 @@ def changes_of(
         for axis in mesh.names
         if axis in wider or axis in slower
     }
-    for axis in axes:
-        _check_link(replace(hardware, axes=axes), mesh, axis)
     told = [(BANDWIDTH, bandwidth), (LATENCY, latency), ("flops", flops), ("hbm", hbm)]
     words = tuple(f"{what} {text.replace(' ', '')}" for what, text in told if text is not None)
-    return Changes(words, axes, _factor_of("flops", flops), _factor_of("hbm", hbm))
+    changes = Changes(words, axes, _factor_of("flops", flops), _factor_of("hbm", hbm))
+    try:
+        links_of(imagined(hardware, changes), mesh.names, mesh.sizes)
+    except ValueError as error:  # a figure that no machine has
+        raise ValueError(f"with {', '.join(words)} {error}") from error
+    return changes
 
 
 def imagined(hardware: Hardware, changes: Changes) -> Hardware:
@@ -173,12 +178,3 @@ def _float(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _check_link(hardware: Hardware, mesh: Mesh, axis: str) -> None:
-    link = link_of(hardware, mesh.names, mesh.sizes, axis)
-    for what, figure, value in ((BANDWIDTH, "bytes_per_s", link.bytes_per_s), (LATENCY, "latency_s", link.latency_s)):
-        try:
-            check_figure(figure, value)
-        except ValueError as error:
-            raise ValueError(f"--{what}: of {axis}, {error}") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 from autopar.errors import BadArgument, PlanMismatch
 from autopar.plan import Plan
 from autopar.simulate.timeline import pricer_of
-from cost_models.hardware import Hardware
+from cost_models.hardware import IMAGINED, Hardware
 
 
 def plan_in(path: str) -> Plan:
@@ -29,6 +29,7 @@ def hardware_of(name: str | None, plan: Plan) -> Hardware:
     except PlanMismatch:
         raise
     except ValueError as error:
-        raise BadArgument(f"{error}; give the plan's own with --hardware FILE") from error
+        own = "" if IMAGINED in plan.hardware else "; give the plan's own with --hardware FILE"
+        raise BadArgument(f"{error}{own}") from error
     pricer_of(plan, hardware)  # raises PlanMismatch for other figures
     return hardware.allowing(plan.tf32)
