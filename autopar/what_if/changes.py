@@ -72,7 +72,7 @@ def changes_of(
     try:
         links_of(imagined(hardware, changes), mesh.names, mesh.sizes)
     except ValueError as error:  # a figure that no machine has
-        raise ValueError(f"with {', '.join(words)} {error}") from error
+        raise ValueError(f"with {', '.join(words)}, {error}") from error
     return changes
 
 

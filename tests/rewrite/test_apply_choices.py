@@ -11,7 +11,6 @@ from autopar.ir.work import FETCH, STORE
 from autopar.rewrite import DROP, gathered_once, kept_whole, narrowed, plain, widened
 from tests.support.families import FAMILIES, family
 
-
 QUICK = ("mlp", "block", "cnn", "gpt2")  # to be traced
 
 

@@ -80,8 +80,8 @@ def test_each_machine_has_its_own_digest_and_says_what_it_is() -> None:
         ({"bandwidth": "tensor=1.2.3x"}, "is no figure"),
         ({"bandwidth": "2x"}, "'2x' is not AXIS=FIGURE"),
         ({"bandwidth": "all=2x,data=3x"}, "says twice what data has"),
-        ({"bandwidth": "data=1e30x"}, "with bandwidth data=1e30x "),
-        ({"flops": "1e30x"}, "with flops 1e30x "),
+        ({"bandwidth": "data=1e30x"}, "with bandwidth data=1e30x, links."),
+        ({"flops": "1e30x"}, "with flops 1e30x, "),
     ],
 )
 def test_what_makes_no_sense_is_told(asked: dict[str, str], told: str) -> None:
