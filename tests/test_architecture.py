@@ -208,7 +208,7 @@ def test_autopar_has_no_import_circle():
 STAGES = (
     "_version", "_compat", "errors", "ir", "rules", "propose", "price", "rewrite", "assemble", "plan", "lower",
     "simulate", "decide", "machine", "trace", "emit", "calibrate", "search", "attach", "optim", "planner", "compile",
-    "measure", "scale", "autopar",
+    "measure", "scale", "what_if", "autopar",
 )  # fmt: skip
 
 

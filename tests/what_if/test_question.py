@@ -26,10 +26,11 @@ from tests.support.machines import machine
 H100 = Hardware.load("h100-sxm")
 HIDES = replace(machine(1e9, flops=1e10, memory=1e12), name="hides", overlaps=True)
 SUMS = machine(1e9, flops=1e10)
+BARE = replace(H100, reserve={})  # all memory is for tensors
 HAIR = 1 + 1e-9
 QUICKER = [{"bandwidth": "all=2x"}, {"bandwidth": "a=8x", "flops": "2x"}]
 SLOWER = [{"bandwidth": "all=0.1x"}, {"bandwidth": "a=0.5x", "latency": "a=9x"}]
-CASES = [("mlp", (2, 2), HIDES), ("block", (2,), SUMS)]
+CASES = [("mlp", (2,), HIDES), ("mlp", (2, 2), SUMS)]
 some = pytest.mark.parametrize(("name", "sizes", "hardware"), CASES, ids=lambda one: getattr(one, "name", str(one)))
 
 
@@ -71,9 +72,9 @@ def test_the_plan_as_it_is_takes_what_it_says(name: str, sizes: tuple[int, ...],
 
 
 def test_only_what_is_changed_takes_another_time() -> None:
-    plan = plan_of("mlp", (2, 2), HIDES)
+    plan = plan_of("mlp", (2, 2), SUMS)
     for axis in plan.mesh.names:
-        found = answers_to(plan, HIDES, bandwidth=f"{axis}=2x")
+        found = answers_to(plan, SUMS, bandwidth=f"{axis}=2x")
         before, after = found.before.seconds_by, found.same.seconds_by
         assert {part for part in before if before[part] != after[part]} <= {f"comm:{axis}"}
         if found.before.comm_bytes and any(over == axis for _, over in found.before.comm_bytes):
@@ -83,14 +84,15 @@ def test_only_what_is_changed_takes_another_time() -> None:
 def test_the_question_of_a_plan_is_that_of_the_traced_graph() -> None:
     """Also where values run again: the answer is the plan that a search finds from the model."""
     graph, mesh = family("mlp").graph, mesh_of(2)
-    free = search(graph, mesh, H100)
+    free = search(graph, mesh, BARE)
     room = Room(0.9 * free.peak_bytes["hbm"])
-    plan = search(graph, mesh, H100, Request(memory=room.tensors))
+    plan = search(graph, mesh, BARE, Request(memory=room.tensors))
     assert len(plan.graph.nodes) > len(graph.nodes)
-    found = answers_to(plan, H100, room, bandwidth="all=0.2x", flops="3x")
+    found = answers_to(plan, BARE, room, bandwidth="all=0.2x", flops="3x")
     fresh = search(graph, mesh, found.asked.hardware, Request(memory=room.tensors))
     assert found.best is not None
     if not found.is_same:
+        assert found.best.hardware == fresh.hardware
         assert dumps(found.best).splitlines()[2:] == dumps(fresh).splitlines()[2:]
 
 
@@ -99,7 +101,7 @@ def test_the_question_of_a_plan_is_that_of_the_traced_graph() -> None:
 
 @cache
 def question(name: str) -> Question:
-    return ask(family(name).graph, mesh_of(2), H100)
+    return ask(family(name).graph, mesh_of(2), BARE)
 
 
 def problem_of(asked: Question, allow: str, limit: float) -> Problem:
@@ -151,25 +153,25 @@ def test_no_change_of_the_limit_is_worth_more_than_the_price_of_memory_says(name
 
 
 def test_the_worth_of_memory_stands_beside_what_was_solved() -> None:
-    asked = question("block")
+    asked = question("mlp")
     top = answer(asked).peak_bytes["hbm"]
-    plan = answer(asked, Request(memory=0.6 * top))
+    plan = answer(asked, Request(memory=0.9 * top))
     assert isinstance(plan.search["ms_per_gib:hbm"], float)
-    for share in (0.58, 0.62, 0.7):
-        found = what_if(plan, H100, Asked(H100, Room(share * top)))
+    for share in (0.88, 0.95):
+        found = what_if(plan, BARE, Asked(BARE, Room(share * top)))
         worth = worth_of_memory(found)
         assert worth is not None and found.best is not None
-        assert (worth.by_price_s > 0) == (share > 0.6) and worth.solved_s * worth.by_price_s >= 0
+        assert (worth.by_price_s > 0) == (share > 0.9) and worth.solved_s * worth.by_price_s >= 0
         gap = found.before.step_seconds - found.before.bound  # the price is of the bound
         assert worth.solved_s <= worth.by_price_s + gap + 1e-3 * plan.step_seconds
         assert found.fits == (plan.peak_bytes["hbm"] <= share * top)
         assert found.best.hardware_digest == plan.hardware_digest, "a plan like any other"
-    assert worth_of_memory(answers_to(plan, H100, Room(0.7 * top), flops="2x")) is None
+    assert worth_of_memory(answers_to(plan, BARE, Room(0.95 * top), flops="2x")) is None
 
 
 def test_where_nothing_fits_the_same_plan_is_told() -> None:
-    plan = plan_of("mlp", (2, 2), HIDES)
-    found = answers_to(plan, HIDES, Room(10.0), flops="2x")
+    plan = plan_of("mlp", (2,), SUMS)
+    found = answers_to(plan, SUMS, Room(10.0), flops="2x")
     assert found.best is None and "no plan fits in 10 B" in str(found.why) and not found.fits
     pricer = Pricer.on(plan.mesh, found.asked.hardware, plan.optimizer, plan.bucket_bytes)
     assert found.same.predicted_seconds == repriced(plan, pricer).predicted_seconds
