@@ -46,10 +46,10 @@ def test_both_answers_stand_beside_each_other(folder: Path, capsys: Printed) -> 
 
 def test_the_object_has_what_the_text_says(folder: Path, capsys: Printed) -> None:
     capsys.readouterr()
-    assert main([f"{folder}/plan.json", "--bandwidth", "all=0.5x", "--memory", "100GiB", "--json", "--quiet"]) == 0
+    assert main([f"{folder}/plan.json", "--hbm", "0.5x", "--memory", "100GiB", "--json", "--quiet"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["hardware"] == "h100-sxm with imagined bandwidth all=0.5x, memory 100 GiB" and told["same"]["fits"]
-    assert told["what_if"].startswith("bandwidth all=0.5x, memory 100 GiB")
+    assert told["hardware"] == "h100-sxm with imagined hbm 0.5x, memory 100 GiB" and told["same"]["fits"]
+    assert told["what_if"].startswith("hbm 0.5x, memory 100 GiB")
     assert told["limit_bytes"] == 100 * 2**30, "more than the device has"
     assert told["best"]["predicted_seconds"] <= told["same"]["predicted_seconds"]
     assert told["same"]["step_seconds"] > told["before"]["step_seconds"]

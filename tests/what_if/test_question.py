@@ -128,15 +128,12 @@ def floor(problem: Problem, prices: Prices) -> float:
     return free.bound - sum(price * problem.limits[resource] for (resource, _), price in prices.items())
 
 
-@pytest.mark.parametrize(("name", "allow"), [("mlp", "recompute"), ("mlp", "offload-parameters"), ("cnn", "recompute")])
+@pytest.mark.parametrize(("name", "allow"), [("mlp", "offload-parameters"), ("cnn", "recompute")])
 def test_no_change_of_the_limit_is_worth_more_than_the_price_of_memory_says(name: str, allow: str) -> None:
     """value(limit') >= floor(limit) - price * (limit' - limit), for limits below and above; at the price it is near."""
     asked = question(name)
     top = answer(asked).peak_bytes["hbm"]
-    least = solve(problem_of(asked, allow, 1.0)).explanation
-    assert least is not None
-    enough = least.shortages[0].enough or 0.8 * top
-    limits = [enough + share * (top - enough) for share in (0.02, 0.25, 0.5, 0.75)]
+    limits = [share * top for share in (0.85, 0.9, 0.95)]
     solved: dict[float, Solution] = {limit: solve(problem_of(asked, allow, limit)) for limit in limits}
     unlimited = solve(problem_of(asked, allow, 10.0 * top)).cost
     binding = 0
