@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autopar.plan import Plan
+from autopar.plan.reading import wrapped
 from autopar.plan.tell import human
 from autopar.plan.value import is_product
 from autopar.rewrite import plain
@@ -23,15 +24,15 @@ NOTHING = 5e-5  # relative: differences below are none
 def report(answers: Answers, name: str) -> str:
     """`name`: of the plan's file."""
     before, same, best = answers.before, answers.same, answers.best
-    lines = [f"{name}: {before.mesh}, {before.hardware}; what if: {told(answers)}"]
-    lines += _table(answers)
+    said: list[str] = []
     if best is None:
-        lines.append(f"no best plan then: {answers.why}")
+        said.append(f"no best plan then: {answers.why}")
     else:
-        lines += [_quicker(answers, best), _proven(best), _changed(same, best, answers.is_same)]
-    lines += _first_order(before, same)
-    lines += [_worth(worth, before)] if (worth := worth_of_memory(answers)) is not None else []
-    return "\n".join(lines) + "\n"
+        said += [_quicker(answers, best), _proven(best), _changed(same, best, answers.is_same)]
+    said += _first_order(before, same)
+    said += [_worth(worth, before)] if (worth := worth_of_memory(answers)) is not None else []
+    head = f"{name}: {before.mesh}, {before.hardware}; what if: {told(answers)}"
+    return "\n".join([head, *_table(answers), *(line for one in said for line in wrapped(one))]) + "\n"
 
 
 def told(answers: Answers) -> str:
