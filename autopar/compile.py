@@ -113,8 +113,7 @@ def compile(
         raise ValueError(f"inputs='local' gives each rank its own rows of outputs; outputs={outputs!r} asks for others")
     _known("backend", backend, BACKENDS)
     _known("batch_norm", batch_norm, STATISTICS)
-    if optimizer is not None:
-        _known("optimizer", optimizer, tuple(OPTIMIZER_STATES))
+    _known("optimizer", optimizer or "adamw", tuple(OPTIMIZER_STATES))
     precision = precision_named(precision)
     if isinstance(patience_s, bool) or not patience_s > 0:
         raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
@@ -123,9 +122,7 @@ def compile(
         machine = _machine(hardware, memory, profile, device_mesh.device_type)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         if given is not None:
-            _check_asked(given, None if hardware is None else machine.hardware, optimizer)
-        if given is not None and memory is not None:
-            check_fits(given, machine.room(machine.usable, mesh), memory)
+            _check_asked(given, machine, hardware is not None, memory, optimizer)
         return machine, allowed(allow), given
 
     # files may be other ones on another rank's machine, or not there
@@ -153,19 +150,26 @@ def _known(what: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{what} {value!r} is not known; choose {', '.join(known)}")
 
 
-def _check_asked(plan: Plan, hardware: Hardware | None, optimizer: str | None) -> None:
-    """What is asked for beside a plan is what the plan was made for. Raises PlanMismatch."""
+def _check_asked(
+    plan: Plan, machine: Machine, is_named: bool, memory: int | float | str | None, optimizer: str | None
+) -> None:
+    """What is asked for beside a plan is what the plan was made for. `is_named`: the user gave the machine's hardware.
+    Raises PlanMismatch, or ValueError for too little memory.
+    """
     again = "leave it out, or run `python -m autopar.search` with it"
     if optimizer is not None and optimizer != plan.optimizer:
         raise PlanMismatch(
             f"optimizer={optimizer!r} was asked for, and the plan was made for {plan.optimizer!r}, whose states it has "
             f"room for: {again}"
         )
-    if hardware is not None and (digest := hardware.allowing(plan.tf32).digest) != plan.hardware_digest:
+    digest = machine.hardware.allowing(plan.tf32).digest
+    if is_named and digest != plan.hardware_digest:
         raise PlanMismatch(
-            f"hardware={hardware.name!r} (figures {digest[:8]}) was asked for, and the plan was priced on "
+            f"hardware={machine.hardware.name!r} (figures {digest[:8]}) was asked for, and the plan was priced on "
             f"{plan.hardware!r} (figures {plan.hardware_digest[:8]}): {again}"
         )
+    if memory is not None:
+        check_fits(plan, machine.room(machine.usable, plan.mesh), memory)
 
 
 def _machine(
