@@ -17,6 +17,7 @@ from autopar.attach.agree import agreed
 from autopar.attach.module import ParallelModule, attach, plan_module
 from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
+from autopar.errors import PlanMismatch
 from autopar.ir.batch_norm import STATISTICS
 from autopar.machine.device import check_size, hardware_or_here, is_here, memory_bytes, tf32_here
 from autopar.plan import Plan
@@ -46,7 +47,7 @@ def compile(
     memory: int | float | str | None = None,
     allow: str | Collection[str] | None = None,
     pin: Mapping[str, str] | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     precision: MixedPrecisionPolicy | str | None = None,
     outputs: str = "auto",
     inputs: str = "global",
@@ -79,7 +80,8 @@ def compile(
     values that backward needs; name of a parameter, or of a module with parameters -> "device", "offload-parameters" or
     "offload-optimizer". Names may be patterns, as "transformer.h.*.mlp"; of two that say different things the later one
     counts.
-    optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none.
+    optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none. Default: that
+    of the plan, or adamw.
     precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in. "bf16"
     is short for bfloat16 and float32, "fp32" for no casts.
     outputs: what outputs other than scalars come back as. "auto": whole plain tensors; beside a scalar loss, where they
@@ -111,7 +113,7 @@ def compile(
         raise ValueError(f"inputs='local' gives each rank its own rows of outputs; outputs={outputs!r} asks for others")
     _known("backend", backend, BACKENDS)
     _known("batch_norm", batch_norm, STATISTICS)
-    _known("optimizer", optimizer, tuple(OPTIMIZER_STATES))
+    _known("optimizer", optimizer or "adamw", tuple(OPTIMIZER_STATES))
     precision = precision_named(precision)
     if isinstance(patience_s, bool) or not patience_s > 0:
         raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
@@ -119,12 +121,13 @@ def compile(
     def read() -> tuple[Machine, tuple[str, ...] | None, Plan | None]:
         machine = _machine(hardware, memory, profile, device_mesh.device_type)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
-        if given is not None and memory is not None:
-            check_fits(given, machine.room(machine.usable, mesh), memory)
+        if given is not None:
+            _check_asked(given, machine, hardware is not None, memory, optimizer)
         return machine, allowed(allow), given
 
     # files may be other ones on another rank's machine, or not there
     machine, words, given = agreed(read, device_mesh)
+    optimizer = optimizer or ("adamw" if given is None else given.optimizer)
     settings: dict[str, object] = {  # hardware is not among them: rank 0 alone searches
         "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
@@ -145,6 +148,28 @@ def compile(
 def _known(what: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"{what} {value!r} is not known; choose {', '.join(known)}")
+
+
+def _check_asked(
+    plan: Plan, machine: Machine, is_named: bool, memory: int | float | str | None, optimizer: str | None
+) -> None:
+    """What is asked for beside a plan is what the plan was made for. `is_named`: the user gave the machine's hardware.
+    Raises PlanMismatch, or ValueError for too little memory.
+    """
+    again = "leave it out, or run `python -m autopar.search` with it"
+    if optimizer is not None and optimizer != plan.optimizer:
+        raise PlanMismatch(
+            f"optimizer={optimizer!r} was asked for, and the plan was made for {plan.optimizer!r}, whose states it has "
+            f"room for: {again}"
+        )
+    digest = machine.hardware.allowing(plan.tf32).digest
+    if is_named and digest != plan.hardware_digest:
+        raise PlanMismatch(
+            f"hardware={machine.hardware.name!r} (figures {digest[:8]}) was asked for, and the plan was priced on "
+            f"{plan.hardware!r} (figures {plan.hardware_digest[:8]}): {again}"
+        )
+    if memory is not None:
+        check_fits(plan, machine.room(machine.usable, plan.mesh), memory)
 
 
 def _machine(

@@ -84,14 +84,14 @@ class Row:
 
     tokens: int
     parameters: int
-    played: Simulated
+    simulated: Simulated
     compute_s: float
     counted_s: float
     overlapped_s: float
 
     @property
     def efficiency(self) -> float:
-        return self.compute_s / self.played.seconds
+        return self.compute_s / self.simulated.seconds
 
     @property
     def overlapped(self) -> float:
@@ -99,7 +99,7 @@ class Row:
 
     @property
     def with_nothing_hidden(self) -> float:
-        return self.compute_s / self.played.plan.step_seconds
+        return self.compute_s / self.simulated.plan.step_seconds
 
 
 def asked(batch: int, ranks: int, hardware: Hardware, layers: int = LAYERS) -> Question:
@@ -120,9 +120,9 @@ def found(batch: int, hardware: Hardware, layers: int = LAYERS, ranks: int = 1) 
             plan = answer(question, Request(memory=left * memory, allow=ALLOW))
         except Infeasible:
             break
-        played = best_prefetch(plan, question.pricer, memory)
-        if played.timeline is not None and (best is None or played.seconds < best.seconds):
-            best = played
+        simulated = best_prefetch(plan, question.pricer, memory)
+        if simulated.timeline is not None and (best is None or simulated.seconds < best.seconds):
+            best = simulated
     if best is None:
         return None
     types = [node.outputs[0] for node in question.graph.nodes if node.op == "parameter"]
@@ -167,12 +167,12 @@ def scaled(batch: int, ranks: Sequence[int], one_gpu: Hardware, layers: int = LA
         if row is None:
             yield f"| {count} | no plan that fits when it is simulated |" + " |" * 6
             continue
-        on_host = row.played.plan.peak_bytes.get(HOST, 0)
+        on_host = row.simulated.plan.peak_bytes.get(HOST, 0)
         alone = on_gpus(batch, hardware, layers, count, on_host)
         tokens_per_s = count * batch * SEQUENCE / row.overlapped_s
         first = first or tokens_per_s / count
         yield (
-            f"| {count} | {row.played.seconds:.2f} | {row.overlapped_s:.2f} | {tokens_per_s:,.0f} "
+            f"| {count} | {row.simulated.seconds:.2f} | {row.overlapped_s:.2f} | {tokens_per_s:,.0f} "
             f"| {tokens_per_s / first:.2f} | {alone:.2f} | {alone / row.overlapped_s:.1%} "
             f"| {on_host / 1e9:.0f} |"
         )
@@ -181,16 +181,16 @@ def scaled(batch: int, ranks: Sequence[int], one_gpu: Hardware, layers: int = LA
 def line(batch: int, row: Row | None) -> str:
     if row is None:
         return f"| {batch * SEQUENCE:,} | no plan that fits when it is simulated |" + " |" * 12
-    played, timeline = row.played, row.played.timeline
+    simulated, timeline = row.simulated, row.simulated.timeline
     assert timeline is not None
     exposed = ", ".join(f"{name} {seconds:.3f}" for name, seconds in sorted(timeline.exposed_s.items()) if seconds)
     busy = ", ".join(f"{name} {timeline.busy_s.get(name, 0.0):.2f}" for name in ("h2d", "d2h", "host"))
-    plan = played.plan
+    plan = simulated.plan
     return (
         f"| {row.tokens:,} | {row.efficiency:.1%} | {row.overlapped:.1%} | {row.with_nothing_hidden:.1%} "
-        f"| {played.seconds:.2f} | {row.overlapped_s:.2f} | {row.compute_s:.2f} | {row.counted_s:.2f} "
+        f"| {simulated.seconds:.2f} | {row.overlapped_s:.2f} | {row.compute_s:.2f} | {row.counted_s:.2f} "
         f"| {exposed} | {busy} | {recomputed(plan)} | {offloaded_bytes(plan) / 1e9:.1f} "
-        f"| {played.peak_bytes / 1e9:.1f} | {plan.peak_bytes[HOST] / 1e9:.0f} |"
+        f"| {simulated.peak_bytes / 1e9:.1f} | {plan.peak_bytes[HOST] / 1e9:.0f} |"
     )
 
 

@@ -101,8 +101,7 @@ def plans(model: nn.Module, kwargs: Mapping[str, Tensor], mesh: Mesh, hardware: 
 
 def training(plan: Plan, model: nn.Module, kwargs: Mapping[str, Tensor], mesh: DeviceMesh) -> Callable[[], None]:
     """One training step of the plan, as a user writes it, some way into the training."""
-    known = Hardware.load("cpu-gloo")  # of no account: nothing is searched
-    parallel = autopar.compile(model, mesh, example_kwargs=kwargs, plan=plan, hardware=known)
+    parallel = autopar.compile(model, mesh, example_kwargs=kwargs, plan=plan)
     batch = parallel.shard_batch(kwargs)
     optimizer = torch.optim.AdamW(parallel.parameters(), RATE)
 

@@ -48,11 +48,11 @@ def row(name: str, mesh: str, memory: str, found: dict[str, Any]) -> str:
     if "failed" in found:
         return f"| {name} | {mesh} | {memory} | {found['failed']} |" + " |" * 8
     simulated_s = found["simulated_seconds"]
-    played = "-" if simulated_s is None else f"{simulated_s * 1e3:.1f}"
+    simulated = "-" if simulated_s is None else f"{simulated_s * 1e3:.1f}"
     return (
         f"| {name} | {mesh} | {memory} | {found['nodes']} | {found['items']} "
         f"| {found['variables']:,} | {found['constraints']:,} "
-        f"| {found['cpu_seconds']:.1f} | {found['peak_rss_bytes'] / 2**30:.2f} | {played} "
+        f"| {found['cpu_seconds']:.1f} | {found['peak_rss_bytes'] / 2**30:.2f} | {simulated} "
         f"| {found['peak_bytes']['hbm'] / 2**30:.1f} | {found['gap']:.2%} | {'yes' if found['tied'] else 'no'} |"
     )
 

@@ -154,7 +154,7 @@ def reserved_by(
     Python asks for memory and lets go of it. `beside`: blocks of a stream that nobody gives back, as workspaces are.
     """
     streams: dict[str, Stream] = defaultdict(lambda: Stream.of(expandable))
-    kept: list[Hold] = [hold for event in events for hold in event.holds if hold.resident]
+    kept: list[Hold] = [hold for event in events for hold in event.holds if hold.resident and hold.nbytes]
     for hold in kept:
         if not hold.at_first_update:
             streams[hold.tier].allocate(hold.nbytes)
@@ -188,7 +188,7 @@ def _asked(events: Sequence[Event]) -> tuple[list[list[tuple[int, Hold]]], list[
     behind: list[list[tuple[int, Hold]]] = [[] for _ in events]
     for number, event in enumerate(events):
         for hold in event.holds:
-            if hold.resident:
+            if hold.resident or not hold.nbytes:  # of no bytes the allocator makes no block
                 continue
             last = len(events) - 1 if hold.until is None else max((number, *hold.until))
             if hold.since is None:

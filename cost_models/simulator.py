@@ -163,16 +163,6 @@ class Timeline:
             total[phase] += end - begin
         return dict(total)
 
-    @property
-    def critical_path(self) -> tuple[int, ...]:
-        """Events that follow each other without a break over the whole step; only a shorter one of them shortens it."""
-        path: list[int] = []
-        at = _last(self.ends)
-        while at >= 0:
-            path.append(at)
-            at = self.cause[at]
-        return tuple(reversed(path))
-
 
 def play(events: Sequence[Event], main: str = COMPUTE) -> Timeline:
     """Run the events. `main`: the stream whose waiting counts as exposed. The same events give the same timeline.

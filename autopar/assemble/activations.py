@@ -25,7 +25,7 @@ from cost_models.steps import Move
 
 
 @dataclass(frozen=True, slots=True)
-class Comeback:
+class Rematerialization:
     """How a forward value may come back: `options` of the `item`, (mode, strategy if it runs again) each. Without an
     item it has one option.
     """
@@ -35,7 +35,7 @@ class Comeback:
     again: Again
 
 
-Modes = dict[str, Comeback]  # forward value -> how it may come back
+Modes = dict[str, Rematerialization]  # forward value -> how it may come back
 
 
 def add_modes(work: Assembly) -> Modes:
@@ -44,14 +44,14 @@ def add_modes(work: Assembly) -> Modes:
     _find_looks(work)
     for name, again in work.again.items():
         if not again.modes:
-            found[again.origin] = Comeback(None, ((RECOMPUTE, None),), again)
+            found[again.origin] = Rematerialization(None, ((RECOMPUTE, None),), again)
             continue
         strategies = work.options[work.item_of[again.origin]] if RECOMPUTE in again.modes else ()
         still = [mode for mode in again.modes if mode != RECOMPUTE]
         cost = np.concatenate([np.zeros(len(still)), work.pricer.costs(strategies)])
         item = work.mode_of[name] = work.add_item(f"{again.origin} in backward", strategies, cost)
         options = (*((mode, None) for mode in still), *((RECOMPUTE, s) for s in strategies))
-        found[again.origin] = Comeback(item, options, again)
+        found[again.origin] = Rematerialization(item, options, again)
         work.add_edge(work.item_of[name], item, _ways(work, name))
     return found
 

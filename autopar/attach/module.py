@@ -266,17 +266,12 @@ def attach(
     return parallel
 
 
-def plan_module(
-    parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, held: bool = False
-) -> None:
-    """Plan the training step (with gradients, in train mode unless the model is in eval mode) and lay parameters out.
-
-    `held`: somebody may hold parameters already, so that each has to stay the object that it is.
-    """
+def plan_module(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Plan the training step (with gradients; in train mode, but for a model in eval mode) and lay parameters out."""
     call = call_of(parallel, args, kwargs)
     key = Key(call.key, True, ambient_state())
     with parallel._autopar.watch.call(NEW, alone=True):
-        _first_program(parallel, call, key, held=held)
+        _first_program(parallel, call, key, held=False)
 
 
 def call_of(parallel: ParallelModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -292,6 +287,7 @@ def _caller(parallel: ParallelModule) -> Caller:
 
 
 def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool) -> None:
+    """`held`: somebody may hold parameters already, so that each has to stay the object that it is."""
     state = parallel._autopar
     if state.seed is None:
         state.seed = int(text_from(0, str(torch.initial_seed()), state.device_mesh))

@@ -380,6 +380,6 @@ def _runner(state: State, plan: Plan) -> Runner:
         program = program.compiled()
     coordinate = state.device_mesh.get_coordinate()
     assert coordinate is not None
-    coordinates = tuple(torch.tensor(index, device=device) for index in coordinate)
+    coordinates = tuple(torch.tensor(index, device=device) for index in state.mesh.indices(coordinate))
     pieces = pieces_of(program.drawing, state.mesh, coordinate)
     return Runner(program, state.mesh, coordinates, pieces, state.updates, state.watch)

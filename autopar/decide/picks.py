@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.assemble.activations import Comeback
+from autopar.assemble.activations import Rematerialization
 from autopar.assemble.problem import Assembled
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
@@ -31,7 +31,7 @@ def picked(assembled: Assembled, picks: Sequence[int]) -> Pick:
     return lambda name: assembled.options[assembled.item_of[name]][picks[assembled.item_of[name]]]
 
 
-def came(back: Comeback, picks: Sequence[int]) -> tuple[str, Strategy | None]:
+def came(back: Rematerialization, picks: Sequence[int]) -> tuple[str, Strategy | None]:
     """How a forward value comes back."""
     return back.options[0 if back.item is None else picks[back.item]]
 

@@ -53,9 +53,10 @@ INPUT_KINDS = ("parameter", "buffer", "constant", "input")
 class Emitted:
     """What runs on every rank.
 
-    `inputs`: the sources that the forward takes, in order (nodes of the graph); after them one coordinate per axis, and
-    the seeds (`autopar.emit.seeded.seeds`) of the operators in `drawing`, each with the layout of what it draws. A
-    program for one rank has none of these: there operators draw from the default generator, as the model does.
+    `inputs`: the sources that the forward takes, in order (nodes of the graph); after them this rank's index on each of
+    `mesh.groups`, and the seeds (`autopar.emit.seeded.seeds`) of the operators in `drawing`, each with the layout of
+    what it draws. A program for one rank has no seeds: there operators draw from the default generator, as the model
+    does.
     `results`: (result, layout) of what the forward returns, in order, before the saved values. `tangents`, `gradients`:
     likewise for the backward, which is None for inference.
     """
@@ -167,7 +168,7 @@ class _Emitter:
         return made
 
     def add_coordinates(self) -> None:
-        self.writer.coordinates = {axis: self.placeholder(f"coordinate_{axis}") for axis in self.plan.mesh.names}
+        self.writer.coordinates = {axis: self.placeholder(f"coordinate_{axis}") for axis in self.plan.mesh.groups}
 
     def add_seeds(self) -> tuple[Node, ...]:
         """Take a seed for every operator that draws, in either phase."""

@@ -6,7 +6,6 @@ tensor.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from autopar.emit.attention import KERNELS, Asked, kernel_for
 
 
-@functools.cache
 def _plan(equation: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     left, result = equation.split("->")
     a, b = left.split(",")

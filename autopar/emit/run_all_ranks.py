@@ -103,10 +103,8 @@ def run(
         return LocalTensor({rank: shard(value, layout, mesh, rank) for rank in ranks})
 
     inputs = [local(node.name, values[node.name].detach()) for node in program.inputs]
-    coordinates = [
-        LocalTensor({rank: torch.tensor(mesh.coordinate(rank)[axis]) for rank in ranks})
-        for axis in range(len(mesh.sizes))
-    ]
+    indices = [mesh.indices(mesh.coordinate(rank)) for rank in ranks]
+    coordinates = [LocalTensor(dict(enumerate(map(torch.tensor, one)))) for one in zip(*indices, strict=True)]
     ranks_own = [*coordinates, *_seeds(program, mesh, seed)]
     tangents: list[Tensor] = []
     for node in program.tangents:

@@ -18,7 +18,7 @@ from autopar.ir.graph import Const, TensorType
 from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.mesh import Mesh
 from autopar.price.reshard import Reshard, Work
-from cost_models.steps import axes_of, over
+from cost_models.steps import over
 
 C10D = torch.ops._c10d_functional
 MOVES = torch.ops.autopar
@@ -55,7 +55,7 @@ def target_of(op: str) -> Any:
 
 class Writer:
     """Appends to one fx graph. `groups`: axis, or several at once (`cost_models.steps.over`), -> name of its process
-    group; `coordinates`: axis -> this rank's index; `one_at_a_time`: as `emit` has it.
+    group; `coordinates`: the same -> this rank's index; `one_at_a_time`: as `emit` has it.
     """
 
     def __init__(
@@ -107,14 +107,6 @@ class Writer:
     def wait_copy(self, made: fx.Node, source: fx.Node) -> None:
         self.named(made, "wait", MOVES.wait_copy.default, made, source, made.args[-1])
 
-    def coordinate(self, axis: str) -> fx.Node:
-        """This rank's index on an axis, or on several at once, where the last of them counts fastest."""
-        if axis not in self.coordinates:
-            *outer, last = axes_of(axis)
-            scaled = self.call(torch.ops.aten.mul.Tensor, self.coordinate(over(outer)), self.mesh.size(last))
-            self.coordinates[axis] = self.call(torch.ops.aten.add.Tensor, scaled, self.coordinate(last))
-        return self.coordinates[axis]
-
     def all_reduce(self, value: Any, op: str, axis: str) -> fx.Node:
         return self.wait(self.call(C10D.all_reduce.default, self.contiguous(value), op, self.groups[axis]))
 
@@ -126,7 +118,7 @@ class Writer:
         ranks = self.mesh.size(axis) if axis else 1
         match work:
             case Work.PIECE:
-                return self.named(value, "piece", ops.piece, value, dim, ranks, self.coordinate(axis))
+                return self.named(value, "piece", ops.piece, value, dim, ranks, self.coordinates[axis])
             case Work.TO_FRONT:
                 return self.named(value, "to_front", ops.to_front, value, dim, ranks)
             case Work.FROM_FRONT:
@@ -207,7 +199,7 @@ class BodyWriter:
         return self.writer.get(value, index)
 
     def shard_index(self) -> fx.Node:
-        return self.writer.coordinate(over(self.axes))
+        return self.writer.coordinates[over(self.axes)]
 
     def all_reduce(self, value: Any, op: str) -> fx.Node:
         return self.writer.all_reduce(value, op, over(self.axes)) if self.shards > 1 else value

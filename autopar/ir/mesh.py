@@ -5,6 +5,7 @@ border.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cost_models.steps import axes_of, joined
@@ -34,8 +35,8 @@ class Mesh:
 
     @property
     def coordinate_bytes(self) -> int:
-        """Bytes of the coordinates by which a program knows its rank: a 64-bit number for each axis."""
-        return 8 * len(self.sizes)
+        """Bytes of the indices by which a program knows its rank: a 64-bit number for each of `groups`."""
+        return 8 * len(self.groups)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -57,6 +58,16 @@ class Mesh:
             rank, index = divmod(rank, size)
             where.append(index)
         return tuple(reversed(where))
+
+    def indices(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Of the rank that sits there: its index on each of `groups`; of several axes the last counts fastest."""
+        found: list[int] = []
+        for axis in self.groups:
+            index = 0
+            for place in self.places(axis):
+                index = index * self.sizes[place] + coordinate[place]
+            found.append(index)
+        return tuple(found)
 
     def __str__(self) -> str:
         return ",".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))

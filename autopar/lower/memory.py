@@ -48,15 +48,15 @@ def peaks(program: Program) -> dict[str, int]:
     return {tier: nbytes for tier, nbytes in sorted(found.items()) if nbytes or tier == DEVICE}
 
 
-def peaks_by_phase(program: Program, tier: str = DEVICE) -> dict[str, int]:
-    """Phase -> the most bytes that the tier holds in it."""
-    level = resident_bytes(program).get(tier, 0)
+def peaks_by_phase(program: Program) -> dict[str, int]:
+    """Phase -> the most bytes that the device holds in it."""
+    level = resident_bytes(program).get(DEVICE, 0)
     found: dict[str, int] = {}
     for phase in PHASES:
         found[phase] = level
         for instruction in program.instructions.get(phase, ()):
             for buffer, sign in _of(instruction):
-                if buffer.tier == tier:
+                if buffer.tier == DEVICE:
                     level += sign * buffer.nbytes
                     found[phase] = max(found[phase], level)
     return found

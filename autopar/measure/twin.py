@@ -129,7 +129,7 @@ def _twin(
     parallel = compile(
         model, device_mesh, example_inputs=positional, example_kwargs=named, plan=plan, outputs=plan.outputs,
         batch_norm=plan.batch_norm or GLOBAL, precision=precision,
-        hardware=hardware or Hardware.load("cpu-gloo"),  # of no account: nothing is searched
+        hardware=None if pricer is None else pricer.hardware,
     )  # fmt: skip
     parallel.train(_is_trained(model))
     notes = _materialise(parallel, device_type)

@@ -12,7 +12,7 @@ from autopar.ir.work import FETCH, STORE
 from autopar.plan.value import RESIDENCES, Choice, PlanValue
 from autopar.price.reshard import Reshard, neighbours
 from autopar.rules.bodies import BODIES
-from cost_models.steps import Comm, Compute, Loop, Move, Step
+from cost_models.steps import Comm, Compute, Loop, Move, Step, over
 
 
 class _Flaw(Exception):
@@ -124,7 +124,8 @@ def _check_body(choice: Choice, mesh: Mesh, place: str) -> None:
     if choice.body and choice.body not in BODIES:
         raise _Flaw(place, f"runs the local body {choice.body!r}, which this autopar does not have")
     comms = [*_comms(choice.steps)]
-    if unknown := sorted({*choice.body_axes, *(comm.axis for comm in comms)} - {*mesh.groups}):
+    works_over = [over(choice.body_axes)] if choice.body_axes else []
+    if unknown := sorted({*works_over, *(comm.axis for comm in comms)} - {*mesh.groups}):
         raise _Flaw(place, f"works over axis {unknown[0]!r}, which the mesh {mesh} does not have")
     for comm in comms:
         if comm.ranks != mesh.size(comm.axis):

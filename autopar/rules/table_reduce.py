@@ -52,12 +52,12 @@ def softmax(body: str, position: int, *alternatives: str) -> Writer:
     return write
 
 
-def at_dim_locked(position: int, name: str = "dim") -> Writer:
+def at_dim_locked(position: int) -> Writer:
     """sort, topk, cummax: the dim is locked; results may have another size there."""
 
     def write(node: Node, types: Types) -> str:
         shape = types[0].shape
-        dims = as_dims(arg(node, position, name, -1), len(shape))
+        dims = as_dims(arg(node, position, "dim", -1), len(shape))
         right = [
             spell(out.shape, [n + ("_out" if d in dims else "") for d, n in enumerate(LETTERS)], dims)
             for out in node.outputs
@@ -101,9 +101,9 @@ def layer_norm_backward(body: str, statistics: int) -> Writer:
     return write
 
 
-def _channels(shape: Sequence[int], body: str = "", lock: Sequence[int] = ()) -> str:
+def _channels(shape: Sequence[int], body: str = "") -> str:
     names = ["n", "c", *(f"s{d}" for d in range(len(shape) - 2))]
-    return spell(shape, names, lock=lock, body={d: body for d in range(len(shape)) if d != 1} if body else None)
+    return spell(shape, names, body={d: body for d in range(len(shape)) if d != 1} if body else None)
 
 
 def batch_norm(training: int | None) -> Writer:

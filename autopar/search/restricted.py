@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.assemble.activations import Comeback
+from autopar.assemble.activations import Rematerialization
 from autopar.assemble.problem import Assembled
 from autopar.decide.picks import Pick, came, picked
 from autopar.propose.strategies import Strategy
@@ -85,7 +85,7 @@ def carried(known: Known, assembled: Assembled) -> tuple[int, ...] | None:
     return None if -1 in found else tuple(found)
 
 
-def _mode(known: Known, origin: str, back: Comeback) -> int:
+def _mode(known: Known, origin: str, back: Rematerialization) -> int:
     """How a value comes back there: what is not open comes back saved, or is a view of what is there anyway."""
     earlier = known.assembled.modes.get(origin)
     if earlier is not None:

@@ -22,6 +22,14 @@ from autopar.trace.origins import Origins
 from autopar.trace.tables import dense_lookup
 
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+X_OF_MASK = (
+    "rows that a boolean mask picks are understood where each is treated by itself, and summed or averaged: write "
+    "x[mask]"
+)
+INSTEAD = {  # function -> what to write in its place
+    "_pack_padded_sequence": "give the RNN the padded batch: in one direction its outputs up to each length are the "
+    "same; take the last one with gather, and mask those behind it"
+}
 
 
 def watch_forward(model: nn.Module) -> None:
@@ -126,10 +134,10 @@ class _Watch(TorchFunctionMode):
         self.origins.made(func, args, kwargs, result)
         for value in pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+                name = getattr(func, "__name__", str(func))
                 raise TraceError(
-                    f"the shape of what {getattr(func, '__name__', func)} gives depends on values{line_here()}, and a "
-                    "program has one shape; rows that a boolean mask picks are understood where each is treated by "
-                    "itself, and summed or averaged: write x[mask]"
+                    f"the shape of what {name.lstrip('_')} gives depends on values{line_here()}, and a program has one "
+                    f"shape; {INSTEAD.get(name, X_OF_MASK)}"
                 )
         return result
 

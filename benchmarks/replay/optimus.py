@@ -1,6 +1,6 @@
 """The Optimus paper's table: Megatron's rows simulated, Optimus' rows from the closed form of SUMMA.
 
-Megatron: the stack of layers is traced, planned as tensor parallel over all ranks, and played by the simulator. A rank
+Megatron: the stack of layers is traced, planned as tensor parallel over all ranks, and simulated. A rank
 of a node reaches the other nodes through one adapter that it shares (`cost_models.price.link_of`).
 
 Optimus: a matrix product on a q x q mesh is a loop of q broadcasts of panels along rows and columns. autopar has the

@@ -1,4 +1,4 @@
-"""A row's prediction: its model traced, its plan made as published, priced and played on its machine.
+"""A row's prediction: its model traced, its plan made as published, priced and simulated on its machine.
 
 Time is that of the event simulator with overlap: weights are gathered one layer ahead, a gradient's reduction is waited
 for by the optimizer, everything else where it is read.

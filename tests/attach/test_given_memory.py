@@ -1,4 +1,4 @@
-"""`memory=` beside a plan that is given, and on hardware that keeps a part of it for itself."""
+"""`memory=`, `optimizer=` and `hardware=` beside a plan that is given; `memory=` on hardware that takes some."""
 
 from __future__ import annotations
 
@@ -19,6 +19,20 @@ def test_a_given_plan_that_needs_more_than_memory_is_refused_at_once(one: Device
     enough = autopar.compile(net(), one, plan=plan, memory=peak, example_kwargs=batch())
     assert enough.plan == plan
     assert autopar.compile(net(), one, plan=plan, example_kwargs=batch()).plan == plan, "nobody said how much"
+
+
+def test_another_optimizer_or_hardware_than_the_plans_is_refused_by_name(one: DeviceMesh) -> None:
+    plan = autopar.compile(net(), one, example_kwargs=batch(), optimizer="sgd", hardware="a100-40gb").plan
+    assert plan is not None
+    with pytest.raises(autopar.PlanMismatch, match="optimizer='adamw' was asked for, and the plan was made for 'sgd'"):
+        autopar.compile(net(), one, plan=plan, optimizer="adamw")
+    with pytest.raises(autopar.PlanMismatch, match=r"hardware='cpu-gloo' .* the plan was priced on 'a100-40gb'"):
+        autopar.compile(net(), one, plan=plan, hardware="cpu-gloo")
+    same = autopar.compile(
+        net(), one, plan=plan, example_kwargs=batch(), optimizer="sgd", hardware="a100-40gb", memory="1GiB"
+    )
+    assert same.plan == plan
+    assert autopar.compile(net(), one, plan=plan, example_kwargs=batch()).plan == plan, "nobody said for what"
 
 
 def test_a_plan_for_gpus_leaves_room_and_says_so(one: DeviceMesh) -> None:

@@ -139,6 +139,10 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "in place": (lambda z, y, t: z[y > 1].mul_(2).sum(), "mul_ in place"),
     "places": (lambda z, y, t: z.reshape(-1, 5)[(y.reshape(-1) > 1).nonzero().squeeze(-1)].sum(), "nonzero gives"),
     "unique": (lambda z, y, t: z.sum() * len(torch.unique(y)), "depends on values"),
+    "packed": (
+        lambda z, y, t: nn.utils.rnn.pack_padded_sequence(z, (y > 1).sum(1).cpu() + 1, True, False).data.sum(),
+        "what pack_padded_sequence gives depends on values .* give the RNN the padded batch",
+    ),
     "returned": (lambda z, y, t: z[y > 1], "returns rows that a boolean mask picks"),
 }
 

@@ -42,12 +42,12 @@ def small() -> Row:
 
 
 def test_copies_hide_and_the_step_on_the_host_does_where_it_overlaps(small: Row) -> None:
-    assert small.tokens == 2048 and small.played.peak_bytes <= 6e9
-    assert small.played.plan.residence and small.played.timeline is not None
-    host_s = small.played.timeline.exposed_s["host"]
-    assert host_s > 0.9 * small.played.timeline.busy_s["host"] > 0
+    assert small.tokens == 2048 and small.simulated.peak_bytes <= 6e9
+    assert small.simulated.plan.residence and small.simulated.timeline is not None
+    host_s = small.simulated.timeline.exposed_s["host"]
+    assert host_s > 0.9 * small.simulated.timeline.busy_s["host"] > 0
     assert 0 < small.with_nothing_hidden < small.efficiency < small.overlapped <= 1
-    assert small.played.seconds - host_s <= small.overlapped_s < small.played.seconds
+    assert small.simulated.seconds - host_s <= small.overlapped_s < small.simulated.seconds
 
 
 def test_the_page_says_whether_the_claim_holds(small: Row) -> None:

@@ -1,6 +1,7 @@
 """The caching allocator: blocks, growth, and what a step's holds make of them."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -184,3 +185,21 @@ def test_what_begins_as_an_event_ends_takes_the_room_of_what_ended_with_it() -> 
     assert reserved_by([event(first, behind), event()])["hbm"] == 40 * MIB
     beside = Hold("beside", 40 * MIB, until=(1,))
     assert reserved_by([event(first, beside), event()])["hbm"] == 80 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_has_no_bytes_reserves_none(seed: int, expandable: bool) -> None:
+    """As the states and temporaries of an optimizer that has none."""
+    drawn = random.Random(seed)
+
+    def hold(nbytes: int, number: int) -> Hold:
+        return Hold("a", nbytes, until=(min(39, number + drawn.randrange(6)),))
+
+    def empty(beside: Hold) -> Hold:
+        return replace(beside, nbytes=0)
+
+    real = [[hold(drawn.randrange(1, 4 * MIB), number) for _ in range(drawn.randrange(4))] for number in range(40)]
+    padded = [[one for some in zip(holds, map(empty, holds), strict=True) for one in some] for holds in real]
+    bare, beside = (reserved_by([*(event(*some) for some in holds)], expandable=expandable) for holds in (real, padded))
+    assert bare == beside

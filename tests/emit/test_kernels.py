@@ -48,7 +48,7 @@ def run_fake(plan: Plan, device: str) -> Called:
             return empty(type, plan.choices[name].gives[0], "cpu" if name in on_host else device)
 
         on_host = {n.name for n in plan.graph.nodes if n.op == "parameter" and plan.residence.get(n.target) == "host"}
-        own = [torch.empty((), dtype=torch.int64, device=device) for _ in mesh.names]
+        own = [torch.empty((), dtype=torch.int64, device=device) for _ in mesh.groups]
         if program.drawing:
             own.append(torch.empty(len(program.drawing), dtype=torch.int64))
         outputs = program.forward(*(source(node.name) for node in program.inputs), *own)

@@ -62,16 +62,15 @@ def executed(change: Reshard, pieces: list[Tensor], mesh: Mesh) -> tuple[list[Te
     graph = fx.Graph()
     writer = Writer(graph, mesh, {axis: axis for axis in mesh.groups}, "cpu", one_at_a_time=True)
     value = graph.placeholder("value")
-    writer.coordinates = {axis: graph.placeholder(f"coordinate_{axis}") for axis in mesh.names}
+    writer.coordinates = {axis: graph.placeholder(f"coordinate_{place}") for place, axis in enumerate(mesh.groups)}
     for part in change.parts(mesh.size(change.axis)):
         if part.what is None:
             value = writer.launch(value, change, in_place=False)
         else:
             value = writer.local(part.what, value, part.dim, change.axis)
     graph.output((value,))
-    coordinates = [
-        [torch.tensor(mesh.coordinate(rank)[axis]) for rank in range(mesh.ranks)] for axis in range(len(mesh.sizes))
-    ]
+    indices = [mesh.indices(mesh.coordinate(rank)) for rank in range(mesh.ranks)]
+    coordinates = [[*map(torch.tensor, one)] for one in zip(*indices, strict=True)]
     ranks = Lockstep(mesh, Counter())
     (made,) = ranks.execute(fx.GraphModule({}, graph), [pieces, *coordinates])
     return made, sum(ranks.traffic.values())
@@ -151,3 +150,12 @@ def test_no_plan_of_a_finer_mesh_is_worse(name: str) -> None:
     reserved, joined = reserved_bytes(fine, pricer), len(fine.groups()) - 2
     assert joined == 1 and reserved >= (3 + joined) * few.reserve["group_bytes"] + fine.peak_bytes["hbm"]
     assert fine.predicted_seconds <= coarse.predicted_seconds * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 3), (2, 1, 2)], ids=str)
+def test_an_index_over_several_axes_tells_each_rank_of_a_group_by_its_place(sizes: tuple[int, ...]) -> None:
+    mesh = Mesh(("a", "b", "c")[: len(sizes)], sizes)
+    found = [dict(zip(mesh.groups, mesh.indices(mesh.coordinate(rank)), strict=True)) for rank in range(mesh.ranks)]
+    for axis in mesh.groups:
+        for group in groups_over(mesh.places(axis), mesh.sizes):
+            assert [found[rank][axis] for rank in group] == list(range(mesh.size(axis)))

@@ -225,7 +225,7 @@ def test_streamed_is_an_optimizer_to_schedulers(one: DeviceMesh) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of dynamo, about a cached function in `einsum`
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own, as inductor is imported
 def test_compiled_code_copies_as_well(one: DeviceMesh) -> None:
     model, batch = model_of("mlp")
     sampler = sampler_of(model, batch)

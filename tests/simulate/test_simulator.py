@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 
 from cost_models.simulator import COMPUTE, Event, Hold, Timeline, play
-from cost_models.timeline_report import timeline_report
 from tests.simulate.reference import STREAMS, random_events, watch
 
 SEEDS = range(150)
@@ -33,8 +32,7 @@ def longest_chain(events: list[Event]) -> float:
 
 def test_nothing_takes_no_time():
     timeline = play([])
-    assert timeline.seconds == 0 and not timeline.memory and not timeline.busy_s and timeline.critical_path == ()
-    assert timeline_report(timeline).startswith("step 0.000 ms, 0 events")
+    assert timeline.seconds == 0 and not timeline.memory and not timeline.busy_s
 
 
 def test_three_layers_whose_weights_are_gathered_one_layer_ahead():
@@ -53,7 +51,6 @@ def test_three_layers_whose_weights_are_gathered_one_layer_ahead():
     assert timeline.starts == (0, 2, 2, 4, 5, 8)
     assert timeline.exposed_s == {gather: 2} and timeline.exposed_of == (2, 0, 0, 0, 0, 0)
     assert [(b.begin, b.end, b.waiting, b.behind) for b in timeline.bubbles] == [(0, 2, 2, 0)]
-    assert timeline.critical_path == (0, 2, 4, 5)
     assert timeline.utilisation == {gather: 6 / 11, COMPUTE: 9 / 11} and timeline.idle_s == {gather: 5, COMPUTE: 2}
 
 
@@ -179,14 +176,6 @@ def test_every_second_is_accounted_for():
             assert all(one[2] == two[1] for one, two in pairwise(timeline.phases))
 
 
-def test_the_critical_path_fills_the_step():
-    for seed in SEEDS:
-        timeline = play(random_events(seed))
-        path = timeline.critical_path
-        assert sum(timeline.events[number].seconds for number in path) == timeline.seconds
-        assert all(timeline.ends[one] == timeline.starts[two] for one, two in pairwise(path))
-
-
 def test_memory_ends_where_it_began():
     for seed in SEEDS:
         for memory in play(random_events(seed)).memory.values():
@@ -221,25 +210,6 @@ def test_a_hundred_thousand_events_start_when_their_stream_and_their_operands_ar
         ends.append(start + event.seconds)
         free[event.stream] = ends[-1]
     assert play(events).seconds == pytest.approx(max(ends), rel=1e-12)
-
-
-def test_the_report_names_phases_streams_and_the_largest_holders():
-    weights = tuple(Hold(f"weight {n}", 2**20 * n, resident=True) for n in range(1, 8))
-    events = [
-        Event("gather", "comm:data", 2e-3, holds=weights, phase="forward"),
-        Event("product", COMPUTE, 6e-3, (0,), phase="forward"),
-        Event("update", COMPUTE, 2e-3, phase="optimizer"),
-    ]
-    assert timeline_report(play(events)).splitlines() == [
-        "step 10.000 ms, 3 events",
-        "  forward                    8.000 ms 80.0 %",
-        "  optimizer                  2.000 ms 20.0 %",
-        "stream                           busy                idle      exposed",
-        "  compute                    8.000 ms 80.0 %     2.000 ms",
-        "  comm:data                  2.000 ms 20.0 %     8.000 ms     2.000 ms",
-        "peak of hbm: 28.00 MiB at 0.000 ms, in gather; 7 holders",
-        *(f"        {n}.00 MiB  weight {n}" for n in range(7, 2, -1)),
-    ]
 
 
 def test_of_two_readers_that_end_together_the_later_one_counts():

@@ -132,7 +132,8 @@ def run_all(plan: Plan, values: Mapping[str, Tensor], seed: int = 0) -> tuple[Ra
     def pieces(name: str, value: Tensor) -> PerRank:
         return [shard(value, plan.choices[name].gives[0], mesh, rank) for rank in ranks]
 
-    coordinates = [[torch.tensor(mesh.coordinate(rank)[place]) for rank in ranks] for place in range(len(mesh.sizes))]
+    indices = [mesh.indices(mesh.coordinate(rank)) for rank in ranks]
+    coordinates = [[*map(torch.tensor, one)] for one in zip(*indices, strict=True)]
     if program.drawing:
         coordinates.append([seeds(seed, 0, pieces_of(program.drawing, mesh, mesh.coordinate(rank))) for rank in ranks])
     lockstep = Lockstep(mesh, Counter())
