@@ -7,20 +7,17 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from autopar.errors import BadArgument, PlanMismatch
 from autopar.ir.graph import Graph
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
-from autopar.plan import Plan
+from autopar.machine.plan_files import plan_at, profile_of
 from autopar.plan.fit import check_rules
 from autopar.rewrite import plain
 from autopar.scale.grow import growth_where_possible
 from autopar.scale.growth import Sources, usual_sources
 from autopar.scale.report import report, spelled
 from autopar.scale.study import Ground, study
-from autopar.simulate.timeline import pricer_of
-from cost_models.hardware import Hardware
 
 DESCRIPTION = """\
 Say how a plan's time and memory grow with the batch, the sequence and the devices, where it leaves memory, and where
@@ -78,14 +75,14 @@ def _scale(given: argparse.Namespace) -> int:
     times = _times(given.times)
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
-    plan = _plan(given.plan)
+    plan = plan_at(given.plan)
     if plan.residence or plain(plan.graph) is not plan.graph:
         raise BadArgument(
             f"{given.plan} recomputes values, keeps some on the host, or keeps gathered weights (zero1, zero2), and "
             "how that grows is not known; make a plan with python -m autopar.search ... --allow none --no-simulation"
         )
     check_rules(plan, str(given.plan))
-    hardware = _hardware(given.hardware, plan)
+    hardware = profile_of(plan, given.hardware)
     progress(f"read {given.plan}: {len(plan.graph.nodes):,} operators on {plan.mesh}")
     try:
         growth, why_not = growth_where_possible(plan.graph, _sources(given.grow, plan.graph))
@@ -107,28 +104,6 @@ def _times(text: str) -> tuple[int, ...]:
     if not all(part.isdigit() and int(part) > 1 for part in parts):
         raise BadArgument(f"--times {text!r} are not whole numbers from 2; write for example 2,4,8")
     return tuple(dict.fromkeys(int(part) for part in parts))
-
-
-def _plan(path: str) -> Plan:
-    try:
-        return Plan.load(Path(path))
-    except OSError as error:
-        raise BadArgument(
-            f"plan {path} cannot be read: {error.strerror}; make one with python -m autopar.search ... -o FILE"
-        ) from error
-
-
-def _hardware(name: str | None, plan: Plan) -> Hardware:
-    try:
-        hardware = Hardware.known(plan.hardware) if name is None else Hardware.load(name)
-    except OSError as error:
-        raise BadArgument(f"hardware profile {name} cannot be read: {error.strerror}") from error
-    except PlanMismatch:
-        raise
-    except ValueError as error:
-        raise BadArgument(f"{error}; give the plan's own with --hardware FILE") from error
-    pricer_of(plan, hardware)  # raises PlanMismatch for other figures
-    return hardware.allowing(plan.tf32)
 
 
 def _sources(grow: Sequence[str], graph: Graph) -> Sources:
