@@ -11,6 +11,7 @@ from autopar.machine.cli import BAD_ARGUMENTS
 COMMANDS = {
     "search": ("autopar.search", "find a plan, with no GPU and no cluster"),
     "scale": ("autopar.scale", "how a plan's time and memory grow, from its file"),
+    "diff": ("autopar.diff", "compare two plans of one model, and say what costs what"),
     "measure": ("autopar.measure", "run a plan, and print predicted beside measured"),
     "calibrate": ("autopar.calibrate", "measure this machine, and write its profile"),
     "solve": ("solver", "solve a problem file"),
