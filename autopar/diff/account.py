@@ -107,7 +107,7 @@ class _Classes:
     def _what(self, event: Event) -> str:
         if event.stream != COMPUTE:
             beside = BESIDE.get(event.stream)
-            return beside or f"{_collective(event)} over {event.stream.removeprefix('comm:')}"
+            return beside or _collective(event)
         match event.by:
             case Run(Operator(name)):
                 node = self.node_of[name]
@@ -141,5 +141,6 @@ class _Classes:
 
 
 def _collective(event: Event) -> str:
+    """`all_gather over data+tensor`: its axes, whichever one's stream it runs on."""
     about = dict(event.about)
-    return str(about.get("collective", "send"))
+    return f"{about.get('collective', 'send')} over {about['axis']}"

@@ -22,7 +22,7 @@ from autopar.search.memory_options import ways_on
 from autopar.search.overlap_loop import same_choices
 from autopar.search.policies import is_open, policies_for
 from autopar.search.problems import Stop, never
-from autopar.search.request import DEFAULT, Request
+from autopar.search.request import Request
 from autopar.search.reserved import RESERVED, told
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
 from cost_models.reserve import Room
@@ -78,7 +78,9 @@ def top_within(
     question: Question, request: Request, plan: Plan, played: list[Plan], k: int, room: Room, *,
     progress: Progress, stop: Stop,
 ) -> Top:  # fmt: skip
-    """`top`, of a plan that was found for a part of the device (`autopar.search.reserved`): the others hold there, too."""
+    """`top`, of a plan that was found for a part of the device (`autopar.search.reserved`), in which
+    the others hold, too.
+    """
     if not request.simulation:
         limited = replace(request, memory=room.tensors)
         played = [*played, *of_policies(question, limited, progress=progress, stop=stop)]
