@@ -87,7 +87,7 @@ def top_within(
 
     def within(one: Plan) -> Plan | None:
         one = told(one, room, question.pricer)
-        return one if one.search.get(RESERVED, 0) <= room.limit else None
+        return one if int(one.search.get(RESERVED, 0)) <= room.limit else None
 
     return distinct(plan, played, k, question.pricer, within)
 
