@@ -44,7 +44,7 @@ def plans_of(name: str) -> list[Plan]:
     return [*summed, *map(played, summed), *on_cpu]
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", pytest.param("gpt2", marks=pytest.mark.slow),
+@pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=pytest.mark.slow), pytest.param("gpt2", marks=pytest.mark.slow),
                                   pytest.param("t5", marks=pytest.mark.slow)])  # fmt: skip
 def test_seconds_by_class_add_up_to_each_step_and_to_the_difference(name):
     plans = plans_of(name)
