@@ -18,7 +18,7 @@ from autopar.ir.layout import show
 from autopar.plan.fit import unlike
 from autopar.plan.patterns import patterns
 from autopar.plan.plan import Plan
-from autopar.plan.reading import is_weighted, split_of, weights_of
+from autopar.plan.reading import is_weighted, parameters_of, split_of, weights_of
 from autopar.plan.tell import backward_homes, home, human, modes_of
 from autopar.plan.value import is_product
 from autopar.price.pricer import Pricer
@@ -212,7 +212,8 @@ def _layouts(one: Plan, other: Plan) -> tuple[Changed, ...]:
         if first != second:
             place = name if what == PARAMETERS else where[name]
             found[what].setdefault((first, second), []).append(place)
-    return tuple(row for what, groups in found.items() for row in _folded(what, groups))
+    sizes = {node.target: type.nbytes for node, type in parameters_of(one)}
+    return tuple(row for what, groups in found.items() for row in _folded(what, groups, sizes))
 
 
 def _laid_out(plan: Plan) -> list[tuple[str, str, str]]:
@@ -260,19 +261,24 @@ def _operators(plan: Plan) -> list[Node]:
     return [node for node in plain(plan.graph).nodes if not node.is_source and node.phase == "forward"]
 
 
-def _folded(what: str, groups: Mapping[Pair, Sequence[str]]) -> Iterable[Changed]:
-    """A row for each pattern, those of the most first; parameters of one module stand together."""
+def _folded(
+    what: str, groups: Mapping[Pair, Sequence[str]], sizes: Mapping[str, int] | None = None
+) -> Iterable[Changed]:
+    """A row for each pattern, those of the most first, or of the largest `sizes`; parameters of one module stand
+    together.
+    """
     rows: dict[tuple[str, Pair], list[tuple[str, int]]] = defaultdict(list)
+    weight: dict[tuple[str, Pair], int] = defaultdict(int)
     for told, found in patterns({told: _counted(names) for told, names in groups.items()}).items():
         for pattern, members in found.items():
             module, _, last = pattern.rpartition(".") if "parameters" in what and " " not in pattern else (pattern,) * 3
             count = sum(groups[told].count(member) for member in members)
             rows[module, told].append((last, count))
-    made = [
+            weight[module, told] += sum((sizes or {}).get(member, 0) for member in members) or count
+    return [
         Changed(what, _joined(module, [last for last, _ in parts]), told, sum(count for _, count in parts))
-        for (module, told), parts in rows.items()
+        for (module, told), parts in sorted(rows.items(), key=lambda row: -weight[row[0]])
     ]
-    return sorted(made, key=lambda row: -row.count)
 
 
 def _joined(module: str, names: Sequence[str]) -> str:

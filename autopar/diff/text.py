@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from autopar.diff.account import OPERATORS, OPERATORS_AGAIN, OPTIMIZER, PRODUCTS, PRODUCTS_AGAIN, REORDER
 from autopar.diff.compare import ALIKE, RESULTS, Changed, Difference, Pair, Seconds
+from autopar.diff.compare import PRODUCTS as PRODUCTS_LAID_OUT
 from autopar.plan.listing import columns
 from autopar.plan.reading import wrapped
 from autopar.plan.tell import human
@@ -56,7 +57,8 @@ def sentence(found: Difference, names: Pair = AB) -> str:
 def in_a_line(found: Difference) -> str:
     """What makes the second plan another one: its largest class, and where the products or parameters differ."""
     parts = [_because(found)] if abs(found.steps[1] - found.steps[0]) > ALIKE * max(found.steps) else []
-    rows = [*found.kept[:1], *found.layouts[:1]]
+    products = [row for row in found.layouts if row.what == PRODUCTS_LAID_OUT]
+    rows = [*found.kept[:1], *(products or found.layouts)[:1]]
     parts += [f"{row.where} {row.told[0]} -> {row.told[1]}" for row in rows]
     return "; ".join(parts) or "the same step in another way"
 

@@ -44,8 +44,10 @@ def plans_of(name: str) -> list[Plan]:
     return [*summed, *map(played, summed), *on_cpu]
 
 
-@pytest.mark.parametrize("name", ["mlp", pytest.param("cnn", marks=pytest.mark.slow), pytest.param("gpt2", marks=pytest.mark.slow),
-                                  pytest.param("t5", marks=pytest.mark.slow)])  # fmt: skip
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("cnn", "gpt2", "t5")]
+
+
+@pytest.mark.parametrize("name", ["mlp", *SLOW])
 def test_seconds_by_class_add_up_to_each_step_and_to_the_difference(name):
     plans = plans_of(name)
     assert {plan.simulated_seconds is None for plan in plans} == {True, False}
