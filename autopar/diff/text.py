@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from autopar.diff.account import OPERATORS, OPERATORS_AGAIN, OPTIMIZER, PRODUCTS, PRODUCTS_AGAIN, REORDER
@@ -134,8 +135,11 @@ def _changes(title: str, rows: tuple[Changed, ...], names: Pair) -> Iterator[str
     for what in dict.fromkeys(row.what for row in rows):
         of = [row for row in rows if row.what == what]
         if what == RESULTS:  # a line: they follow from what stands above
-            most = ", ".join(f"{row.where} ({row.count})" for row in of[:3])
-            yield from wrapped(f"{what}, {title}: {sum(row.count for row in of):,}, most in {most}")
+            places: Counter[str] = Counter()
+            for row in of:
+                places[row.where] += row.count
+            most = ", ".join(f"{where} ({count:,})" for where, count in places.most_common(3))
+            yield from wrapped(f"{what}, {title}: {places.total():,}, most in {most}")
             continue
         shown = of[:MOST]
         yield f"{what}, {title} ({names[0]} -> {names[1]}):"

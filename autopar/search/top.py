@@ -20,7 +20,7 @@ from autopar.plan.tell import human
 from autopar.price.pricer import Pricer
 from autopar.search.memory_options import ways_on
 from autopar.search.overlap_loop import same_choices
-from autopar.search.policies import is_open, policies_for
+from autopar.search.policies import REWRITES, is_open, policies_for
 from autopar.search.problems import Stop, never
 from autopar.search.request import Request
 from autopar.search.reserved import RESERVED, told
@@ -93,11 +93,13 @@ def top_within(
 
 
 def of_policies(question: Question, request: Request, *, progress: Progress, stop: Stop) -> list[Plan]:
-    """The best plan of each policy that does only what is allowed: what stands beside a plan without simulation."""
+    """The best plan of each policy that does only what is allowed: what stands beside a plan without simulation. Those
+    that gather weights once are no plans of that search (`autopar.search.baselines`).
+    """
     ways = ways_on(question.pricer, request.allow)
     found: list[Plan] = []
     for policy in policies_for(question.pricer.mesh, saving=bool(ways)):
-        if is_open(policy, ways) and not stop():
+        if policy not in REWRITES and is_open(policy, ways) and not stop():
             with suppress(Infeasible, NoAnswerInTime):
                 plan = answer(question, replace(request, policy=policy), stop=stop)
                 found.append(replace(plan, search={**plan.search, "candidate": policy}))
