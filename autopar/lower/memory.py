@@ -62,16 +62,23 @@ def peaks_by_phase(program: Program) -> dict[str, int]:
     return found
 
 
-def holders(program: Program, tier: str = DEVICE) -> dict[str, int]:
-    """Owner -> bytes that it holds of the tier where that holds the most."""
+def held_at_peak(program: Program, tier: str = DEVICE) -> dict[Buffer, int]:
+    """The buffers that the tier holds where that holds the most, with their bytes."""
     most = peaks(program).get(tier, 0)
-    held: Counter[str] = Counter()
-    for buffer in program.resident:
-        if buffer.tier == tier:
-            held[buffer.owner] += buffer.nbytes
+    held = {buffer: buffer.nbytes for buffer in program.resident if buffer.tier == tier}
+    total = sum(held.values())
     for _, buffer, sign in changes(program):
-        if held.total() == most:
+        if total == most:
             break
         if buffer.tier == tier:
-            held[buffer.owner] += sign * buffer.nbytes
-    return {owner: nbytes for owner, nbytes in held.items() if nbytes}
+            total += sign * buffer.nbytes
+            held[buffer] = held.get(buffer, 0) + sign * buffer.nbytes
+    return {buffer: nbytes for buffer, nbytes in held.items() if nbytes}
+
+
+def holders(program: Program, tier: str = DEVICE) -> dict[str, int]:
+    """Owner -> bytes that it holds of the tier where that holds the most."""
+    held: Counter[str] = Counter()
+    for buffer, nbytes in held_at_peak(program, tier).items():
+        held[buffer.owner] += nbytes
+    return dict(held)

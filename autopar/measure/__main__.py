@@ -21,6 +21,7 @@ from autopar.ir.batch_norm import GLOBAL, parts_of
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
 from autopar.machine.device import processors
 from autopar.machine.local_ranks import environment, local_ranks
+from autopar.machine.plan_files import plan_at
 from autopar.measure.report import Measured
 from autopar.measure.twin import measure, traced
 from autopar.plan import Plan
@@ -96,12 +97,7 @@ def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None,
         raise BadArgument(f"--steps {given.steps} is no number of steps; give at least 1")
     if given.json is not None and not Path(given.json).absolute().parent.is_dir():
         raise BadArgument(f"folder {Path(given.json).absolute().parent} of --json {given.json} does not exist")
-    try:
-        plan = Plan.load(given.plan)
-    except OSError as error:
-        raise BadArgument(
-            f"plan {given.plan} cannot be read: {error.strerror}; give a file of autopar.search"
-        ) from None
+    plan = plan_at(given.plan)
     try:
         precision = precision_named(given.precision)
     except ValueError as error:

@@ -56,6 +56,24 @@ def check(plan: PlanValue, graph: Graph, mesh: Mesh, *, outputs: str | None = No
     check_rules(plan, origin)
 
 
+def unlike(one: Graph, other: Graph) -> str | None:
+    """What differs first in two graphs of models, in words; None where they are the same, operator by operator.
+
+    Nor here does it count what a plan runs again, offloads or fetches, or how operators are called.
+    """
+    one, other = plain(one), plain(other)
+    if (norms := _batch_norms(one, other)) is not None:
+        return f"the first has batch_norm={norms[0]!r}, the second batch_norm={norms[1]!r}"
+    if (casts := _casts(one, other)) is not None:
+        return f"the first has {casts[0]}, the second {casts[1]}"
+    for op, *_ in _SOURCES:
+        if (told := _sources(one, other, op)) is not None:
+            return f"the first has {shortened(told[0], 200)}, the second {shortened(told[1], 190)}"
+    if (ends := _results(one, other)) is not None:
+        return f"the first is of {shortened(ends[0], 350)}, the second {ends[1]}"
+    return _first_difference(one, other)
+
+
 def check_rules(plan: PlanValue, origin: str = "the plan") -> None:
     """Raise PlanMismatch, naming the first operator, unless each is split as its rule has it: all that can be known of
     a plan where the model is not.

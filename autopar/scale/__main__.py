@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from autopar.errors import BadArgument, PlanMismatch
 from autopar.ir.graph import Graph
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
+from autopar.machine.plan_files import plan_at, profile_of
 from autopar.plan.fit import check_rules
 from autopar.rewrite import plain
 from autopar.scale.grow import growth_where_possible
 from autopar.scale.growth import Sources, usual_sources
 from autopar.scale.report import report, spelled
 from autopar.scale.study import Ground, study
-from autopar.search.command.plan_file import hardware_of, plan_in
 
 DESCRIPTION = """\
 Say how a plan's time and memory grow with the batch, the sequence and the devices, where it leaves memory, and where
@@ -75,14 +75,14 @@ def _scale(given: argparse.Namespace) -> int:
     times = _times(given.times)
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
-    plan = plan_in(given.plan)
+    plan = plan_at(given.plan)
     if plan.residence or plain(plan.graph) is not plan.graph:
         raise BadArgument(
             f"{given.plan} recomputes values, keeps some on the host, or keeps gathered weights (zero1, zero2), and "
             "how that grows is not known; make a plan with python -m autopar.search ... --allow none --no-simulation"
         )
     check_rules(plan, str(given.plan))
-    hardware = hardware_of(given.hardware, plan)
+    hardware = profile_of(plan, given.hardware)
     progress(f"read {given.plan}: {len(plan.graph.nodes):,} operators on {plan.mesh}")
     try:
         growth, why_not = growth_where_possible(plan.graph, _sources(given.grow, plan.graph))

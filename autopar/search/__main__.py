@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +33,7 @@ from autopar.search.problems import write as write_posed
 from autopar.search.request import Request
 from autopar.search.reserved import held_within, telling
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer, ask
+from autopar.search.top import Top, top_within
 from autopar.simulate.timeline import to_trace
 from autopar.trace import graph_of
 from autopar.trace.interrupts import interruptible
@@ -100,6 +101,7 @@ class _Found:
     rows: tuple[Row, ...] = ()
     points: tuple[curve.Point, ...] = ()
     problems: list[Assembled] = field(default_factory=list[Assembled])
+    top: Top | None = None
 
 
 def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
@@ -156,10 +158,13 @@ def _found(given: argparse.Namespace, asking: _Posed, progress: Progress, stop: 
         simulation=not given.no_simulation,
     )  # fmt: skip
     problems: list[Assembled] = []
+    played: list[Plan] = []
 
     def held(most: float) -> Plan:
         limited = replace(request, memory=most)
-        return answer(question, limited, progress=progress, stop=stop, as_posed=problems.append)
+        return answer(
+            question, limited, progress=progress, stop=stop, as_posed=problems.append, as_played=played.append
+        )
 
     try:
         with telling(room):
@@ -181,6 +186,11 @@ def _found(given: argparse.Namespace, asking: _Posed, progress: Progress, stop: 
         points = curve.memory_curve(question, request, (plan,), progress=progress, stop=stop)
         return tuple(replace(point, limit=math.ceil(room.taken(point.limit))) for point in points)
 
+    def quickest() -> Top:
+        return top_within(question, request, plan, played, given.top, room, progress=progress, stop=stop)
+
+    if given.top > 1:
+        found = replace(found, top=_timed(asking.seconds, "top", quickest))
     if given.baselines:
         found = replace(found, rows=_timed(asking.seconds, "baselines", compared))
     if given.memory_curve is not None and not stop():
@@ -200,12 +210,17 @@ def _timed(seconds: dict[str, float], part: str, work: Callable[[], T]) -> T:
 
 def _tell(given: argparse.Namespace, asking: _Posed, found: _Found, progress: Progress, interrupted: bool) -> None:
     """Write the files, then print the answer."""
-    plan, rows, points = found.plan, found.rows, found.points
+    plan, rows, points, top = found.plan, found.rows, found.points, found.top
     if given.json:
         told = document(given.model, plan, rows, points, asking.seconds, asking.asked.room, interrupted)
+        told |= {"top": top.rows(), "top_why": top.why} if top else {}
         text = json.dumps(told, indent=1, allow_nan=False) + "\n"
     else:
-        tables = [*([table(plan, rows)] if rows else []), *([curve.table(points)] if points else [])]
+        tables = [
+            *([top.table()] if top else []),
+            *([table(plan, rows)] if rows else []),
+            *([curve.table(points)] if points else []),
+        ]
         text = "\n".join([plan.explain(), *tables])
     _write(asking.asked, found, progress)
     print(text, end="", flush=True)
@@ -213,14 +228,18 @@ def _tell(given: argparse.Namespace, asking: _Posed, found: _Found, progress: Pr
 
 def _write(asked: Asked, found: _Found, progress: Progress) -> None:
     plan, points = found.plan, found.points
-    writers: Mapping[str, Callable[[Path], None]] = {
+    writers: dict[str, Callable[[Path], None]] = {
         "-o": plan.save,
         "--dot": lambda path: write_whole(path, plan.to_dot()),
         "--trace": lambda path: to_trace(plan, path, asked.hardware),
         "--problem": lambda path: write_posed(found.problems[-1], path),
         "--memory-curve": lambda path: write_whole(path, curve.picture(points)),
     }
+    others = found.top.plans[1:] if found.top else ()
+    writers |= {f"-o {number}": one.save for number, one in enumerate(others, 2)}
     for flag, path in asked.paths.items():
+        if flag.startswith("-o ") and flag not in writers:
+            continue  # so many were not found
         if flag == "--memory-curve" and not points:
             continue  # interrupted
         try:

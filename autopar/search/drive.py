@@ -5,7 +5,7 @@ plans of the same problem at other prices; see `autopar.search.overlap_loop`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -166,8 +166,10 @@ class _Again:
         )  # fmt: skip
 
 
-def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Progress) -> Plan:
-    """The best plan by simulated time: see `autopar.search.overlap_loop`."""
+def simulated(
+    question: Question, solved: Solved, wanted: Wanted, progress: Progress, as_played: Callable[[Plan], None]
+) -> Plan:
+    """The best plan by simulated time: see `autopar.search.overlap_loop`, also for `as_played`."""
     saves_memory = bool(solved.memory_options.ways)
     known = [*(_layouts(question, wanted, progress) if saves_memory else ()), solved.as_known]
     # What people do by hand they do alike in all layers; that is found in a fraction of the time.
@@ -194,5 +196,14 @@ def simulated(question: Question, solved: Solved, wanted: Wanted, progress: Prog
     ]
     baselines = {called(policy, question.graph): partial(found, policy) for policy in policies}
     again = _Again(question, solved, wanted, known, progress)
-    plan = choose(solved.plan, solved.pricer, wanted.memory, baselines, again, saves_memory, progress, wanted.stop)
-    return replace(plan, search={**plan.search, SIMULATED_BOUND: floor_s(question, None)})
+    bound_s = floor_s(question, None)
+
+    def proven(plan: Plan) -> Plan:
+        return replace(plan, search={**plan.search, SIMULATED_BOUND: bound_s})
+
+    return proven(
+        choose(
+            solved.plan, solved.pricer, wanted.memory, baselines, again, saves_memory, progress, wanted.stop,
+            lambda plan: as_played(proven(plan)),
+        )
+    )  # fmt: skip

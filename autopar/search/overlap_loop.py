@@ -108,13 +108,17 @@ class TransferPrices:
 
 
 class _Contest:
-    """The quickest of the plans that were simulated so far, with a row for each that was looked at."""
+    """The quickest of the plans that were simulated so far, with a row for each that was looked at.
+
+    `played`: name, plan and simulated seconds of those that were simulated.
+    """
 
     def __init__(self, optimum: Plan, pricer: Pricer, memory: float | None, progress: Callable[[str], None]) -> None:
         self.pricer, self.memory, self.progress = pricer, memory, progress
         self.best = best_prefetch(optimum, pricer, memory)
         self.winner = OPTIMUM
         self.rows = [_row(OPTIMUM, self.best)]
+        self.played = [(OPTIMUM, self.best.plan, self.best.seconds)]
         progress(f"simulated {OPTIMUM}: {_ms(self.best)}")
 
     def enter(self, name: str, plan: Plan) -> Simulated | None:
@@ -124,6 +128,7 @@ class _Contest:
             return None
         simulated = best_prefetch(plan, self.pricer, self.memory, self.best.seconds)
         self.rows.append(_row(name, simulated))
+        self.played.append((name, simulated.plan, simulated.seconds))
         self.progress(f"simulated {name}: {_ms(simulated)}")
         if simulated.seconds < self.best.seconds * (1 - 1e-9):
             self.best, self.winner = simulated, name
@@ -142,13 +147,14 @@ def choose(
     saves_memory: bool = False,
     progress: Callable[[str], None] = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
+    as_played: Callable[[Plan], None] = lambda plan: None,
 ) -> Plan:
     """The quickest plan that was simulated. `optimum`: the solver's plan, whose bound is that of all plans.
 
     `baselines`: name -> the baseline's plan, or why there is none; asked with the seconds to beat. `again`: the
     solver's plan where transfers have those shares of their price, and so many bytes of the device stay free.
     `saves_memory`: it decides what is recomputed and offloaded, too. `stop`: once true, the quickest of those that were
-    simulated by then is taken.
+    simulated by then is taken. `as_played` is given each plan that was simulated, the quickest among them.
     """
     contest = _Contest(optimum, pricer, memory, progress)
     first = contest.best
@@ -170,7 +176,7 @@ def choose(
             break
         prices = following
         plan = again(prices.shares, prices.free)
-        if plan is None or any(_same(plan, other) for other in seen):
+        if plan is None or any(same_choices(plan, other) for other in seen):
             break
         seen.append(plan)
         before = contest.best.seconds
@@ -180,6 +186,8 @@ def choose(
         if simulated is contest.best and before - simulated.seconds < GAIN * before and not simulated.lacks:
             break
         latest = simulated
+    for name, plan, seconds in contest.played:
+        as_played(_as_played(name, plan, seconds, optimum, contest.rows))
     return _chosen(contest.best, contest.winner, optimum, contest.rows, is_optimum=contest.best is first)
 
 
@@ -244,7 +252,14 @@ def _kind(event: Event, graph: Graph, weights: set[str]) -> str:
             return ""
 
 
-def _same(one: Plan, other: Plan) -> bool:
+def _as_played(name: str, plan: Plan, seconds: float, optimum: Plan, rows: Sequence[Candidate]) -> Plan:
+    bound = min(optimum.bound, plan.bound, plan.step_seconds)
+    facts = {**optimum.search, "candidate": name}
+    return replace(plan, bound=bound, search=facts, simulated_seconds=seconds, candidates=tuple(rows))
+
+
+def same_choices(one: Plan, other: Plan) -> bool:
+    """Whether two plans of a search do the same, at whatever prefetch."""
     return one.deliveries == other.deliveries and one.choices == other.choices
 
 

@@ -59,11 +59,13 @@ def answer(
     progress: Progress = lambda text: None,
     stop: Stop = never,
     as_posed: Callable[[Assembled], None] = lambda assembled: None,
+    as_played: Callable[[Plan], None] = lambda plan: None,
 ) -> Plan:
     """`search`, of a question already asked. What it found for a policy, it knows when it is asked again.
 
     `stop`: asked now and then; once true, the answer is what a time limit at that moment would give. `as_posed` is
-    given the problem whose bound the plan carries, as it was solved.
+    given the problem whose bound the plan carries, as it was solved; `as_played` each plan that was simulated, the
+    answer among them (`autopar.search.top` keeps the quickest).
     """
     if stop():
         raise NoAnswerInTime("the search was stopped before it began")
@@ -78,4 +80,4 @@ def answer(
     may_overlap = question.pricer.mesh.ranks > 1 or plan.residence or any(node.op == STORE for node in plan.graph.nodes)
     if not request.simulation or not may_overlap:  # nothing can overlap: the step is its sum
         return plan
-    return simulated(question, solved, wanted, progress)
+    return simulated(question, solved, wanted, progress, as_played)

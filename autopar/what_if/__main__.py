@@ -14,10 +14,10 @@ from pathlib import Path
 from autopar.errors import BadArgument, Infeasible, NoAnswerInTime, PlanMismatch
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser, writable
 from autopar.machine.device import has_expandable_segments, memory_bytes, total_bytes
+from autopar.machine.plan_files import plan_at, profile_of
 from autopar.plan import Plan
 from autopar.plan.tell import human
 from autopar.search.command.arguments import check_time_limit, memory_given, or_bad, pins_given
-from autopar.search.command.plan_file import hardware_of, plan_in
 from autopar.search.context import Progress
 from autopar.search.memory_options import ALLOWED, allowed
 from autopar.what_if.changes import Changes, changes_of, imagined
@@ -100,8 +100,8 @@ def _what_if(given: argparse.Namespace) -> int:
     asks = (given.bandwidth, given.latency, given.flops, given.hbm, given.memory, given.pin, given.allow)
     if all(one is None for one in asks):
         raise BadArgument(ASKABLE)
-    plan = plan_in(given.plan)
-    hardware = hardware_of(given.hardware, plan)
+    plan = plan_at(given.plan)
+    hardware = profile_of(plan, given.hardware)
     _check_not_measured(plan, given.plan)
     asked = _asked(given, plan, hardware)
     progress(f"read {given.plan}: {len(plan.graph.nodes):,} operators on {plan.mesh}; then: {asked.hardware.name}")

@@ -24,6 +24,7 @@ from autopar.price.calls import Profile
 from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.search.memory_options import ALLOWED, NEEDS_OPTIM, allowed
 from autopar.search.search import Progress
+from autopar.search.top import checked
 from autopar.trace.precision import precision_named
 from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
 from cost_models.reserve import Room, room_in
@@ -128,6 +129,9 @@ def _what_is_told(add: Callable[..., object]) -> None:
     add("--memory-curve", nargs="?", const="", metavar="FILE",
         help="also find the plans for less memory and for more, and print step time over memory; FILE is an SVG "
         "picture of it")  # fmt: skip
+    add("--top", type=int, default=1, metavar="K",
+        help="also show the quickest of the other plans that the search has played, up to K together; -o plan.json "
+        "writes them as plan.2.json and so on")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
     add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
     add("--trace", metavar="FILE", help="write the predicted step for chrome://tracing or ui.perfetto.dev")
@@ -170,6 +174,10 @@ def read(given: argparse.Namespace, progress: Progress) -> Asked:
         "-o": given.output, "--dot": given.dot, "--trace": given.trace, "--problem": given.problem,
         "--memory-curve": given.memory_curve or None,
     }  # fmt: skip
+    or_bad(lambda: checked(given.top))
+    if given.output is not None:
+        output = Path(given.output)
+        files |= {f"-o {n}": str(output.with_suffix(f".{n}{output.suffix}")) for n in range(2, given.top + 1)}
     return Asked(
         given.model, mesh, hardware, memory,
         room_in(memory, hardware, mesh.sizes, expandable=has_expandable_segments()),

@@ -1,4 +1,4 @@
-"""A plan's file on a command line, and the profile that priced it."""
+"""What commands read of a plan's file: the plan, and the profile that priced it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from autopar.simulate.timeline import pricer_of
 from cost_models.hardware import IMAGINED, Hardware
 
 
-def plan_in(path: str) -> Plan:
-    """Raises BadArgument where there is no file to be read, PlanMismatch where it holds no plan."""
+def plan_at(path: str | Path) -> Plan:
+    """The plan in that file. Raises BadArgument where there is none to be read, PlanMismatch where it is no plan."""
     try:
         return Plan.load(Path(path))
     except OSError as error:
@@ -20,8 +20,10 @@ def plan_in(path: str) -> Plan:
         ) from error
 
 
-def hardware_of(name: str | None, plan: Plan) -> Hardware:
-    """The profile of the plan, or the given one, which must be it; with the TF32 that the plan was priced with."""
+def profile_of(plan: Plan, name: str | None = None) -> Hardware:
+    """The profile that priced the plan: `name`, or the one that the plan names, as it allows TF32. Raises BadArgument
+    where there is no such profile, PlanMismatch where its figures are others.
+    """
     try:
         hardware = Hardware.known(plan.hardware) if name is None else Hardware.load(name)
     except OSError as error:
