@@ -19,14 +19,14 @@ from autopar.errors import BadArgument
 from autopar.ir.batch_norm import GLOBAL, STATISTICS
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.machine.cli import Parser, writable
-from autopar.machine.device import hardware_or_here, has_expandable_segments, is_here, memory_bytes
+from autopar.machine.device import hardware_or_here, is_here, memory_bytes
 from autopar.price.calls import Profile
 from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.search.memory_options import ALLOWED, NEEDS_OPTIM, allowed
+from autopar.search.meshes import meshes_of
 from autopar.search.search import Progress
 from autopar.trace.precision import precision_named
 from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
-from cost_models.reserve import Room, room_in
 
 T = TypeVar("T")
 
@@ -73,8 +73,11 @@ def parser() -> argparse.ArgumentParser:
 def _what_is_searched(add: Callable[..., object]) -> None:
     add("model", metavar="MODEL", help="file.py:function or package.module:function; the function returns "
         "(model, args) or (model, args, kwargs), with inputs of the whole (global) batch")  # fmt: skip
-    add("--mesh", required=True, metavar="NAME=N[,NAME=N...]",
+    add("--mesh", metavar="NAME=N[,NAME=N...]",
         help="axes of ranks, outermost first: data=8,tensor=8 is 64 ranks, tensor within a node")  # fmt: skip
+    add("--devices", metavar="N",
+        help="in the place of --mesh: so many devices, arranged as is best; all grids of up to three axes are looked "
+        "at")  # fmt: skip
     add("--hardware", metavar="NAME|FILE", help="profile of the machine to plan for (default: this machine's GPU)")
     add("--memory", metavar="SIZE",
         help="what a plan may use of each rank's device: 70GiB, 40GB, or 0.9 of it (default: all of it, by the "
@@ -143,13 +146,15 @@ def _what_is_told(add: Callable[..., object]) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the arguments ask for; `tf32` None: as torch is set once the model is built. `paths`: flag -> its file."""
+    """What the arguments ask for; `tf32` None: as torch is set once the model is built. `meshes`: those among which the
+    best is wanted; one, or all of so many devices. `paths`: flag -> its file.
+    """
 
     model: str
-    mesh: Mesh
+    meshes: tuple[Mesh, ...]
     hardware: Hardware
     memory: float
-    room: Room
+    batch_norm: str
     allow: tuple[str, ...] | None
     pin: Mapping[str, str]
     precision: MixedPrecisionPolicy | None
@@ -160,8 +165,8 @@ class Asked:
 
 def read(given: argparse.Namespace, progress: Progress) -> Asked:
     """Everything that can be wrong without running the user's code is said here. Raises BadArgument."""
-    mesh = or_bad(lambda: parse_mesh(given.mesh))
     hardware = _hardware(given.hardware)
+    meshes = _meshes(given, hardware)
     memory = _memory(given.memory, hardware)
     allow, pin = or_bad(lambda: allowed(given.allow)), _pin(given.pin)
     precision = or_bad(lambda: precision_named(given.precision))
@@ -172,10 +177,22 @@ def read(given: argparse.Namespace, progress: Progress) -> Asked:
         "--memory-curve": given.memory_curve or None,
     }  # fmt: skip
     return Asked(
-        given.model, mesh, hardware, memory,
-        room_in(memory, hardware, mesh.sizes, expandable=has_expandable_segments()),
+        given.model, meshes, hardware, memory, given.batch_norm,
         allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files),
     )  # fmt: skip
+
+
+def _meshes(given: argparse.Namespace, hardware: Hardware) -> tuple[Mesh, ...]:
+    """The mesh that is named, or all there are of so many devices."""
+    if (given.mesh is None) == (given.devices is None):
+        raise BadArgument(
+            "give --mesh, for example data=8,tensor=8, or --devices 64 for the best mesh of so many; one of the two"
+        )
+    if given.mesh is not None:
+        return (or_bad(lambda: parse_mesh(given.mesh)),)
+    if not given.devices.isdigit():
+        raise BadArgument(f"--devices {given.devices!r} is not a number of devices; write for example 64")
+    return or_bad(lambda: meshes_of(int(given.devices), hardware))
 
 
 def or_bad(read: Callable[[], T]) -> T:
