@@ -1,4 +1,4 @@
-"""The best mesh of so many devices: no mesh searched by itself has a better plan, and none is left out without proof."""
+"""The best mesh of so many devices: none by itself has a better plan, none is left out without proof."""
 
 import math
 from dataclasses import replace
@@ -27,7 +27,7 @@ SLOW_BETWEEN = replace(
 MACHINES = {"even": EVEN, "slow-between": SLOW_BETWEEN, "h100": H100}
 REQUEST = Request(simulation=True, time_limit_s=600.0)
 TEN = ("mlp", "block", "cnn", "gpt2", "llama", "bert", "vit", "opt", "t5", "rotary")
-CASES = [("mlp", "even", 6), ("mlp", "slow-between", 8), ("block", "slow-between", 4), ("gpt2", "even", 4)]
+CASES = [("mlp", "even", 6), ("mlp", "slow-between", 8), ("block", "slow-between", 4)]
 CASES = [pytest.param(*case, id="-".join(map(str, case))) for case in CASES]
 CASES += [
     pytest.param(name, where, devices, id=f"{name}-{where}-{devices}-slow", marks=pytest.mark.slow)
@@ -134,25 +134,21 @@ def test_where_nothing_fits_it_is_said_what_would() -> None:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("gpt2", (2, 2)), ("block", (2, 2)), ("mlp", (2, 2, 2)), ("gpt2", (2,))])
+@pytest.mark.parametrize(("name", "sizes"), [("mlp", (2, 2)), ("gpt2", (2,))])
 def test_a_renamed_plan_is_that_of_a_mesh_with_these_names(name: str, sizes: tuple[int, ...]) -> None:
     before = Mesh(("a", "b", "c")[: len(sizes)], sizes)
     names = ("x", "data", "y")[: len(sizes)]
     graph = family(name).graph
-    for request in (
-        Request(),
-        REQUEST,
-        replace(REQUEST, memory=0.7 * alone(ask(graph, before, EVEN)).peak_bytes["hbm"]),
-    ):
+    for request in (Request(), REQUEST, Request(policy="fsdp")):
         plan = answer(ask(graph, before, EVEN), request)
         other = answer(ask(graph, Mesh(names, sizes), EVEN), request)
         made = renamed(plan, names)
         assert dumps(made) == dumps(other)
-        check(loads(dumps(made), "a file", Plan), made.graph, Mesh(names, sizes))
+        check(loads(dumps(made), "a file", Plan), graph, Mesh(names, sizes))
 
 
 def test_axes_are_called_by_what_they_do() -> None:
-    plan = rows("gpt2", "even", 4)[0].plan
+    plan = rows("block", "slow-between", 4)[0].plan
     assert plan is not None
     names = names_of(plan)
     assert len({*names}) == len(names) == len(plan.mesh.sizes)
