@@ -20,12 +20,12 @@ from autopar.search import curve, meshes, stopping
 from autopar.search.baselines import Row, compare, table
 from autopar.search.command.arguments import Asked, parser, read
 from autopar.search.command.posing import Answered, Posing, answered, posed, timed
+from autopar.search.command.sized import is_sizing, request_of, sized
 from autopar.search.command.traced import as_ddp
 from autopar.search.document import document
 from autopar.search.limits import size
 from autopar.search.problems import Stop
 from autopar.search.problems import write as write_posed
-from autopar.search.request import Request
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress
 from autopar.simulate.timeline import to_trace
 from autopar.trace.interrupts import interruptible
@@ -94,7 +94,9 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         if not given.quiet:
             print(f"{time.perf_counter() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
 
-    asked = read(given, progress)
+    asked, *others = read(given, progress)
+    if others or is_sizing(given):
+        return sized(given, (asked, *others), progress, check)
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
         progress(f"{_where(asked)}, {size(asked.memory)} each")
         posing = posed(asked, given.optimizer, None, progress)
@@ -118,11 +120,7 @@ def _where(asked: Asked) -> str:
 
 def _found(given: argparse.Namespace, posing: Posing, progress: Progress, stop: Stop) -> _Found:
     """The plan, and what it is to be compared with. Once it is time to stop, what there is by then."""
-    asked = posing.asked
-    request = Request(
-        outputs=given.outputs, time_limit_s=given.time_limit, pin=asked.pin, allow=asked.allow,
-        simulation=not given.no_simulation,
-    )  # fmt: skip
+    request = request_of(given, posing.asked)
     try:
         best = answered(posing, request, progress, stop)
     except NoAnswerInTime:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +80,7 @@ def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def _straddles(sizes: Sequence[int], per_node: int) -> bool:
     """Whether some axis lies neither within a node nor over whole ones; an axis alone has to."""
-    strides = itertools.accumulate(reversed(sizes), lambda one, other: one * other)
+    strides = itertools.accumulate(reversed(sizes), operator.mul)
     return len(sizes) > 1 and math.prod(sizes) > per_node and per_node not in strides
 
 

@@ -75,10 +75,12 @@ def _what_is_searched(add: Callable[..., object]) -> None:
         "(model, args) or (model, args, kwargs), with inputs of the whole (global) batch")  # fmt: skip
     add("--mesh", metavar="NAME=N[,NAME=N...]",
         help="axes of ranks, outermost first: data=8,tensor=8 is 64 ranks, tensor within a node")  # fmt: skip
-    add("--devices", metavar="N",
-        help="in the place of --mesh: so many devices, arranged as is best; all grids of up to three axes are looked "
-        "at")  # fmt: skip
-    add("--hardware", metavar="NAME|FILE", help="profile of the machine to plan for (default: this machine's GPU)")
+    add("--devices", metavar="N[,N...]",
+        help="in the place of --mesh: so many devices, arranged as is best: all grids of up to three axes are looked "
+        "at; several numbers give a table")  # fmt: skip
+    add("--hardware", metavar="NAME|FILE",
+        help="profile of the machine to plan for (default: this machine's GPU); several with commas between give a "
+        "table")  # fmt: skip
     add("--memory", metavar="SIZE",
         help="what a plan may use of each rank's device: 70GiB, 40GB, or 0.9 of it (default: all of it, by the "
         "profile); on GPUs a part of it is left for what no plan counts")  # fmt: skip
@@ -131,6 +133,13 @@ def _what_is_told(add: Callable[..., object]) -> None:
     add("--memory-curve", nargs="?", const="", metavar="FILE",
         help="also find the plans for less memory and for more, and print step time over memory; FILE is an SVG "
         "picture of it")  # fmt: skip
+    add("--price", metavar="P|NAME=P[,...]",
+        help="in the table: what an hour of a device costs, or of each machine's")  # fmt: skip
+    add("--tokens", type=float, metavar="N",
+        help="in the table: how many days it takes to train on so many (samples, where the inputs are no "
+        "tokens)")  # fmt: skip
+    add("--days", type=float, metavar="D", help="with --tokens: which of the table does it within so many days")
+    add("--picture", metavar="FILE", help="write the table as a picture, an SVG")
     add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
     add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
     add("--trace", metavar="FILE", help="write the predicted step for chrome://tracing or ui.perfetto.dev")
@@ -163,10 +172,26 @@ class Asked:
     paths: Mapping[str, Path]
 
 
-def read(given: argparse.Namespace, progress: Progress) -> Asked:
-    """Everything that can be wrong without running the user's code is said here. Raises BadArgument."""
-    hardware = _hardware(given.hardware)
-    meshes = _meshes(given, hardware)
+def read(given: argparse.Namespace, progress: Progress) -> tuple[Asked, ...]:
+    """What is asked of each machine and number of devices, in the order in which they are named. Everything that can be
+    wrong without running the user's code is said here. Raises BadArgument.
+    """
+    names = [None] if given.hardware is None else _listed(given.hardware, "--hardware")
+    counts = [None] if given.devices is None else _listed(given.devices, "--devices")
+    return tuple(_read(given, name, count, progress) for name in names for count in counts)
+
+
+def _listed(text: str, flag: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if not word or words.count(word) > 1]:
+        told = "names nothing between two commas" if not wrong[0] else f"names {wrong[0]!r} twice"
+        raise BadArgument(f"{flag} {text!r} {told}; leave that out")
+    return words
+
+
+def _read(given: argparse.Namespace, name: str | None, count: str | None, progress: Progress) -> Asked:
+    hardware = _hardware(name)
+    meshes = _meshes(given.mesh, count, hardware)
     memory = _memory(given.memory, hardware)
     allow, pin = or_bad(lambda: allowed(given.allow)), _pin(given.pin)
     precision = or_bad(lambda: precision_named(given.precision))
@@ -182,17 +207,17 @@ def read(given: argparse.Namespace, progress: Progress) -> Asked:
     )  # fmt: skip
 
 
-def _meshes(given: argparse.Namespace, hardware: Hardware) -> tuple[Mesh, ...]:
+def _meshes(mesh: str | None, devices: str | None, hardware: Hardware) -> tuple[Mesh, ...]:
     """The mesh that is named, or all there are of so many devices."""
-    if (given.mesh is None) == (given.devices is None):
+    if (mesh is None) == (devices is None):
         raise BadArgument(
             "give --mesh, for example data=8,tensor=8, or --devices 64 for the best mesh of so many; one of the two"
         )
-    if given.mesh is not None:
-        return (or_bad(lambda: parse_mesh(given.mesh)),)
-    if not given.devices.isdigit():
-        raise BadArgument(f"--devices {given.devices!r} is not a number of devices; write for example 64")
-    return or_bad(lambda: meshes_of(int(given.devices), hardware))
+    if mesh is not None:
+        return (or_bad(lambda: parse_mesh(mesh)),)
+    if devices is None or not devices.isdecimal():
+        raise BadArgument(f"--devices {devices!r} is not a number of devices; write for example 64")
+    return or_bad(lambda: meshes_of(int(devices), hardware))
 
 
 def or_bad(read: Callable[[], T]) -> T:
