@@ -114,7 +114,8 @@ def answered(posing: Posing, request: Request, progress: Progress, stop: Stop) -
     def search() -> tuple[Row, ...]:
         return best_mesh(meshes, posing.question, held, request, progress=progress, stop=stop)
 
-    first, *others = (_named(row) for row in timed(posing.seconds, "search", search))
+    rows = timed(posing.seconds, "search", search)
+    first, *others = rows if len(meshes) == 1 else map(_named, rows)
     assert first.plan is not None
     mesh = first.plan.mesh
     among = (first, *others) if others else ()
@@ -122,6 +123,7 @@ def answered(posing: Posing, request: Request, progress: Progress, stop: Stop) -
 
 
 def _named(row: Row) -> Row:
+    """Its axes are called by what they do."""
     if row.plan is None:
         return row
     plan = renamed(row.plan, names_of(row.plan))
