@@ -10,10 +10,11 @@ from autopar._version import __version__
 from autopar.attach.module import ParallelModule
 from autopar.compile import compile
 from autopar.errors import Infeasible, NoAnswerInTime, PlanMismatch, TraceError
-from autopar.machine.device import init_mesh
+from autopar.machine.device import Devices, init_mesh
 from autopar.plan import Plan
 
 __all__ = [
+    "Devices",
     "Infeasible",
     "NoAnswerInTime",
     "ParallelModule",

@@ -19,7 +19,7 @@ from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
 from autopar.errors import PlanMismatch
 from autopar.ir.batch_norm import STATISTICS
-from autopar.machine.device import check_size, hardware_or_here, is_here, memory_bytes, tf32_here
+from autopar.machine.device import Devices, check_size, hardware_or_here, is_here, memory_bytes, tf32_here
 from autopar.plan import Plan
 from autopar.plan.store import dumps
 from autopar.planner import Machine, Planner
@@ -38,7 +38,7 @@ BACKENDS = ("eager", "inductor")
 
 def compile(
     model: nn.Module,
-    device_mesh: DeviceMesh,
+    device_mesh: DeviceMesh | Devices,
     *,
     example_inputs: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
@@ -102,9 +102,13 @@ def compile(
     with a sentence that names both; ten times as many before the first step and around state dicts. Infinite: as long
     as the process group waits. Planning may take as long as it likes.
 
+    device_mesh: of torch, or of `autopar.init_mesh`; `init_mesh("cuda", devices=64)` leaves its axes to the plan.
+
     Raises ValueError for arguments that do not fit, TraceError for a model that cannot be captured, Infeasible where no
     plan fits in memory, PlanMismatch for a plan made for something else.
     """
+    is_open = isinstance(device_mesh, Devices)
+    device_mesh = device_mesh.flat if isinstance(device_mesh, Devices) else device_mesh
     mesh = mesh_of(device_mesh)
     check_size(mesh.sizes, dist.get_world_size())
     _known("outputs", outputs, OUTPUTS)
@@ -122,6 +126,7 @@ def compile(
         machine = _machine(hardware, memory, profile, device_mesh.device_type)
         given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
         if given is not None:
+            check_size(given.mesh.sizes if is_open else mesh.sizes, mesh.ranks)
             _check_asked(given, machine, hardware is not None, memory, optimizer)
         return machine, allowed(allow), given
 
@@ -137,6 +142,7 @@ def compile(
     planner = Planner(
         device_mesh, machine, Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s),
         optimizer=optimizer, outputs=outputs, inputs=inputs, settings=settings, given=given, cache=cache,
+        is_open=is_open,
     )  # fmt: skip
     parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s)
     if example_inputs is not None or example_kwargs is not None:

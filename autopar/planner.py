@@ -28,10 +28,12 @@ from autopar.ir.mesh import Mesh
 from autopar.machine.device import has_expandable_segments, host_threads
 from autopar.plan import Plan
 from autopar.plan.fit import check
+from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import dumps
 from autopar.search import Question, Request, answer, ask
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.memory_options import words_of
+from autopar.search.meshes import best_mesh, meshes_of
 from autopar.search.reserved import held_within, telling
 from autopar.search.same import same_choices
 from cost_models.hardware import Hardware
@@ -61,7 +63,8 @@ class Planner:
     are settled, it gives a plan for the graph, the same on every rank.
 
     `request`: what the user asked for, without what hangs on the graph. `settings`: what must be the same on all ranks.
-    `given`: a plan to run without searching. `cache`: a folder of plans.
+    `given`: a plan to run without searching. `cache`: a folder of plans. `is_open`: the first plan decides the mesh; of
+    `device_mesh` counts how many devices it has.
     """
 
     device_mesh: DeviceMesh
@@ -73,25 +76,33 @@ class Planner:
     settings: Mapping[str, object]
     given: Plan | None = None
     cache: str | Path | None = None
+    is_open: bool = False
 
     def __call__(self, graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:
-        mesh = mesh_of(self.device_mesh)
+        mesh = self._mesh(like)
         if like is None:
             same_everywhere(self.settings, self.device_mesh)
             if (given := self.given) is not None:
                 wanted = _outputs_that_matter(self.outputs, graph)
-                agreed(lambda: check(given, graph, mesh, outputs=wanted), self.device_mesh)
+                agreed(lambda: check(given, graph, mesh or given.mesh, outputs=wanted), self.device_mesh)
                 return given
         is_training = any(result.kind == "gradient" for result in graph.results)
         usable = least_of(self.machine.usable, self.device_mesh)
-        room = self.machine.room(usable, mesh) if is_training else None  # inference needs no more than training does
         # in inference, parameters live where training has them
         pin = {**self.request.pin, **(words_of(like.residence) if like is not None else {})} if is_training else {}
         request = replace(self.request, pin=pin, fixed=fixed, outputs=self._brought(graph))
-        plan = _on_rank_zero(partial(self._find, graph, mesh, like, request, room), graph, mesh, self.device_mesh)
+        limit = usable if is_training else None  # inference needs no more than training does
+        plan = _on_rank_zero(partial(self._find, graph, mesh, like, request, limit), graph, mesh, self.device_mesh)
         if self.machine.device_type == "cuda" and "host" in plan.residence.values():
             _see_to_the_host(plan)
         return plan
+
+    def _mesh(self, like: Plan | None) -> Mesh | None:
+        """The mesh of the next plan; None: it decides that."""
+        there = mesh_of(self.device_mesh)
+        if not self.is_open:
+            return there
+        return like.mesh if like is not None else there if there.ranks == 1 else None
 
     def _brought(self, graph: Graph) -> str:
         """How outputs leave the program, "sharded" or "global"."""
@@ -100,30 +111,52 @@ class Planner:
             return "sharded" if any(map(_is_scalar, types)) else "global"
         return "global" if self.outputs == "global" else "sharded"
 
-    def _find(self, graph: Graph, mesh: Mesh, like: Plan | None, request: Request, room: Room | None) -> Plan:
-        """On rank 0: the plan of the cache, or one that is found now. `room`: None for inference."""
+    def _find(self, graph: Graph, mesh: Mesh | None, like: Plan | None, request: Request, usable: float | None) -> Plan:
+        """On rank 0: the plan of the cache, or one that is found now. `usable`: bytes of a device; inference: None."""
         machine, limit_s = self.machine.hardware, request.time_limit_s
-        timed = None if self.machine.profile is None else self._ask(graph, mesh)
+        where = mesh_of(self.device_mesh) if mesh is None else mesh
+        timed = None if self.machine.profile is None else self._ask(graph, where)
+        tensors = None if usable is None else self.machine.room(usable, where).tensors
         kept = None
         if self.cache is not None:
-            memory = room.tensors if room is not None and self.machine.is_limited else None
+            memory = tensors if self.machine.is_limited else None
             told = machine.digest, self.optimizer, "" if timed is None else timed.measured_digest
-            kept = Path(self.cache) / f"{_digest(graph, mesh, replace(request, memory=memory), told)}.plan.json"
-            known = kept_plan(kept, graph, mesh, machine, self.optimizer)
-            fits = known is not None and (room is None or still_good(known, room.tensors))
+            grid = f"{where.ranks} devices" if mesh is None else str(mesh)
+            kept = Path(self.cache) / f"{_digest(graph, grid, replace(request, memory=memory), told)}.plan.json"
+            known = kept_plan(kept, graph, where.ranks if mesh is None else mesh, machine, self.optimizer)
+            fits = known is not None and (tensors is None or still_good(known, tensors))
             if known is not None and lasting(known, limit_s) and fits:
                 return known
         began = time.monotonic()
-        most = None if room is None else room.tensors
-        if like is not None and (same := same_choices(like, graph, most, machine, request.outputs)) is not None:
+        if like is not None and (same := same_choices(like, graph, tensors, machine, request.outputs)) is not None:
             found = same
+        elif mesh is None:
+            found = self._on_best_mesh(graph, where.ranks, request, usable)
         else:
-            found = _searched(timed or self._ask(graph, mesh), request, room)
+            found = self._searched(timed or self._ask(graph, mesh), request, usable)
         if time.monotonic() - began >= limit_s:
             found = replace(found, search={**found.search, CUT: limit_s})
         if kept is not None:
             keep_plan(found, kept)
         return found
+
+    def _on_best_mesh(self, graph: Graph, devices: int, request: Request, usable: float | None) -> Plan:
+        """The plan of the best mesh, whose axes are called by what they do."""
+
+        def held(question: Question, request: Request) -> Plan:
+            return self._searched(question, request, usable)
+
+        meshes = meshes_of(devices, self.machine.hardware)
+        best, *_ = best_mesh(meshes, partial(self._ask, graph), held, request)
+        assert best.plan is not None
+        return renamed(best.plan, names_of(best.plan))
+
+    def _searched(self, question: Question, request: Request, usable: float | None) -> Plan:
+        if usable is None:
+            return answer(question, request)
+        room = self.machine.room(usable, question.pricer.mesh)
+        with telling(room):
+            return held_within(room, lambda held: answer(question, replace(request, memory=held)), question.pricer)
 
     def _ask(self, graph: Graph, mesh: Mesh) -> Question:
         seconds, machine = self.machine.profile, self.machine.hardware
@@ -131,14 +164,7 @@ class Planner:
         return ask(graph, mesh, machine, optimizer=self.optimizer, profile=profile)
 
 
-def _searched(question: Question, request: Request, room: Room | None) -> Plan:
-    if room is None:
-        return answer(question, request)
-    with telling(room):
-        return held_within(room, lambda held: answer(question, replace(request, memory=held)), question.pricer)
-
-
-def _digest(graph: Graph, mesh: Mesh, request: Request, machine: tuple[str, ...]) -> str:
+def _digest(graph: Graph, grid: str, request: Request, machine: tuple[str, ...]) -> str:
     """Hash of everything that the answer depends on; a search that was cut is known by its plan."""
     asked = (
         request.memory,
@@ -150,20 +176,20 @@ def _digest(graph: Graph, mesh: Mesh, request: Request, machine: tuple[str, ...]
         request.tied,
         request.simulation,
     )
-    told = repr((graph.digest, str(mesh), machine, asked, __version__))
+    told = repr((graph.digest, grid, machine, asked, __version__))
     return hashlib.sha256(told.encode()).hexdigest()[:24]
 
 
-def _on_rank_zero(find: Callable[[], Plan], graph: Graph, mesh: Mesh, device_mesh: DeviceMesh) -> Plan:
+def _on_rank_zero(find: Callable[[], Plan], graph: Graph, mesh: Mesh | None, device_mesh: DeviceMesh) -> Plan:
     """Rank 0 finds the plan, the others receive it and check it against their graph; an error anywhere reaches all."""
-    if mesh.ranks == 1:
+    if device_mesh.size() == 1:
         return find()
     found = found_by_rank_zero(find, device_mesh)
     text = text_from(0, None if found is None else dumps(found), device_mesh)
 
     def receive() -> Plan:
         plan = found or Plan.loads(text, "rank 0")
-        check(plan, graph, mesh, origin="the plan of rank 0")
+        check(plan, graph, mesh or plan.mesh, origin="the plan of rank 0")
         return plan
 
     return agreed(receive, device_mesh)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.attach.tensors import as_stored, device_of, piece_of, placements_of
+from autopar.attach.tensors import as_dtensor, as_stored, device_of, layout_of, piece_of, placements_of
 from autopar.ir.graph import TensorType
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -19,7 +19,18 @@ def type_of(value: Tensor) -> TensorType:
 def local_input(value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> Tensor:
     """This rank's piece of an argument. A plain tensor is the whole; a DTensor says where it lies."""
     if isinstance(value, DTensor):
+        value = _on(value, device_mesh)
         return as_stored(value.redistribute(device_mesh, placements_of(layout)).to_local())
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     return piece_of(value.detach(), layout, mesh, coordinate).to(device_of(device_mesh))
+
+
+def _on(value: DTensor, device_mesh: DeviceMesh) -> DTensor:
+    """A DTensor of the devices along one axis, as it was made before the plan arranged them. Ranks are numbered
+    row-major, so that pieces in the order of ranks are those of all axes.
+    """
+    ranks = value.device_mesh.size()
+    if value.device_mesh == device_mesh or value.device_mesh.ndim != 1 or ranks != device_mesh.size():
+        return value
+    return as_dtensor(value.to_local(), value.shape, layout_of(value) * device_mesh.ndim, device_mesh)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
@@ -38,6 +38,7 @@ from autopar.errors import TraceError
 from autopar.ir.batch_norm import parts_of
 from autopar.ir.graph import Graph, Node
 from autopar.ir.layout import Layout, replicated
+from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.trace import Captured, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
@@ -138,6 +139,14 @@ class State:
         self.calls: dict[Hashable, tuple[dict[str, int | float], list[object]]] = {}
         self.wants_tangents: set[Key] = set()
 
+    def settle(self, mesh: Mesh) -> None:
+        """Arrange the devices as the plan has it; all ranks have to call it."""
+        if mesh == self.mesh:
+            return
+        kind = self.device_mesh.device_type
+        self.mesh, self.device_mesh = mesh, init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names)
+        self.same_batches = SameBatches(self.device_mesh)
+
     def prepared(self) -> list[Prepared]:
         """All programs that there are."""
         return [one for kept in self.programs.values() for one in kept]
@@ -196,6 +205,7 @@ def prepare(parallel: nn.Module, state: State, call: Call, key: Key, *, training
     with torch.inference_mode(False):  # parameters made here are trained later
         with state.watch.working():
             plan = state.planner(graph, state.plan, {} if state.plan is None else _layouts(parallel, state))
+            state.settle(plan.mesh)
         if state.plan is not None and not key.gradients:
             plan = resident(plan, state.plan.residence)
         plan = _with_notes(plan, captured.notes)

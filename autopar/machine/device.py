@@ -7,8 +7,9 @@ import os
 import platform
 import re
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,25 @@ UNITS = {
 }
 
 
-def init_mesh(device_type: str = "cpu", **axes: int) -> DeviceMesh:
+@dataclass(frozen=True)
+class Devices:
+    """Devices whose arrangement is left to the plan. `flat`: all of them along one axis, until there is a plan."""
+
+    flat: DeviceMesh
+
+
+@overload
+def init_mesh(device_type: str = "cpu", *, devices: int) -> Devices: ...
+
+
+@overload
+def init_mesh(device_type: str = "cpu", *, devices: None = None, **axes: int) -> DeviceMesh: ...
+
+
+def init_mesh(device_type: str = "cpu", *, devices: int | None = None, **axes: int) -> DeviceMesh | Devices:
     """A device mesh with named axes, `init_mesh("cuda", data=4, tensor=2)`; starts the process group if there is none.
+
+    `devices`: in the place of axes, how many devices there are: `autopar.compile` then takes the best mesh of so many.
 
     Under torchrun all its processes take part; without it, one process makes a mesh of size one. Beside NCCL there is
     gloo: for parameters on the host, whose gradient norms are summed and whose pieces are put together there. Each
@@ -51,10 +69,16 @@ def init_mesh(device_type: str = "cpu", **axes: int) -> DeviceMesh:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if devices is not None and axes:
+        told = ", ".join(f"{name}={size}" for name, size in axes.items())
+        raise ValueError(f"devices={devices} leaves the axes to the plan, and {told} names them; give one of the two")
+    if devices is not None:
+        check_size((devices,), dist.get_world_size())
     if not axes:
         axes = {"data": dist.get_world_size()}
     check_size(tuple(axes.values()), dist.get_world_size())
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    made = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return made if devices is None else Devices(made)
 
 
 def _take_device() -> None:

@@ -29,8 +29,8 @@ class Use:
     gathered: float = 0.0  # of these, brought together before the product that reads them
 
 
-def _uses(plan: PlanValue) -> list[Use]:
-    uses = [Use() for _ in plan.mesh.names]
+def uses(plan: PlanValue) -> list[Use]:
+    found = [Use() for _ in plan.mesh.names]
     weight_of = weights_of(plan)
     taken: dict[str, list[Layout]] = defaultdict(list)  # parameter -> how the forward operators take it
     for node in plan.graph.nodes:
@@ -40,19 +40,19 @@ def _uses(plan: PlanValue) -> list[Use]:
                     taken[weight_of[ref.name]].append(layout)
     for node in shown_nodes(plan):
         choice, type = plan.choices[node.name], node.outputs[0]
-        for axis, use in enumerate(uses):
+        for axis, use in enumerate(found):
             if is_product(choice):
                 if is_weighted(node, weight_of):
                     use.products[split_of(choice, axis, True)] += flops_in(plan, node)
             elif type is not None and len(type.shape) == 3 and node.op not in VIEWS and not node.is_source:
                 use.between[_activation(choice.gives[0][axis])] += type.nbytes
     for node, type in parameters_of(plan):
-        for axis, use in enumerate(uses):
+        for axis, use in enumerate(found):
             if isinstance(plan.choices[node.name].gives[0][axis], Shard):
                 use.stored_split += type.nbytes
                 if taken[node.name] and all(isinstance(layout[axis], Replicate) for layout in taken[node.name]):
                     use.gathered += type.nbytes
-    return uses
+    return found
 
 
 def _activation(placement: Placement) -> str:
@@ -71,7 +71,7 @@ def _activation(placement: Placement) -> str:
 
 def words(plan: PlanValue) -> Iterator[str]:
     total = sum(type.nbytes for _, type in parameters_of(plan))
-    for axis, size, use in zip(plan.mesh.names, plan.mesh.sizes, _uses(plan), strict=True):
+    for axis, size, use in zip(plan.mesh.names, plan.mesh.sizes, uses(plan), strict=True):
         if size == 1:
             yield f"{axis}: one rank, nothing to split"
             continue

@@ -10,36 +10,27 @@ import math
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
-from autopar.assemble.problem import Assembled
 from autopar.errors import BadArgument, TraceError
-from autopar.ir.batch_norm import parts_of
-from autopar.ir.graph import Graph
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED
-from autopar.machine.device import device_type_of, tf32_set
 from autopar.plan import Plan
-from autopar.search import curve, stopping
+from autopar.search import curve, meshes, stopping
 from autopar.search.baselines import Row, compare, table
-from autopar.search.command.arguments import Asked, or_bad, parser, read
-from autopar.search.command.traced import as_ddp, traced
+from autopar.search.command.arguments import Asked, parser, read
+from autopar.search.command.posing import Answered, Posing, answered, posed, timed
+from autopar.search.command.sized import is_sizing, request_of, sized
+from autopar.search.command.traced import as_ddp
 from autopar.search.document import document
 from autopar.search.limits import size
-from autopar.search.pins import pinned
 from autopar.search.problems import Stop
 from autopar.search.problems import write as write_posed
-from autopar.search.request import Request
-from autopar.search.reserved import held_within, telling
-from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer, ask
+from autopar.search.search import Infeasible, NoAnswerInTime, Progress
 from autopar.search.top import Top, top_within
 from autopar.simulate.timeline import to_trace
-from autopar.trace import graph_of
 from autopar.trace.interrupts import interruptible
 from cost_models.whole_file import write_whole
-
-T = TypeVar("T")
 
 INFEASIBLE, NO_ANSWER = 3, 4
 
@@ -84,24 +75,17 @@ def _seldom_collected() -> Generator[None]:
 
 
 @dataclass(frozen=True)
-class _Posed:
-    """The question of a model, and how its graph is made with other batch norms. `seconds`: of each part of the work,
-    which goes on."""
-
-    asked: Asked
-    question: Question
-    graph_with: Callable[[str], Graph]
-    again: Callable[[Graph], Question]
-    seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
 class _Found:
-    plan: Plan
+    """The answer, and what its plan was compared with."""
+
+    answered: Answered
     rows: tuple[Row, ...] = ()
     points: tuple[curve.Point, ...] = ()
-    problems: list[Assembled] = field(default_factory=list[Assembled])
     top: Top | None = None
+
+    @property
+    def plan(self) -> Plan:
+        return self.answered.plan
 
 
 def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
@@ -112,73 +96,45 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         if not given.quiet:
             print(f"{time.perf_counter() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
 
-    asked = read(given, progress)
+    asked, *others = read(given, progress)
+    if others or is_sizing(given):
+        return sized(given, (asked, *others), progress, check)
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
-        asking = _ask(given, asked, progress)
+        progress(f"{_where(asked)}, {size(asked.memory)} each")
+        posing = posed(asked, given.optimizer, None, progress)
     check()
     with stopping.until_pressed(lambda: progress(stopping.AGAIN)) as stop:  # from here on there is something to be had
         with contextlib.redirect_stdout(sys.stderr):
-            found = _found(given, asking, progress, stop)
+            found = _found(given, posing, progress, stop)
         interrupted = stop()  # not by Ctrl-C while files are written: those are whole, or not there
-        asking.seconds["total"] = time.perf_counter() - started
-        _tell(given, asking, found, progress, interrupted)
+        posing.seconds["total"] = time.perf_counter() - started
+        _tell(given, posing, found, progress, interrupted)
     return _say(stopping.told(found.plan), INTERRUPTED) if interrupted else 0
 
 
-def _ask(given: argparse.Namespace, asked: Asked, progress: Progress) -> _Posed:
-    """The model's graph, with the strategies of every node."""
-    seconds: dict[str, float] = {}
-    mesh, hardware = asked.mesh, asked.hardware
-    measured = ", a profile that was measured" if hardware.is_measured else ""
-    progress(f"mesh {mesh}, {mesh.ranks} ranks of {hardware.name}{measured}, {size(asked.memory)} each")
-    device_type = device_type_of(hardware)
-    captured = _timed(seconds, "trace", lambda: traced(asked.model, asked.precision, device_type, progress))
-    if device_type == "cuda":
-        hardware = hardware.allowing(tf32_set() if asked.tf32 is None else asked.tf32)
-
-    def graph_with(statistics: str) -> Graph:
-        return graph_of(captured, asked.precision, parts=parts_of(statistics, mesh))
-
-    graph = graph_with(given.batch_norm)
-    progress(f"traced {len(graph.nodes):,} operators, forward and backward")
-    or_bad(lambda: pinned(asked.pin, graph))
-
-    def again(graph: Graph) -> Question:
-        return ask(graph, mesh, hardware, optimizer=given.optimizer, profile=asked.profile, progress=progress)
-
-    question = _timed(seconds, "propose", lambda: again(graph))
-    return _Posed(replace(asked, hardware=hardware), question, graph_with, again, seconds)
+def _where(asked: Asked) -> str:
+    """What is planned for, in words."""
+    mesh, *others = asked.meshes
+    measured = ", a profile that was measured" if asked.hardware.is_measured else ""
+    ranks = f"{mesh.ranks} ranks of {asked.hardware.name}{measured}"
+    return f"{len(others) + 1} meshes of {ranks}" if others else f"mesh {mesh}, {ranks}"
 
 
-def _found(given: argparse.Namespace, asking: _Posed, progress: Progress, stop: Stop) -> _Found:
+def _found(given: argparse.Namespace, posing: Posing, progress: Progress, stop: Stop) -> _Found:
     """The plan, and what it is to be compared with. Once it is time to stop, what there is by then."""
-    asked, question, room = asking.asked, asking.question, asking.asked.room
-    request = Request(
-        outputs=given.outputs, time_limit_s=given.time_limit, pin=asked.pin, allow=asked.allow,
-        simulation=not given.no_simulation,
-    )  # fmt: skip
-    problems: list[Assembled] = []
-    played: list[Plan] = []
-
-    def held(most: float) -> Plan:
-        limited = replace(request, memory=most)
-        return answer(
-            question, limited, progress=progress, stop=stop, as_posed=problems.append, as_played=played.append
-        )
-
+    request = request_of(given, posing.asked)
     try:
-        with telling(room):
-            plan = _timed(asking.seconds, "search", lambda: held_within(room, held, question.pricer))
+        best = answered(posing, request, progress, stop)
     except NoAnswerInTime:
         if stop():
             raise KeyboardInterrupt from None
         raise
     if stop():
-        return _Found(stopping.cut_short(plan), problems=problems)
-    found = _Found(plan, problems=problems)
+        return _Found(replace(best, plan=stopping.cut_short(best.plan)))
+    found, plan, question, room = _Found(best), best.plan, best.question, best.room
 
     def compared() -> tuple[Row, ...]:
-        others = as_ddp(asking.graph_with, question, asking.again)
+        others = as_ddp(question, lambda statistics: posing.question(plan.mesh, statistics))
         limited = replace(request, memory=room.tensors)
         return compare(question, plan, limited, as_ddp=others, progress=progress, stop=stop)
 
@@ -187,42 +143,36 @@ def _found(given: argparse.Namespace, asking: _Posed, progress: Progress, stop: 
         return tuple(replace(point, limit=math.ceil(room.taken(point.limit))) for point in points)
 
     def quickest() -> Top:
-        return top_within(question, request, plan, played, given.top, room, progress=progress, stop=stop)
+        return top_within(question, request, plan, best.simulated, given.top, room, progress=progress, stop=stop)
 
     if given.top > 1:
-        found = replace(found, top=_timed(asking.seconds, "top", quickest))
+        found = replace(found, top=timed(posing.seconds, "top", quickest))
     if given.baselines:
-        found = replace(found, rows=_timed(asking.seconds, "baselines", compared))
+        found = replace(found, rows=timed(posing.seconds, "baselines", compared))
     if given.memory_curve is not None and not stop():
-        found = replace(found, points=_timed(asking.seconds, "memory_curve", along_memory))
+        found = replace(found, points=timed(posing.seconds, "memory_curve", along_memory))
     return found
-
-
-def _timed(seconds: dict[str, float], part: str, work: Callable[[], T]) -> T:
-    began = time.perf_counter()
-    done = work()
-    seconds[part] = time.perf_counter() - began
-    return done
 
 
 # --- what is written and printed -------------------------------------------------------------------------------------
 
 
-def _tell(given: argparse.Namespace, asking: _Posed, found: _Found, progress: Progress, interrupted: bool) -> None:
+def _tell(given: argparse.Namespace, posing: Posing, found: _Found, progress: Progress, interrupted: bool) -> None:
     """Write the files, then print the answer."""
-    plan, rows, points, top = found.plan, found.rows, found.points, found.top
+    plan, rows, points, top, among = found.plan, found.rows, found.points, found.top, found.answered.meshes
     if given.json:
-        told = document(given.model, plan, rows, points, asking.seconds, asking.asked.room, interrupted)
+        told = document(given.model, plan, rows, points, posing.seconds, found.answered.room, interrupted, among)
         told |= {"top": top.rows(), "top_why": top.why} if top else {}
         text = json.dumps(told, indent=1, allow_nan=False) + "\n"
     else:
         tables = [
+            *([meshes.table(among)] if among else []),
             *([top.table()] if top else []),
             *([table(plan, rows)] if rows else []),
             *([curve.table(points)] if points else []),
         ]
         text = "\n".join([plan.explain(), *tables])
-    _write(asking.asked, found, progress)
+    _write(posing.asked, found, progress)
     print(text, end="", flush=True)
 
 
@@ -232,7 +182,7 @@ def _write(asked: Asked, found: _Found, progress: Progress) -> None:
         "-o": plan.save,
         "--dot": lambda path: write_whole(path, plan.to_dot()),
         "--trace": lambda path: to_trace(plan, path, asked.hardware),
-        "--problem": lambda path: write_posed(found.problems[-1], path),
+        "--problem": lambda path: write_posed(found.answered.problem, path),
         "--memory-curve": lambda path: write_whole(path, curve.picture(points)),
     }
     others = found.top.plans[1:] if found.top else ()

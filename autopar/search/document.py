@@ -13,7 +13,7 @@ from autopar.ir.layout import show
 from autopar.ir.precision import told
 from autopar.plan import Plan
 from autopar.plan.utilisation import utilisation
-from autopar.search import curve
+from autopar.search import curve, meshes
 from autopar.search.baselines import Row, moved
 from autopar.search.reserved import RESERVED
 from cost_models.reserve import Room
@@ -27,8 +27,11 @@ def document(
     seconds: dict[str, float],
     room: Room,
     interrupted: bool = False,
+    among: Sequence[meshes.Row] = (),
 ) -> dict[str, Any]:
-    """What --json prints; every figure of a plan is predicted, for one rank and one step."""
+    """What --json prints; every figure of a plan is predicted, for one rank and one step. `among`: the meshes among
+    which the plan's is the best.
+    """
     types = {node.target: node.outputs[0] for node in plan.graph.nodes if node.op == "parameter"}
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     per_unit = 1 if sys.platform == "darwin" else 1024
@@ -71,11 +74,24 @@ def document(
         "ms_per_gib": {
             tier: plan.search[key] for tier in plan.peak_bytes if (key := f"ms_per_gib:{tier}") in plan.search
         },
+        **({"meshes": [_mesh(row) for row in among]} if among else {}),
         **({"memory_curve": curve.rows_of(points)} if points else {}),
         "seconds": seconds,
         "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in usage),
         "peak_rss_bytes": usage[0].ru_maxrss * per_unit,
     }  # fmt: skip
+
+
+def _mesh(row: meshes.Row) -> dict[str, Any]:
+    plan = row.plan
+    return {
+        "mesh": dict(zip(row.mesh.names, row.mesh.sizes, strict=True)),
+        "predicted_seconds": None if plan is None else plan.predicted_seconds,
+        "peak_bytes": None if plan is None else dict(plan.peak_bytes),
+        "floor_seconds": row.floor_s or None,
+        "searched": row.searched,
+        "why": row.why,
+    }
 
 
 def _figures(plan: Plan) -> dict[str, Any]:

@@ -25,12 +25,19 @@ ROOM = 1.1  # times the room that a plan was searched for: with more than that t
 CUT = "cut_at_s"  # among the facts of a search that its time limit has ended
 
 
-def kept_plan(path: Path, graph: Graph, mesh: Mesh, hardware: Hardware, optimizer: str) -> Plan | None:
-    """What an earlier search has found. None where there is none, or something else: damaged, a pipe, a device."""
+def kept_plan(path: Path, graph: Graph, mesh: Mesh | int, hardware: Hardware, optimizer: str) -> Plan | None:
+    """What an earlier search has found. None where there is none, or something else: damaged, a pipe, a device.
+
+    `mesh`: of the plan, or of how many devices it is.
+    """
     try:
         if not path.is_file():
             return None
         known = Plan.load(path)
+        if known.mesh.ranks == mesh:
+            mesh = known.mesh
+        elif isinstance(mesh, int):
+            return None
         check(known, graph, mesh, origin=str(path))
         return priced_again(known, hardware, optimizer, str(path))
     except PlanMismatch:  # cut short or edited: found again, and written anew

@@ -75,7 +75,7 @@ def top(
 
 
 def top_within(
-    question: Question, request: Request, plan: Plan, played: list[Plan], k: int, room: Room, *,
+    question: Question, request: Request, plan: Plan, played: Sequence[Plan], k: int, room: Room, *,
     progress: Progress, stop: Stop,
 ) -> Top:  # fmt: skip
     """`top`, of a plan that was found for a part of the device (`autopar.search.reserved`), in which

@@ -72,6 +72,10 @@ def test_models_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
     run_checks("families", 4, tmp_path, ["check_random_plans", "check_a_collective_over_both_axes"])
 
 
+def test_four_processes_train_on_the_mesh_of_the_plan(tmp_path: Path) -> None:
+    run_checks("meshes", 4, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_models_train_as_on_one_process(tmp_path: Path, ranks: int) -> None:

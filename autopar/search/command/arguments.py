@@ -19,15 +19,15 @@ from autopar.errors import BadArgument
 from autopar.ir.batch_norm import GLOBAL, STATISTICS
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.machine.cli import Parser, writable
-from autopar.machine.device import hardware_or_here, has_expandable_segments, is_here, memory_bytes
+from autopar.machine.device import hardware_or_here, is_here, memory_bytes
 from autopar.price.calls import Profile
 from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.search.memory_options import ALLOWED, NEEDS_OPTIM, allowed
+from autopar.search.meshes import meshes_of
 from autopar.search.search import Progress
 from autopar.search.top import checked
 from autopar.trace.precision import precision_named
 from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
-from cost_models.reserve import Room, room_in
 
 T = TypeVar("T")
 
@@ -74,9 +74,14 @@ def parser() -> argparse.ArgumentParser:
 def _what_is_searched(add: Callable[..., object]) -> None:
     add("model", metavar="MODEL", help="file.py:function or package.module:function; the function returns "
         "(model, args) or (model, args, kwargs), with inputs of the whole (global) batch")  # fmt: skip
-    add("--mesh", required=True, metavar="NAME=N[,NAME=N...]",
+    add("--mesh", metavar="NAME=N[,NAME=N...]",
         help="axes of ranks, outermost first: data=8,tensor=8 is 64 ranks, tensor within a node")  # fmt: skip
-    add("--hardware", metavar="NAME|FILE", help="profile of the machine to plan for (default: this machine's GPU)")
+    add("--devices", metavar="N[,N...]",
+        help="in the place of --mesh: so many devices, arranged as is best: all grids of up to three axes are looked "
+        "at; several numbers give a table")  # fmt: skip
+    add("--hardware", metavar="NAME|FILE",
+        help="profile of the machine to plan for (default: this machine's GPU); several with commas between give a "
+        "table")  # fmt: skip
     add("--memory", metavar="SIZE",
         help="what a plan may use of each rank's device: 70GiB, 40GB, or 0.9 of it (default: all of it, by the "
         "profile); on GPUs a part of it is left for what no plan counts")  # fmt: skip
@@ -130,8 +135,15 @@ def _what_is_told(add: Callable[..., object]) -> None:
         help="also find the plans for less memory and for more, and print step time over memory; FILE is an SVG "
         "picture of it")  # fmt: skip
     add("--top", type=int, default=1, metavar="K",
-        help="also show the quickest of the other plans that the search has played, up to K together; -o plan.json "
+        help="also show the quickest of the other plans that the search has simulated, up to K together; -o plan.json "
         "writes them as plan.2.json and so on")  # fmt: skip
+    add("--price", metavar="P|NAME=P[,...]",
+        help="in the table: what an hour of a device costs, or of each machine's")  # fmt: skip
+    add("--tokens", type=float, metavar="N",
+        help="in the table: how many days it takes to train on so many (samples, where the inputs are no "
+        "tokens)")  # fmt: skip
+    add("--days", type=float, metavar="D", help="with --tokens: which of the table does it within so many days")
+    add("--picture", metavar="FILE", help="write the table as a picture, an SVG")
     add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
     add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
     add("--trace", metavar="FILE", help="write the predicted step for chrome://tracing or ui.perfetto.dev")
@@ -147,13 +159,15 @@ def _what_is_told(add: Callable[..., object]) -> None:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the arguments ask for; `tf32` None: as torch is set once the model is built. `paths`: flag -> its file."""
+    """What the arguments ask for; `tf32` None: as torch is set once the model is built. `meshes`: those among which the
+    best is wanted; one, or all of so many devices. `paths`: flag -> its file.
+    """
 
     model: str
-    mesh: Mesh
+    meshes: tuple[Mesh, ...]
     hardware: Hardware
     memory: float
-    room: Room
+    batch_norm: str
     allow: tuple[str, ...] | None
     pin: Mapping[str, str]
     precision: MixedPrecisionPolicy | None
@@ -162,10 +176,26 @@ class Asked:
     paths: Mapping[str, Path]
 
 
-def read(given: argparse.Namespace, progress: Progress) -> Asked:
-    """Everything that can be wrong without running the user's code is said here. Raises BadArgument."""
-    mesh = or_bad(lambda: parse_mesh(given.mesh))
-    hardware = hardware_named(given.hardware)
+def read(given: argparse.Namespace, progress: Progress) -> tuple[Asked, ...]:
+    """What is asked of each machine and number of devices, in the order in which they are named. Everything that can be
+    wrong without running the user's code is said here. Raises BadArgument.
+    """
+    names = [None] if given.hardware is None else _listed(given.hardware, "--hardware")
+    counts = [None] if given.devices is None else _listed(given.devices, "--devices")
+    return tuple(_read(given, name, count, progress) for name in names for count in counts)
+
+
+def _listed(text: str, flag: str) -> list[str]:
+    words = [word.strip() for word in text.split(",")]
+    if wrong := [word for word in words if not word or words.count(word) > 1]:
+        told = "names nothing between two commas" if not wrong[0] else f"names {wrong[0]!r} twice"
+        raise BadArgument(f"{flag} {text!r} {told}; leave that out")
+    return words
+
+
+def _read(given: argparse.Namespace, name: str | None, count: str | None, progress: Progress) -> Asked:
+    hardware = hardware_named(name)
+    meshes = _meshes(given.mesh, count, hardware)
     memory = memory_given(given.memory, hardware)
     allow, pin = or_bad(lambda: allowed(given.allow)), pins_given(given.pin)
     precision = or_bad(lambda: precision_named(given.precision))
@@ -179,8 +209,7 @@ def read(given: argparse.Namespace, progress: Progress) -> Asked:
         output = Path(given.output)
         files |= {f"-o {n}": str(output.with_suffix(f".{n}{output.suffix}")) for n in range(2, given.top + 1)}
     return Asked(
-        given.model, mesh, hardware, memory,
-        room_in(memory, hardware, mesh.sizes, expandable=has_expandable_segments()),
+        given.model, meshes, hardware, memory, given.batch_norm,
         allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files),
     )  # fmt: skip
 
@@ -188,6 +217,19 @@ def read(given: argparse.Namespace, progress: Progress) -> Asked:
 def check_time_limit(seconds: float) -> None:
     if not 0 < seconds < math.inf:
         raise BadArgument(f"--time-limit {seconds:g} is not a time; give seconds above 0, for example 60")
+
+
+def _meshes(mesh: str | None, devices: str | None, hardware: Hardware) -> tuple[Mesh, ...]:
+    """The mesh that is named, or all there are of so many devices."""
+    if (mesh is None) == (devices is None):
+        raise BadArgument(
+            "give --mesh, for example data=8,tensor=8, or --devices 64 for the best mesh of so many; one of the two"
+        )
+    if mesh is not None:
+        return (or_bad(lambda: parse_mesh(mesh)),)
+    if devices is None or not devices.isdecimal():
+        raise BadArgument(f"--devices {devices!r} is not a number of devices; write for example 64")
+    return or_bad(lambda: meshes_of(int(devices), hardware))
 
 
 def or_bad(read: Callable[[], T]) -> T:

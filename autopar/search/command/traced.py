@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.errors import BadArgument, TraceError
 from autopar.ir.batch_norm import GLOBAL, LOCAL, statistics_of
-from autopar.ir.graph import Graph
 from autopar.search.command.factory import Example, build
 from autopar.search.search import Progress, Question
 from autopar.trace import Captured, capture
@@ -22,17 +21,15 @@ from autopar.trace.ambient import autocast_as_asked
 from autopar.trace.calls import by_name
 
 
-def as_ddp(
-    graph_with: Callable[[str], Graph], question: Question, asked: Callable[[Graph], Question]
-) -> Question | str | None:
+def as_ddp(question: Question, with_statistics: Callable[[str], Question]) -> Question | str | None:
     """The question with the batch norms that DDP has, or why there is none; None where the asked one is such."""
     if GLOBAL not in statistics_of(question.graph) or question.pricer.mesh.ranks == 1:
         return None
     try:
-        graph = graph_with(LOCAL)
+        other = with_statistics(LOCAL)
     except TraceError as error:
         return str(error)
-    return asked(graph) if LOCAL in statistics_of(graph) else None
+    return other if LOCAL in statistics_of(other.graph) else None
 
 
 def traced(text: str, precision: MixedPrecisionPolicy | None, device_type: str, progress: Progress) -> Captured:

@@ -1,0 +1,122 @@
+"""The command line where several machines, or numbers of devices, are asked for: a table in the place of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from autopar.errors import BadArgument, Infeasible, NoAnswerInTime
+from autopar.machine.cli import writable
+from autopar.machine.device import device_type_of
+from autopar.search import sizing
+from autopar.search.command.arguments import Asked
+from autopar.search.command.posing import answered, posed
+from autopar.search.context import Progress
+from autopar.search.request import Request
+from autopar.search.sizing import Point, Sizing, counted
+from autopar.trace import Captured
+from cost_models.whole_file import write_whole
+
+ONE_PLAN = (
+    "output", "dot", "trace", "problem", "memory_curve", "baselines", "profile",
+)  # fmt: skip  # what belongs to a plan, by the names of the arguments
+OF_A_TABLE = ("price", "tokens", "days", "picture")
+
+
+def request_of(given: argparse.Namespace, asked: Asked) -> Request:
+    """What the arguments request of a search."""
+    return Request(
+        outputs=given.outputs, time_limit_s=given.time_limit, pin=asked.pin, allow=asked.allow,
+        simulation=not given.no_simulation,
+    )  # fmt: skip
+
+
+def is_sizing(given: argparse.Namespace) -> bool:
+    """Whether a table is asked for, if only of one line."""
+    return any(getattr(given, name) is not None for name in OF_A_TABLE)
+
+
+def sized(given: argparse.Namespace, several: Sequence[Asked], progress: Progress, check: Callable[[], None]) -> int:
+    """Print the table; returns the exit status. Raises as the search of one plan does, where no point has a plan."""
+    prices, picture = _checked(given, several)
+    captured: dict[str, Captured] = {}
+    points: list[Point] = []
+    errors: list[Exception] = []
+    with contextlib.redirect_stdout(sys.stderr):
+        for asked in several:
+            check()
+            points.append(_point(given, asked, captured, progress, errors))
+    first = next((point.plan for point in points if point.plan is not None), None)
+    if first is None:
+        raise errors[0]
+    unit, per_step = counted(first)
+    found = Sizing(tuple(points), unit, per_step, prices, given.tokens, given.days)
+    if picture is not None:
+        write_whole(picture, sizing.picture(found))
+        progress(f"wrote {picture}")
+    print(json.dumps(sizing.document(found), indent=1) if given.json else sizing.told(found), end="", flush=True)
+    return 0
+
+
+def _point(
+    given: argparse.Namespace,
+    asked: Asked,
+    captured: dict[str, Captured],
+    progress: Progress,
+    errors: list[Exception],
+) -> Point:
+    """The best plan of so many devices; the model is traced once for each type of device."""
+    kind, devices = device_type_of(asked.hardware), asked.meshes[0].ranks
+    progress(f"{devices} devices of {asked.hardware.name}")
+    posing = posed(asked, given.optimizer, captured.get(kind), progress)
+    captured[kind] = posing.captured
+    try:
+        plan = answered(posing, request_of(given, asked), progress, lambda: False).plan
+    except (Infeasible, NoAnswerInTime) as error:
+        errors.append(error)
+        why = "does not fit" if isinstance(error, Infeasible) else "no answer in time"
+        return Point(asked.hardware.name, devices, None, why)
+    return Point(asked.hardware.name, devices, plan)
+
+
+def _checked(given: argparse.Namespace, several: Sequence[Asked]) -> tuple[Mapping[str, float], Path | None]:
+    """Prices by machine, and the file of the picture. Raises BadArgument."""
+    for name in ONE_PLAN:
+        if getattr(given, name):
+            flag = "-o" if name == "output" else "--" + name.replace("_", "-")
+            raise BadArgument(f"{flag} is about one plan, and this is a table; leave it out, or ask for one --devices")
+    for flag, value in (("--tokens", given.tokens), ("--days", given.days)):
+        if value is not None and not 0 < value < math.inf:
+            raise BadArgument(f"{flag} {value:g} makes no sense; give a number above 0")
+    if given.days is not None and given.tokens is None:
+        raise BadArgument("--days says within what time, and not for how much; give --tokens, for example 1e12")
+    picture = None if given.picture is None else writable(given.picture, "--picture")
+    if picture is not None and picture.suffix != ".svg":
+        raise BadArgument(f"--picture {given.picture} is no picture; name a file.svg")
+    return _prices(given.price, list(dict.fromkeys(asked.hardware.name for asked in several))), picture
+
+
+def _prices(text: str | None, machines: Sequence[str]) -> dict[str, float]:
+    """Machine -> what an hour of a device costs."""
+    if text is None:
+        return {}
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, number = part.strip().rpartition("=")
+        try:
+            price = float(number)
+        except ValueError:
+            price = math.nan
+        if not 0 < price < math.inf:
+            raise BadArgument(
+                f"--price {part.strip()!r} is no price; write 2.5, or {machines[0]}=2.5 with commas between"
+            )
+        if equals and name not in machines:
+            raise BadArgument(f"--price names {name!r}; of the table are {', '.join(machines)}")
+        found |= {name: price} if equals else dict.fromkeys(machines, price)
+    return found
