@@ -94,7 +94,7 @@ def _pieces(timeline: Timeline, plan: PlanValue) -> dict[str, list[Piece]]:
     }
     for event, start in zip(timeline.events, timeline.starts, strict=True):
         if event.seconds:
-            found[event.stream].append(Piece(start, event.seconds, sort_of(event), _told(event)))
+            found[event.stream].append(Piece(start, event.seconds, sort_of(event), told(event)))
     return {stream: pieces for stream, pieces in found.items() if pieces or stream == timeline.main}
 
 
@@ -117,7 +117,8 @@ def _sorts(plan: PlanValue) -> Callable[[Event], str]:
     return sort_of
 
 
-def _told(event: Event) -> str:
+def told(event: Event) -> str:
+    """Its name, and the module that it belongs to."""
     about = dict(event.about)
     where = about.get("module") or about.get("target") or ""
     return f"{event.name} ({where})" if where and str(where) not in event.name else event.name

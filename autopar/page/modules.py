@@ -117,8 +117,9 @@ def _add_forward(plan: PlanValue, found: dict[str, _Found]) -> None:
                     for place, axis in enumerate(plan.mesh.names)
                     if (what := split_of(choice, place, weighted)) != "nothing"
                 ] or ["repeated on every rank"]
-    for ref, delivery in deliveries_of(plan, "output").values():
-        found[home(node_of[ref.name])].sends["own"] += comms_of_changes(plan, delivery.changes)
+    for kind in ("output", "buffer"):
+        for ref, delivery in deliveries_of(plan, kind).values():
+            found[home(node_of[ref.name])].sends["own"] += comms_of_changes(plan, delivery.changes)
 
 
 def _add_parameters(plan: PlanValue, found: dict[str, _Found]) -> None:

@@ -31,9 +31,9 @@ from cost_models.steps import axes_of
 from cost_models.whole_file import write_whole
 
 MEANS = (
-    "A layout reads dim by dim: [_, tensor] is a matrix whose columns are split over the axis tensor, _ is a dim that "
-    "is whole; +data behind it means that the sum over data is still to be made. Bytes are what one rank receives, for "
-    "each of the modules."
+    "Equal modules stand in one row: h.* x12 are h.0 to h.11. A layout reads dim by dim: [_, tensor] is a matrix whose "
+    "columns are split over the axis tensor, _ is a dim that is whole; +data behind it means that the sum over data is "
+    "still to be made. Bytes are what one rank receives, for each of the modules."
 )
 
 
@@ -121,14 +121,10 @@ def _bar(share: float, told: str, colour: str) -> Markup:
 
 def _why(plan: Plan) -> Iterator[Markup]:
     yield tag("h2", "Why this plan")
-    told = [_sentence(why(plan).removeprefix("why this plan: "))] if plan.candidates else []
+    told = [why(plan).removeprefix("why this plan: ")] if plan.candidates else []
     told += [*sentences(words(plan)), *sentences(proven(plan)), *sentences(saving(plan))]
     told += [line for tier in sorted(plan.peak_bytes) for line in price(plan, tier)]
     yield tag("ul", *(tag("li", line) for line in told))
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _step(plan: Plan, timeline: Timeline) -> Iterator[Markup]:
@@ -140,10 +136,9 @@ def _step(plan: Plan, timeline: Timeline) -> Iterator[Markup]:
     for (collective, axis), nbytes in plan.comm_bytes.items():
         over = f" over {axis}" if len(axes_of(axis)) > 1 else ""
         received.setdefault(axes_of(axis)[0], []).append(f"{collective} {human(nbytes)}{over}")
-    tables = [streams_table(timeline, {axis: ", ".join(told) for axis, told in received.items()})]
+    yield streams_table(timeline, {axis: ", ".join(told) for axis, told in received.items()})
     for stack in stacks:
-        tables += [peak_table(stack), holders_table(stack)]
-    yield tag("div", *tables, class_="columns")
+        yield tag("div", peak_table(stack), holders_table(stack), class_="columns")
 
 
 def _modules(plan: PlanValue) -> Iterator[Markup]:
@@ -228,7 +223,9 @@ def _beside(caption: str, rows: Sequence[Beside]) -> Markup:
             tag("td", peak, class_="n"), tag("td", row.note),
         )  # fmt: skip
         told.append(tag("tr", *cells, class_="chosen" if row.chosen else ""))
-    return table(("plan", "a step", "", "peak per rank", "note"), told, numbers=(1, 3), caption=caption)
+    return table(
+        ("plan", "a step", "beside the slowest", "peak per rank", "note"), told, numbers=(1, 3), caption=caption
+    )
 
 
 def _notes(plan: PlanValue) -> Iterator[Markup]:

@@ -32,6 +32,8 @@ STACK, AXIS = 170, 22  # pixels: of memory, and of the ticks below
 NAMES = {"h2d": "host to device", "d2h": "device to host", "host": "host"}
 ZOOMS = (1, 4, 16)
 NEAR = 1.6  # a limit is drawn where it is at most so many times the peak
+TICKS = 7  # about so many of time
+SHORT = 0.12  # of the step: a phase whose name has room only where the picture is made wider
 LARGEST = 8  # holders at the peak that are named
 
 
@@ -106,10 +108,14 @@ def _lane(number: int) -> int:
 def _streams(timeline: Timeline, blocks: Blocks) -> Markup:
     whole, parts = timeline.seconds, [_axis(timeline.seconds, _height(blocks))]
     for phase, begin, end in timeline.phases:
-        inside = tag("rect", width="100%", height=16, class_="phase"), tag("text", phase or "step", x=4, y=12)
-        told = tag("title", f"{phase or 'step'}: {ms(end - begin)}")
+        place = {"x": percentage(begin, whole), "width": percentage(end - begin, whole)}
+        drawn = (
+            tag("title", f"{phase or 'step'}: {ms(end - begin)}"),
+            tag("rect", width="100%", height=16, class_="phase"),
+            tag("text", phase or "step", x=4, y=12),
+        )
         parts.append(
-            tag("svg", told, *inside, x=percentage(begin, whole), width=percentage(end - begin, whole), y=22, height=16)
+            tag("svg", *drawn, y=22, height=16, class_="short" if end - begin < SHORT * whole else "", **place)
         )
     for number, (stream, ones) in enumerate(blocks.streams.items()):
         drawn = [tag("rect", width="100%", height=LANE, class_="lane")]
@@ -145,7 +151,7 @@ def _axis(seconds: float, height: int) -> Markup:
     groups: list[Markup] = []
     for zoom in ZOOMS:
         marks: list[Markup] = []
-        for tick in ticks(0.0, seconds * 1e3, 5 * zoom):
+        for tick in ticks(0.0, seconds * 1e3, TICKS * zoom):
             if (place := tick / (seconds * 1e3) if seconds else 0.0) <= 1.0:
                 x, anchor = percentage(place, 1.0), "start" if place < 0.02 else "end" if place > 0.98 else "middle"
                 marks.append(tag("line", x1=x, x2=x, y1=20, y2=height, class_="grid"))
@@ -231,7 +237,7 @@ def streams_table(timeline: Timeline, received: dict[str, str]) -> Markup:
     for stream in sorted(timeline.busy_s, key=lambda name: (name != timeline.main, name)):
         busy, axis = timeline.busy_s[stream], stream.removeprefix("comm:")
         waits = ms(exposed[stream]) if stream in exposed else ""
-        told = received.get(axis, "") if axis != stream else ""
+        told = tag("span", received[axis], class_="last") if axis != stream and axis in received else ""
         rows.append(row((stream_name(stream), ms(busy), percent(busy, timeline.seconds), waits, told), (1, 2, 3)))
     head = "stream", "busy", "of the step", "exposed", "a rank receives"
     return table(head, rows, numbers=(1, 2, 3), caption="Streams, simulated")

@@ -28,7 +28,7 @@ code { font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospac
 .cards div { background: var(--soft); border-radius: 8px; padding: 12px 14px; min-width: 0; }
 .cards dt { color: var(--dim); font-size: 13px; }
 .cards dd { margin: 0; }
-.cards dd.value { font-size: 24px; line-height: 1.3; font-weight: 600; }
+.cards dd.value { font-size: 22px; line-height: 1.3; font-weight: 600; }
 .cards dd.note { font-size: 12.5px; line-height: 1.4; color: var(--dim); }
 .cards svg { display: block; margin: 4px 0 6px; }
 .track { fill: var(--line); }
@@ -41,7 +41,7 @@ thead th { color: var(--dim); font-size: 12.5px; white-space: nowrap; }
 .n { text-align: right; white-space: nowrap; }
 td.bar { min-width: 110px; width: 22%; vertical-align: middle; }
 tr.chosen th, tr.chosen td { font-weight: 650; }
-.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0 40px; }
+.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 390px), 1fr)); gap: 0 36px; }
 .columns > * { min-width: 0; }
 figure { margin: 16px 0; }
 figcaption { font-size: 13px; color: var(--dim); margin-top: 6px; max-width: 90ch; }
@@ -76,15 +76,18 @@ svg text.dim, .scroll .z1 text, .scroll .z4 text, .scroll .z16 text { fill: var(
 rect.x[height="22"] { fill: url(#ap-hatch); }
 .stroke { stroke: var(--x); stroke-width: 2; fill: none; }
 .peak { stroke: var(--ink); stroke-dasharray: 3 3; }
-text.peak, text.limit { stroke: none; }
+text.peak { stroke: none; }
 .limit { stroke: var(--x); stroke-width: 1.5; }
-text.limit { fill: var(--x); }
+text.limit { fill: var(--x); paint-order: stroke; stroke: var(--paper); stroke-width: 4; }
+.short text { display: none; }
+.step:has(input[value="4"]:checked) .short text, .step:has(input[value="16"]:checked) .short text { display: inline; }
+span.last { display: inline-block; min-width: 210px; }
 .curve { fill: none; stroke: var(--a); stroke-width: 2; vector-effect: non-scaling-stroke; }
 .times { color: var(--dim); white-space: nowrap; }
 .modules table { width: 100%; }
 .modules td div + div { margin-top: 2px; }
 .modules code { white-space: normal; }
-.modules th[scope=row] { overflow-wrap: anywhere; min-width: 150px; }
+.modules th[scope=row] { overflow-wrap: anywhere; min-width: 180px; }
 .lives { color: var(--e); }
 .sent { white-space: nowrap; }
 footer { margin-top: 40px; color: var(--dim); font-size: 13px; }

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.lower.program import Kind
+from autopar.page.blocks import told
 from cost_models.simulator import Change, Timeline, changes
 
 SAVED = "saved for backward"
@@ -80,7 +81,7 @@ def stack_of(timeline: Timeline, tier: str, bins: int = BINS) -> Stack:
     levels = {tenant: tuple(step[tenant] for step in steps) for tenant in TENANTS}
     return Stack(
         tier, tuple(times), {tenant: ones for tenant, ones in levels.items() if any(ones)}, at, memory.peak_at,
-        timeline.events[memory.peak_event].name, _holders(found, saved, memory.peak_bytes),
+        told(timeline.events[memory.peak_event]), _holders(found, saved, memory.peak_bytes),
     )  # fmt: skip
 
 
@@ -113,5 +114,5 @@ def _holders(found: list[Change], saved: set[int], peak: int) -> tuple[tuple[str
         total += change.sign * change.hold.nbytes
         if change.at >= 0 and total == peak:
             break
-    told = [(owner, tenant, nbytes) for (owner, tenant), nbytes in held.items() if nbytes]
-    return tuple(sorted(told, key=lambda one: (-one[2], one[:2])))
+    largest = [(owner, tenant, nbytes) for (owner, tenant), nbytes in held.items() if nbytes]
+    return tuple(sorted(largest, key=lambda one: (-one[2], one[:2])))

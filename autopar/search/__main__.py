@@ -20,9 +20,10 @@ from autopar.ir.batch_norm import parts_of
 from autopar.ir.graph import Graph
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED
 from autopar.machine.device import device_type_of, tf32_set
+from autopar.page import write_html
 from autopar.plan import Plan
 from autopar.search import curve, stopping
-from autopar.search.baselines import Row, compare, table
+from autopar.search.baselines import Row, besides, compare, table
 from autopar.search.command.arguments import Asked, or_bad, parser, read
 from autopar.search.command.traced import as_ddp, traced
 from autopar.search.document import document
@@ -215,6 +216,7 @@ def _write(asked: Asked, found: _Found, progress: Progress) -> None:
     plan, points = found.plan, found.points
     writers: Mapping[str, Callable[[Path], None]] = {
         "-o": plan.save,
+        "--html": lambda path: _write_page(path, asked, found),
         "--dot": lambda path: write_whole(path, plan.to_dot()),
         "--trace": lambda path: to_trace(plan, path, asked.hardware),
         "--problem": lambda path: write_posed(found.problems[-1], path),
@@ -228,6 +230,13 @@ def _write(asked: Asked, found: _Found, progress: Progress) -> None:
         except OSError as error:
             raise BadArgument(f"cannot write {error.filename or path}: {error.strerror}") from error
         progress(f"wrote {path}")
+
+
+def _write_page(path: Path, asked: Asked, found: _Found) -> None:
+    write_html(
+        found.plan, path, asked.hardware, model=asked.model, baselines=besides(found.plan, found.rows),
+        curve=[(point.limit, point.plan.predicted_seconds) for point in found.points],
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -129,6 +129,8 @@ def _what_is_told(add: Callable[..., object]) -> None:
         help="also find the plans for less memory and for more, and print step time over memory; FILE is an SVG "
         "picture of it")  # fmt: skip
     add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
+    add("--html", metavar="FILE",
+        help="write the plan as a page for a browser: why, modules, the step and its memory over time")  # fmt: skip
     add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
     add("--trace", metavar="FILE", help="write the predicted step for chrome://tracing or ui.perfetto.dev")
     add("--problem", metavar="FILE",
@@ -167,8 +169,8 @@ def read(given: argparse.Namespace, progress: Progress) -> Asked:
     precision = or_bad(lambda: precision_named(given.precision))
     check_time_limit(given.time_limit)
     files = {
-        "-o": given.output, "--dot": given.dot, "--trace": given.trace, "--problem": given.problem,
-        "--memory-curve": given.memory_curve or None,
+        "-o": given.output, "--html": given.html, "--dot": given.dot, "--trace": given.trace,
+        "--problem": given.problem, "--memory-curve": given.memory_curve or None,
     }  # fmt: skip
     return Asked(
         given.model, mesh, hardware, memory,
