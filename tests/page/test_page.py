@@ -1,4 +1,4 @@
-"""The page as text: whole, bounded, always the same, with all that the plan has, and nothing that a name smuggles in."""
+"""The page as text: whole, bounded, always the same, with all that the plan has, and no name becomes a part of it."""
 
 import re
 from dataclasses import replace
@@ -117,7 +117,7 @@ def test_it_needs_nothing_else_and_says_what_its_pictures_show(plan, page):
 
 
 def test_names_are_text(tmp_path):
-    graph = lower(normalise(capture(Evil(), (torch.randn(8, 16),), {})))
+    graph = normalise(lower(capture(Evil(), (torch.randn(8, 16),), {})))
     found = search(graph, Mesh(("data",), (2,)), Hardware.load("h100-sxm"))
     tree = read(to_html(found, model=EVIL))
     assert not tree.all("script") and f"{EVIL}: " in tree.all("title")[0].text
@@ -135,8 +135,8 @@ def test_the_same_plan_gives_the_same_bytes(plan, tmp_path):
 def test_it_stays_small_however_long_the_step_is(plan):
     """What grows with the step is the picture; a module more is a row, and equal ones are one."""
     assert len(to_html(plan).encode()) < LARGEST / 4
-    timeline = play(tiled(timeline_of(plan, drawn("gpt2", (2, 2), 1)[1], 1).events, 30))
-    assert len(timeline.events) > 20_000
+    timeline = play(tiled(timeline_of(plan, drawn("gpt2", (2, 2), 1)[1], 1).events, 12))
+    assert len(timeline.events) > 5_000
     drawn_long = figure(timeline, blocks_of(timeline, plan), [stack_of(timeline, "hbm")], None)
     assert len(drawn_long.encode()) < LARGEST * 3 / 4
 
