@@ -74,7 +74,7 @@ def to_html(
             "head", tag("meta", charset="utf-8"),
             tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
             tag("meta", name="color-scheme", content="light dark"),
-            tag("title", f"{name}: {ms(plan.predicted_seconds)} a step, simulated"), tag("style", STYLE),
+            tag("title", f"{name}: {ms(plan.predicted_seconds)} a step, {plan.measure}"), tag("style", STYLE),
         ),
         tag("body", body), lang="en",
     )  # fmt: skip
@@ -198,7 +198,8 @@ def _compared(
     yield tag("h2", "Compared")
     for caption, rows in (("Candidates", simulated), ("Baselines", baselines), ("Meshes", meshes)):
         if rows:
-            yield _beside(f"{caption}, simulated", rows)
+            measure = "simulated" if rows is simulated else plan.measure
+            yield _beside(f"{caption}, {measure}", rows)
     if curve:
         yield curve_figure(curve, plan.measure)
 

@@ -66,7 +66,7 @@ def _throughput(plan: PlanValue) -> Iterator[Figure]:
         if count is not None and used.seconds
     ]
     if rates:
-        yield Figure("throughput", rates[0], "; ".join([*rates[1:], "of all ranks, simulated"]))
+        yield Figure("throughput", rates[0], "; ".join([*rates[1:], f"of all ranks, {plan.measure}"]))
     if used.mfu is not None and used.peak_flops_per_s is not None:
         peak = f"of the {used.peak_flops_per_s / 1e12:.4g} TFLOP/s of {used.dtype} of each rank"
         yield Figure("model flops utilisation", f"{100 * used.mfu:.1f} %", peak)

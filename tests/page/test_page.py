@@ -72,7 +72,7 @@ def test_what_is_drawn_of_a_stream_is_as_wide_as_it_works(plan, page):
 
 def test_it_has_the_figures_of_the_plan(plan, page):
     assert texts(page, "h1") == ["a <model>"] and ms(plan.predicted_seconds) in texts(page, "dd")
-    assert page.all("title")[0].text == f"a <model>: {ms(plan.predicted_seconds)} a step, simulated"
+    assert page.all("title")[0].text == f"a <model>: {ms(plan.predicted_seconds)} a step, {plan.measure}"
     limit = f"of the limit {human(2.0**30)}"
     assert any(limit in told for told in texts(page, "dd"))
     assert "a <note> & more" in texts(page, "li")
@@ -94,7 +94,7 @@ def test_what_else_was_searched_is_there_when_it_is_given(plan):
     meshes = [Beside("data=4", 2e-3, 1000, "<fits>"), Beside("data=2,tensor=2", None, None, "does not fit")]
     curve = [(1e9, 3e-3), (2e9, 2.5e-3), (4e9, 2e-3)]
     tree = read(to_html(plan, meshes=meshes, baselines=[Beside("zero2", 1e-3, 5e8)], curve=curve))
-    (table,) = [t for t in tree.all("table") if "Meshes, simulated" in texts(t, "caption")]
+    (table,) = [t for t in tree.all("table") if f"Meshes, {plan.measure}" in texts(t, "caption")]
     assert [row.all("th")[0].text for row in table.all("tbody")[0].all("tr")] == ["data=4", "data=2,tensor=2"]
     assert "<fits>" in texts(table, "td")
     circles = tree.all("circle")
