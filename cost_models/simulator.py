@@ -30,7 +30,7 @@ class Hold:
 
     From the start of its event, or from the end of event `since`; until its event and all of `until` (the readers) have
     ended, or with `until` None until the end of the step. `resident`: before the step, throughout it, and after it;
-    with `at_first_update` of the first step only from its update on.
+    with `at_first_update` of the first step only from its update on. `kind`: what it is for, as whoever wrote it says.
     """
 
     tenant: str
@@ -40,6 +40,7 @@ class Hold:
     until: tuple[int, ...] | None = ()
     resident: bool = False
     at_first_update: bool = False
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,17 @@ class Memory:
     peak_at: float
     peak_event: int
     holders: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A hold begins (`sign` 1) or ends (-1) at event `at`; what is there before the step begins at event -1."""
+
+    seconds: float
+    at: int
+    hold: Hold
+    sign: int
+    span: int  # which of the spans: a hold's begin and its end have the same
 
 
 @dataclass(frozen=True)
@@ -244,6 +256,24 @@ class _Span:
 
 
 def _memory(events: Sequence[Event], starts: list[float], ends: list[float], seconds: float) -> dict[str, Memory]:
+    spans, always = _spans(events, starts, ends, seconds)
+    return {tier: _one_tier(spans[tier], always[tier]) for tier in sorted({*spans, *always})}
+
+
+def changes(timeline: Timeline, tier: str) -> list[Change]:
+    """Every change of what a tier holds, in the order in which `Memory` counts them; what is resident comes first."""
+    spans, always = _spans(timeline.events, timeline.starts, timeline.ends, timeline.seconds)
+    found = [(span.begin, span.hold.nbytes, number, span.hold, 1) for number, span in enumerate(spans[tier])]
+    found += [(span.end, -span.hold.nbytes, number, span.hold, -1) for number, span in enumerate(spans[tier])]
+    found.sort(key=lambda one: one[:3])
+    resident = [Change(0.0, -1, hold, 1, -1 - number) for number, hold in enumerate(always[tier])]
+    return resident + [Change(key[0], key[1], hold, sign, number) for key, _, number, hold, sign in found]
+
+
+def _spans(
+    events: Sequence[Event], starts: Sequence[float], ends: Sequence[float], seconds: float
+) -> tuple[dict[str, list[_Span]], dict[str, list[Hold]]]:
+    """Tier -> what it holds for a time, and throughout the step."""
     spans: dict[str, list[_Span]] = defaultdict(list)
     always: dict[str, list[Hold]] = defaultdict(list)
     for number, event in enumerate(events):
@@ -270,7 +300,7 @@ def _memory(events: Sequence[Event], starts: list[float], ends: list[float], sec
                 end = (ends[last], last, 1)
             if begin < end:
                 spans[hold.tier].append(_Span(begin, end, hold))
-    return {tier: _one_tier(spans[tier], always[tier]) for tier in sorted({*spans, *always})}
+    return spans, always
 
 
 def _one_tier(spans: list[_Span], always: list[Hold]) -> Memory:

@@ -157,7 +157,7 @@ def demo(args: argparse.Namespace) -> int:
     held_out = next(batches(text, held_out=True))
     with torch.no_grad():
         loss = parallel.eval()(**as_inputs(held_out)).loss.item()
-    save(parallel, optimizer, args.out)
+    save(parallel, optimizer, args.out, args.hardware)
 
     if dist.get_rank() > 0:
         dist.barrier()  # the rest is for one process; this one waits
@@ -214,6 +214,7 @@ def learns_the_same(model: nn.Module, text: Tensor, ours: Trained, args: argpars
 
 WRITTEN = {
     "plan.json": "the plan: autopar.compile(model, mesh, plan='plan.json') runs it without a search",
+    "plan.html": "the plan as a page for a browser: its modules, the step over time, memory",
     "plan.dot": "its picture: dot -Tsvg plan.dot -o plan.svg",
     "loss.png": "both loss curves, and their difference",
     "losses.csv": "the numbers behind them",
@@ -294,7 +295,7 @@ def train(module: nn.Module, text: Tensor, steps: int, beside: History | None = 
 # --- saving and loading ----------------------------------------------------------------------------------------------
 
 
-def save(parallel: Any, optimizer: Any, out: Path) -> None:
+def save(parallel: Any, optimizer: Any, out: Path, hardware: str | None) -> None:
     """The plan, by one rank; what was learned by all, twice: each rank its own part, with the optimizer; and the whole
     weights in one file.
     """
@@ -303,10 +304,14 @@ def save(parallel: Any, optimizer: Any, out: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 
+    from autopar.machine.device import hardware_or_here
+    from autopar.page import write_html
+
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
         parallel.plan.save(out / "plan.json")
         (out / "plan.dot").write_text(parallel.plan.to_dot())
+        write_html(parallel.plan, out / "plan.html", hardware_or_here(hardware, "cpu"), model="GPT-2 of the demo")
     dist.barrier()
     weights, optimizer_state = get_state_dict(parallel, optimizer)
     warnings.filterwarnings("ignore", message="Detected an existing checkpoint")  # of the run before

@@ -13,7 +13,7 @@ from autopar.ir.layout import local_type
 from autopar.ir.work import STORE, VIEWS
 from autopar.plan.axes import words
 from autopar.plan.listing import columns, parameters, products
-from autopar.plan.reading import WIDTH, flops_in, parameters_of, percent, wrapped
+from autopar.plan.reading import WIDTH, flops_in, ms, parameters_of, percent, wrapped
 from autopar.plan.tell import human, modes_of
 from autopar.plan.utilisation import utilisation
 from autopar.plan.value import PlanValue
@@ -27,8 +27,8 @@ TIGHT = 0.95  # of the memory limit: from here on memory shaped the plan
 
 def explain(plan: PlanValue) -> str:
     """About 40 lines of at most 110 columns (a few more on a mesh of many axes, or with long notes)."""
-    facts = [*_head(plan), *_time(plan), *_utilisation(plan), *_candidates(plan), *_memory(plan)]
-    facts += [*_saving(plan), *words(plan)]
+    facts = [*head(plan), *_time(plan), *_utilisation(plan), *_candidates(plan), *_memory(plan)]
+    facts += [*saving(plan), *words(plan)]
     notes = [*_notes(plan)]
     left = HEIGHT - len(facts) - len(notes) - 4  # each table has a line above and one below
     of_products = [*products(plan, max(3, left * 2 // 5))]
@@ -37,14 +37,11 @@ def explain(plan: PlanValue) -> str:
     return "\n".join(part for line in lines for part in wrapped(line, "    ")) + "\n"
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
-
-
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _head(plan: PlanValue) -> Iterator[str]:
+def head(plan: PlanValue) -> Iterator[str]:
+    """The mesh and the machine, and in what the model computes."""
     yield f"mesh {plan.mesh} ({plan.mesh.ranks} ranks) on {plan.hardware}, optimizer {plan.optimizer}"
     if norms := batch_norm.told(plan.graph):
         yield f"batch norm: {norms}"
@@ -64,13 +61,13 @@ def _time(plan: PlanValue) -> Iterator[str]:
     parts = sum(plan.seconds_by.values())
     overlapped = parts - plan.step_seconds
     how = (
-        f"{_ms(overlapped)} of the parts overlap"
+        f"{ms(overlapped)} of the parts overlap"
         if overlapped > 1e-6 * parts
         else "the sum of its parts, nothing overlaps"
     )
     if plan.simulated_seconds is not None and plan.prefetch is not None:
-        how = f"collectives are overlapped with compute; without overlap {_ms(plan.step_seconds)}"
-    yield f"step time {_ms(plan.predicted_seconds)}, {plan.measure}: {how}"
+        how = f"collectives are overlapped with compute; without overlap {ms(plan.step_seconds)}"
+    yield f"step time {ms(plan.predicted_seconds)}, {plan.measure}: {how}"
     for name in ("compute", "optimizer", "reorder"):
         yield _time_line(plan, name, plan.seconds_by.get(name, 0.0), "")
     for axis in plan.mesh.names:
@@ -82,36 +79,36 @@ def _time(plan: PlanValue) -> Iterator[str]:
         seconds = plan.seconds_by.get(f"comm:{axis}", 0.0)
         told = f"a rank receives {', '.join(sent) or 'nothing'}"
         if isinstance(exposed := plan.search.get(f"exposed:{axis}"), float):
-            told = f"{_ms(exposed)} of it exposed; {told}"
+            told = f"{ms(exposed)} of it exposed; {told}"
         line = _time_line(plan, f"communication, {axis}", seconds, "")
         yield from textwrap.wrap(f"{line}   {told}", WIDTH, subsequent_indent=" " * 48, drop_whitespace=True)
     for way, told in (("h2d", "host to device"), ("d2h", "device to host")):
         if way in plan.seconds_by:
             exposed = plan.search.get(f"exposed:{way}")
-            tail = f"{_ms(exposed)} of it exposed" if isinstance(exposed, float) else ""
+            tail = f"{ms(exposed)} of it exposed" if isinstance(exposed, float) else ""
             yield _time_line(plan, told, plan.seconds_by[way], tail)
     known = {"compute", "optimizer", "reorder", "h2d", "d2h", *(f"comm:{axis}" for axis in plan.mesh.names)}
     for name in sorted(plan.seconds_by.keys() - known):
         yield _time_line(plan, name, plan.seconds_by[name], "")
-    yield from _proven(plan)
+    yield from proven(plan)
 
 
-def _proven(plan: PlanValue) -> Iterator[str]:
+def proven(plan: PlanValue) -> Iterator[str]:
     """A gap is of the measure that its bound is of, which is named where there are two."""
     if plan.bound <= 0:
         yield "no lower bound is known for this plan"
         return
     gap = f"gap {100 * plan.gap:.2f} %"
     if plan.prefetch is None or plan.simulated_seconds is None:
-        yield f"proven: no plan of the searched space takes less than {_ms(plan.bound)}; {gap}"
+        yield f"proven: no plan of the searched space takes less than {ms(plan.bound)}; {gap}"
         return
-    least, took = f"no plan of the searched space takes less than {_ms(plan.bound)}", _ms(plan.step_seconds)
+    least, took = f"no plan of the searched space takes less than {ms(plan.bound)}", ms(plan.step_seconds)
     yield from wrapped(f"proven, without overlap: {least}; this one takes {took}: {gap}")
     if least_s := plan.simulated_bound:
         gap = f"gap {100 * (1 - least_s / plan.simulated_seconds):.2f} %"
         yield from wrapped(
-            f"proven, simulated: none takes less than {_ms(least_s)}, for computing alone; this one takes "
-            f"{_ms(plan.simulated_seconds)}: {gap}"
+            f"proven, simulated: none takes less than {ms(least_s)}, for computing alone; this one takes "
+            f"{ms(plan.simulated_seconds)}: {gap}"
         )
     else:
         yield "proven, simulated: no lower bound is known"
@@ -123,24 +120,33 @@ def _utilisation(plan: PlanValue) -> Iterator[str]:
 
 
 def _time_line(plan: PlanValue, name: str, seconds: float, tail: str) -> str:
-    line = f"  {name:<22}{_ms(seconds):>14}{percent(seconds, plan.step_seconds):>7}"
+    line = f"  {name:<22}{ms(seconds):>14}{percent(seconds, plan.step_seconds):>7}"
     return f"{line}   {tail}".rstrip()
 
 
 def _candidates(plan: PlanValue) -> Iterator[str]:
     """Why this plan: the ones that were simulated."""
-    if not plan.candidates:
-        return
+    if plan.candidates:
+        yield why(plan)
+        yield from columns([CANDIDATE, *candidates(plan)])
+
+
+CANDIDATE = "candidate", "simulated", "without overlap", "peak", ""
+
+
+def why(plan: PlanValue) -> str:
     overlapped = " with collectives overlapped" if any(one.prefetch is not None for one in plan.candidates) else ""
-    yield f"why this plan: the quickest of those simulated{overlapped}"
-    rows = [("candidate", "simulated", "without overlap", "peak", "")]
+    return f"why this plan: the quickest of those simulated{overlapped}"
+
+
+def candidates(plan: PlanValue) -> Iterator[tuple[str, ...]]:
+    """Of each candidate, what `CANDIDATE` names."""
     for one in plan.candidates:
         peak = "" if one.peak_bytes is None else human(one.peak_bytes)
         prefetch = f"prefetch {one.prefetch}" if one.prefetch else ""
         mark = "(this plan)" if one.name == plan.search.get("candidate") else ""
-        times = ["" if s is None else _ms(s) for s in (one.simulated_seconds, one.step_seconds)]
-        rows.append((one.name, times[0], times[1], peak, " ".join(filter(None, (one.why or prefetch, mark)))))
-    yield from columns(rows)
+        times = ["" if s is None else ms(s) for s in (one.simulated_seconds, one.step_seconds)]
+        yield one.name, times[0], times[1], peak, " ".join(filter(None, (one.why or prefetch, mark)))
 
 
 def _memory(plan: PlanValue) -> Iterator[str]:
@@ -149,13 +155,13 @@ def _memory(plan: PlanValue) -> Iterator[str]:
         if tier == DEVICE and limit is None:
             told += "; no limit was given"
         elif tier == DEVICE and limit is not None:
-            told += f", {percent(nbytes, limit)} of the limit {human(limit)}: {_role_of(limit, plan, nbytes)}"
+            told += f", {percent(nbytes, limit)} of the limit {human(limit)}: {role_of(limit, plan, nbytes)}"
         yield from wrapped(told)
     for tier in sorted(plan.peak_bytes):
-        yield from _price(plan, tier)
+        yield from price(plan, tier)
 
 
-def _role_of(limit: float, plan: PlanValue, nbytes: int) -> str:
+def role_of(limit: float, plan: PlanValue, nbytes: int) -> str:
     """What the limit of the device's memory did to the plan."""
     fastest = plan.search.get("fastest_bytes")
     if isinstance(fastest, int) and fastest > limit:
@@ -167,7 +173,7 @@ def _role_of(limit: float, plan: PlanValue, nbytes: int) -> str:
     return "memory is not what limits it"
 
 
-def _price(plan: PlanValue, tier: str) -> Iterator[str]:
+def price(plan: PlanValue, tier: str) -> Iterator[str]:
     """What a little more memory would save at most, by the solver's price of it, where that is known."""
     price = plan.search.get(f"ms_per_gib:{tier}")
     if not isinstance(price, float) or price <= 0 or (tier == DEVICE and plan.memory_limit is None):
@@ -186,7 +192,7 @@ def _price(plan: PlanValue, tier: str) -> Iterator[str]:
         yield f"price of memory: +{whole} of {tier} would save up to {saved:.3g} ms a step{of}"
 
 
-def _saving(plan: PlanValue) -> Iterator[str]:
+def saving(plan: PlanValue) -> Iterator[str]:
     """What is not kept on the device."""
     again: list[Node] = []
     offloaded = here = streamed = 0

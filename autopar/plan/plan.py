@@ -7,12 +7,13 @@ from pathlib import Path
 from autopar.plan import store
 from autopar.plan.dot import to_dot
 from autopar.plan.explain import explain
+from autopar.plan.glance import to_fragment
 from autopar.plan.value import PlanValue
 
 
 class Plan(PlanValue):
     """Every decision, with what was predicted of it: see `PlanValue` for its parts. How its step is simulated, as a
-    trace for a viewer, `autopar.simulate.timeline.to_trace` writes.
+    trace for a viewer, `autopar.simulate.timeline.to_trace` writes; all of it as one page, `autopar.page.write_html`.
     """
 
     def save(self, path: str | Path) -> None:
@@ -38,3 +39,7 @@ class Plan(PlanValue):
     def explain(self) -> str:
         """The plan as one screen of text; see `autopar.plan.explain`."""
         return explain(self)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows; the whole page is made by `autopar.page.to_html`."""
+        return to_fragment(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from autopar.ir import precision
 from autopar.ir.graph import Node, TensorType
@@ -18,6 +18,23 @@ WIDTH = 110  # columns of text
 def wrapped(line: str, indent: str = "  ") -> Iterator[str]:
     """The line, on as many as it needs: what it says at its end is often what matters."""
     yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent)
+
+
+def sentences(lines: Iterable[str]) -> Iterator[str]:
+    """Lines that `wrapped` made, one for each that it was given."""
+    told: list[str] = []
+    for line in lines:
+        if told and not line.startswith("  "):
+            yield " ".join(told)
+            told = []
+        told.append(line.strip())
+    if told:
+        yield " ".join(told)
+
+
+def ms(seconds: float) -> str:
+    """`10.835 ms`."""
+    return f"{seconds * 1e3:.3f} ms"
 
 
 def percent(part: float, whole: float) -> str:

@@ -66,12 +66,12 @@ class Utilisation:
         """In words; nothing where the model has no products."""
         if not self.model_flops or not self.seconds:
             return
-        text = f"model flops {_short(self.model_flops)} a step ({COUNTED})"
+        text = f"model flops {short(self.model_flops)} a step ({COUNTED})"
         if self.mfu is not None and self.peak_flops_per_s is not None:
             text += f": MFU {100 * self.mfu:.1f} % of the {self.peak_flops_per_s / 1e12:.4g} TFLOP/s of {self.dtype}"
         yield text
         rates = [
-            f"{_short(count / self.seconds)} {name}/s, {_short(count / self.seconds / self.ranks)} on each rank"
+            f"{short(count / self.seconds)} {name}/s, {short(count / self.seconds / self.ranks)} on each rank"
             for name, count in (("samples", self.samples), ("tokens", self.tokens))
             if count is not None
         ]
@@ -79,7 +79,7 @@ class Utilisation:
             yield "; ".join(rates)
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """Four digits, and tera for what is that large."""
     if number >= 1e12:
         return f"{number / 1e12:,.4g}T"

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from autopar.errors import BadArgument, TraceError
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED
+from autopar.page import write_html
 from autopar.plan import Plan
 from autopar.search import curve, meshes, stopping
-from autopar.search.baselines import Row, compare, table
+from autopar.search.baselines import Row, besides, compare, table
 from autopar.search.command.arguments import Asked, parser, read
 from autopar.search.command.posing import Answered, Posing, answered, posed, timed
 from autopar.search.command.sized import is_sizing, request_of, sized
@@ -180,6 +181,7 @@ def _write(asked: Asked, found: _Found, progress: Progress) -> None:
     plan, points = found.plan, found.points
     writers: dict[str, Callable[[Path], None]] = {
         "-o": plan.save,
+        "--html": lambda path: _write_page(path, asked, found),
         "--dot": lambda path: write_whole(path, plan.to_dot()),
         "--trace": lambda path: to_trace(plan, path, asked.hardware),
         "--problem": lambda path: write_posed(found.answered.problem, path),
@@ -197,6 +199,14 @@ def _write(asked: Asked, found: _Found, progress: Progress) -> None:
         except OSError as error:
             raise BadArgument(f"cannot write {error.filename or path}: {error.strerror}") from error
         progress(f"wrote {path}")
+
+
+def _write_page(path: Path, asked: Asked, found: _Found) -> None:
+    write_html(
+        found.plan, path, asked.hardware, model=asked.model, baselines=besides(found.plan, found.rows),
+        curve=[(point.limit, point.plan.predicted_seconds) for point in found.points],
+        meshes=meshes.besides(found.answered.meshes),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

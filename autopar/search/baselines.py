@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.batch_norm import GLOBAL, LOCAL, statistics_of
+from autopar.page import Beside
 from autopar.plan import Plan
 from autopar.plan.tell import human
 from autopar.search.overlap_loop import best_prefetch
@@ -13,6 +14,7 @@ from autopar.search.policies import REWRITES, called, policies_for
 from autopar.search.problems import Stop, never
 from autopar.search.request import Request
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
+from cost_models.steps import DEVICE
 
 DDP = "data-parallel"
 OVER = {GLOBAL: "whole batch", LOCAL: "rank's part"}
@@ -119,6 +121,24 @@ def table(chosen: Plan, rows: Sequence[Row]) -> str:
         lines.append("  --batch-norm local searches for plans that do so, too")
     lines += [f"  {line}" for line in _quicker(chosen, rows)]
     return "\n".join(lines) + "\n"
+
+
+def besides(chosen: Plan, rows: Sequence[Row]) -> list[Beside]:
+    """The comparison for a page (`autopar.page`); nothing, where nothing was compared."""
+    if not rows:
+        return []
+    found = [Beside("this plan", chosen.predicted_seconds, chosen.peak_bytes[DEVICE], "", True)]
+    for row in rows:
+        if row.plan is None:
+            found.append(Beside(row.policy, None, None, row.why))
+            continue
+        *_, moved_told, ratio, fits = _figures(row.plan, chosen)
+        note = f"{ratio}, moves {moved_told} per rank" + ("" if fits == "yes" else f"; {fits}")
+        if row.plan.batch_norm != chosen.batch_norm:
+            note += f"; its batch norms are {OVER.get(row.batch_norm, '')}'s"
+        name = called(row.policy, row.plan.graph)
+        found.append(Beside(name, row.plan.predicted_seconds, row.plan.peak_bytes[DEVICE], note))
+    return found
 
 
 def _figures(plan: Plan, chosen: Plan) -> tuple[str, str, str, str, str]:

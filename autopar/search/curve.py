@@ -17,6 +17,7 @@ from autopar.assemble.builder import HOST
 from autopar.assemble.problem import DEVICE
 from autopar.ir.layout import local_type
 from autopar.ir.work import STORE, VIEWS
+from autopar.page.scales import ticks, unit_of
 from autopar.plan import Plan
 from autopar.plan.tell import human
 from autopar.search.overlap_loop import best_prefetch
@@ -203,13 +204,12 @@ def table(points: Sequence[Point]) -> str:
 
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 80, 20, 50, 60  # margins
-TICKS = 5  # about so many on an axis
 
 
 def picture(points: Sequence[Point]) -> str:
     """The curve as SVG. Between two limits stands the plan of the lower one, which fits there."""
     plan = points[-1].plan
-    scale, unit = _unit(points[-1].limit)
+    scale, unit = unit_of(points[-1].limit)
     xs = [point.limit / scale for point in points]
     ys = [point.plan.predicted_seconds * 1e3 for point in points]
     x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
@@ -252,18 +252,3 @@ def picture(points: Sequence[Point]) -> str:
 
 def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{more}>{escape(text)}</text>'
-
-
-def _unit(nbytes: float) -> tuple[float, str]:
-    """(bytes, name) of the largest unit of which there is one at least."""
-    known = ((1.0, "B"), (2.0**10, "KiB"), (2.0**20, "MiB"), (2.0**30, "GiB"))
-    return max(one for one in known if one[0] <= max(nbytes, 1.0))
-
-
-def ticks(low: float, high: float) -> list[float]:
-    """Round numbers in even steps, from one at or below `low` to one at or above `high`."""
-    span = max(high - low, 1e-3 * abs(high), 1e-9)
-    power = 10 ** math.floor(math.log10(span / TICKS))
-    step = next(power * times for times in (1, 2, 5, 10) if power * times * TICKS >= span)
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(number * step, 12) for number in range(first, max(last, first + 1) + 1)]

@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.assemble.problem import DEVICE
 from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.mesh import Mesh
+from autopar.page import Beside
 from autopar.plan import Plan
 from autopar.plan.tell import human
 from autopar.search.context import Progress, Question
@@ -183,11 +185,25 @@ def _nothing(meshes: Sequence[Mesh], errors: Sequence[Infeasible | NoAnswerInTim
     return Infeasible(told, best.at_least, best.enough)
 
 
+def _done(row: Row) -> str:
+    return row.why or ("" if row.searched else "first look only")
+
+
 def _told(row: Row) -> str:
     return row.why if row.plan is None else f"{row.seconds * 1e3:.3f} ms a step"
 
 
-# --- as text ---------------------------------------------------------------------------------------------------------
+# --- for readers ----------------------------------------------------------------------------------------------------
+
+
+def besides(rows: Sequence[Row]) -> list[Beside]:
+    """The meshes for a page (`autopar.page`), the quickest first."""
+    found: list[Beside] = []
+    for row in rows:
+        peak = None if row.plan is None else row.plan.peak_bytes[DEVICE]
+        seconds = None if row.plan is None else row.seconds
+        found.append(Beside(str(row.mesh), seconds, peak, _done(row), row is rows[0]))
+    return found
 
 
 def table(rows: Sequence[Row], called: Callable[[Row], str] = lambda row: str(row.mesh)) -> str:
@@ -196,7 +212,7 @@ def table(rows: Sequence[Row], called: Callable[[Row], str] = lambda row: str(ro
     assert best is not None
     lines = [("mesh", "ms per step", "to the best", "peak per rank", "")]
     for row in rows:
-        done = row.why or ("" if row.searched else "first look only")
+        done = _done(row)
         if row.plan is None:
             lines.append((called(row), "-", "-", "-", done))
             continue

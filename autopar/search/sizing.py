@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.sax.saxutils import escape
 
+from autopar.page.scales import ticks
 from autopar.plan import Plan
 from autopar.plan.tell import human
 from autopar.plan.utilisation import utilisation
-from autopar.search.curve import ticks
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MILLION = 1e6

@@ -151,4 +151,4 @@ class _Simulated:
 def _hold(buffer: Buffer, since: int | None, until: tuple[int, ...] | None) -> Hold:
     """None for `since`: it is resident; for `until`: to the end of the step."""
     first = buffer.kind in MADE_BY_FIRST_UPDATE
-    return Hold(buffer.owner, buffer.nbytes, buffer.tier, since, until, since is None, first)
+    return Hold(buffer.owner, buffer.nbytes, buffer.tier, since, until, since is None, first, buffer.kind.value)

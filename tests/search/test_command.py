@@ -117,14 +117,27 @@ def refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tu
 def test_the_command_writes_plan_and_picture_and_prints_one_object(folder: Path) -> None:
     """In a process of its own, from another folder, with no process group and no GPU."""
     (folder / "work").mkdir()
-    given = ["../tiny.py:build", *GOOD, "--json", "--baselines", "-o", "plan.json", "--dot", "plan.dot"]
+    given = [
+        "../tiny.py:build",
+        *GOOD,
+        "--json",
+        "--baselines",
+        "-o",
+        "plan.json",
+        "--dot",
+        "plan.dot",
+        "--html",
+        "p.html",
+    ]
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-m", "autopar.search", *given, "--memory", "4GiB"],
         cwd=folder / "work", env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told, plan = json.loads(done.stdout), Plan.load(folder / "work" / "plan.json")
-    assert files(folder / "work") == {"plan.json", "plan.dot"}
+    assert files(folder / "work") == {"plan.json", "plan.dot", "p.html"}
+    page = (folder / "work" / "p.html").read_text()
+    assert all(f">{row['policy']}</th>" in page for row in told["baselines"]) and "../tiny.py:build" in page
     assert "a model may print" in done.stderr and "refereed" in done.stderr
     assert (folder / "work" / "plan.dot").read_text() == plan.to_dot()
 

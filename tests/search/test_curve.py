@@ -171,14 +171,6 @@ def test_the_picture_is_xml_with_a_point_for_each_limit_within_its_frame(count: 
     assert any(text is not None and text.startswith("memory per rank, ") for text in texts)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (5.26, 47.9), (41.871, 43.2), (0.043, 0.081), (98.1, 98.1)])
-def test_ticks_are_round_numbers_around_what_is_shown(low: float, high: float) -> None:
-    found = curve.ticks(low, high)
-    assert found[0] <= low and high <= found[-1] and 2 <= len(found) <= curve.TICKS + 3
-    assert all(len(f"{tick:g}") <= 6 for tick in found)
-    assert len({round(b - a, 9) for a, b in pairwise(found)}) == 1
-
-
 def test_the_table_has_a_line_for_each_limit() -> None:
     points = points_of()
     head, names, *lines = curve.table(points).splitlines()

@@ -145,6 +145,8 @@ def _what_is_told(add: Callable[..., object]) -> None:
     add("--days", type=float, metavar="D", help="with --tokens: which of the table does it within so many days")
     add("--picture", metavar="FILE", help="write the table as a picture, an SVG")
     add("-o", "--output", metavar="FILE", help="write the plan as JSON, for autopar.compile(..., plan=FILE)")
+    add("--html", metavar="FILE",
+        help="write the plan as a page for a browser: why, modules, the step and its memory over time")  # fmt: skip
     add("--dot", metavar="FILE", help="write a picture of the plan for Graphviz (dot -Tsvg FILE)")
     add("--trace", metavar="FILE", help="write the predicted step for chrome://tracing or ui.perfetto.dev")
     add("--problem", metavar="FILE",
@@ -201,8 +203,8 @@ def _read(given: argparse.Namespace, name: str | None, count: str | None, progre
     precision = or_bad(lambda: precision_named(given.precision))
     check_time_limit(given.time_limit)
     files = {
-        "-o": given.output, "--dot": given.dot, "--trace": given.trace, "--problem": given.problem,
-        "--memory-curve": given.memory_curve or None,
+        "-o": given.output, "--html": given.html, "--dot": given.dot, "--trace": given.trace,
+        "--problem": given.problem, "--memory-curve": given.memory_curve or None,
     }  # fmt: skip
     or_bad(lambda: checked(given.top))
     if given.output is not None:
