@@ -14,7 +14,8 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.cuda import _sleep as cuda_sleep
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed._local_tensor._c10d import _prepare_collective_groups
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
 from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
@@ -29,6 +30,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def default_store() -> Any:
     """Where the processes of the default group find each other; a `clone` of it belongs to another thread."""
     return _get_default_store()
+
+
+def group_named(name: str) -> Any:
+    """The process group of that name, as functional collectives have it."""
+    return _resolve_process_group(name)
+
+
+def groups_like(name: str) -> list[list[int]]:
+    """The ranks of each group that stands for the group of that name where one process plays all ranks."""
+    ranks, offsets, _ = _prepare_collective_groups(_resolve_process_group(name))
+    return [[offset + rank for rank in ranks] for offset in offsets]
 
 
 # Operator -> what DTensor does for it instead of looking for layouts: called with (operator, args, kwargs).
@@ -50,5 +62,7 @@ __all__ = [
     "fx_graph_cse",
     "global_forward_hooks",
     "global_forward_pre_hooks",
+    "group_named",
+    "groups_like",
     "pytree",
 ]

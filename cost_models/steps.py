@@ -7,7 +7,7 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import inf
@@ -23,6 +23,10 @@ def _less_one(ranks: float) -> float:
 
 def _itself(ranks: float) -> float:
     return ranks
+
+
+def _one(ranks: float) -> float:
+    return 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ COLLECTIVES = {
         Collective("all_reduce", phases=2, hops=_less_one, pieces=_less_one),  # a reduce-scatter, then an all-gather
         Collective("all_to_all", phases=1, hops=_less_one, pieces=_less_one, pairwise=True),
         Collective("broadcast", phases=1, hops=_less_one, pieces=_itself),
+        Collective("shift", phases=1, hops=_one, pieces=_itself),  # each rank sends to its neighbour, all at once
     )
 }
 
@@ -117,7 +122,7 @@ class Comm:
     """Run a collective over the `ranks` ranks of one mesh axis, or of several at once (`over`).
 
     `nbytes` is the payload on one rank: all_gather: the gathered output; reduce_scatter: the full input;
-    all_reduce: the tensor; all_to_all: the local tensor; broadcast: the tensor.
+    all_reduce: the tensor; all_to_all: the local tensor; broadcast: the tensor; shift: what a rank passes on.
     """
 
     collective: str
@@ -168,12 +173,22 @@ class Loop:
 Step = Compute | Comm | Move | Loop
 
 
+def unrolled(steps: Iterable[Step]) -> Iterator[Compute | Comm | Move]:
+    """The steps, those of loops as often as they run."""
+    for step in steps:
+        if isinstance(step, Loop):
+            for _ in range(step.rounds):
+                yield from unrolled(step.body)
+        else:
+            yield step
+
+
 def received_bytes(comm: Comm) -> int:
     """Bytes that one rank receives from other ranks: algorithmic bytes, not what a transport puts on the wire.
 
     With g ranks and n = comm.nbytes: all_gather, reduce_scatter and all_to_all (g-1)/g n, all_reduce 2(g-1)/g n,
-    broadcast n (a rank that is not the root). Exact where g divides n; otherwise each phase is rounded down, so that an
-    all_reduce is a reduce_scatter and an all_gather to the byte. One rank receives nothing.
+    broadcast n (a rank that is not the root), shift n. Exact where g divides n; otherwise each phase is rounded down,
+    so that an all_reduce is a reduce_scatter and an all_gather to the byte. One rank receives nothing.
     """
     if comm.ranks == 1:
         return 0

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from autopar import _compat
 
@@ -138,6 +139,25 @@ def check_pytree() -> None:
     leaves, spec = _compat.pytree.tree_flatten_with_path({"a": [1, 2]})
     assert [_compat.pytree.keystr(path) for path, _ in leaves] == ["['a'][0]", "['a'][1]"]
     assert _compat.pytree.tree_unflatten([3, 4], spec) == {"a": [3, 4]}
+
+
+def check_group_named() -> None:
+    dist.init_process_group("fake", store=_compat.FakeStore(), rank=1, world_size=4)
+    try:
+        group = _compat.group_named(dist.group.WORLD.group_name)
+        assert (group.rank(), group.size()) == (1, 4)
+    finally:
+        dist.destroy_process_group()
+
+
+def check_groups_like() -> None:
+    dist.init_process_group("fake", store=_compat.FakeStore(), rank=0, world_size=6)
+    try:
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))
+        assert _compat.groups_like(mesh.get_group("a").group_name) == [[0, 3], [1, 4], [2, 5]]
+        assert _compat.groups_like(mesh.get_group("b").group_name) == [[0, 1, 2], [3, 4, 5]]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_each_name_does_what_we_use_it_for():

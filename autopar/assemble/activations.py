@@ -17,7 +17,7 @@ from autopar.assemble.builder import HOST, Array, Assembly
 from autopar.assemble.liveness import Read, Share
 from autopar.ir.graph import Node, Ref
 from autopar.ir.work import VIEWS
-from autopar.price.overlap_discounts import seconds_of
+from autopar.price.overlap_discounts import costs_of, seconds_of
 from autopar.propose.strategies import Strategy
 from autopar.rewrite import DROP, OFFLOAD, RECOMPUTE, SAVE, Again
 from autopar.rewrite.expose_choices import LOOK, looked_at
@@ -48,7 +48,7 @@ def add_modes(work: Assembly) -> Modes:
             continue
         strategies = work.options[work.item_of[again.origin]] if RECOMPUTE in again.modes else ()
         still = [mode for mode in again.modes if mode != RECOMPUTE]
-        cost = np.concatenate([np.zeros(len(still)), work.pricer.costs(strategies)])
+        cost = np.concatenate([np.zeros(len(still)), costs_of(work.pricer, work.shares, strategies)])
         item = work.mode_of[name] = work.add_item(f"{again.origin} in backward", strategies, cost)
         options = (*((mode, None) for mode in still), *((RECOMPUTE, s) for s in strategies))
         found[again.origin] = Rematerialization(item, options, again)

@@ -120,12 +120,13 @@ class Assembly:
         """Bytes of what the operator makes and drops while it runs, in each option."""
         types, mesh = operand_types(node, self.node_of), self.pricer.mesh
         if not temporary_bytes(node, types):
-            return np.zeros(len(self.options[item]))
+            return np.array([strategy.workspace for strategy in self.options[item]], dtype=np.float64)
         local = (
             [local_type(t, layout, mesh) for t, layout in zip(types, strategy.takes, strict=True)]
             for strategy in self.options[item]
         )
-        return np.array([temporary_bytes(node, given) for given in local], dtype=np.float64)
+        made = np.array([temporary_bytes(node, given) for given in local], dtype=np.float64)
+        return made + [strategy.workspace for strategy in self.options[item]]
 
     def made(self, type: TensorType, gives: list[Layout], takes: list[Layout], by: Read | int) -> tuple[Array, Array]:
         beside, alone = self.pricer.reshard_rooms(type, gives, takes)

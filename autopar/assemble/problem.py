@@ -32,7 +32,7 @@ from autopar.assemble.parameters import (
 )
 from autopar.ir.graph import Graph
 from autopar.ir.layout import REPLICATE, Layout
-from autopar.price.overlap_discounts import Shares
+from autopar.price.overlap_discounts import Shares, costs_of
 from autopar.price.pricer import Pricer
 from autopar.propose.repeated_blocks import classes_of
 from autopar.propose.strategies import NOTHING, Strategy, even_layouts
@@ -119,7 +119,7 @@ def _add_nodes(work: Assembly, class_of: Mapping[str, str]) -> None:
         if node.op == "parameter":
             options = resident_options(work, options)
         if id(options) not in priced:
-            priced[id(options)] = work.pricer.costs(options)
+            priced[id(options)] = costs_of(work.pricer, work.shares, options)
         cost = priced[id(options)]
         if node.op == "parameter":
             cost = cost + update_costs(work, node)

@@ -9,7 +9,8 @@ from math import isclose
 from autopar.ir.graph import Graph
 from autopar.lower import Program, lower
 from autopar.lower.memory import peaks
-from autopar.lower.program import Launch, Local, Operator, Run
+from autopar.lower.program import Launch, Local, Run, Update
+from autopar.lower.verify import flat
 from autopar.plan.plan import Plan
 from autopar.plan.value import Choice, Decision, Delivery
 from autopar.price.pricer import Pricer
@@ -33,12 +34,10 @@ def seconds_by(program: Program, pricer: Pricer) -> dict[str, float]:
         name = stream_of(step) if isinstance(step, Comm | Move) else part
         total[name] = total.get(name, 0.0) + seconds
 
-    for _, instruction in program:
+    for instruction in flat(program):
         match instruction:
             case Run(what, steps, share=share):
-                part = (
-                    "reorder" if isinstance(what, Local) else "compute" if isinstance(what, Operator) else "optimizer"
-                )
+                part = "reorder" if isinstance(what, Local) else "optimizer" if isinstance(what, Update) else "compute"
                 for step in steps:
                     add(step, share * pricer.seconds((step,)), part)
             case Launch(step=Comm() as step, in_bucket=True):

@@ -28,8 +28,11 @@ from autopar.lower.program import (
     Alloc,
     Copy,
     Free,
+    Inner,
+    Instruction,
     Launch,
     Local,
+    Loop,
     Operator,
     Read,
     Run,
@@ -37,6 +40,7 @@ from autopar.lower.program import (
     Transfer,
     Update,
     Wait,
+    Within,
 )
 from autopar.lower.verify import verify
 from autopar.plan import Choice, Delivery, Plan
@@ -44,7 +48,7 @@ from autopar.price.reshard import Work
 from autopar.propose.strategies import operand_types
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
-from cost_models.steps import DEVICE, Move
+from cost_models.steps import DEVICE, Comm, Move
 
 INPUT_KINDS = ("parameter", "buffer", "constant", "input")
 
@@ -183,13 +187,25 @@ class _Emitter:
         return fx.GraphModule(torch.nn.Module(), self.graph, class_name=name)
 
     def run(self) -> None:
-        for instruction in self.program.instructions[self.phase]:
+        self._write(self.program.instructions[self.phase], 0)
+
+    def _write(self, instructions: Sequence[Instruction], turn: int) -> None:
+        """`turn`: of the loop that these are the body of. Rounds are written one behind the other."""
+        for instruction in instructions:
             match instruction:
                 case Run(Operator(name), reads=reads, makes=makes):
                     self._node(self.node_of[name], [self.value(read) for read in reads], makes)
                 case Run(Local() as what, reads=reads, makes=makes):
                     self.writer.comment = self._comment(what.of)
                     self._local(what, [self.value(read) for read in reads], makes)
+                case Run(Inner() as what, reads=reads, makes=(made,)):
+                    assert made is not None
+                    self._inner(what, [self.value(read) for read in reads], made, turn)
+                case Loop(rounds, body, carried):
+                    for number in range(rounds):
+                        self._write(body, number + 1)
+                        for head, foot in carried:
+                            self.values[head] = self.values[foot]
                 case Launch():
                     self._launch(instruction)
                 case Wait(number):
@@ -236,6 +252,8 @@ class _Emitter:
         writer.comment = self._comment(launch.of)
         self.launched[launch.number] = launch
         match launch.step, launch.of:
+            case Comm(axis=axis), Within():
+                self.values[made] = writer.shift(value, axis)
             case Move(), Copy(name):
                 fetches = launch.step.dst == DEVICE
                 self._bind_value(made, Ref(name), (writer.fetch if fetches else writer.store)(value, name))
@@ -250,13 +268,17 @@ class _Emitter:
     def _wait(self, launch: Launch) -> None:
         (read,), (made,) = launch.reads, launch.makes
         self.writer.comment = self._comment(launch.of)
-        if launch.change is None:
+        if isinstance(launch.of, Within):
+            self.values[made] = self.writer.shifted(self.values[made])
+        elif launch.change is None:
             self.writer.wait_copy(self.values[made], self.values[read])
         else:
             self.values[made] = self.writer.waited(self.values[made], launch.change)
 
-    def _comment(self, of: Transfer | Update) -> str:
+    def _comment(self, of: Transfer | Update | Within) -> str:
         match of:
+            case Within(name):
+                return f"{self.plan.choices[name].body} of {name}"
             case Read(name, position):
                 ref, layout = self.node_of[name].operands[position], self.plan.choices[name].takes[position]
                 ahead = "" if self.plan.prefetch is None else f" for {name}"
@@ -276,6 +298,16 @@ class _Emitter:
     def _told_result(self, result: Result, delivery: Delivery) -> str:
         told = "" if result.ref is None else self._told(result.ref, delivery.layout)
         return f"{result.kind} {result.target}: {told}"
+
+    def _inner(self, what: Inner, values: Sequence[fx.Node], made: int, turn: int) -> None:
+        """One part of the loop that stands in for a node."""
+        node = self.node_of[what.node]
+        choice = self.plan.choices[what.node]
+        self.writer.comment = f"{self._told_node(node)}: {what.do.name}"
+        body = BodyWriter(self.writer, choice.body_axes, choice.body_size, (), ())
+        self.values[made] = what.do.write(body, turn if what.turn is None else what.turn, *values)
+        if what.result is not None:
+            self.ref_of[made] = Ref(node.name, what.result)
 
     def value(self, value: int) -> fx.Node:
         """What a value is called in this phase; from the forward, it is popped off the saved list here, once."""

@@ -82,6 +82,18 @@ def piece(x: Tensor, dim: int, parts: int, index: Tensor) -> Tensor:
     return x.unflatten(dim, (parts, x.shape[dim] // parts)).index_select(dim, index.reshape(1)).squeeze(dim)
 
 
+def cut_at(x: Tensor, dim: int, parts: int, coordinate: Tensor, turn: int) -> Tensor:
+    """The piece of `dim` that came from the rank `turn` places before this one on a ring of so many."""
+    return piece(x, dim, parts, torch.remainder(coordinate - turn, parts))
+
+
+def place_at(x: Tensor, made: Tensor, dim: int, parts: int, coordinate: Tensor, turn: int) -> Tensor:
+    """Write to `x`, which is contiguous, where `cut_at` reads."""
+    index = torch.remainder(coordinate - turn, parts).reshape(1)
+    x.unflatten(dim, (parts, x.shape[dim] // parts)).index_copy_(dim, index, made.unsqueeze(dim))
+    return x
+
+
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """All elements of all tensors in one row, so that they travel together."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -9,20 +9,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar._compat import FakeStore, LocalTensor, LocalTensorMode
+from autopar._compat import FakeStore, LocalTensor, LocalTensorMode, groups_like
 from autopar.emit.emit import Emitted, emit
 from autopar.emit.groups import name_groups
 from autopar.emit.seeded import pieces_of, seeds
+from autopar.emit.sends import shift
 from autopar.ir.graph import Result
 from autopar.ir.layout import Layout, Partial, Shard
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
+
+
+@shift.register_torch_dispatch(LocalTensorMode)
+def _(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+    """What each rank has once all ranks have passed on theirs."""
+    value, group = args
+    held = value._local_tensors
+    return LocalTensor(
+        {rank: held[ranks[at - 1]].clone() for ranks in groups_like(group) for at, rank in enumerate(ranks)}
+    )
 
 
 @dataclass(frozen=True)

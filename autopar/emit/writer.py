@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar._compat import functional_collectives
-from autopar.emit import moves, ops
+from autopar.emit import moves, ops, sends
 from autopar.ir.graph import Const, TensorType
 from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.mesh import Mesh
@@ -21,8 +21,8 @@ from autopar.price.reshard import Reshard, Work
 from cost_models.steps import over
 
 C10D = torch.ops._c10d_functional
-MOVES = torch.ops.autopar
-assert functional_collectives and moves  # imported for what they register
+OURS = torch.ops.autopar
+assert functional_collectives and moves and sends  # imported for what they register
 
 # Views may meet tensors that are not contiguous after a layout change; reshape copies there, and is a view elsewhere.
 # The others hold more than their result below it.
@@ -98,14 +98,14 @@ class Writer:
     def store(self, value: fx.Node, name: str) -> fx.Node:
         """Begin to copy the value to the host."""
         made = name if name.isidentifier() else f"{value.name}_store"
-        return self.make(made, MOVES.store.default, (value, name), {})
+        return self.make(made, OURS.store.default, (value, name), {})
 
     def fetch(self, value: fx.Node, name: str) -> fx.Node:
         """Begin to copy the value to the device."""
-        return self.make(name, MOVES.fetch.default, (value, torch.device(self.device), name), {})
+        return self.make(name, OURS.fetch.default, (value, torch.device(self.device), name), {})
 
     def wait_copy(self, made: fx.Node, source: fx.Node) -> None:
-        self.named(made, "wait", MOVES.wait_copy.default, made, source, made.args[-1])
+        self.named(made, "wait", OURS.wait_copy.default, made, source, made.args[-1])
 
     def all_reduce(self, value: Any, op: str, axis: str) -> fx.Node:
         return self.wait(self.call(C10D.all_reduce.default, self.contiguous(value), op, self.groups[axis]))
@@ -156,6 +156,16 @@ class Writer:
         launched = self.named(value, change.kind, target, *args)
         return self._waited(launched, change) if self.one_at_a_time else launched
 
+    def shift(self, value: fx.Node, axis: str) -> fx.Node:
+        """Begin to pass the value on to the next rank of the axis, and to take that of the one before."""
+        value = self.contiguous(value)
+        launched = self.named(value, "shift", OURS.shift.default, value, self.groups[axis])
+        return self.wait(launched) if self.one_at_a_time else launched
+
+    def shifted(self, launched: fx.Node) -> fx.Node:
+        """What came, once it is there."""
+        return launched if self.one_at_a_time else self.named(launched, "wait", C10D.wait_tensor.default, launched)
+
     def waited(self, launched: fx.Node, change: Reshard) -> fx.Node:
         """The value that a collective makes, once it is there."""
         return launched if self.one_at_a_time else self._waited(launched, change)
@@ -172,7 +182,7 @@ class Writer:
 
 
 _STEP_SUFFIX = re.compile(
-    r"_(all_gather|all_reduce|reduce_scatter|all_to_all|wait|in_order|to_front|contiguous|piece|as_real|as_complex)(_\d+)?$"
+    r"_(shift|all_gather|all_reduce|reduce_scatter|all_to_all|wait|in_order|to_front|contiguous|piece|as_real|as_complex)(_\d+)?$"
 )
 
 

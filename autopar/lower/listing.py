@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Run, Wait
+from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Loop, Run, Wait
 from cost_models.steps import DEVICE
 
 
@@ -70,6 +70,31 @@ class Listing:
                 self._need((*sent.reads, *sent.makes), at)
             case _:
                 pass
+
+    def inside(self, given: Collection[int]) -> Listing:
+        """A list of its own for the body of a loop that begins with these values."""
+        inner = Listing()
+        inner.values, inner.launches = self.values, self.launches
+        inner._needed = {buffer: -1 for value in given for buffer in self.values[value]}
+        return inner
+
+    def loop(self, inner: Listing, rounds: int, carried: Sequence[tuple[int, int]]) -> None:
+        """Issue that list as a loop. `carried`: as in `Loop`; what lies in other buffers at the foot of a round takes
+        the place of what lay in those at its head, which is gone.
+        """
+        at, values = len(self.done), self.values
+        gone = {b for head, foot in carried for b in values[head] if b not in values[foot]}
+        left = {b for head, foot in carried for b in values[foot] if b not in values[head]}
+        kept = {*self._needed, *left} - gone
+        inner.ends = {"": len(inner.done)}
+        (body,) = inner.with_memory(kept, {}).values()
+        self.done.append(Loop(rounds, body, tuple(carried)))
+        self.launches = inner.launches
+        self._needed |= {buffer: at for buffer, last in inner._needed.items() if last >= 0 and buffer in kept}
+        for buffer in gone:
+            del self._needed[buffer]
+        for buffer in left:
+            self._maker_of[buffer] = self._needed[buffer] = at
 
     def keep(self, buffers: Sequence[Buffer]) -> None:
         """They are needed up to here."""

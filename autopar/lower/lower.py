@@ -17,6 +17,7 @@ from autopar.ir.graph import Node, Phase, Ref, TensorType
 from autopar.ir.layout import Layout, local_type
 from autopar.ir.work import STORE, temporary_bytes
 from autopar.lower.listing import Listing
+from autopar.lower.loops import lowered
 from autopar.lower.program import (
     GIVEN,
     OPTIMIZER,
@@ -43,6 +44,8 @@ from autopar.plan.value import Decision
 from autopar.price.pricer import Pricer
 from autopar.price.reshard import Part, Reshard, Work, travels_together
 from autopar.propose.strategies import operand_types
+from autopar.rules.looped import Offer
+from autopar.rules.patterns import PATTERNS, offered
 from cost_models.steps import DEVICE, HOST, Comm, Move
 
 RESULT_KIND = {"gradient": Kind.GRADIENT, "output": Kind.OUTPUT, "buffer": Kind.NEW_BUFFER}
@@ -72,6 +75,7 @@ class Lowering:
         self.workspaces = workspaces or {}
         self.parts_of: dict[Reshard, tuple[Part, ...]] = {}
         self.bytes_of: dict[tuple[TensorType, Layout], Any] = {}
+        self.offers: dict[str, Offer] = {}
 
     def program(self, prefetch: int | None) -> Program:
         if prefetch is not None and prefetch < 0:
@@ -82,6 +86,15 @@ class Lowering:
         if change not in self.parts_of:
             self.parts_of[change] = change.parts(self.plan.mesh.size(change.axis))
         return self.parts_of[change]
+
+    def offer(self, node: Node, pattern: str) -> Offer:
+        """What the pattern offers that was chosen."""
+        if node.name not in self.offers:
+            types, roles = operand_types(node, self.plan.graph.by_name), self.plan.choices[node.name].roles
+            offer = offered(node, types, self.plan.mesh, pattern, roles)
+            assert offer is not None, f"%{node.name} has no {pattern} {roles}"
+            self.offers[node.name] = offer
+        return self.offers[node.name]
 
     def nbytes(self, type: TensorType, layout: Layout) -> Any:
         """Of the piece of one rank."""
@@ -180,6 +193,9 @@ class _Program:
             if (ref, layout) not in brought:
                 brought[ref, layout] = self._brought(Read(node.name, position), ref)
             reads.append(brought[ref, layout])
+        if choice.body in PATTERNS:
+            self._loop(node, choice.body, reads)
+            return
         makes: list[int | None] = []
         looked_at = (
             () if holds_storage(node.op) else tuple(dict.fromkeys(b for v in reads for b in self.listing.values[v]))
@@ -198,6 +214,14 @@ class _Program:
         steps = tuple(step for step in choice.steps if not isinstance(step, Comm) or step.ranks > 1)
         takes = self._workspace(node)
         self.listing.do(Run(Operator(node.name), steps, tuple(reads), tuple(makes), takes=takes), makes, takes)
+
+    def _loop(self, node: Node, pattern: str, reads: Sequence[int]) -> None:
+        offer = self.lowering.offer(node, pattern)
+        refs = {name: Ref(node.name, index) for index, name in enumerate(offer.loop.gives)}
+        results = {name: self.given.get(ref, (Kind.VALUE, owner_of(node))) for name, ref in refs.items()}
+        ranks, beside = self.mesh.size(offer.axis), self.prefetch is not None
+        made = lowered(self.listing, node, owner_of(node), offer, ranks, reads, results, beside=beside)
+        self.value_of |= {ref: made[name] for name, ref in refs.items()}
 
     def _brought(self, read: Read, ref: Ref) -> int:
         """The operand in the layout in which it is read."""

@@ -20,6 +20,7 @@ from enum import Enum
 from typing import Any
 
 from autopar.price.reshard import Reshard, Work
+from autopar.rules.looped import Do
 from cost_models.steps import DEVICE, Comm, Compute, Move, Step
 
 
@@ -91,6 +92,13 @@ class Update:
     parameter: str
 
 
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The loop that stands in for a node, by the node's name: what it sends goes from rank to rank."""
+
+    node: str
+
+
 Transfer = Read | Send | Copy
 
 
@@ -114,6 +122,18 @@ class Local:
     change: Reshard | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Inner:
+    """Local work of the loop that stands in for a node. `turn`: as in `autopar.rules.looped.Do`, or None within the
+    rounds, where it is counted. `result`: which of the node's results it makes, or writes to; None: none.
+    """
+
+    node: str
+    do: Do
+    turn: int | None
+    result: int | None
+
+
 # --- instructions ----------------------------------------------------------------------------------------------------
 
 
@@ -134,7 +154,7 @@ class Run:
     `makes`: None for a result that nobody gets. `takes`: buffers that it has while it runs.
     """
 
-    what: Operator | Local | Update
+    what: Operator | Local | Update | Inner
     steps: tuple[Step, ...]
     reads: tuple[int, ...]
     makes: tuple[int | None, ...]
@@ -152,7 +172,7 @@ class Launch:
 
     number: int
     step: Comm | Move | Compute
-    of: Transfer | Update
+    of: Transfer | Update | Within
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     change: Reshard | None = None
@@ -165,7 +185,7 @@ class Wait:
     """Compute goes on when that launch is done."""
 
     launch: int
-    of: Transfer | Update
+    of: Transfer | Update | Within
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from autopar.plan.reading import WIDTH, flops_in, ms, parameters_of, percent, wr
 from autopar.plan.tell import human, modes_of
 from autopar.plan.utilisation import utilisation
 from autopar.plan.value import PlanValue
-from cost_models.steps import Compute, Move, axes_of
+from cost_models.steps import Compute, Move, axes_of, unrolled
 
 HEIGHT = 40  # lines of text
 DEVICE, GIB = "hbm", 2**30
@@ -53,7 +53,7 @@ def head(plan: PlanValue) -> Iterator[str]:
 
 def _kinds_of_float32(plan: PlanValue) -> set[str]:
     """Which kinds of arithmetic the plan does in float32."""
-    steps = (step for choice in plan.choices.values() for step in choice.steps)
+    steps = (step for choice in plan.choices.values() for step in unrolled(choice.steps))
     return {step.kind for step in steps if isinstance(step, Compute) and step.dtype == "float32"}
 
 

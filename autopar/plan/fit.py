@@ -13,12 +13,12 @@ from autopar.ir.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
 from autopar.ir.layout import Partial, Replicate
 from autopar.ir.mesh import Mesh
 from autopar.ir.work import FETCH, STORE
-from autopar.plan.value import AGAIN, Choice, PlanValue, shortened
+from autopar.plan.value import AGAIN, NO_CALL, Choice, PlanValue, shortened
 from autopar.propose.strategies import Strategy, moved, operand_types, signature_of, source_strategies, strategy_of
 from autopar.rewrite.apply_choices import false_claim_of, plain
+from autopar.rules.patterns import PATTERNS
 from cost_models.steps import Compute, Step
 
-NO_CALL = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, StopIteration, ValueError)
 _EITHER_WAY = ("aten.add.Tensor", "aten.mul.Tensor")  # of two tensors: the same numbers whichever stands first
 
 
@@ -88,7 +88,7 @@ def _no_strategy(plan: PlanValue) -> str | None:
     known: dict[object, Strategy | None] = {}
     for node in plan.graph.nodes:
         choice, types = plan.choices[node.name], operand_types(node, node_of)
-        key = signature_of(node, types), choice.roles, choice.gives
+        key = signature_of(node, types), choice.roles, choice.gives, choice.body in PATTERNS and choice.body
         if key not in known:
             try:
                 known[key] = _legal(node, types, choice, mesh)
@@ -116,7 +116,7 @@ def _no_strategy(plan: PlanValue) -> str | None:
 
 
 def _untimed(step: Step) -> Step:
-    """The step without the time that somebody measured, which is a claim as any other prediction."""
+    """The step without the time that somebody measured, which is a claim as any other prediction. Loops have none."""
     return step if not isinstance(step, Compute) or step.seconds is None else replace(step, seconds=None)
 
 
@@ -127,7 +127,7 @@ def _legal(node: Node, types: tuple[TensorType, ...], choice: Choice, mesh: Mesh
         return next((one for one in source_strategies(node, mesh) if (one.roles, one.gives) == given), None)
     if node.op in (STORE, FETCH):
         return moved(node, choice.gives[0], mesh)
-    return strategy_of(node, types, choice.roles, mesh)
+    return strategy_of(node, types, choice.roles, mesh, choice.body)
 
 
 def _batch_norms(ours: Graph, theirs: Graph) -> tuple[str, str] | None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
-from autopar.ir.graph import Graph, Ref, TensorType
+from autopar.ir.graph import Graph, Node, Ref, TensorType
 from autopar.ir.layout import Layout, encode, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.work import FETCH, STORE
-from autopar.plan.value import RESIDENCES, Choice, PlanValue
+from autopar.plan.value import NO_CALL, RESIDENCES, Choice, PlanValue
 from autopar.price.reshard import Reshard, neighbours
 from autopar.rules.bodies import BODIES
-from cost_models.steps import Comm, Compute, Loop, Move, Step, over
+from autopar.rules.patterns import PATTERNS, offered
+from cost_models.steps import Comm, Loop, Step, over, unrolled
+
+MOST_STEPS = 100_000  # of one node, with the rounds of its loops; a ring of a thousand ranks has a few thousand
 
 
 class _Flaw(Exception):
@@ -47,6 +50,8 @@ def _check_parts(plan: PlanValue) -> None:
         _check_body(choice, plan.mesh, place)
         for ref, takes, read in zip(operands, choice.takes, choice.reads, strict=True):
             _check_way(plan.mesh, *given[ref], read, takes, place)
+        if choice.body in PATTERNS:
+            _check_offered(node, choice, tuple(type for ref in operands if (type := given[ref][0])), plan.mesh, place)
         for index, (type, layout) in enumerate(zip(node.outputs, choice.gives, strict=True)):
             _local(plan.mesh, type, layout, place)
             given[Ref(node.name, index)] = type, layout
@@ -121,15 +126,32 @@ def _check_host(plan: PlanValue) -> None:
 
 
 def _check_body(choice: Choice, mesh: Mesh, place: str) -> None:
-    if choice.body and choice.body not in BODIES:
+    if choice.body and choice.body not in {*BODIES, *PATTERNS}:
         raise _Flaw(place, f"runs the local body {choice.body!r}, which this autopar does not have")
-    comms = [*_comms(choice.steps)]
+    if (count := _unrolled_count(choice.steps)) > MOST_STEPS:
+        raise _Flaw(place, f"has loops of {count} steps, more than the {MOST_STEPS:,} that a node may have")
+    comms = [step for step in unrolled(choice.steps) if isinstance(step, Comm)]
     works_over = [over(choice.body_axes)] if choice.body_axes else []
     if unknown := sorted({*works_over, *(comm.axis for comm in comms)} - {*mesh.groups}):
         raise _Flaw(place, f"works over axis {unknown[0]!r}, which the mesh {mesh} does not have")
     for comm in comms:
         if comm.ranks != mesh.size(comm.axis):
             raise _Flaw(place, f"has a {comm.collective} of {comm.ranks} ranks over {comm.axis!r} on mesh {mesh}")
+
+
+def _unrolled_count(steps: Sequence[Step]) -> int:
+    return sum(step.rounds * _unrolled_count(step.body) if isinstance(step, Loop) else 1 for step in steps)
+
+
+def _check_offered(node: Node, choice: Choice, types: tuple[TensorType, ...], mesh: Mesh, place: str) -> None:
+    """What is lowered of a pattern is what it offers."""
+    try:
+        offer = offered(node, types, mesh, choice.body, choice.roles)
+    except NO_CALL:
+        offer = None
+    laid = (choice.takes, choice.gives, choice.body_axes)
+    if offer is None or laid != (offer.takes, offer.gives, (offer.axis,)):
+        raise _Flaw(place, f"runs the pattern {choice.body!r} as it does not offer it")
 
 
 def _local(mesh: Mesh, type: TensorType | None, layout: Layout, place: str) -> tuple[int, ...]:
@@ -162,14 +184,3 @@ def _check_way(
     _local(mesh, type, at, place)
     if at != end:
         raise _Flaw(place, f"takes a value in {encode(end)!r}, but its layout changes lead to {encode(at)!r}")
-
-
-def _comms(steps: Iterable[Step]) -> Iterator[Comm]:
-    for step in steps:
-        match step:
-            case Comm():
-                yield step
-            case Loop():
-                yield from _comms(step.body)
-            case Compute() | Move():
-                pass

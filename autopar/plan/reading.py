@@ -10,7 +10,7 @@ from autopar.ir.graph import Node, TensorType
 from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.work import FETCH, VIEWS
 from autopar.plan.value import Choice, PlanValue
-from cost_models.steps import Compute
+from cost_models.steps import Compute, unrolled
 
 WIDTH = 110  # columns of text
 
@@ -43,7 +43,7 @@ def percent(part: float, whole: float) -> str:
 
 def flops_in(plan: PlanValue, node: Node) -> float:
     """Of one rank, so that work which every rank repeats weighs as much as it costs."""
-    return sum(step.flops for step in plan.choices[node.name].steps if isinstance(step, Compute))
+    return sum(step.flops for step in unrolled(plan.choices[node.name].steps) if isinstance(step, Compute))
 
 
 def weights_of(plan: PlanValue) -> dict[str, str]:

@@ -11,7 +11,7 @@ from autopar.ir.graph import Arg, Node, Ref, TensorType
 from autopar.ir.work import FETCH, STORE, VIEWS
 from autopar.plan.value import Delivery, PlanValue, is_product, read_once
 from autopar.price.reshard import Reshard
-from cost_models.steps import Comm, Compute, Loop, Move, Step, received_bytes
+from cost_models.steps import Comm, Step, received_bytes, unrolled
 
 Traffic = dict[tuple[str, str], int]  # (collective, axis) -> bytes that one rank receives
 
@@ -34,16 +34,7 @@ def _digits(number: float) -> int:
 
 def comms_in(steps: Iterable[Step]) -> list[Comm]:
     """The collectives among steps that move something."""
-    found: list[Comm] = []
-    for step in steps:
-        match step:
-            case Comm():
-                found += [step] if step.ranks > 1 else []
-            case Loop():
-                found += comms_in(step.body) * step.rounds
-            case Compute() | Move():
-                pass
-    return found
+    return [step for step in unrolled(steps) if isinstance(step, Comm) and step.ranks > 1]
 
 
 def comms_of_changes(plan: PlanValue, changes: Sequence[Reshard]) -> list[Comm]:

@@ -13,10 +13,12 @@ from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.price.reshard import Reshard
-from cost_models.steps import MATRIX_KINDS, Comm, Compute, Step, received_bytes
+from cost_models.steps import MATRIX_KINDS, Comm, Compute, Step, received_bytes, unrolled
 
 RESIDENCES = ("device", "host", "stream")  # where a parameter, its gradient and its optimizer states live
 OUTPUTS = ("sharded", "global")  # how outputs are delivered: in pieces, or whole on every rank
+# What a rule or a pattern may raise where a file has other arguments than the operator: it reads them by their places.
+NO_CALL = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, StopIteration, ValueError)
 AGAIN = "run `python -m autopar.search` again to make a new plan"
 
 
@@ -33,8 +35,8 @@ class Choice:
     `roles`: per axis the factor it splits ("" none, "+0" operand 0 is a partial sum). `takes`, `gives`: layouts of
     operands
     and results. `body`, `body_axes`, `body_size`: the local body that replaces the operator, the axes it works over,
-    and the global size of the factors it splits. `steps`: what
-    one rank performs. `reads`: per operand, the layout changes that bring it from what its producer gives.
+    and the global size of the factors it splits; or a pattern, the axis that it sends along, and 1. `steps`: what one
+    rank performs. `reads`: per operand, the layout changes that bring it from what its producer gives.
     """
 
     roles: tuple[str, ...]
@@ -175,7 +177,7 @@ class PlanValue:
             choice = self.choices[node.name]
             for read in read_once(node, choice).values():
                 found += self._comms(read)
-            found += [step for step in choice.steps if isinstance(step, Comm)]
+            found += [step for step in unrolled(choice.steps) if isinstance(step, Comm)]
         for delivery in self.deliveries:
             if delivery is not None:
                 found += self._comms(delivery.changes)
@@ -208,4 +210,4 @@ def read_once(node: Node, choice: Choice) -> dict[int, tuple[Reshard, ...]]:
 
 def is_product(choice: Choice) -> bool:
     """Whether the operator uses the matrix units: where the arithmetic is, and what transfers are overlapped with."""
-    return any(isinstance(step, Compute) and step.kind in MATRIX_KINDS for step in choice.steps)
+    return any(isinstance(step, Compute) and step.kind in MATRIX_KINDS for step in unrolled(choice.steps))

@@ -24,6 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, operand_types
 from autopar.rules.local import localise
+from autopar.rules.patterns import PATTERNS
 from cost_models.measured import Key
 from cost_models.steps import Compute, Step
 
@@ -67,7 +68,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-    """`count` nodes that share their strategies, and the call of each strategy; None where it runs nothing (a view)."""
+    """`count` nodes that share their strategies, and the call of each; None of loops and of views (they run nothing)."""
 
     strategies: tuple[Strategy, ...]
     calls: tuple[Call | None, ...]
@@ -142,7 +143,9 @@ def with_measured(
     pricer: Pricer,
     seconds: Mapping[Key, float],
 ) -> dict[str, tuple[Strategy, ...]]:
-    """The same strategies; the operators of those that were measured say what they take among the ranks of a node."""
+    """The same strategies; the operators of those that were measured say what they take among the ranks of a node.
+    Patterns are not timed, and a formula is no match for a measurement: where others are measured, they are left out.
+    """
     changed: dict[int, tuple[Strategy, ...]] = {}
     for one in found:
         known = [None if call is None else seconds.get(call.key) for call in one.calls]
@@ -150,6 +153,7 @@ def with_measured(
             changed[id(one.strategies)] = tuple(
                 strategy if value is None else replace(strategy, steps=_timed(strategy, value, pricer))
                 for strategy, value in zip(one.strategies, known, strict=True)
+                if strategy.body not in PATTERNS
             )
     return {name: changed.get(id(options), options) for name, options in strategies.items()}
 
@@ -164,7 +168,7 @@ def _timed(strategy: Strategy, alone_s: float, pricer: Pricer) -> tuple[Step, ..
 def _call(
     node: Node, types: Sequence[TensorType], orders: Sequence[tuple[int, ...]], strategy: Strategy, mesh: Mesh
 ) -> Call | None:
-    if not any(isinstance(step, Compute) for step in strategy.steps):
+    if strategy.body in PATTERNS or not any(isinstance(step, Compute) for step in strategy.steps):
         return None
     local_in = tuple(local_type(type, layout, mesh) for type, layout in zip(types, strategy.takes, strict=True))
     local_out = tuple(

@@ -7,14 +7,18 @@ and host. All other communication is between two operators, which wait for it, a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.price.pricer import Pricer
+import numpy as np
+
+from autopar.price.pricer import Array, Pricer
 from autopar.price.reshard import Resharder
+from autopar.propose.strategies import Strategy
 from cost_models.hardware import Link
 from cost_models.price import stream_of
-from cost_models.steps import Compute, Move, Step, axes_of
+from cost_models.steps import Compute, Loop, Move, Step, axes_of, unrolled
 
 WEIGHTS, GRADIENTS, MOVES = ("weights", "gradients", "moves")
 
@@ -40,6 +44,24 @@ def seconds_of(pricer: Pricer, shares: Shares, steps: Sequence[Step]) -> float:
         return 1.0
 
     return sum(pricer.seconds((step,)) * share(step) for step in steps)
+
+
+def costs_of(pricer: Pricer, shares: Shares, strategies: tuple[Strategy, ...]) -> Array:
+    """Seconds of each strategy. Where anything is overlapped, what a loop sends runs beside the work of its own round,
+    and counts as far as it takes longer than that: what a timeline exposes of it, unless others are on the link.
+    """
+    if not shares:
+        return pricer.costs(strategies)
+    return np.array([sum(_beside_s(pricer, step) for step in strategy.steps) for strategy in strategies])
+
+
+def _beside_s(pricer: Pricer, step: Step) -> float:
+    if not isinstance(step, Loop):
+        return pricer.seconds((step,))
+    busy_s: dict[str, float] = defaultdict(float)
+    for inner in unrolled(step.body):
+        busy_s[stream_of(inner)] += pricer.seconds((inner,))
+    return step.rounds * max(busy_s.values())
 
 
 def _scaled(link: Link, share: float) -> Link:

@@ -17,7 +17,9 @@ from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, loca
 from autopar.ir.mesh import Mesh
 from autopar.ir.work import FETCH, STORE, VIEWS, bytes_moved, flops_of
 from autopar.rules.bodies import BODIES
+from autopar.rules.looped import Offer
 from autopar.rules.notation import Rule
+from autopar.rules.patterns import PATTERNS, offered, offers
 from autopar.rules.table import rule_of
 from cost_models.steps import Comm, Compute, Move, Step, over
 
@@ -29,10 +31,10 @@ class Strategy:
     """One way to run one node.
 
     `roles`: per axis the factor it splits, "" for nothing, or "+0" where operand 0 is a partial sum. `takes` and
-    `gives`:
-    the layouts of operands and results. `body`: the local body that stands in for the operator, if its arithmetic
-    changes when split, the axes that split the factors it is for, and the product of those factors' global sizes.
-    `steps`: what one rank performs.
+    `gives`: the layouts of operands and results. `body`: the local body that stands in for the operator, if its
+    arithmetic changes when split, the axes that split the factors it is for, and the product of those factors' global
+    sizes; or the pattern whose loop does, the axis along which it sends, and 1. `steps`: what one rank performs.
+    `workspace`: bytes that a pattern holds beside operands and results.
     """
 
     roles: tuple[str, ...]
@@ -42,6 +44,7 @@ class Strategy:
     body_axes: tuple[str, ...]
     body_size: int
     steps: tuple[Step, ...]
+    workspace: int = 0
 
 
 Signature = tuple[object, ...]
@@ -114,7 +117,7 @@ def even_layouts(type: TensorType, mesh: Mesh) -> list[Layout]:
 
 
 def node_strategies(node: Node, types: tuple[TensorType, ...], rule: Rule | None, mesh: Mesh) -> tuple[Strategy, ...]:
-    """All strategies of an operator; without a rule, the one that replicates it."""
+    """All strategies of an operator, those of patterns last; without a rule, the one that replicates it."""
     whole = (NOTHING,) * len(mesh.sizes)
     flops, kind = flops_of(node, types)
     if rule is None:
@@ -129,11 +132,24 @@ def node_strategies(node: Node, types: tuple[TensorType, ...], rule: Rule | None
     for roles in itertools.product(*per_axis):
         if _is_possible(rule, roles, mesh):
             found.append(make_strategy(node, types, rule, roles, mesh, flops, kind))
+    found += [_of_pattern(name, offer, mesh) for name, offer in offers(node, types, mesh)]
     return _undominated(found)
 
 
-def strategy_of(node: Node, types: tuple[TensorType, ...], roles: tuple[str, ...], mesh: Mesh) -> Strategy | None:
-    """The strategy of an operator that splits as `roles` say; None where its rule has no such one."""
+def _of_pattern(name: str, offer: Offer, mesh: Mesh) -> Strategy:
+    steps, workspace = offer.loop.steps(offer.axis, mesh.size(offer.axis)), offer.loop.workspace
+    return Strategy(offer.roles, offer.takes, offer.gives, name, (offer.axis,), 1, steps, workspace)
+
+
+def strategy_of(
+    node: Node, types: tuple[TensorType, ...], roles: tuple[str, ...], mesh: Mesh, body: str = ""
+) -> Strategy | None:
+    """The strategy of an operator that splits as `roles` say; None where its rule, or the pattern, has no such one.
+    `body`: as in `Strategy`.
+    """
+    if body in PATTERNS:
+        offer = offered(node, types, mesh, body, roles)
+        return None if offer is None else _of_pattern(body, offer, mesh)
     rule = rule_of(node, types)
     known = set[str]() if rule is None else {*rule.splittable, *map(_linear_role, rule.linear)}
     for role, size in zip(roles, mesh.sizes, strict=True):

@@ -14,6 +14,7 @@ from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
 from autopar.machine.plan_files import plan_at, profile_of
 from autopar.plan.fit import check_rules
 from autopar.rewrite import plain
+from autopar.rules.patterns import PATTERNS
 from autopar.scale.grow import growth_where_possible
 from autopar.scale.growth import Sources, usual_sources
 from autopar.scale.report import report, spelled
@@ -80,6 +81,11 @@ def _scale(given: argparse.Namespace) -> int:
         raise BadArgument(
             f"{given.plan} recomputes values, keeps some on the host, or keeps gathered weights (zero1, zero2), and "
             "how that grows is not known; make a plan with python -m autopar.search ... --allow none --no-simulation"
+        )
+    if looped := next((name for name, choice in plan.choices.items() if choice.body in PATTERNS), None):
+        raise BadArgument(
+            f"{given.plan} runs %{looped} in a loop, and how that grows is not known; make a plan without with "
+            "python -m autopar.search ... --policy NAME"
         )
     check_rules(plan, str(given.plan))
     hardware = profile_of(plan, given.hardware)

@@ -26,6 +26,7 @@ from autopar.ir.mesh import Mesh
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
 from autopar.rewrite import gathered_once, is_gathered_once, kept_whole
+from autopar.rules.patterns import PATTERNS
 from autopar.search.elixir.placing import placed
 from autopar.search.memory_options import MemoryOptions, checkpointed
 
@@ -138,12 +139,22 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
         strategies = {**propose(graph, mesh)[0], **strategies}
     policy = MEMORY_SAVING.get(policy, policy)
     on_last = "tensor-parallel" if policy == "fsdp+tensor-parallel" else policy
-    kept = dict(strategies)
+    kept = by_hand(strategies)
     for axis, size in enumerate(mesh.sizes):
         if size > 1:
             on_axis = on_last if axis == len(mesh.sizes) - 1 else policy.removesuffix("+tensor-parallel")
             kept = _Axis(on_axis, axis, graph, kept).run()
     return kept
+
+
+def by_hand(strategies: Strategies) -> dict[str, tuple[Strategy, ...]]:
+    """Those of factor rules: no baseline has loops."""
+    known: dict[int, tuple[Strategy, ...]] = {}  # equal nodes share one tuple, still
+    for options in strategies.values():
+        if id(options) not in known:
+            plain = tuple(option for option in options if option.body not in PATTERNS)
+            known[id(options)] = options if len(plain) == len(options) else plain
+    return {name: known[id(options)] for name, options in strategies.items()}
 
 
 def agree(strategies: Strategies, class_of: Mapping[str, str]) -> dict[str, tuple[Strategy, ...]]:

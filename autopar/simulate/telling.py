@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.ir.graph import Graph, Node
 from autopar.lower.program import (
     Copy,
+    Inner,
     Instruction,
     Launch,
     Local,
@@ -17,6 +18,7 @@ from autopar.lower.program import (
     Transfer,
     Update,
     Wait,
+    Within,
 )
 from cost_models.steps import HOST, Comm, Compute, Loop, Move, Step
 
@@ -38,6 +40,8 @@ class Teller:
                 if step is None:
                     return f"wait for {node}" if steps else node
                 return node if step is steps[0] else f"{node}: {told(step)}"
+            case Run(Inner(node, do)):
+                return f"{node}: {do.name}"
             case Run(Update(parameter)):
                 return f"update {parameter}"
             case Run(Local(work, of)):
@@ -74,8 +78,10 @@ class Teller:
             case _:
                 return about
 
-    def _label(self, of: Transfer | Update) -> str:
+    def _label(self, of: Transfer | Update | Within) -> str:
         match of:
+            case Within(node):
+                return f"within {node}"
             case Read(reader, position):
                 return self.node_of[reader].operands[position].name
             case Copy(node):
@@ -88,9 +94,9 @@ class Teller:
                     return f"gradients of {len(places)} parameters from {result.target}"
                 return f"{result.kind} {result.target}"
 
-    def _about(self, what: Operator | Transfer | Update) -> About:
+    def _about(self, what: Operator | Inner | Transfer | Update | Within) -> About:
         match what:
-            case Operator(node) | Copy(node):
+            case Operator(node) | Inner(node) | Copy(node) | Within(node):
                 return self._about_node(self.node_of[node])
             case Update(parameter):
                 return self._about_node(self.parameters[parameter])

@@ -13,6 +13,7 @@ RECEIVED = {
     "all_reduce": 2 * (g - 1) / g * n,
     "all_to_all": (g - 1) / g * n,
     "broadcast": n,
+    "shift": n,
 }
 SECONDS = {
     "all_gather": (g - 1) * (alpha + n / g / beta),
@@ -20,6 +21,7 @@ SECONDS = {
     "all_reduce": 2 * (g - 1) * (alpha + n / g / beta),
     "all_to_all": (g - 1) * (alpha + n / g / beta),
     "broadcast": (g - 1) * alpha + n / beta,
+    "shift": alpha + n / beta,
 }
 
 

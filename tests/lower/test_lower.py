@@ -15,7 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.lower import Program, lower
 from autopar.lower.memory import peaks, peaks_by_phase
 from autopar.lower.program import Alloc, Free, Launch, Local, Operator, Run, Update, Wait
-from autopar.lower.verify import verify
+from autopar.lower.verify import flat, verify
 from autopar.plan import Choice, Delivery, Plan
 from autopar.plan.value import Decision
 from autopar.price.pricer import Pricer
@@ -77,8 +77,8 @@ def test_every_program_of_a_plan_does_the_same_work(name: str) -> None:
     plan, pricer = hosted(name, (2, 2), 1)
 
     def work(prefetch: int | None) -> tuple[set[object], list[str]]:
-        found = [one for _, one in lower(plan, prefetch, pricer) if isinstance(one, Run | Launch)]
-        ran = {one.what.node for one in found if isinstance(one, Run) and isinstance(one.what, Operator)}
+        found = [one for one in flat(lower(plan, prefetch, pricer)) if isinstance(one, Run | Launch)]
+        ran = {one.what.node for one in found if isinstance(one, Run) and isinstance(one.what, Operator | Inner)}
         return ran, sorted(repr(step) for one in found for step in (one.steps if isinstance(one, Run) else (one.step,)))
 
     alone = work(None)

@@ -13,7 +13,7 @@ from autopar.plan.fit import check_rules
 from autopar.propose.strategies import Strategy, operand_types, propose, signature_of
 from autopar.search import Request, search
 from cost_models.hardware import Hardware
-from cost_models.steps import Compute
+from cost_models.steps import Compute, unrolled
 from tests.support.check import mesh_of
 
 R, SUM = REPLICATE, Partial("sum")
@@ -93,7 +93,7 @@ def test_a_product_splits_what_divides_and_takes_partial_sums() -> None:
         assert (((R,), (R,)), (R,)) in gives, "nothing split"
         assert (((SUM,), (R,)), (SUM,)) in gives and (((R,), (SUM,)), (SUM,)) in gives, "linear in either"
         flops = {
-            strategy.roles: sum(s.flops for s in strategy.steps if isinstance(s, Compute))
+            strategy.roles: sum(s.flops for s in unrolled(strategy.steps) if isinstance(s, Compute))
             for strategy in found[node.name]
         }
         whole = 2 * 8 * 6 * 4

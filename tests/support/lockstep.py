@@ -23,6 +23,7 @@ from cost_models.price import groups_over
 
 Traffic = dict[tuple[str, str], int]
 PerRank = list[Any]
+SHIFTS = ("autopar.shift.default",)
 REDUCE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
@@ -50,7 +51,7 @@ class Lockstep:
                     return [
                         values[part] if isinstance(part, fx.Node) else [part] * self.mesh.ranks for part in node.args[0]
                     ]
-                case "call_function" if "_c10d_functional" in str(node.target):
+                case "call_function" if "_c10d_functional" in str(node.target) or str(node.target) in SHIFTS:
                     values[node] = self.collective(node, values)
                 case _:
                     values[node] = self.apply(node, values)
@@ -67,7 +68,7 @@ class Lockstep:
         return made
 
     def collective(self, node: fx.Node, values: Mapping[fx.Node, PerRank]) -> PerRank:
-        called = str(node.target).removeprefix("_c10d_functional.").split(".")[0]
+        called = str(node.target).removeprefix("_c10d_functional.").removeprefix("autopar.").split(".")[0]
         name = called.removesuffix("_")
         sent: PerRank = values[node.args[0]]  # type: ignore[index]
         if name == "wait_tensor":
@@ -101,6 +102,8 @@ def exchange(name: str, args: Sequence[Any], sent: list[Tensor]) -> list[Tensor]
         case "reduce_scatter_tensor":
             assert sent[0].shape[0] % ranks == 0, "pieces of unequal size"
             return [piece.clone() for piece in REDUCE[args[1]](torch.stack(sent), 0).chunk(ranks)]
+        case "shift":
+            return [sent[place - 1].clone() for place in range(ranks)]
         case "all_to_all_single":
             assert list(args[1]) == list(args[2]) and len(set(args[1])) == 1, "pieces of unequal size"
             cut = [value.split(list(args[2])) for value in sent]
@@ -116,6 +119,8 @@ def moved(name: str, ranks: int, nbytes: int) -> tuple[str, int]:
             return "all_gather", (ranks - 1) * nbytes
         case "reduce_scatter_tensor":
             return "reduce_scatter", nbytes - nbytes // ranks
+        case "shift":
+            return "shift", nbytes
         case "all_to_all_single":
             return "all_to_all", nbytes - nbytes // ranks
         case _:  # a reduce-scatter and an all-gather, each rounded down where the ranks do not divide it

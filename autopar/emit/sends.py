@@ -1,0 +1,33 @@
+"""Sends from rank to rank: what the loops of patterns pass on (`autopar.rules.looped.Shift`) runs as.
+
+A functional all-to-all with empty pieces for all but one peer does it on gloo and, as grouped sends and receives, on
+NCCL; it is launched by `shift` and waited for by `wait_tensor`, as other collectives are. It is an operator of torch:
+which pieces are empty differs from rank to rank, and emitted code does not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autopar._compat import functional_collectives, group_named
+
+assert functional_collectives  # imported for what it registers
+
+
+@torch.library.custom_op("autopar::shift", mutates_args=())
+def shift(x: Tensor, group: str) -> Tensor:
+    """Begin to pass `x`, which is contiguous, on to the next rank of the group, the last one to the first; what the one
+    before passes on is what is made.
+    """
+    of = group_named(group)
+    ranks, here = of.size(), of.rank()
+    given, taken = [0] * ranks, [0] * ranks
+    given[(here + 1) % ranks] = taken[(here - 1) % ranks] = x.numel()
+    made = torch.ops._c10d_functional.all_to_all_single(x.view(-1), taken, given, group)
+    return made.view(x.shape)
+
+
+@shift.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

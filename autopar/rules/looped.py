@@ -1,0 +1,131 @@
+"""What one rank does in the place of an operator, where it takes several parts: local work and sends, some in rounds.
+
+A pattern (`autopar.rules.patterns`) writes it once, as a value. Whoever needs it reads that: its steps are priced, its
+parts become instructions and memory (`autopar.lower.loops`), its work becomes code (`autopar.emit`).
+
+Values are known by names; the node's operands, local and in the layouts in which it takes them, are "0", "1", ... What
+a rank sends is called like what it then has from its other neighbour: all ranks do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from autopar.ir.graph import TensorType
+from autopar.ir.layout import Layout
+from autopar.rules.builder import Value
+from cost_models.steps import Comm, Compute, Loop, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Do:
+    """Local work. `write(builder, turn, *values)` is its code, against a `autopar.rules.builder.Builder`: it returns
+    what it `makes` of what it `reads`. `turn` counts the rounds: 0 is before them, then come 1, 2, ..., and one more is
+    behind them.
+
+    `type`: of what it makes; None: it writes to what it reads first, and gives that back.
+    """
+
+    name: str
+    write: Callable[..., Value]
+    reads: tuple[str, ...]
+    makes: str
+    type: TensorType | None
+    step: Compute
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Pass a value on to the next rank of the axis, the last one to the first; what the one before passes on is what
+    it makes. It is under way while the work behind it runs, until that reads it, or to the end of the round.
+    """
+
+    reads: str
+    makes: str
+    type: TensorType
+
+
+Part = Do | Shift
+
+
+@dataclass(frozen=True, slots=True)
+class Looped:
+    """`before`, then `round` so many times as `rounds` says (0: not at all), then `after`.
+
+    `carried`: (name at the head of a round, name at its foot): what a round leaves under the second name, the next one
+    and `after` find under the first. A value at the head lies in memory of its own, made in `before`; it is gone once
+    its round does not need it any more. `gives`: the names of the node's results, all of them made here.
+    """
+
+    before: tuple[Part, ...]
+    rounds: int
+    round: tuple[Part, ...]
+    carried: tuple[tuple[str, str], ...]
+    after: tuple[Part, ...]
+    gives: tuple[str, ...]
+
+    def steps(self, axis: str, ranks: int) -> tuple[Step, ...]:
+        """What one rank performs: a loop for each segment, as work and sends of one run beside each other."""
+
+        def of(parts: tuple[Part, ...]) -> Iterator[Step]:
+            for part in parts:
+                yield part.step if isinstance(part, Do) else Comm("shift", axis, ranks, part.type.nbytes)
+
+        segments = ((1, self.before), (self.rounds, self.round), (1, self.after))
+        return tuple(Loop(rounds, tuple(of(parts))) for rounds, parts in segments if rounds and parts)
+
+    def turns(self, rounds: int | None = None) -> Iterator[tuple[int, bool, Part]]:
+        """(turn, whether it is the last of its segment, part), in order; `rounds`: no more than so many."""
+        count = self.rounds if rounds is None else min(rounds, self.rounds)
+        segments = [self.before, *[self.round] * count, self.after]
+        for turn, parts in enumerate(segments):
+            for at, part in enumerate(parts):
+                yield turn, at == len(parts) - 1, part
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that it holds beside operands and results, at most."""
+        env: dict[str, int] = {}  # name -> the number of what it stands for by now
+        sizes: list[int] = []
+        last: dict[int, int] = {}  # number -> the part that needs it last
+        made: list[int | None] = []
+        sent: list[str] = []
+        for at, (turn, ends, part) in enumerate(self.turns(rounds=2)):
+            sent += [part.reads] if isinstance(part, Shift) else []
+            needed = [*reads_of(part), *(sent if ends else ())]
+            last |= {env[name]: at for name in needed if name in env}
+            made.append(None)
+            if part.type is not None:
+                sizes.append(0 if part.makes in self.gives else part.type.nbytes)
+                made[at] = env[part.makes] = len(sizes) - 1
+                last[len(sizes) - 1] = at
+            else:
+                env[part.makes] = env[reads_of(part)[0]]
+            if ends:
+                sent = []
+                if 0 < turn <= min(2, self.rounds):
+                    env |= {head: env[foot] for head, foot in self.carried}
+        most = level = 0
+        for at, number in enumerate(made):
+            level += 0 if number is None else sizes[number]
+            most = max(most, level)
+            level -= sum(sizes[one] for one, until in last.items() if until == at)
+        return most
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One way in which a pattern runs a node. `roles`: what each axis does, in words that no rule uses where it sends;
+    with the pattern's name they say which offer it is. `axis`: the one it sends along. `takes`, `gives`: layouts.
+    """
+
+    roles: tuple[str, ...]
+    axis: str
+    takes: tuple[Layout, ...]
+    gives: tuple[Layout, ...]
+    loop: Looped
+
+
+def reads_of(part: Part) -> tuple[str, ...]:
+    return part.reads if isinstance(part, Do) else (part.reads,)

@@ -1,0 +1,35 @@
+"""Patterns: families of strategies that no factor rule gives, as a loop stands in for the operator.
+
+A pattern is a function (node, types of its operands, mesh) -> what it offers, which is nothing where it does not apply.
+Its strategies stand beside those of the operator's rule (`autopar.propose.strategies`), and the solver chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from autopar.ir.graph import Node, TensorType
+from autopar.ir.mesh import Mesh
+from autopar.rules import ring
+from autopar.rules.looped import Offer
+
+Pattern = Callable[[Node, tuple[TensorType, ...], Mesh], Iterator[Offer]]
+
+PATTERNS: dict[str, Pattern] = {
+    "ring": ring.product,
+}
+
+
+def offers(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[tuple[str, Offer]]:
+    """What all patterns offer for a node, each with the pattern's name."""
+    for name, pattern in PATTERNS.items():
+        for offer in pattern(node, types, mesh):
+            yield name, offer
+
+
+def offered(node: Node, types: tuple[TensorType, ...], mesh: Mesh, name: str, roles: tuple[str, ...]) -> Offer | None:
+    """What the pattern of that name offers under these roles; None where it does not."""
+    pattern = PATTERNS.get(name)
+    if pattern is None:
+        return None
+    return next((offer for offer in pattern(node, types, mesh) if offer.roles == roles), None)
