@@ -68,7 +68,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-    """`count` nodes that share their strategies, and the call of each; None of loops and of views (they run nothing)."""
+    """`count` nodes that share their strategies, and the call of each: None of loops, and of what runs nothing."""
 
     strategies: tuple[Strategy, ...]
     calls: tuple[Call | None, ...]

@@ -126,9 +126,7 @@ class _Move:
         if node.is_source:
             return ()
         if choice.body in PATTERNS:
-            raise NotImplementedError(
-                f"%{node.name} runs the pattern {choice.body!r}, of which there is no closed form"
-            )
+            raise NotImplementedError(f"%{node.name} runs {choice.body!r}, of which there is no closed form")
         key = signature_of(node, types), choice.roles, choice.takes, choice.gives, choice.body
         if key not in self.known:
             self.known[key] = steps_of(

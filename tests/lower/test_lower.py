@@ -14,7 +14,7 @@ from autopar.ir.layout import REPLICATE, Layout, Partial, Shard
 from autopar.ir.mesh import Mesh
 from autopar.lower import Program, lower
 from autopar.lower.memory import peaks, peaks_by_phase
-from autopar.lower.program import Alloc, Free, Launch, Local, Operator, Run, Update, Wait
+from autopar.lower.program import Alloc, Free, Inner, Launch, Local, Operator, Run, Update, Wait
 from autopar.lower.verify import flat, verify
 from autopar.plan import Choice, Delivery, Plan
 from autopar.plan.value import Decision

@@ -1,0 +1,173 @@
+"""Every ring product that is offered, executed on all ranks in one process, beside the operator that is not split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.assemble.problem import output_name
+from autopar.emit import ops
+from autopar.emit.run_all_ranks import fake_ranks, run
+from autopar.ir.graph import Graph, Node, Ref, Result, TensorType
+from autopar.ir.layout import Shard, local_type
+from autopar.ir.mesh import Mesh
+from autopar.lower import lower
+from autopar.lower.memory import peaks
+from autopar.lower.program import Launch, Loop, Wait
+from autopar.lower.verify import flat, verify
+from autopar.plan import Plan
+from autopar.plan.fit import check_rules
+from autopar.price.pricer import Pricer
+from autopar.rules.looped import Offer
+from autopar.rules.patterns import offers
+from autopar.simulate.events import events
+from cost_models.hardware import Hardware, Link
+from cost_models.simulator import play
+from tests.support.check import mesh_of
+from tests.support.plans import PlanSampler
+
+H100 = Hardware.load("h100-sxm")
+TOLERANCE = 1e-12  # in float64: sums of a few dozen terms in another order
+
+# What a linear layer becomes: forward, the gradients of its input and of its weight; a matrix product as it is.
+PRODUCTS = {
+    "forward": ("b s k, n k -> b s n", (6, 12, 12), (24, 12)),
+    "forward, weight first": ("n k, b s k -> b s n", (24, 12), (6, 12, 12)),
+    "gradient of the input": ("b s n, n k -> b s k", (6, 12, 24), (24, 12)),
+    "gradient of the weight": ("b s n, b s k -> n k", (6, 12, 24), (6, 12, 36)),
+    "in columns": ("b s n, b s k -> k n", (6, 12, 24), (6, 12, 36)),
+    "rows by themselves": ("m k, k n -> m n", (24, 12), (12, 12)),
+    "matrices": ("mm", (24, 12), (12, 36)),
+}
+
+
+def graph_of(name: str) -> Graph:
+    equation, *shapes = PRODUCTS[name]
+    left, right = (torch.empty(shape, dtype=torch.float64) for shape in shapes)
+    made = left @ right if equation == "mm" else ops.einsum(equation, left, right)
+    types = [TensorType(shape, "float64") for shape in shapes]
+    sources = [Node(name, "input", (), (), (type,), target=name) for name, type in zip("xw", types, strict=True)]
+    args = (Ref("x"), Ref("w")) if equation == "mm" else (equation, Ref("x"), Ref("w"))
+    op = "aten.mm.default" if equation == "mm" else "autopar.einsum"
+    node = Node("product", op, args, (), (TensorType(tuple(made.shape), "float64"),))
+    return Graph((*sources, node), (Result("output", "0", Ref("product")),))
+
+
+def values_of(graph: Graph) -> dict[str, Tensor]:
+    drawn = torch.Generator().manual_seed(7)
+    return {
+        node.name: torch.randn(node.outputs[0].shape, dtype=torch.float64, generator=drawn)
+        for node in graph.nodes
+        if node.is_source and node.outputs[0] is not None
+    }
+
+
+def rings(graph: Graph, mesh: Mesh) -> list[Offer]:
+    node = graph.by_name["product"]
+    return [offer for _, offer in offers(node, tuple(graph.type_of(ref) for ref in node.operands), mesh)]
+
+
+def all_split(offer: Offer) -> bool:
+    return all(isinstance(placement, Shard) for placement in offer.gives[0])
+
+
+def plans(graph: Graph, mesh: Mesh) -> Iterator[tuple[Offer, Plan]]:
+    """Each ring, with its operands as they come and its result as it is."""
+    sampler = PlanSampler(graph, mesh, H100, optimizer="none")
+    for offer in rings(graph, mesh):
+        wishes = {
+            "product": lambda s, o=offer: (s.body, s.roles) == ("ring", o.roles),
+            "x": lambda s, o=offer: s.gives == (o.takes[0],),
+            "w": lambda s, o=offer: s.gives == (o.takes[1],),
+            output_name("0"): lambda s, o=offer: s.gives == o.gives or not all_split(o),
+        }
+        yield offer, sampler.best(wishes)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 3)], ids=str)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_ring_gives_what_the_operator_gives(name: str, sizes: tuple[int, ...]) -> None:
+    graph, mesh = graph_of(name), mesh_of(*sizes)
+    values, found = values_of(graph), 0
+    equation = PRODUCTS[name][0]
+    x, w = values["x"], values["w"]
+    wanted = x @ w if equation == "mm" else torch.einsum(_short(equation), x, w)
+    with fake_ranks(mesh) as device_mesh:
+        for _, plan in plans(graph, mesh):
+            check_rules(plan)
+            made = run(replace(plan, prefetch=1), device_mesh, values).results["output", "0"]
+            assert made is not None
+            torch.testing.assert_close(made, wanted, rtol=TOLERANCE, atol=TOLERANCE * wanted.abs().max().item())
+            found += 1
+    assert found >= 2, "too few rings to mean anything"
+
+
+def _short(equation: str) -> str:
+    return equation.replace(" ", "")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
+def test_its_program_is_a_loop_that_holds_what_it_says(ranks: int) -> None:
+    for name in PRODUCTS:
+        graph, mesh = graph_of(name), mesh_of(ranks)
+        pricer = Pricer.on(mesh, H100, "none")
+        for offer, plan in plans(graph, mesh):
+            for prefetch in (None, 1):
+                program = lower(plan, prefetch, pricer)
+                verify(program)
+                loops = [one for _, one in program if isinstance(one, Loop)]
+                assert [loop.rounds for loop in loops] == ([ranks - 2] if ranks > 2 else [])
+                sent = [one for one in flat(program) if isinstance(one, Launch) and one.step.collective == "shift"]
+                assert len(sent) == ranks - 1 and sum(isinstance(one, Wait) for one in flat(program)) >= len(sent)
+                held = sum(buffer.nbytes for buffer in program.resident)
+                result = local_type(graph.type_of(Ref("product")), offer.gives[0], mesh).nbytes
+                extra = peaks(program)["hbm"] - held - result
+                assert extra <= offer.loop.workspace
+                if all_split(offer):  # the output is the product itself
+                    assert extra == offer.loop.workspace, (name, offer.roles)
+
+
+def test_a_round_sends_beside_its_product_and_computes_what_the_whole_product_does() -> None:
+    """On a link that is quick, all is hidden; on a slow one the sends follow each other without a gap."""
+    x, w = TensorType((16, 512, 4096), "bfloat16"), TensorType((16384, 4096), "bfloat16")
+    made = TensorType((16, 512, 16384), "bfloat16")
+    sources = [Node(n, "input", (), (), (t,), target=n) for n, t in (("x", x), ("w", w))]
+    node = Node("product", "autopar.einsum", ("b s k, n k -> b s n", Ref("x"), Ref("w")), (), (made,))
+    graph = Graph((*sources, node), (Result("output", "0", Ref("product")),))
+    mesh = mesh_of(4)
+    _, plan = next(plans(graph, mesh))
+    slow = replace(H100, links={"intra": Link(1e-6, 1e9), "inter": Link(1e-6, 1e9)})
+    for hardware in (H100, slow):
+        pricer = Pricer.on(mesh, hardware, "none")
+        program = lower(plan, 1, pricer)
+        timeline = play(events(program, graph, pricer))
+        shifts = [at for at, event in enumerate(timeline.events) if event.stream == "comm:a" and event.seconds]
+        products = [at for at, event in enumerate(timeline.events) if event.name.endswith("multiply")]
+        assert len(shifts) == 3 and len(products) == 4
+        begins = [end - event.seconds for end, event in zip(timeline.ends, timeline.events, strict=True)]
+        for sent, computed in zip(shifts, products, strict=False):
+            assert begins[sent] <= begins[computed] + 1e-12 and begins[computed] < timeline.ends[sent]
+        alone = play(events(lower(plan, None, pricer), graph, pricer)).seconds
+        assert timeline.seconds < alone
+        exposed_s, sent_s = timeline.exposed_s["comm:a"], timeline.busy_s["comm:a"]
+        assert exposed_s < 1e-9 if hardware is H100 else exposed_s > 0.5 * sent_s
+
+
+def test_it_is_offered_for_products_that_divide_and_for_nothing_else() -> None:
+    def count(equation: str, x: tuple[int, ...], w: tuple[int, ...], out: tuple[int, ...], *sizes: int) -> int:
+        types = TensorType(x, "float32"), TensorType(w, "float32")
+        node = Node("p", "autopar.einsum", (equation, Ref("x"), Ref("w")), (), (TensorType(out, "float32"),))
+        return len([*offers(node, types, mesh_of(*sizes))])
+
+    linear = "b s k, n k -> b s n"
+    assert count(linear, (4, 8, 6), (12, 6), (4, 8, 12), 1) == 0
+    assert count(linear, (4, 8, 6), (12, 6), (4, 8, 12), 4) == 2
+    assert count(linear, (4, 8, 6), (12, 6), (4, 8, 12), 2, 2) == 4
+    assert count(linear, (4, 9, 6), (12, 6), (4, 9, 12), 4) == 2, "the sequence does not divide, the batch does"
+    assert count(linear, (3, 9, 6), (13, 6), (3, 9, 13), 4) == 0
+    attention = "b h q d, b h k d -> b h q k"
+    assert count(attention, (4, 4, 8, 8), (4, 4, 8, 8), (4, 4, 8, 8), 2) == 0
