@@ -102,3 +102,17 @@ def check_a_collective_over_both_axes(ranks: Ranks) -> None:
     dist.barrier()
     parallel = autopar.compile(case.model, mesh, plan=ranks.folder / "joined.json")
     same_steps(copy.deepcopy(case.model), parallel, case.inputs)
+
+
+def check_rings(ranks: Ranks) -> None:
+    """Every product that may go round a ring of all ranks does."""
+    mesh, case = ranks.mesh(), family("mlp")
+    if ranks.rank == 0:
+        sampler = PlanSampler(case.graph, mesh_of(mesh), FAST)
+        looped = [name for name, options in sampler.strategies.items() if any(one.body == "ring" for one in options)]
+        plan = sampler.best(dict.fromkeys(looped, lambda one: one.body == "ring"))
+        assert plan.comm_bytes["shift", "data"] > 0, plan.comm_bytes
+        plan.save(ranks.folder / "rings.json")
+    dist.barrier()
+    parallel = autopar.compile(case.model, mesh, plan=ranks.folder / "rings.json", hardware=FAST)
+    same_steps(copy.deepcopy(case.model), parallel, case.inputs)

@@ -69,7 +69,11 @@ def test_all_of_it_on_four_processes(tmp_path: Path, file: str) -> None:
 
 
 def test_models_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
-    run_checks("families", 4, tmp_path, ["check_random_plans", "check_a_collective_over_both_axes"])
+    run_checks("families", 4, tmp_path, ["check_random_plans", "check_a_collective_over_both_axes", "check_rings"])
+
+
+def test_rings_of_two_processes_train_as_one(tmp_path: Path) -> None:
+    run_checks("families", 2, tmp_path, ["check_rings"])
 
 
 def test_four_processes_train_on_the_mesh_of_the_plan(tmp_path: Path) -> None:
