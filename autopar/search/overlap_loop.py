@@ -205,8 +205,10 @@ def next_prices(
         return None
     measured, busy = exposed_shares(latest.plan, timeline)
     moved = sum(abs(share - prices.shares.get(key, 1.0)) * busy[key] for key, share in measured.items())
+    # what operators wait for between them may be sent in a loop instead, which is priced as overlapped from here on
+    tries_loops = not prices.shares and between_s(latest.plan, timeline) > MOVED * best.seconds
     tries_moves = tries_moves and not latest.lacks and not any(kind == MOVES for kind, _ in measured)
-    if moved < MOVED * best.seconds and not latest.lacks and not tries_moves:
+    if moved < MOVED * best.seconds and not (latest.lacks or tries_moves or tries_loops):
         return None
     if latest is not best and not latest.lacks:  # it went too far: half way back
         measured |= {key: (share + prices.shares.get(key, 1.0)) / 2 for key, share in measured.items()}
@@ -227,6 +229,13 @@ def exposed_shares(plan: Plan, timeline: Timeline) -> tuple[dict[tuple[str, str]
             exposed[key] += exposed_s
     shares = {key: max(LEAST, min(1.0, exposed[key] / seconds)) for key, seconds in busy.items() if seconds}
     return shares, dict(busy)
+
+
+def between_s(plan: Plan, timeline: Timeline) -> float:
+    """Seconds for which compute waits for what is sent between two operators."""
+    weights = weights_in(plan.graph)
+    pairs = zip(timeline.events, timeline.exposed_of, strict=True)
+    return sum(s for one, s in pairs if one.stream.startswith("comm:") and not _kind(one, plan.graph, weights))
 
 
 def _completed(known: Shares, axes: Sequence[str], unseen: float) -> dict[tuple[str, str], float]:

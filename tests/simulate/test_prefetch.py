@@ -58,8 +58,9 @@ def emitted_order(plan: Plan) -> list[tuple[str, int | tuple[str, str]]]:
     number_of: dict[object, int] = {}
     for part in (program.forward, program.backward):
         for node in part.graph.nodes:
-            target = str(node.target).removeprefix("_c10d_functional.").split(".")[0].removesuffix("_")
-            if "_c10d_functional" not in str(node.target):
+            called_as = str(node.target).replace("autopar.shift", "_c10d_functional.shift")
+            target = called_as.removeprefix("_c10d_functional.").split(".")[0].removesuffix("_")
+            if "_c10d_functional" not in called_as:
                 continue
             if target == "wait_tensor":
                 found.append(("wait", number_of[node.args[0]]))
