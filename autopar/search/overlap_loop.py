@@ -167,7 +167,7 @@ def choose(
         else:
             contest.enter(name, found)
 
-    seen = [optimum]
+    seen, resolved = [optimum], False
     latest = contest.best
     prices = TransferPrices({}, 0.0 if latest is first else first.lacks)
     for number in range(1, (ROUNDS_SAVING_MEMORY if saves_memory else ROUNDS) + 1):
@@ -183,9 +183,15 @@ def choose(
         simulated = contest.enter(f"re-solved with overlap prices, round {number}", plan)
         if simulated is None:
             break
+        resolved = True
         if simulated is contest.best and before - simulated.seconds < GAIN * before and not simulated.lacks:
             break
         latest = simulated
+    if not resolved and not stop() and waits_between_operators(contest.best):
+        full = _completed({}, optimum.mesh.names, 1.0)  # with which loops alone are priced as overlapped
+        plan = again(full, prices.free)
+        if plan is not None and not any(_same(plan, other) for other in seen):
+            contest.enter("re-solved with loops overlapped", plan)
     for name, plan, seconds in contest.played:
         as_played(_as_played(name, plan, seconds, optimum, contest.rows))
     return _chosen(contest.best, contest.winner, optimum, contest.rows, is_optimum=contest.best is first)
@@ -205,10 +211,8 @@ def next_prices(
         return None
     measured, busy = exposed_shares(latest.plan, timeline)
     moved = sum(abs(share - prices.shares.get(key, 1.0)) * busy[key] for key, share in measured.items())
-    # what operators wait for between them may be sent in a loop instead, which is priced as overlapped from here on
-    tries_loops = not prices.shares and between_s(latest.plan, timeline) > MOVED * best.seconds
     tries_moves = tries_moves and not latest.lacks and not any(kind == MOVES for kind, _ in measured)
-    if moved < MOVED * best.seconds and not (latest.lacks or tries_moves or tries_loops):
+    if moved < MOVED * best.seconds and not latest.lacks and not tries_moves:
         return None
     if latest is not best and not latest.lacks:  # it went too far: half way back
         measured |= {key: (share + prices.shares.get(key, 1.0)) / 2 for key, share in measured.items()}
@@ -231,11 +235,15 @@ def exposed_shares(plan: Plan, timeline: Timeline) -> tuple[dict[tuple[str, str]
     return shares, dict(busy)
 
 
-def between_s(plan: Plan, timeline: Timeline) -> float:
-    """Seconds for which compute waits for what is sent between two operators."""
+def waits_between_operators(simulated: Simulated) -> bool:
+    """Whether compute waits for what is sent between two operators, which a loop might send beside its work."""
+    plan, timeline = simulated.plan, simulated.timeline
+    if timeline is None:
+        return False
     weights = weights_in(plan.graph)
     pairs = zip(timeline.events, timeline.exposed_of, strict=True)
-    return sum(s for one, s in pairs if one.stream.startswith("comm:") and not _kind(one, plan.graph, weights))
+    waits = sum(s for one, s in pairs if one.stream.startswith("comm:") and not _kind(one, plan.graph, weights))
+    return waits > MOVED * simulated.seconds
 
 
 def _completed(known: Shares, axes: Sequence[str], unseen: float) -> dict[tuple[str, str], float]:
