@@ -81,13 +81,15 @@ class Link:
 
     `pairwise` holds the figures for an all-to-all where they differ: a ring crosses a node's border once and may use
     every NIC of the node, while an all-to-all sends most of its bytes through the rank's own NIC.
-    `curves` holds what was measured of a collective on groups of this shape; it goes before the other figures.
+    `hop` is the slowest way from a rank to the next one, where that differs: one message at a time crosses a border by
+    one NIC. `curves` holds what was measured of a collective on groups of this shape; it goes before the other figures.
     """
 
     latency_s: float
     bytes_per_s: float
     pairwise: Link | None = None
     curves: Mapping[str, Curve] = field(default_factory=dict[str, Curve])  # collective -> as measured on such a group
+    hop: Link | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ def link_of(hardware: Hardware, mesh_names: Sequence[str], mesh_sizes: Sequence[
       mean hop, as NCCL counts it (src/graph/tuning.cc).
     - In an all-to-all every rank sends (g - m) / g of its bytes through its own NIC and the rest inside the node, at
       the same time; `Link.pairwise` carries that bottleneck.
+    - What is passed on to the next rank waits for whoever sends over a border, through one NIC: `Link.hop`.
 
     The groups of one axis all work at once, so the slowest of them decides. Where somebody imagines the links of axes
     otherwise (`Hardware.axes`), an axis alone has just so many times its figures; see `_imagined` for several at once.
@@ -155,19 +156,19 @@ def _group_link(hardware: Hardware, counts: tuple[int, ...]) -> Link:
     # Of the `hops` pieces that a rank receives, ranks - fewest come through its NIC, at most `neighbours` from inside.
     s_per_byte = max((ranks - fewest) / inter.bytes_per_s, neighbours / intra.bytes_per_s) / hops
     pair_latency_s = ((ranks - fewest) * inter.latency_s + (fewest - 1) * intra.latency_s) / hops
-    return Link(latency_s, bytes_per_s, pairwise=Link(pair_latency_s, 1 / s_per_byte))
+    return Link(latency_s, bytes_per_s, pairwise=Link(pair_latency_s, 1 / s_per_byte), hop=_worse(intra, inter))
 
 
 def _slower(one: Link, two: Link, ranks: int) -> Link:
     """The worse of two links, figure by figure."""
     if one == two or ranks == 1:
         return one
-    one_pair, two_pair = one.pairwise or one, two.pairwise or two
-    pairwise = Link(
-        max(one_pair.latency_s, two_pair.latency_s),
-        min(one_pair.bytes_per_s, two_pair.bytes_per_s),
-    )
-    return Link(max(one.latency_s, two.latency_s), min(one.bytes_per_s, two.bytes_per_s), pairwise)
+    pairwise = _worse(one.pairwise or one, two.pairwise or two)
+    return replace(_worse(one, two), pairwise=pairwise, hop=_worse(one.hop or one, two.hop or two))
+
+
+def _worse(one: Link, two: Link) -> Link:
+    return Link(max(one.latency_s, two.latency_s), min(one.bytes_per_s, two.bytes_per_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,8 @@ def _comm_s(step: Comm, links: Mapping[str, Link]) -> float:
     form = COLLECTIVES[step.collective]
     if form.pairwise and link.pairwise is not None:
         link = link.pairwise
+    if form.shifts and link.hop is not None:
+        link = link.hop
     return form.seconds(step.ranks, step.nbytes, link.latency_s, link.bytes_per_s)
 
 

@@ -41,7 +41,8 @@ class Collective:
 
     This is the ring of Patarasuk and Yuan (2009), which is also NCCL's ring; the broadcast is a pipelined ring.
     `pairwise` marks the collective in which every rank talks to every other rank instead of its neighbour, `gathers`
-    the one whose payload is what a rank has afterwards: `ranks` times what it gives.
+    the one whose payload is what a rank has afterwards: `ranks` times what it gives, `shifts` the one in which each
+    rank passes something on to its neighbour, all at once, and waits for the slowest.
     All of it is arithmetic only, so sympy symbols pass through as well as numbers (the tests do this).
     """
 
@@ -51,6 +52,7 @@ class Collective:
     pieces: Callable[[float], float]
     pairwise: bool = False
     gathers: bool = False
+    shifts: bool = False
 
     def received(self, ranks: float, nbytes: float) -> float:
         """Bytes that one rank receives; `nbytes` is the payload of `Comm`."""
@@ -69,7 +71,7 @@ COLLECTIVES = {
         Collective("all_reduce", phases=2, hops=_less_one, pieces=_less_one),  # a reduce-scatter, then an all-gather
         Collective("all_to_all", phases=1, hops=_less_one, pieces=_less_one, pairwise=True),
         Collective("broadcast", phases=1, hops=_less_one, pieces=_itself),
-        Collective("shift", phases=1, hops=_one, pieces=_itself),  # each rank sends to its neighbour, all at once
+        Collective("shift", phases=1, hops=_one, pieces=_itself, shifts=True),
     )
 }
 

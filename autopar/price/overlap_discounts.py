@@ -71,4 +71,5 @@ def _scaled(link: Link, share: float) -> Link:
         link.bytes_per_s / share,
         None if link.pairwise is None else _scaled(link.pairwise, share),
         {name: curve.scaled(share, share) for name, curve in link.curves.items()},
+        None if link.hop is None else _scaled(link.hop, share),
     )

@@ -231,3 +231,13 @@ def test_streams_have_names():
     assert stream_of(Compute("adamw", 1, 1, kind="host")) == "host"
     assert stream_of(Comm("broadcast", "data", 2, 8)) == "comm:data"
     assert (stream_of(Move("host", "hbm", 1)), stream_of(Move("hbm", "host", 1))) == ("h2d", "d2h")
+
+
+def test_what_is_passed_on_crosses_a_border_through_one_nic():
+    """A ring through two nodes of eight uses the NICs of eight ranks; of those that pass something on, one crosses."""
+    hardware, nbytes = Hardware.load("h100-sxm"), 2**28
+    links = links_of(hardware, ["x", "y"], [2, 8])
+    inside, across = hardware.links["intra"], hardware.links["inter"]
+    for axis, ranks, link in (("y", 8, inside), ("x", 2, across), ("x+y", 16, across)):
+        took = seconds(Comm("shift", axis, ranks, nbytes), hardware, links)
+        assert took == pytest.approx(link.latency_s + nbytes / link.bytes_per_s)

@@ -140,6 +140,8 @@ EDITS = [
     ("choices.0.steps", [["compute", "mm", -1.0, 0.0, "float32", 1, "matmul"]], "flops is -1.0"),
     ("choices.0.steps", [["move", "hbm", "disk", 1]], "no memory tier 'disk'"),
     ("choices.0.steps", [["loop", 0, True, []]], "a loop of 0 rounds"),
+    ("choices.0.steps", [["loop", 10**9, True, [["move", "hbm", "host", 1]]]], "loops of 1000000000 steps, more than"),
+    ("choices.0.body", "ring", "runs the pattern 'ring' as it does not offer it"),
     ("choices.0.reads", [[]], "number of operands"),
     ("choices.0.reads", [[["data", "R", "P", "float32[1]"]]], "no step leads from"),
     ("choices.0.reads", [[["data", "S0"]]], "has 2 entries, not 4"),
