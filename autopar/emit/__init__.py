@@ -1,5 +1,6 @@
 """emit: a plan becomes code. torch.fx GraphModules at local shapes, with functional collectives in them."""
 
-from autopar.emit.emit import Emitted, emit, forward_only
+from autopar.emit.emit import Emitted, emit
+from autopar.emit.inference import forward_only
 
 __all__ = ["Emitted", "emit", "forward_only"]

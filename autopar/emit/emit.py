@@ -8,7 +8,6 @@ a coordinate or a seed comes in as a tensor.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +18,10 @@ from torch import fx
 from autopar.emit import ops
 from autopar.emit.attention import capability_of
 from autopar.emit.seeded import drawing, seeded
+from autopar.emit.text import commented
 from autopar.emit.writer import BodyWriter, Writer, target_of
 from autopar.ir.attention import OPERANDS_OF_ATTENTION, kernel_at
-from autopar.ir.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
+from autopar.ir.graph import Node, Phase, Ref, Result, TensorType, map_refs
 from autopar.ir.layout import Layout, local_type, show
 from autopar.lower import Program, lower
 from autopar.lower.program import (
@@ -84,9 +84,9 @@ class Emitted:
     @property
     def code(self) -> str:
         """Both parts as text, each line with the module it came from and the layout it gives."""
-        parts = [_commented(self.forward)]
+        parts = [commented(self.forward)]
         if self.backward is not None:
-            parts.append(_commented(self.backward).replace("def forward(", "def backward(", 1))
+            parts.append(commented(self.backward).replace("def forward(", "def backward(", 1))
         return "\n".join(parts)
 
 
@@ -301,8 +301,7 @@ class _Emitter:
 
     def _inner(self, what: Inner, values: Sequence[fx.Node], made: int, turn: int) -> None:
         """One part of the loop that stands in for a node."""
-        node = self.node_of[what.node]
-        choice = self.plan.choices[what.node]
+        node, choice = self.node_of[what.node], self.plan.choices[what.node]
         self.writer.comment = f"{self._told_node(node)}: {what.do.name}"
         body = BodyWriter(self.writer, choice.body_axes, choice.body_size, (), ())
         self.values[made] = what.do.write(body, turn if what.turn is None else what.turn, *values)
@@ -399,25 +398,3 @@ class _Emitter:
             if node.outputs[i] is not None
         ]
         return f"{','.join(roles) or 'whole'} -> {', '.join(told)}"
-
-
-def _commented(module: fx.GraphModule) -> str:
-    comment_of = {node.name: node.meta.get("comment", "") for node in module.graph.nodes}
-    lines: list[str] = []
-    for line in module.code.strip().splitlines():
-        made = re.match(r"    (\w+) = ", line)
-        comment = comment_of.get(made.group(1), "") if made else ""
-        lines.append(f"{line.split(';  ')[0]}  # {comment}" if comment else line)
-    return "\n".join(lines) + "\n"
-
-
-def forward_only(graph: Graph) -> Graph:
-    """The graph of inference: what the outputs and the mutated buffers need, without gradients."""
-    results = tuple(result for result in graph.results if result.kind != "gradient")
-    needed = {result.ref.name for result in results if result.ref is not None}
-    kept: list[Node] = []
-    for node in reversed(graph.nodes):
-        if node.name in needed or node.op in ("parameter", "buffer", "input"):
-            kept.append(node)
-            needed.update(ref.name for ref in node.operands)
-    return Graph(tuple(reversed(kept)), results)
