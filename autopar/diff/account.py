@@ -17,7 +17,21 @@ from math import isclose
 from autopar.errors import PlanMismatch
 from autopar.lower import lower
 from autopar.lower.memory import held_at_peak, peaks
-from autopar.lower.program import Buffer, Copy, Launch, Local, Operator, Read, Receive, Run, Send, SendTo, Update
+from autopar.lower.program import (
+    Buffer,
+    Copy,
+    Inner,
+    Launch,
+    Local,
+    Operator,
+    Read,
+    Receive,
+    Run,
+    Send,
+    SendTo,
+    Update,
+    Within,
+)
 from autopar.plan.plan import Plan
 from autopar.plan.tell import backward_homes, home
 from autopar.plan.value import AGAIN, is_product
@@ -109,7 +123,7 @@ class _Classes:
             beside = BESIDE.get(event.stream)
             return beside or _collective(event)
         match event.by:
-            case Run(Operator(name)):
+            case Run(Operator(name) | Inner(name)):
                 node = self.node_of[name]
                 is_again = bool(node.target) and not node.is_source
                 if is_product(self.plan.choices[name]):
@@ -129,7 +143,7 @@ class _Classes:
             return ""
         of = by.what if isinstance(by, Run) else by.of
         match of.of if isinstance(of, Local) else of:
-            case Operator(name) | Copy(name) | Read(name):
+            case Operator(name) | Inner(name) | Within(name) | Copy(name) | Read(name):
                 return self.module_of[name]
             case Update(parameter):
                 return parameter.rpartition(".")[0]

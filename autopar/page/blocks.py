@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from autopar.lower.program import Local, Operator, Run, Update
+from autopar.lower.program import Inner, Local, Operator, Run, Update
 from autopar.plan.value import PlanValue, is_product
 from cost_models.simulator import COMPUTE, Event, Timeline
 
@@ -105,7 +105,7 @@ def _sorts(plan: PlanValue) -> Callable[[Event], str]:
         if event.stream != COMPUTE:
             return COLLECTIVES if event.stream.startswith("comm:") else HOST if event.stream == "host" else COPIES
         match event.by:
-            case Run(what=Operator(node)):
+            case Run(what=Operator(node) | Inner(node)):
                 return PRODUCTS if node in products else OTHERS
             case Run(what=Local()):
                 return REORDER

@@ -190,7 +190,7 @@ def choose(
     if not resolved and not stop() and waits_between_operators(contest.best):
         full = _completed({}, optimum.mesh.names, 1.0)  # with which loops alone are priced as overlapped
         plan = again(full, prices.free)
-        if plan is not None and not any(_same(plan, other) for other in seen):
+        if plan is not None and not any(same_choices(plan, other) for other in seen):
             contest.enter("re-solved with loops overlapped", plan)
     for name, plan, seconds in contest.played:
         as_played(_as_played(name, plan, seconds, optimum, contest.rows))
