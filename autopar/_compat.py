@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.cuda import _sleep as cuda_sleep
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed._local_tensor._c10d import _prepare_collective_groups
-from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _resolve_process_group as group_of_name  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
 from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
@@ -34,12 +35,12 @@ def default_store() -> Any:
 
 def group_named(name: str) -> Any:
     """The process group of that name, as functional collectives have it."""
-    return _resolve_process_group(name)
+    return group_of_name(name)  # pyright: ignore[reportArgumentType]
 
 
 def groups_like(name: str) -> list[list[int]]:
     """The ranks of each group that stands for the group of that name where one process plays all ranks."""
-    ranks, offsets, _ = _prepare_collective_groups(_resolve_process_group(name))
+    ranks, offsets, _ = _prepare_collective_groups(group_named(name))
     return [[offset + rank for rank in ranks] for offset in offsets]
 
 

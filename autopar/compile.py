@@ -111,13 +111,7 @@ def compile(
     device_mesh = device_mesh.flat if isinstance(device_mesh, Devices) else device_mesh
     mesh = mesh_of(device_mesh)
     check_size(mesh.sizes, dist.get_world_size())
-    _known("outputs", outputs, OUTPUTS)
-    _known("inputs", inputs, INPUTS)
-    if inputs == "local" and outputs != "auto":
-        raise ValueError(f"inputs='local' gives each rank its own rows of outputs; outputs={outputs!r} asks for others")
-    _known("backend", backend, BACKENDS)
-    _known("batch_norm", batch_norm, STATISTICS)
-    _known("optimizer", optimizer or "adamw", tuple(OPTIMIZER_STATES))
+    _check_words(outputs, inputs, backend, batch_norm, optimizer)
     precision = precision_named(precision)
     if isinstance(patience_s, bool) or not patience_s > 0:
         raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
@@ -149,6 +143,16 @@ def compile(
         positional, named = by_name(type(model).forward.__get__(model), example_inputs or (), example_kwargs or {})
         plan_module(parallel, positional, named)
     return parallel
+
+
+def _check_words(outputs: str, inputs: str, backend: str, batch_norm: str, optimizer: str | None) -> None:
+    _known("outputs", outputs, OUTPUTS)
+    _known("inputs", inputs, INPUTS)
+    if inputs == "local" and outputs != "auto":
+        raise ValueError(f"inputs='local' gives each rank its own rows of outputs; outputs={outputs!r} asks for others")
+    _known("backend", backend, BACKENDS)
+    _known("batch_norm", batch_norm, STATISTICS)
+    _known("optimizer", optimizer or "adamw", tuple(OPTIMIZER_STATES))
 
 
 def _known(what: str, value: str, known: tuple[str, ...]) -> None:
