@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autopar.assemble.problem import assemble
@@ -15,6 +16,7 @@ from autopar.ir.work import STORE
 from autopar.plan import Plan
 from autopar.plan.store import dumps
 from autopar.price.pricer import Pricer
+from autopar.rules.patterns import PATTERNS
 from autopar.search import Question, Request, answer, ask
 from autopar.search.__main__ import main
 from autopar.search.baselines import compare, table
@@ -244,12 +246,14 @@ def test_at_full_price_nothing_changes_and_at_a_discount_only_communication_of_p
     sampler = PlanSampler(family(name).graph, mesh_of(*sizes), H100)
     keys = [(kind, axis) for kind in ("weights", "gradients") for axis in sampler.pricer.mesh.names]
     problem = sampler.assembled.problem
+    # sends within a loop are priced beside its work, whatever the shares
+    loops = [np.array([one.body in PATTERNS for one in options]) for options in sampler.assembled.options]
     for share in (1.0, 0.1):
         found = assemble(
             sampler.graph, sampler.strategies, sampler.pricer, memory=None, shares=dict.fromkeys(keys, share)
         ).problem
         assert (
-            all((a == b).all() for a, b in zip(found.costs, problem.costs, strict=True))
+            all((a == b)[~loop].all() for a, b, loop in zip(found.costs, problem.costs, loops, strict=True))
             and found.limits == problem.limits
         )
         changed = 0
