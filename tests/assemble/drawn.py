@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +14,24 @@ from autopar.decide.decide import decide
 from autopar.decide.picks import tidied
 from autopar.ir.graph import Graph
 from autopar.ir.work import FETCH, STORE
-from autopar.lower import Program, lower
+from autopar.lower import lower
 from autopar.lower.memory import resident_bytes
-from autopar.lower.program import Alloc, Copy, Free, Instruction, Launch, Local, Operator, Read, Run
+from autopar.lower.program import (
+    Alloc,
+    Copy,
+    Free,
+    Inner,
+    Instruction,
+    Launch,
+    Local,
+    Loop,
+    Operator,
+    Program,
+    Read,
+    Run,
+    Wait,
+    Within,
+)
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
@@ -81,6 +96,8 @@ class Drawn:
             match next(one for one in instruction if not isinstance(one, Alloc | Free)):
                 case Run(Operator(node)) | Run(Local(of=Read(node) | Copy(node))) | Launch(of=Read(node) | Copy(node)):
                     instant, name = wide.at[stands_for[node]], node
+                case Run(Inner(node)) | Launch(of=Within(node)) | Wait(of=Within(node)):
+                    instant, name = wide.at[stands_for[node]], node
                 case _ if phase == "optimizer":  # it has an order of its own
                     instant, name = wide.gathered_at, "the updates"
                 case _:
@@ -94,7 +111,7 @@ class Drawn:
         """Each instruction with what is allocated for it and freed behind it."""
         for phase, instructions in program.instructions.items():
             group: list[Instruction] = []
-            for instruction in instructions:
+            for instruction in _unrolled(instructions):
                 if any(not isinstance(one, Alloc | Free) for one in group) and not isinstance(instruction, Free):
                     yield phase, group
                     group = []
@@ -133,6 +150,15 @@ class Drawn:
                 change[usage.start] += usage.nbytes[picks[edge.src], picks[edge.dst]]
                 change[usage.end] -= usage.nbytes[picks[edge.src], picks[edge.dst]]
         return change.cumsum()
+
+
+def _unrolled(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
+    """Those of loops, once: each round holds what the first does."""
+    for instruction in instructions:
+        if isinstance(instruction, Loop):
+            yield from _unrolled(instruction.body)
+        else:
+            yield instruction
 
 
 def drawn(
