@@ -1,9 +1,9 @@
 """The best mesh of so many devices: every way to arrange them in up to three axes is searched, and the quickest kept.
 
-Every mesh gets a first look: the best plan that ties repeated layers, without overlap prices, simulated. Then they are
-searched as if each was the only one, the most promising first. A mesh is skipped only where that is proven to change
-nothing: no plan on it computes for less time than the best plan so far takes. Where the time is up before all were
-searched, the table says which were not.
+Every mesh gets a first look, those of three axes while there is time: the best plan that ties repeated layers, without
+overlap prices, simulated. Then they are searched as if each was the only one, the most promising first. A mesh is
+skipped only where that is proven to change nothing: no plan on it computes for less time than the best plan so far
+takes. Where the time is up before all were searched, the table says which were not.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from autopar.search.solve import floor_s
 from cost_models.hardware import Hardware
 
 MOST_AXES = 3
+QUICK_AXES = 2  # up to so many a mesh is searched in a few seconds, and gets its first look whatever the time
 NAMES = {1: ("data",), 2: ("data", "tensor"), 3: ("data", "data2", "tensor")}  # until it is known what an axis does
 LOOK_S = 10.0  # for the solver, in a first look
 SAME = 1e-9  # relative: plans that take as long
@@ -56,8 +57,9 @@ class Row:
 
 
 def meshes_of(devices: int, hardware: Hardware, most_axes: int = MOST_AXES) -> tuple[Mesh, ...]:
-    """The devices as a grid of up to `most_axes` axes, in every way and order. Those with fewer axes come first; among
-    them those of which each axis lies within a node or goes over whole ones. Raises ValueError for less than one.
+    """The devices as a grid of up to `most_axes` axes, in every way and order. First come two axes, then one, then
+    more; among equals those of which each axis lies within a node or goes over whole ones. Raises ValueError for less
+    than one.
     """
     if devices < 1:
         raise ValueError(f"{devices} devices are none; give a number from 1, for example 8")
@@ -65,7 +67,8 @@ def meshes_of(devices: int, hardware: Hardware, most_axes: int = MOST_AXES) -> t
     found = [
         sizes for axes in range(1, most_axes + 1) for sizes in _factors(devices, axes) if axes == 1 or min(sizes) > 1
     ]
-    found.sort(key=lambda sizes: (len(sizes), _straddles(sizes, per_node), sizes))
+    by_axes = (QUICK_AXES, *range(1, QUICK_AXES), *range(QUICK_AXES + 1, most_axes + 1))
+    found.sort(key=lambda sizes: (by_axes.index(len(sizes)), _straddles(sizes, per_node), sizes))
     return tuple(Mesh(NAMES.get(len(sizes), tuple(f"axis{n}" for n in range(len(sizes)))), sizes) for sizes in found)
 
 
@@ -115,7 +118,7 @@ def best_mesh(
 
     rows: list[Row] = []
     for mesh in meshes:
-        if rows and is_up(began):
+        if rows and (stop() or (len(mesh.sizes) > QUICK_AXES and is_up(began))):
             rows.append(Row(mesh, why="not looked at: the time was up"))
             continue
         rows.append(_tried(mesh, asked(mesh), held, request, errors, look=True))

@@ -15,6 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.work import flops_of
 from autopar.propose.strategies import Strategy, make_strategy, node_strategies
 from autopar.rules.notation import Rule
+from autopar.rules.patterns import PATTERNS
 from autopar.rules.table import RULES, rule_of
 from autopar.scale import operator_forms
 from autopar.scale.forms import work_of
@@ -63,10 +64,15 @@ def some(strategies: Sequence[Strategy], count: int) -> Sequence[Strategy]:
     return strategies[:: max(1, len(strategies) // count)]
 
 
+def of_rules(sample: Sample, mesh: Mesh) -> list[Strategy]:
+    """Loops have no closed forms."""
+    return [strategy for strategy in node_strategies(*sample, mesh) if strategy.body not in PATTERNS]
+
+
 @pytest.mark.parametrize("op", sorted(SAMPLES))
 def test_closed_forms_equal_numbers(op: str):
     for sample in samples_of(op):
-        for strategy in some(node_strategies(*sample, MESHES[0]), 4):
+        for strategy in some(of_rules(sample, MESHES[0]), 4):
             check(sample, strategy, MESHES[0])
 
 
@@ -75,7 +81,7 @@ def test_closed_forms_equal_numbers(op: str):
 @pytest.mark.parametrize("op", sorted(SAMPLES))
 def test_closed_forms_equal_numbers_for_every_strategy(op: str, mesh: Mesh):
     for sample in samples_of(op):
-        for strategy in some(node_strategies(*sample, mesh), 60):
+        for strategy in some(of_rules(sample, mesh), 60):
             check(sample, strategy, mesh)
 
 

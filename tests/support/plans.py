@@ -17,6 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
+from autopar.search.policies import by_hand
 from cost_models.hardware import Hardware
 from solver import Solution, solve
 from tests.support.machines import FAST
@@ -58,10 +59,14 @@ def plan_of(graph: Graph, assembled: Assembled, picks: list[int], pricer: Pricer
 class PlanSampler:
     """Draws plans of one graph on one mesh, and solves for the best with wishes granted."""
 
-    def __init__(self, graph: Graph, mesh: Mesh, hardware: Hardware = FAST, optimizer: str = "adamw") -> None:
+    def __init__(
+        self, graph: Graph, mesh: Mesh, hardware: Hardware = FAST, optimizer: str = "adamw", *, loops: bool = True
+    ) -> None:
+        """`loops`: patterns are drawn, too."""
         self.graph = graph
         self.pricer = Pricer.on(mesh, hardware, optimizer)
-        self.strategies, self.without_rule = propose(graph, mesh)
+        strategies, self.without_rule = propose(graph, mesh)
+        self.strategies = strategies if loops else by_hand(strategies)
         self.assembled = assemble(graph, self.strategies, self.pricer, memory=None)
 
     def draw(self, seed: int) -> Plan:
