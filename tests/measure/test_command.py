@@ -117,7 +117,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("lost.json", "tiny.py:build"), "plan lost.json cannot be read: No such file or directory; give a file of"),
+        (("lost.json", "tiny.py:build"), "plan lost.json cannot be read: No such file or directory; make one with"),
         (("broken.json", "tiny.py:build"), "broken.json is not complete JSON"),
         (("plan.json", "tiny.py:built"), "tiny.py has no function 'built'; its functions are build, wider, one_input"),
         (("plan.json", "lost.py:build"), "file 'lost.py' of MODEL 'lost.py:build' does not exist in "),
