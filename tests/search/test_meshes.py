@@ -129,7 +129,7 @@ def test_when_the_time_is_up_the_rest_is_told() -> None:
 def test_where_nothing_fits_it_is_said_what_would() -> None:
     meshes = meshes_of(4, EVEN)
     with pytest.raises(Infeasible, match="of 2 meshes of 4 devices none has a plan that fits; on the best: "):
-        best_mesh(meshes, lambda mesh: question("mlp", mesh, "even"), answer, replace(REQUEST, memory=100.0))
+        best_mesh(meshes, lambda mesh: question("mlp", mesh, "even"), answer, replace(REQUEST, memory=100.0, allow=()))
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
