@@ -1,6 +1,7 @@
 """A plan out of a cache runs for what it is, whatever its file says of it."""
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return free
 
 
-def compiled(one: DeviceMesh, cache: Path) -> Plan:
+def compiled(one: DeviceMesh | autopar.Devices, cache: Path) -> Plan:
     plan = autopar.compile(net(), one, cache=cache, example_kwargs=batch(), allow="none").plan
     assert plan is not None
     return plan
@@ -64,3 +65,23 @@ def test_a_link_in_the_cache_chooses_no_file_to_be_written(one: DeviceMesh, tmp_
     file.symlink_to(mine)
     assert compiled(one, cache) == honest
     assert mine.read_text() == "mine" and not file.is_symlink() and Plan.load(file) == honest
+
+
+def test_a_plan_that_decided_its_mesh_is_kept_for_so_many_devices(
+    fake_mesh: Callable[..., DeviceMesh], tmp_path: Path, room: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = autopar.Devices(fake_mesh(data=4))
+    first = compiled(devices, tmp_path)
+    (file,) = tmp_path.glob("*.plan.json")
+    assert first.mesh.ranks == 4 and Plan.load(file).mesh == first.mesh
+
+    def never(*args: object, **kwargs: object) -> None:
+        raise AssertionError("searched again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("autopar.planner.best_mesh", never)
+        assert compiled(devices, tmp_path) == first
+        other = autopar.compile(net(), fake_mesh(data=2), example_kwargs=batch(), allow="none").plan
+        other.save(file)  # of two devices: it counts for nothing
+        with pytest.raises(AssertionError, match="searched again"):
+            compiled(autopar.Devices(fake_mesh(data=4)), tmp_path)
