@@ -228,18 +228,18 @@ def picture(points: Sequence[Point]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12" fill="#222">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(LEFT, 28, head, "start", ' font-size="14"'),
+        label(LEFT, 28, head, "start", ' font-size="14"'),
     ]
     for y in y_ticks:
         parts.append(f'<path d="M{LEFT} {down(y)}H{right}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 8, down(y) + 4, f"{y:g}", "end"))
+        parts.append(label(LEFT - 8, down(y) + 4, f"{y:g}", "end"))
     for x in x_ticks:
         parts.append(f'<path d="M{across(x)} {floor}v5" stroke="#222"/>')
-        parts.append(_text(across(x), floor + 20, f"{x:g}", "middle"))
+        parts.append(label(across(x), floor + 20, f"{x:g}", "middle"))
     parts.append(f'<path d="M{LEFT} {TOP}V{floor}H{right}" fill="none" stroke="#222"/>')
-    parts.append(_text((LEFT + right) / 2, HEIGHT - 16, f"memory per rank, {unit}", "middle"))
+    parts.append(label((LEFT + right) / 2, HEIGHT - 16, f"memory per rank, {unit}", "middle"))
     middle = (TOP + floor) / 2
-    parts.append(_text(24, middle, "ms per step", "middle", f' transform="rotate(-90 24 {middle:g})"'))
+    parts.append(label(24, middle, "ms per step", "middle", f' transform="rotate(-90 24 {middle:g})"'))
     line = f"M{across(xs[0])} {down(ys[0])}" + "".join(
         f"H{across(x)}V{down(y)}" for x, y in zip(xs[1:], ys[1:], strict=True)
     )
@@ -250,5 +250,5 @@ def picture(points: Sequence[Point]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
+def label(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{more}>{escape(text)}</text>'

@@ -16,6 +16,7 @@ from autopar.page.scales import ticks
 from autopar.plan import Plan
 from autopar.plan.tell import human
 from autopar.plan.utilisation import utilisation
+from autopar.search.curve import label
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MILLION = 1e6
@@ -205,21 +206,21 @@ def picture(found: Sizing) -> str:
         'font-family="sans-serif" font-size="12" fill="#222">',
         "<title>Step time over devices</title>",
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        _text(LEFT, 28, f"Step time over devices, predicted: {found.per_step:,} {found.unit} a step", "start"),
+        label(LEFT, 28, f"Step time over devices, predicted: {found.per_step:,} {found.unit} a step", "start"),
     ]
     for ms in top:
         parts.append(f'<path d="M{LEFT} {down(ms)}H{right}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 8, down(ms) + 4, f"{ms:g}", "end"))
-    parts += [_text(across(count), floor + 20, str(count), "middle") for count in counts]
+        parts.append(label(LEFT - 8, down(ms) + 4, f"{ms:g}", "end"))
+    parts += [label(across(count), floor + 20, str(count), "middle") for count in counts]
     parts.append(f'<path d="M{LEFT} {TOP}V{floor}H{right}" fill="none" stroke="#222"/>')
-    parts.append(_text((LEFT + right) / 2, HEIGHT - 16, "devices", "middle"))
-    parts.append(_text(LEFT - 8, TOP - 10, "ms per step", "end"))
+    parts.append(label((LEFT + right) / 2, HEIGHT - 16, "devices", "middle"))
+    parts.append(label(LEFT - 8, TOP - 10, "ms per step", "end"))
     for number, machine in enumerate(machines):
         colour = COLOURS[number % len(COLOURS)]
         points = sorted((point for point in able if point.hardware == machine), key=lambda point: point.devices)
         parts += _line(points, colour, across, down)
         parts.append(f'<rect x="{right + 16}" y="{TOP + 20 * number - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(_text(right + 32, TOP + 20 * number, machine, "start"))
+        parts.append(label(right + 32, TOP + 20 * number, machine, "start"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -237,7 +238,3 @@ def _line(
         about = f"{point.seconds * 1e3:.3f} ms on {point.devices} devices of {point.hardware}"
         yield f'<circle cx="{across(point.devices)}" cy="{down(point.seconds * 1e3)}" r="3.5" fill="{colour}">'
         yield f"<title>{escape(about)}</title></circle>"
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
