@@ -2,25 +2,28 @@
 
     minimise    offset + sum_c cost_c x_c
     subject to  sum_i x_u(i) = 1                                   for every item u with several options
-                sum_j e_uv(i,j) = x_u(i),  sum_i e_uv(i,j) = x_v(j)    for every edge and option of either end
+                sum_J e_uv(I,J) = sum_{i in I} x_u(i),  sum_I e_uv(I,J) = sum_{j in J} x_v(j)
+                                                                   for every edge and class of options of either end
                 sum_c nbytes_c(t) x_c <= room(t)                   for every instant that can bind, added when violated
 
-Columns are the x of all items, then the e of all edges, only for allowed pairs: a forbidden pair has no column. With x
-integral e is integral, so only x needs to be. The least cost of every item and edge is in `offset`, the least usage of
-every item is taken off the room: what is left is small, which keeps the numerics good.
+Options of one end are of one class (I) on an edge if they are forbidden with the same options of the other end, hold
+the same bytes with each, and cost the same but for a constant, which goes into the cost of x: pairs within a class need
+not be told apart, and the program has the same optimum and the same bound with fewer columns. Columns are the x of all
+items, then the e of all edges, only for allowed pairs: a forbidden pair has no column. With x integral e is integral,
+so only x needs to be. The least cost of every item and edge is in `offset`, the least usage of every item is taken off
+the room: what is left is small, which keeps the numerics good.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from solver.backends.classes import Classes, Index, classes, each
 from solver.problem import Array, Problem
-
-Index = NDArray[np.intp]
 
 
 def bincount(positions: Index, weights: Array, size: int) -> Array:
@@ -70,8 +73,8 @@ class Profile:
 class Lowered:
     """The program. Item u owns columns x_first[u] to x_first[u + 1] (none if it has one option).
 
-    rows, columns, values: the equality matrix in coordinates; right: its right-hand side. end_a, end_b: the x columns
-    that each e column joins.
+    rows, columns, values: the equality matrix in coordinates; right: its right-hand side. members, class_of: x columns
+    and the class, of some edge, that each is in there. end_a, end_b: the classes that each e column joins.
     """
 
     cost: Array
@@ -82,6 +85,8 @@ class Lowered:
     columns: Index
     values: Array
     right: Array
+    members: Index
+    class_of: Index
     end_a: Index
     end_b: Index
     profiles: tuple[Profile, ...]
@@ -96,58 +101,98 @@ class Lowered:
         x = np.zeros(len(self.cost))
         several = np.diff(self.x_first) > 0
         x[(self.x_first[:-1] + np.array(picks))[several]] = 1.0
-        x[self.num_x :] = x[self.end_a] * x[self.end_b]
+        taken = bincount(self.class_of, x[self.members], int(self.class_of.max(initial=-1)) + 1)
+        x[self.num_x :] = taken[self.end_a] * taken[self.end_b]
         return x
 
 
-def lower(core: Problem) -> Lowered:
-    """The program of a core (see backends/__init__.py for what a core is)."""
+def lower(core: Problem, merged: bool = True) -> Lowered:
+    """The program of a core (see backends/__init__.py for what a core is). Not `merged`: each option is a class."""
     sizes = np.array([len(cost) if len(cost) > 1 else 0 for cost in core.costs], dtype=np.intp)
     x_first = np.concatenate(([0], np.cumsum(sizes))).astype(np.intp)
     several = np.flatnonzero(sizes)
-    offset = sum(float(cost.min()) for cost in core.costs)
     num_x = int(x_first[-1])
-    costs = [core.costs[item] - core.costs[item].min() for item in several]
-    rows = [np.repeat(np.arange(len(several)), sizes[several])]
-    columns, values = [np.arange(num_x)], [np.ones(num_x)]
-    right = [np.ones(len(several))]
-    next_row, next_column = len(several), num_x
-    end_a: list[Index] = []
-    end_b: list[Index] = []
-    e_column: dict[int, tuple[int, Index, Index]] = {}
-    holding = {usage.edge for usage in core.edge_usages}
+    pairs = _Pairs(x_first, len(several), num_x, [cost.copy() for cost in core.costs])
+    held: dict[int, list[Array]] = {}
+    for usage in core.edge_usages:
+        held.setdefault(usage.edge, []).append(usage.nbytes)
+    known: dict[tuple[int, ...], Classes] = {}
     for number, edge in enumerate(core.edges):
-        i, j = np.nonzero(edge.cost < np.inf)
-        n, m = edge.cost.shape
-        entries = edge.cost[i, j]
-        least = float(entries.min()) if len(entries) else 0.0
-        offset += least
-        costs.append(entries - least)
-        e = np.arange(next_column, next_column + len(i))
-        x_a, x_b = int(x_first[edge.src]), int(x_first[edge.dst])
-        end_a.append(x_a + i)
-        end_b.append(x_b + j)
-        rows += [next_row + i, next_row + n + j, np.arange(next_row, next_row + n + m)]
-        columns += [e, e, np.arange(x_a, x_a + n), np.arange(x_b, x_b + m)]
-        values += [np.ones(2 * len(i)), -np.ones(n + m)]
-        right.append(np.zeros(n + m))
-        if number in holding:
-            e_column[number] = (next_column, i, j)
-        next_row, next_column = next_row + n + m, next_column + len(i)
-    nothing = np.zeros(0, np.intp)
+        matrices = (edge.cost, *held.get(number, ()))
+        key = tuple(map(id, matrices))
+        if key not in known:
+            known[key] = classes(edge.cost, matrices[1:]) if merged else each(edge.cost)
+        pairs.add(number, edge.src, edge.dst, known[key], number in held)
+    costs = [*(pairs.costs[item] - pairs.costs[item].min() for item in several), *pairs.pair_costs]
     return Lowered(
         cost=np.concatenate(costs) if costs else np.zeros(0),
-        offset=offset,
+        offset=sum(float(cost.min()) for cost in pairs.costs),
         x_first=x_first,
         num_x=num_x,
-        rows=np.concatenate(rows).astype(np.intp),
-        columns=np.concatenate(columns).astype(np.intp),
-        values=np.concatenate(values),
-        right=np.concatenate(right),
-        end_a=np.concatenate(end_a) if end_a else nothing,
-        end_b=np.concatenate(end_b) if end_b else nothing,
-        profiles=tuple(_profile(core, name, x_first, e_column) for name in sorted(core.limits)),
+        rows=_joined([np.repeat(np.arange(len(several)), sizes[several]), *pairs.rows]),
+        columns=_joined([np.arange(num_x), *pairs.columns]),
+        values=np.concatenate([np.ones(num_x), *pairs.values]),
+        right=np.concatenate([np.ones(len(several)), np.zeros(pairs.next_row - len(several))]),
+        members=_joined(pairs.members),
+        class_of=_joined(pairs.class_of),
+        end_a=_joined(pairs.end_a),
+        end_b=_joined(pairs.end_b),
+        profiles=tuple(_profile(core, name, x_first, pairs.e_column) for name in sorted(core.limits)),
     )
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """Columns and rows of the edges so far; `costs` are those of the items, to which edges add.
+
+    e_column: edge -> its first column, and for each of its columns an option of either end.
+    """
+
+    x_first: Index
+    several: int
+    next_column: int
+    costs: list[Array]
+    next_row: int = field(init=False)
+    pair_costs: list[Array] = field(default_factory=list[Array])
+    rows: list[Index] = field(default_factory=list[Index])
+    columns: list[Index] = field(default_factory=list[Index])
+    values: list[Array] = field(default_factory=list[Array])
+    members: list[Index] = field(default_factory=list[Index])
+    class_of: list[Index] = field(default_factory=list[Index])
+    end_a: list[Index] = field(default_factory=list[Index])
+    end_b: list[Index] = field(default_factory=list[Index])
+    e_column: dict[int, tuple[int, Index, Index]] = field(default_factory=dict[int, tuple[int, Index, Index]])
+
+    def __post_init__(self) -> None:
+        self.next_row = self.several
+
+    def add(self, number: int, src: int, dst: int, told: Classes, holds: bool) -> None:
+        """The edge with that number, of these items; `holds` bytes."""
+        self.costs[src] += told.row_cost
+        self.costs[dst] += told.column_cost
+        n, m = told.cost.shape
+        i, j = np.nonzero(told.cost < np.inf)
+        if holds:
+            self.e_column[number] = (self.next_column, told.first_rows[i], told.first_columns[j])
+        elif n == m == 1 and len(i):
+            return  # of one class at both ends: the edge says nothing
+        self.pair_costs.append(told.cost[i, j])
+        e = np.arange(self.next_column, self.next_column + len(i))
+        first = self.next_row
+        members = [self.x_first[src] + np.arange(len(told.rows)), self.x_first[dst] + np.arange(len(told.columns))]
+        self.rows += [first + i, first + n + j, first + told.rows, first + n + told.columns]
+        self.columns += [e, e, *members]
+        self.values += [np.ones(2 * len(i)), -np.ones(len(told.rows) + len(told.columns))]
+        first -= self.several  # there are as many classes as rows for them
+        self.members += members
+        self.class_of += [first + told.rows, first + n + told.columns]
+        self.end_a.append(first + i)
+        self.end_b.append(first + n + j)
+        self.next_row, self.next_column = self.next_row + n + m, self.next_column + len(i)
+
+
+def _joined(parts: Sequence[Index]) -> Index:
+    return np.concatenate([np.zeros(0, np.intp), *parts]).astype(np.intp)
 
 
 def _profile(core: Problem, resource: str, x_first: Index, e_column: dict[int, tuple[int, Index, Index]]) -> Profile:

@@ -49,7 +49,7 @@ class _Best:
 
 def run(core: Problem, budget: Budget) -> Outcome:
     """Solve, add the limits that the answer exceeds, solve again."""
-    lowered = lower(core)
+    lowered = lower(core, merged=False)
     scale = max(float(lowered.cost.max(initial=0.0)) / 1e6, 1e-300) if lowered.cost.any() else 1.0
     model, columns = formulate(core, lowered, scale)
     best = _Best(lowered.offset)
