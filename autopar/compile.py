@@ -78,8 +78,9 @@ def compile(
     on the hardware, without "offload-optimizer".
     pin: what you settle yourself: name of a module -> "save", "recompute" or "offload-activations", for its forward
     values that backward needs; name of a parameter, or of a module with parameters -> "device", "offload-parameters" or
-    "offload-optimizer". Names may be patterns, as "transformer.h.*.mlp"; of two that say different things the later one
-    counts.
+    "offload-optimizer"; name of a module -> "tensor: columns" or "data: batch; tensor: rows", for what mesh axes split
+    of its products, in the words of `explain`. Names may be patterns, as "transformer.h.*.mlp"; of two that say
+    different things the later one counts.
     optimizer: whose state the memory must hold: adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none. Default: that
     of the plan, or adamw.
     precision: param_dtype is what parameters are cast to before use, reduce_dtype what gradients are summed in. "bf16"

@@ -218,7 +218,7 @@ def _layouts(one: Plan, other: Plan) -> tuple[Changed, ...]:
 
 def _laid_out(plan: Plan) -> list[tuple[str, str, str]]:
     """(what it is, its name, how it is laid out) of every node of the traced graph."""
-    graph, weight_of = plain(plan.graph), weights_of(plan)
+    graph, weight_of = plain(plan.graph), weights_of(plan.graph)
     sources = sorted((node for node in graph.nodes if node.is_source), key=lambda node: (node.op, node.target))
     found: list[tuple[str, str, str]] = []
     for node in (*sources, *(node for node in graph.nodes if not node.is_source)):

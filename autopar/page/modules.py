@@ -90,7 +90,7 @@ def _module(pattern: str, names: tuple[str, ...], of: _Found) -> Module:
 
 
 def _add_forward(plan: PlanValue, found: dict[str, _Found]) -> None:
-    weight_of, modes, node_of = weights_of(plan), modes_of(plan), plan.graph.by_name
+    weight_of, modes, node_of = weights_of(plan.graph), modes_of(plan), plan.graph.by_name
     shown = {node.name for node in shown_nodes(plan)}
     for node in plan.graph.nodes:
         if node.phase != "forward" or node.is_source:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.ir.layout import Layout, Partial, Placement, Replicate, Shard
 from autopar.ir.work import FETCH, VIEWS
-from autopar.plan.reading import flops_in, is_weighted, parameters_of, split_of, weights_of, wrapped
+from autopar.plan.reading import OTHERWISE, flops_in, is_weighted, parameters_of, split_of, weights_of, wrapped
 from autopar.plan.tell import shown_nodes
 from autopar.plan.unsplit import unsplit
 from autopar.plan.value import PlanValue, is_product
@@ -31,7 +31,7 @@ class Use:
 
 def uses(plan: PlanValue) -> list[Use]:
     found = [Use() for _ in plan.mesh.names]
-    weight_of = weights_of(plan)
+    weight_of = weights_of(plan.graph)
     taken: dict[str, list[Layout]] = defaultdict(list)  # parameter -> how the forward operators take it
     for node in plan.graph.nodes:
         if node.phase == "forward" and node.op not in (*VIEWS, FETCH) and node.name not in weight_of:
@@ -119,8 +119,8 @@ def _named(use: Use, parameter_bytes: float, sharded_as: str) -> str:
         names.append(f"weights split by {which} {where}: each rank makes {means}")
     if "sequence" in share:
         names.append(f"sequence split in {share['sequence']:.0%} of the layers' arithmetic")
-    if "something else" in share:
-        names.append(f"split in a way without a name in {share['something else']:.0%} of the layers' arithmetic")
+    if OTHERWISE in share:
+        names.append(f"split in a way without a name in {share[OTHERWISE]:.0%} of the layers' arithmetic")
     if "nothing" in share:
         names.append(f"the same work repeated on every rank in {share['nothing']:.0%} of the layers' arithmetic")
     if not names:

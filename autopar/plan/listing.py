@@ -71,7 +71,7 @@ def columns(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 def products(plan: PlanValue, limit: int) -> Iterator[str]:
     """Matrix products, attention and convolutions of the forward pass; those of the backward pass follow them."""
-    weight_of = weights_of(plan)
+    weight_of = weights_of(plan.graph)
     alike: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)  # (splits, kind) -> modules
     counts: dict[tuple[str, str, str], int] = defaultdict(int)  # and module ->
     flops: dict[tuple[str, str, str], float] = defaultdict(float)

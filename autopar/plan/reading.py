@@ -6,13 +6,15 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
 from autopar.ir import precision
-from autopar.ir.graph import Node, TensorType
+from autopar.ir.graph import Graph, Node, TensorType
 from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.work import FETCH, VIEWS
 from autopar.plan.value import Choice, PlanValue
+from autopar.propose.strategies import Strategy
 from cost_models.steps import Compute, unrolled
 
 WIDTH = 110  # columns of text
+OTHERWISE = "something else"  # than `split_of` has a word for
 
 
 def wrapped(line: str, indent: str = "  ") -> Iterator[str]:
@@ -46,10 +48,10 @@ def flops_in(plan: PlanValue, node: Node) -> float:
     return sum(step.flops for step in unrolled(plan.choices[node.name].steps) if isinstance(step, Compute))
 
 
-def weights_of(plan: PlanValue) -> dict[str, str]:
+def weights_of(graph: Graph) -> dict[str, str]:
     """Node -> the parameter that it is another look at, or a cast of."""
     found: dict[str, str] = {}
-    for node in plan.graph.nodes:
+    for node in graph.nodes:
         if node.op == "parameter":
             found[node.name] = node.name
         elif node.op in (*VIEWS, FETCH, precision.CAST) and node.operands[0].name in found:
@@ -70,7 +72,7 @@ def parameters_of(plan: PlanValue) -> list[tuple[Node, TensorType]]:
     return found
 
 
-def split_of(choice: Choice, axis: int, weighted: bool) -> str:
+def split_of(choice: Choice | Strategy, axis: int, weighted: bool) -> str:
     """What an axis splits of a product: batch, sequence, heads, columns, rows, nothing, or something else.
 
     Read off the layouts. Columns and rows are those of the second operand, in a linear layer the weight: split by
@@ -90,4 +92,4 @@ def split_of(choice: Choice, axis: int, weighted: bool) -> str:
         case [Shard(), Shard()], Partial():
             return "rows"
         case _:
-            return "something else"
+            return OTHERWISE

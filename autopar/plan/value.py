@@ -13,6 +13,7 @@ from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.price.reshard import Reshard
+from autopar.propose.strategies import Strategy
 from cost_models.steps import MATRIX_KINDS, Comm, Compute, Step, received_bytes, unrolled
 
 RESIDENCES = ("device", "host", "stream")  # where a parameter, its gradient and its optimizer states live
@@ -208,6 +209,6 @@ def read_once(node: Node, choice: Choice) -> dict[int, tuple[Reshard, ...]]:
     return found
 
 
-def is_product(choice: Choice) -> bool:
+def is_product(choice: Choice | Strategy) -> bool:
     """Whether the operator uses the matrix units: where the arithmetic is, and what transfers are overlapped with."""
     return any(isinstance(step, Compute) and step.kind in MATRIX_KINDS for step in unrolled(choice.steps))

@@ -26,6 +26,7 @@ from autopar.search.overlap_loop import best_prefetch
 from autopar.search.problems import Stop, never
 from autopar.search.request import Request
 from autopar.search.solve import floor_s
+from autopar.search.splits import needs_no_axis
 from cost_models.hardware import Hardware
 
 MOST_AXES = 3
@@ -105,8 +106,10 @@ def best_mesh(
 
     `asked`: the question on a mesh. `held`: the best plan for a request, in the memory that there is on its mesh.
     The first looks may take the request's time limit together, and so may the searches: none begins after that. Raises
-    Infeasible, NoAnswerInTime where no mesh has a plan.
+    Infeasible, NoAnswerInTime where no mesh has a plan, ValueError for a pin that names an axis.
     """
+    if len(meshes) > 1:
+        needs_no_axis(request.pin)
     if len(meshes) == 1:
         (mesh,) = meshes
         question = asked(mesh)

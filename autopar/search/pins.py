@@ -1,5 +1,5 @@
-"""pin: what a user settles by name, of forward values ("save", "recompute", "offload-activations") and parameters
-("device", "offload-parameters", "offload-optimizer").
+"""pin: what a user settles by name, of forward values ("save", "recompute", "offload-activations"), of parameters
+("device", "offload-parameters", "offload-optimizer"), and of products ("tensor: columns", `autopar.search.splits`).
 
 A name is that of a module or a parameter, or a pattern as in `fnmatch`, whose `*` matches dots, too; it stands for all
 that lies below. Of two names that say different things the later one counts. "recompute" and "offload-activations"
@@ -18,16 +18,18 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.work import VIEWS
 from autopar.rewrite import RECOMPUTE, SAVE, Again, widened
 from autopar.search.memory_options import MODES, RESIDENCES
+from autopar.search.splits import Splits, is_split, splits_in
 
 
 @dataclass(frozen=True)
 class Pinned:
     """`modes`: forward node -> what is to become of it; `residence`: parameter -> where it is to live; both as plans
-    call it.
+    call it. `splits`: forward node -> axis -> what it is to split.
     """
 
     modes: Mapping[str, str] = field(default_factory=dict[str, str])
     residence: Mapping[str, str] = field(default_factory=dict[str, str])
+    splits: Splits = field(default_factory=dict[str, dict[str, tuple[str, str]]])
 
 
 def pinned(pin: Mapping[str, str], graph: Graph) -> Pinned:
@@ -43,6 +45,7 @@ def pinned(pin: Mapping[str, str], graph: Graph) -> Pinned:
     again = {one.origin: one for one in widened(graph).again.values()}
     modes: dict[str, str] = {}
     residence: dict[str, str] = {}
+    splits: dict[str, dict[str, tuple[str, str]]] = {}
     for name, word in pin.items():
         inside = [node for node, module in module_of.items() if _is_below(module, name)]
         held = [parameter for parameter in parameters if _is_below(parameter, name)]
@@ -50,7 +53,13 @@ def pinned(pin: Mapping[str, str], graph: Graph) -> Pinned:
             paths = sorted({*module_of.values(), *parameters})
             near = get_close_matches(name, paths, 1, 0.0)
             raise ValueError(f"pin {name!r} is no module or parameter of the model; did you mean {near[0]!r}?")
-        if word in RESIDENCES:
+        if is_split(word):
+            if not inside:
+                raise ValueError(f"pin {name!r}: {word!r} is for modules, and it is a parameter; name its module")
+            told = {axis: (what, name) for axis, what in splits_in(name, word).items()}
+            for node in inside:
+                splits[node] = {**splits.get(node, {}), **told}
+        elif word in RESIDENCES:
             if not held:
                 raise ValueError(f"pin {name!r}: {word!r} is for parameters, and it has none; {_words(MODES)}")
             if word == "offload-optimizer" and (frozen := [one for one in held if one not in trained]):
@@ -65,8 +74,11 @@ def pinned(pin: Mapping[str, str], graph: Graph) -> Pinned:
             _check(name, word, MODES[word], [(node_of[node], again[node]) for node in inside if node in again])
             modes |= dict.fromkeys(inside, MODES[word])
         else:
-            raise ValueError(f"pin {name!r}: {word!r} is not known; {_words((*MODES, *RESIDENCES))}")
-    return Pinned(modes, residence)
+            raise ValueError(
+                f"pin {name!r}: {word!r} is not known; {_words((*MODES, *RESIDENCES))}; or what a mesh axis "
+                "splits, as in 'tensor: columns'"
+            )
+    return Pinned(modes, residence, splits)
 
 
 def _words(known: Iterable[str]) -> str:

@@ -120,6 +120,7 @@ def _posed(question: Question, gathered: int, policy: str | None, wanted: Wanted
         strategies = restricted(question, policy)
     tied = _pairs(graph, strategies) > TIE_ABOVE_PAIRS if wanted.tied is None else wanted.tied
     tied = tied and not wanted.memory_options.is_uneven(_classes(question), graph)
+    tied = tied and not _differ(question.strategies, _classes(question))
     if tied and policy is not None:
         strategies = agree(strategies, _classes(question))
     return posed_of(question, strategies, pricer, wanted, tied)
@@ -173,6 +174,11 @@ def _live(question: Question, graph: Graph) -> Liveness:
 
 def _classes(question: Question) -> dict[str, str]:
     return question.once(CLASSES, None, lambda: classes_of(question.graph, tied=True))
+
+
+def _differ(strategies: Strategies, class_of: Mapping[str, str]) -> bool:
+    """Whether nodes of one class have other strategies, as some are pinned."""
+    return any(strategies[name] != strategies[leader] for name, leader in class_of.items())
 
 
 def _pairs(graph: Graph, strategies: Strategies) -> int:

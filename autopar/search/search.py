@@ -27,6 +27,7 @@ from autopar.search.pins import pinned
 from autopar.search.policies import policy_named
 from autopar.search.problems import Stop, Wanted, never
 from autopar.search.request import DEFAULT, Request
+from autopar.search.splits import settled
 from cost_models.hardware import Hardware
 
 __all__ = ["Infeasible", "NoAnswerInTime", "Progress", "Question", "Request", "answer", "ask", "search"]
@@ -69,9 +70,10 @@ def answer(
     """
     if stop():
         raise NoAnswerInTime("the search was stopped before it began")
-    settled = pinned(request.pin, question.graph)
+    pins = pinned(request.pin, question.graph)
+    question = settled(question, pins.splits)
     ways = ways_on(question.pricer, request.allow)
-    wanted = Wanted.of(request, MemoryOptions(ways).pinning(settled.modes, settled.residence), stop)
+    wanted = Wanted.of(request, MemoryOptions(ways).pinning(pins.modes, pins.residence), stop)
     if request.policy is not None:
         return of_policy(question, policy_named(request.policy), wanted, progress).plan
     solved = without_overlap(question, wanted, progress)

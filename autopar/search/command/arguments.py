@@ -91,7 +91,8 @@ def _what_is_searched(add: Callable[..., object]) -> None:
         f"{NEEDS_OPTIM} is only used where it is named, and needs autopar.optim)")  # fmt: skip
     add("--pin", metavar="NAME=WORD[,NAME=WORD...]",
         help="what you settle yourself: save, recompute or offload-activations, of what backward needs of a module; "
-        "device, offload-parameters or offload-optimizer, of a parameter or all of a module's; names may be patterns: "
+        "device, offload-parameters or offload-optimizer, of a parameter or all of a module's; what a mesh axis splits "
+        "of a module's products, as plans call it: 'lm_head=tensor: columns'; names may be patterns: "
         "'h.*.mlp=recompute'")  # fmt: skip
     add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip

@@ -25,6 +25,7 @@ from autopar.search.problems import Stop
 from autopar.search.request import Request
 from autopar.search.reserved import held_within, telling
 from autopar.search.search import answer
+from autopar.search.splits import needs_no_axis, settled
 from autopar.trace import Captured, graph_of
 from cost_models.reserve import Room, room_in
 
@@ -81,6 +82,8 @@ def posed(asked: Asked, optimizer: str, captured: Captured | None, progress: Pro
     graph = posing.graph(asked.batch_norm, asked.meshes[0])
     progress(f"traced {len(graph.nodes):,} operators, forward and backward")
     or_bad(lambda: pinned(asked.pin, graph))
+    if len(asked.meshes) > 1:
+        or_bad(lambda: needs_no_axis(asked.pin))
     return posing
 
 
@@ -107,6 +110,7 @@ def answered(posing: Posing, request: Request, progress: Progress, stop: Stop) -
     def held(question: Question, request: Request) -> Plan:
         mesh, told = question.pricer.mesh, progress if len(meshes) == 1 else _silent
         room = posing.room(mesh)
+        or_bad(lambda: settled(question, pinned(request.pin, question.graph).splits))
 
         def find(most: float) -> Plan:
             limited = replace(request, memory=most)
