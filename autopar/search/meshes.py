@@ -2,8 +2,8 @@
 
 Every mesh gets a first look, those of three axes while there is time: the best plan that ties repeated layers, without
 overlap prices, simulated. Then they are searched as if each was the only one, the most promising first. A mesh is
-skipped only where that is proven to change nothing: no plan on it computes for less time than the best plan so far
-takes. Where the time is up before all were searched, the table says which were not.
+skipped, of looks and searches, only where that is proven to change nothing: no plan on it computes for less time than
+the best plan so far takes. Where the time is up before all were searched, the table says which were not.
 """
 
 from __future__ import annotations
