@@ -22,6 +22,24 @@ Array = NDArray[np.float64]
 DEVICE, HOST = "hbm", "host"
 
 
+class Sizes:
+    """Bytes that the problems of one question have in common, as they hang on no price: each array is made once.
+
+    Keys have ids of the options that they are of, which are kept, so that these stay theirs.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[object, tuple[Array, Array]] = {}
+        self.size_of: dict[object, Array] = {}
+        self.resident: dict[object, tuple[Strategy, ...]] = {}
+        self.kept: dict[int, tuple[Strategy, ...]] = {}
+
+    def number(self, options: tuple[Strategy, ...]) -> int:
+        """Of these very options, and of no others ever."""
+        self.kept[id(options)] = options
+        return id(options)
+
+
 class Assembly:
     """The problem in the making.
 
@@ -39,6 +57,7 @@ class Assembly:
         residences: Sequence[str],
         shares: Shares,
         live: Liveness,
+        known: Sizes,
     ) -> None:
         self.graph, self.pricer, self.fixed, self.shares = graph, pricer, fixed, shares
         self.of_weights, self.of_gradients = cheaper(pricer, shares, WEIGHTS), cheaper(pricer, shares, GRADIENTS)
@@ -46,7 +65,7 @@ class Assembly:
         self.again, self.residences = again, tuple(residences)
         self.strategies = strategies
         self.node_of = graph.by_name
-        self.live = live
+        self.live, self.known = live, known
         self.copied = copied_gradients(graph)
         self.item_of: dict[str, int] = {}
         self.mode_of: dict[str, int] = {}
@@ -63,7 +82,6 @@ class Assembly:
             Read | int, tuple[int, Array]
         ] = {}  # edge, and bytes that a copy has more than the original
         self.kept: list[object] = []  # what ids in keys belong to
-        self.resident: dict[int, tuple[Strategy, ...]] = {}
         self.last_read: dict[str, int] = {}  # forward node -> when the forward reads it last
         self.needed: dict[Ref, int] = {}  # what views look at when they run again -> until when somebody needs it
         self.readers: dict[str, Any] = {}  # of parameters (`autopar.assemble.parameters`)
@@ -78,7 +96,7 @@ class Assembly:
         return [strategy.gives[index] for strategy in self.options[item]]
 
     def between(
-        self, ref: Ref, takes_of: tuple[int, int], takes: list[Layout], by: Read | int
+        self, ref: Ref, takes_of: tuple[int, int], takes_in: Callable[[], list[Layout]], by: Read | int
     ) -> tuple[Array, Array, Array]:
         """Of the change from each option of the value's producer to each layout of the reader: seconds, bytes of the
         new tensor, and bytes of all that it makes, at most at a time.
@@ -95,14 +113,18 @@ class Assembly:
             pricer is self.pricer,
         )
         if key not in self.prices:
-            gives = self.gives(producer, ref.index)
-            self.prices[key] = pricer.reshard(type, gives, takes), *self.made(type, gives, takes, by)
+            gives, takes = self.gives(producer, ref.index), takes_in()
+            made = self.made(type, (producer, ref.index), gives, takes_of, takes, by)
+            self.prices[key] = pricer.reshard(type, gives, takes), *made
         return self.prices[key]
 
     def read(self, node: Node, position: int, item: int) -> tuple[Array, Array, Array]:
         """`between`, for an operand of a node as the options of an item take it."""
         ref = node.operands[position]
-        takes = [strategy.takes[position] for strategy in self.options[item]]
+
+        def takes() -> list[Layout]:
+            return [strategy.takes[position] for strategy in self.options[item]]
+
         told = self.between(ref, (item, position), takes, (node.name, position))
         if node.op == "autopar.to_reduce_dtype":
             producer = self.item_of[ref.name]
@@ -128,11 +150,27 @@ class Assembly:
         made = np.array([temporary_bytes(node, given) for given in local], dtype=np.float64)
         return made + [strategy.workspace for strategy in self.options[item]]
 
-    def made(self, type: TensorType, gives: list[Layout], takes: list[Layout], by: Read | int) -> tuple[Array, Array]:
-        beside, alone = self.pricer.reshard_rooms(type, gives, takes)
-        if (gone := self.live.gone.get(by)) is not None:
-            alone = alone - gone.of(self.pricer.nbytes(type, gives))[:, None]
-        return self.pricer.reshard_bytes(type, gives, takes), np.maximum(beside, alone)
+    def made(
+        self,
+        type: TensorType,
+        gives_of: tuple[int, int],
+        gives: list[Layout],
+        takes_of: tuple[int, int | str],
+        takes: list[Layout],
+        by: Read | int,
+    ) -> tuple[Array, Array]:
+        """Bytes of the new tensor, and of all that a change makes; `gives_of`, `takes_of`: item, and which of its
+        layouts these are.
+        """
+        gone, number = self.live.gone.get(by), self.known.number
+        ends = number(self.options[gives_of[0]]), gives_of[1], number(self.options[takes_of[0]]), takes_of[1]
+        key = type, ends, gone
+        if key not in self.known.made:
+            beside, alone = self.pricer.reshard_rooms(type, gives, takes)
+            if gone is not None:
+                alone = alone - gone.of(self.pricer.nbytes(type, gives))[:, None]
+            self.known.made[key] = self.pricer.reshard_bytes(type, gives, takes), np.maximum(beside, alone)
+        return self.known.made[key]
 
     def delivered(
         self, type: TensorType, producer: int, index: int, parameter: int, stored: list[Layout], by: int
@@ -148,7 +186,8 @@ class Assembly:
         )
         if key not in self.prices:
             gives = self.gives(producer, index)
-            self.prices[key] = self.of_gradients.deliver(type, gives, stored), *self.made(type, gives, stored, by)
+            made = self.made(type, (producer, index), gives, (parameter, "stored"), stored, by)
+            self.prices[key] = self.of_gradients.deliver(type, gives, stored), *made
         return self.prices[key]
 
     def brought_once(
@@ -163,11 +202,12 @@ class Assembly:
         return self.prices[key]
 
     def without_reduction(
-        self, cost: Array, producer: int, index: int, reader: tuple[int, int], takes: list[Layout]
+        self, cost: Array, producer: int, index: int, reader: tuple[int, int], takes_in: Callable[[], list[Layout]]
     ) -> Array:
         """The same prices, but a partial sum must stay one: it is summed behind the reader, in another precision."""
         key = ("without reduction", id(cost), id(self.options[producer]), index, id(self.options[reader[0]]), reader[1])
         if key not in self.prices:
+            takes = takes_in()
             lost = [
                 [
                     any(isinstance(g, Partial) and not isinstance(t, Partial) for g, t in zip(give, take, strict=True))
@@ -238,7 +278,7 @@ class Assembly:
 
     def sizes(self, type: TensorType, item: int, what: object, layouts: Callable[[], list[Layout]]) -> Array:
         """Bytes of a tensor in the layout that each option has of it."""
-        key = (type, id(self.options[item]), what)
-        if key not in self.size_of:
-            self.size_of[key] = self.pricer.nbytes(type, layouts())
-        return self.size_of[key]
+        key = (type, self.known.number(self.options[item]), what)
+        if key not in self.known.size_of:
+            self.known.size_of[key] = self.pricer.nbytes(type, layouts())
+        return self.known.size_of[key]

@@ -26,9 +26,10 @@ from cost_models.steps import Move
 def resident_options(work: Assembly, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
     if len(work.residences) == 1:
         return options
-    if id(options) not in work.resident:
-        work.resident[id(options)] = options * len(work.residences)
-    return work.resident[id(options)]
+    key = work.known.number(options), work.residences
+    if key not in work.known.resident:
+        work.known.resident[key] = options * len(work.residences)
+    return work.known.resident[key]
 
 
 def settle_residences(work: Assembly, settled: Mapping[str, Sequence[str]]) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.assemble.activations import Modes, add_modes, add_rereads, add_saved, rereads
-from autopar.assemble.builder import DEVICE, HOST, Array, Assembly
+from autopar.assemble.builder import DEVICE, HOST, Array, Assembly, Sizes
 from autopar.assemble.liveness import Liveness, liveness
 from autopar.assemble.parameters import (
     add_gradient,
@@ -78,17 +78,18 @@ def assemble(
     residence_of: Mapping[str, Sequence[str]] | None = None,
     shares: Shares | None = None,
     live: Liveness | None = None,
+    sizes: Sizes | None = None,
 ) -> Assembled:
     """Build the problem. `memory`: bytes of one rank's device; `fixed`: layouts of parameters that are settled
     already. `again`: the nodes of a widened graph that are forward values (`autopar.rewrite`). `residences`: where
     parameters may reside; `host_memory`: bytes of the host's that a rank may take; `residence_of`: where each
     parameter may reside (default: anywhere). `shares`: of their prices, what transfers cost that run beside compute
     (`autopar.price.overlap_discounts`); items, options and memory are the same without, so picks mean the same.
-    `live`: of this graph, where it is known.
+    `live`: of this graph, where it is known; `sizes`: what problems of the same strategies on the same mesh have in
+    common.
     """
-    work = Assembly(
-        graph, strategies, pricer, fixed or {}, again or {}, residences, shares or {}, live or liveness(graph)
-    )
+    live, sizes = live or liveness(graph), sizes or Sizes()
+    work = Assembly(graph, strategies, pricer, fixed or {}, again or {}, residences, shares or {}, live, sizes)
     _add_nodes(work, classes_of(graph, tied=tied, without=work.again))
     settle_residences(work, residence_of or {})
     modes = add_modes(work)
@@ -170,7 +171,7 @@ def _add_results(work: Assembly, whole_outputs: bool) -> None:
         )
         name = output_name(result.target) if result.kind == "output" else f"buffer[{result.target}]"
         item = work.item_of[name] = work.add_item(name, options, np.zeros(len(options)))
-        cost, nbytes, room = work.between(result.ref, (item, 0), layouts, place)
+        cost, nbytes, room = work.between(result.ref, (item, 0), lambda layouts=layouts: layouts, place)
         edge = work.add_edge(producer, item, cost)
         work.changed(edge, at, until, nbytes, room)
         if turn is not None:

@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.price.pricer import Array, Pricer
-from autopar.price.reshard import Resharder
 from autopar.propose.strategies import Strategy
 from cost_models.hardware import Link
 from cost_models.price import stream_of
@@ -32,7 +31,7 @@ def cheaper(pricer: Pricer, shares: Shares, kind: str) -> Pricer:
     if not share_of:
         return pricer
     links = {axis: _scaled(link, share_of.get(axes_of(axis)[0], 1.0)) for axis, link in pricer.resharder.links.items()}
-    return replace(pricer, resharder=Resharder(pricer.mesh, pricer.hardware, links))
+    return replace(pricer, resharder=pricer.resharder.at(links))
 
 
 def seconds_of(pricer: Pricer, shares: Shares, steps: Sequence[Step]) -> float:

@@ -188,10 +188,17 @@ class Resharder:
     for.
     """
 
-    def __init__(self, mesh: Mesh, hardware: Hardware, links: Mapping[str, Link]) -> None:
+    def __init__(
+        self, mesh: Mesh, hardware: Hardware, links: Mapping[str, Link], ways: dict[TensorType, _Ways] | None = None
+    ) -> None:
         self.mesh, self.hardware, self.links = mesh, hardware, links
+        self._ways: dict[TensorType, _Ways] = {} if ways is None else ways
         self._tables: dict[TensorType, _Table] = {}
         self._rooms: dict[TensorType, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+
+    def at(self, links: Mapping[str, Link]) -> Resharder:
+        """The same mesh with other links: which changes there are, it has in common with this one."""
+        return Resharder(self.mesh, self.hardware, links, self._ways)
 
     def table(self, type: TensorType) -> _Table:
         if type not in self._tables:
@@ -231,7 +238,7 @@ class Resharder:
             near = np.array(sorted(steps))
             towards = np.array([steps[j] for j in near])[:, None] + table.price[near]
             step_to[at] = np.where(ends == at, at, near[np.argmin(towards, axis=0)])
-            made = {j: self._step(type, table.layouts[at], table.layouts[j]) for j in steps}
+            made = self._ways[type].changes[at]
             rooms = {j: change.rooms(self.mesh.size(change.axis)) for j, change in made.items()} | {at: (0, 0)}
             beside[at], alone[at] = np.array([rooms[j] for j in step_to[at]], dtype=np.float64).T
         while True:
@@ -248,26 +255,44 @@ class Resharder:
         axis, at = over([self.mesh.names[place] for place in places]), places[0]
         return Reshard(axis, src[at], dst[at], TensorType(local, type.dtype))
 
+    def _ways_of(self, type: TensorType) -> _Ways:
+        if type not in self._ways:
+            layouts = all_layouts(type, self.mesh)
+            index = {layout: i for i, layout in enumerate(layouts)}
+            changes: list[dict[int, Reshard]] = []
+            for layout in layouts:
+                near = neighbours(layout, len(type.shape), self.mesh) if type.dtype != RANDOM_STATE else ()
+                found = ((index.get(nearby), nearby) for nearby in near)
+                changes.append({j: self._step(type, layout, nearby) for j, nearby in found if j is not None})
+            nbytes = np.array([_local_bytes(type, layout, self.mesh) for layout in layouts], dtype=np.float64)
+            self._ways[type] = _Ways(layouts, index, changes, nbytes)
+        return self._ways[type]
+
     def _make(self, type: TensorType) -> _Table:
-        layouts = all_layouts(type, self.mesh)
-        index = {layout: i for i, layout in enumerate(layouts)}
-        price = np.full((len(layouts), len(layouts)), np.inf)
+        ways = self._ways_of(type)
+        price = np.full((len(ways.layouts), len(ways.layouts)), np.inf)
         np.fill_diagonal(price, 0.0)
         steps: list[dict[int, float]] = []
-        for i, layout in enumerate(layouts):
+        ranks = {axis: self.mesh.size(axis) for axis in self.mesh.groups}
+        for i, changes in enumerate(ways.changes):
             reached: dict[int, float] = {}
-            for nearby in neighbours(layout, len(type.shape), self.mesh) if type.dtype != RANDOM_STATE else ():
-                if (j := index.get(nearby)) is not None:
-                    step = self._step(type, layout, nearby)
-                    ranks = self.mesh.size(step.axis)
-                    reached[j] = sum(seconds(s, self.hardware, self.links) for s in step.steps(ranks))
-            for j, cost in reached.items():
-                price[i, j] = cost
+            for j, change in changes.items():
+                found = change.steps(ranks[change.axis])
+                reached[j] = price[i, j] = sum(seconds(step, self.hardware, self.links) for step in found)
             steps.append(reached)
-        for k in range(len(layouts)):
+        for k in range(len(ways.layouts)):
             np.minimum(price, price[:, k, None] + price[None, k, :], out=price)
-        nbytes = np.array([_local_bytes(type, layout, self.mesh) for layout in layouts], dtype=np.float64)
-        return _Table(layouts, index, price, steps, nbytes)
+        return _Table(ways.layouts, ways.index, price, steps, ways.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Layouts of a tensor, from each those one step away with the change that leads there, and bytes of each."""
+
+    layouts: tuple[Layout, ...]
+    index: dict[Layout, int]
+    changes: list[dict[int, Reshard]]
+    nbytes: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

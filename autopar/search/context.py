@@ -58,6 +58,10 @@ class Question:
             known[key] = find()
         return known[key]
 
+    def forget(self) -> None:
+        """Drop what the tables have; it is found again when it is asked for."""
+        self._tables.clear()
+
     @property
     def measured_digest(self) -> str:
         """Hash (hex) of what was measured, a key for caches; "" where nothing was."""

@@ -148,7 +148,7 @@ class _Again:
             f"re-solved in {solution.seconds:.1f} s, gap {solution.gap:.2%}, prices of transfers: {told}{left}"
         )
         self.start, self.prices = tidied(priced.assembled, solution.picks), solution.prices
-        self.known.append(Known(priced.assembled, self.start))
+        self.known.append(Known(solved.assembled, self.start))  # whose picks mean the same; prices are of no more use
         cost = evaluate(solved.assembled.problem, self.start).cost
         return decide(
             question.graph, solved.assembled, self.start, solved.pricer,

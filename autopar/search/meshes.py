@@ -2,8 +2,8 @@
 
 Every mesh gets a first look, those of three axes while there is time: the best plan that ties repeated layers, without
 overlap prices, simulated. Then they are searched as if each was the only one, the most promising first. A mesh is
-skipped only where that is proven to change nothing: no plan on it computes for less time than the best plan so far
-takes. Where the time is up before all were searched, the table says which were not.
+skipped, of looks and searches, only where that is proven to change nothing: no plan on it computes for less time than
+the best plan so far takes. Where the time is up before all were searched, the table says which were not.
 """
 
 from __future__ import annotations
@@ -124,7 +124,12 @@ def best_mesh(
         if rows and (stop() or (len(mesh.sizes) > QUICK_AXES and is_up(began))):
             rows.append(Row(mesh, why="not looked at: the time was up"))
             continue
-        rows.append(_tried(mesh, asked(mesh), held, request, errors, look=True))
+        question, best = asked(mesh), min((row.seconds for row in rows), default=math.inf)
+        if (floor := floor_s(question, None)) >= best:
+            rows.append(Row(mesh, None, floor))
+            progress(f"{mesh}: computes for {floor * 1e3:.3f} ms or more")
+            continue
+        rows.append(_tried(mesh, question, held, first_look(request), errors, look=True))
         progress(f"{mesh}: {_told(rows[-1])}, at a first look")
     began = time.perf_counter()
     done: list[Row] = []
@@ -145,6 +150,11 @@ def best_mesh(
     return tuple(sorted(done, key=_rank))
 
 
+def first_look(request: Request) -> Request:
+    """What is asked of a mesh before it is known whether it is worth a search."""
+    return replace(request, tied=True, simulation=False, time_limit_s=min(LOOK_S, request.time_limit_s))
+
+
 def _tried(
     mesh: Mesh,
     question: Question,
@@ -154,9 +164,9 @@ def _tried(
     *,
     look: bool = False,
 ) -> Row:
-    """The row of a mesh, after a search or a first look; why there is no plan goes to `errors`, too."""
-    if look:
-        request = replace(request, tied=True, simulation=False, time_limit_s=min(LOOK_S, request.time_limit_s))
+    """The row of a mesh, after a search or a first look; why there is no plan goes to `errors`, too. What was found
+    out on the way is dropped: on three axes it takes hundreds of megabytes.
+    """
     floor = floor_s(question, None)
     try:
         plan = held(question, request)
@@ -167,6 +177,8 @@ def _tried(
     except NoAnswerInTime as error:
         errors.append(error)
         return Row(mesh, None, 0.0 if look else floor, "no answer in time")
+    finally:
+        question.forget()
     if plan.simulated_seconds is None and question.pricer.hardware.overlaps:
         simulated = best_prefetch(plan, question.pricer, plan.memory_limit)
         plan = replace(simulated.plan, simulated_seconds=simulated.seconds)

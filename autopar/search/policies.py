@@ -303,10 +303,13 @@ class _Axis:
     def _on_tensor_axis(
         self, options: tuple[Strategy, ...], kinds: tuple[Kind, ...], results: tuple[Kind, ...]
     ) -> tuple[Strategy, ...]:
+        ends = *kinds, *results
+
         def leaves_the_batch(option: Strategy) -> bool:
-            gives = [layout[self.axis] for layout in option.gives]
-            ends = [*zip(kinds, self.takes(option), strict=True), *zip(results, gives, strict=True)]
-            return not any(isinstance(kind, int) and place == Shard(kind) for kind, place in ends)
+            places = (*self.takes(option), *(layout[self.axis] for layout in option.gives))
+            return not any(
+                isinstance(place, Shard) and place.dim == kind for kind, place in zip(ends, places, strict=True)
+            )
 
         def reads_pieces(option: Strategy) -> bool:
             pairs = zip(kinds, self.takes(option), strict=True)

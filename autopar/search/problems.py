@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from autopar.assemble.builder import DEVICE, HOST
+from autopar.assemble.builder import DEVICE, HOST, Sizes
 from autopar.assemble.liveness import Liveness, liveness
 from autopar.assemble.problem import Assembled, assemble
 from autopar.ir.graph import Graph
@@ -101,6 +101,7 @@ class Posed:
 POSED = Table[Hashable, Posed]("problems without limits")
 RESTRICTED = Table[str, Strategies]("the strategies of a policy")
 WIDENED = Table[Hashable, Widened]("the graph with all that may be decided about its forward values")
+SIZES = Table[None, Sizes]("bytes that its problems have in common")
 LIVE = Table[int, tuple[Graph, Liveness]]("when the values of a graph are there")
 CLASSES = Table[None, dict[str, str]]("node -> the first of those that repeat it")
 
@@ -152,6 +153,7 @@ def posed_of(
         residence_of=memory_options.residences_of(question.graph),
         shares=shares,
         live=_live(question, wide.graph),
+        sizes=question.once(SIZES, None, Sizes),
     )
     return Posed(assembled, wide, pricer, tied)
 

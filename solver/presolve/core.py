@@ -12,7 +12,7 @@ edge, settle an item), each of which keeps these claims true:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +47,15 @@ class Settle:
 Span = tuple[int, int, int]
 # bytes per option (per pair of options, on an edge) over spans
 Held = dict[Span, Array]
+
+
+def each(held: Held, change: Callable[[Array], Array]) -> Held:
+    """The same spans with other arrays. Spans that have one array in common still do: it is changed once."""
+    made: dict[int, Array] = {}
+    for nbytes in held.values():
+        if id(nbytes) not in made:
+            made[id(nbytes)] = change(nbytes)
+    return {span: made[id(nbytes)] for span, nbytes in held.items()}
 
 
 class Core:
@@ -180,7 +189,7 @@ class Core:
         if not self.edge_components:
             return {}
         found = self.edge_components.get((u, v) if u < v else (v, u), {})
-        return found if u < v else {span: self.flipped(nbytes) for span, nbytes in found.items()}
+        return found if u < v else each(found, self.flipped)
 
     def is_neutral(self, item: int) -> bool:
         """Whether no pick of the item changes any use of memory that can still bind."""
@@ -231,7 +240,7 @@ class Core:
             self.set_edge(item, other, self.taken(cost, options))
             if found:
                 self.edge_components.pop((item, other) if item < other else (other, item))
-                self.hold_on_edge(item, other, {span: self.taken(held, options) for span, held in found.items()})
+                self.hold_on_edge(item, other, each(found, lambda held: self.taken(held, options)).items())
             self.stirred.add(other)
         held, self.components[item] = self.components[item], {}
         self.hold(item, {span: nbytes[options] for span, nbytes in held.items()})
@@ -257,19 +266,25 @@ class Core:
             if nbytes.any():
                 components[span] = nbytes
 
-    def hold_on_edge(self, u: int, v: int, extra: Held) -> None:
-        """Give the edge more components (u slow). The edge must exist; entries at forbidden pairs do not matter."""
+    def hold_on_edge(self, u: int, v: int, extra: Iterable[tuple[Span, Array]]) -> None:
+        """Give the edge more components (u slow), one after the other. The edge must exist; entries at forbidden pairs
+        do not matter.
+        """
         pair = (u, v) if u < v else (v, u)
         cost = self.neighbours[pair[0]][pair[1]]
         components = self.edge_components.pop(pair, {})
-        for span, matrix in extra.items():
+        # tied layers hold the same bytes at many spans: worked out once, they stay one array
+        known: dict[tuple[int, int], tuple[float, Array, Array, Array | None]] = {}
+        for span, matrix in extra:
             resource, first, last = span
-            nbytes = matrix if u < v else self.flipped(matrix)
-            if span in components:
-                nbytes = components.pop(span) + nbytes
+            old = components.pop(span, None)
             if first == last:
                 continue
-            least, nbytes = self._above_least(cost, nbytes)
+            key = id(matrix), id(old)
+            if key not in known:
+                nbytes = matrix if u < v else self.flipped(matrix)
+                known[key] = *self._above_least(cost, nbytes if old is None else old + nbytes), matrix, old
+            least, nbytes, *_ = known[key]
             if least > 0:
                 self.room[resource][first:last] -= least
             if nbytes.any():

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from solver.presolve.core import Core
+from solver.presolve.core import Core, each
 from solver.problem import Array, Index
 
 # Degree-2 elimination in pieces above this many (option, option, option) triples, to bound memory.
@@ -42,7 +42,7 @@ def single(core: Core, item: int) -> bool:
     core.fired["single"] += 1
     for other, cost in list(core.neighbours[item].items()):
         core.costs[other] = core.costs[other] + cost[0]
-        core.hold(other, {span: nbytes[0] for span, nbytes in core.edge_usages(item, other).items()})
+        core.hold(other, each(core.edge_usages(item, other), lambda nbytes: nbytes[0]))
         core.touch(other)
     core.constant += float(core.costs[item][0])
     core.settle(item, (), np.zeros((), np.intp))
@@ -169,7 +169,7 @@ def _merge_into(core: Core, item: int, into: int, table: Index) -> None:
     own = np.arange(len(table))
     core.costs[into] = core.costs[into] + core.costs[item][table] + core.neighbours[item][into][table, own]
     moved = [{span: nbytes[table] for span, nbytes in core.components[item].items()}]
-    moved.append({span: nbytes[table, own] for span, nbytes in core.edge_usages(item, into).items()})
+    moved.append(each(core.edge_usages(item, into), lambda nbytes: nbytes[table, own]))
     others = [(other, cost, core.edge_usages(item, other)) for other, cost in core.neighbours[item].items()]
     core.settle(item, (into,), table)
     for held in moved:
@@ -179,5 +179,5 @@ def _merge_into(core: Core, item: int, into: int, table: Index) -> None:
             continue
         core.add_edge(into, other, core.taken(cost, table))
         if held:
-            core.hold_on_edge(into, other, {span: core.taken(nbytes, table) for span, nbytes in held.items()})
+            core.hold_on_edge(into, other, each(held, lambda nbytes: core.taken(nbytes, table)).items())
     core.touch(into)

@@ -41,15 +41,21 @@ def lay_out(core: Core) -> None:
     for usage, span in zip(usages, spans, strict=False):
         core.hold(usage.item, {span: usage.nbytes})
     on_edge: dict[int, Held] = defaultdict(dict)
+    sums: dict[tuple[int, int], Array] = {}  # repeated layers add up the same
     for usage, span in zip(edge_usages, spans[len(usages) :], strict=True):
         held = on_edge[usage.edge]
-        held[span] = usage.nbytes if span not in held else held[span] + usage.nbytes
+        if (old := held.get(span)) is None:
+            held[span] = usage.nbytes
+            continue
+        if (key := (id(old), id(usage.nbytes))) not in sums:
+            sums[key] = old + usage.nbytes
+        held[span] = sums[key]
     for number_of, held in on_edge.items():
         edge = problem.edges[number_of]
         if edge.src == edge.dst:
             core.hold(edge.src, {span: np.diagonal(nbytes) for span, nbytes in held.items()})
         else:
-            core.hold_on_edge(edge.src, edge.dst, held)
+            core.hold_on_edge(edge.src, edge.dst, held.items())
 
 
 def check_room(core: Core) -> None:
@@ -98,8 +104,7 @@ def trim(core: Core) -> bool:
         found = moved(held)
         if not _is_whole(found):
             del core.edge_components[u, v]
-            for span, nbytes in found:
-                core.hold_on_edge(u, v, {span: nbytes})
+            core.hold_on_edge(u, v, found)
             core.touch_edge(u, v)
         else:
             core.edge_components[u, v] = dict(found)

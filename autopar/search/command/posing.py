@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from operator import setitem
 from typing import TypeVar
 
 from autopar.assemble.problem import Assembled
@@ -19,7 +17,7 @@ from autopar.plan.renamed import names_of, renamed
 from autopar.search.command.arguments import Asked, or_bad
 from autopar.search.command.traced import traced
 from autopar.search.context import Progress, Question, ask
-from autopar.search.meshes import Row, best_mesh
+from autopar.search.meshes import SAME, Row, best_mesh, first_look
 from autopar.search.pins import pinned
 from autopar.search.problems import Stop
 from autopar.search.request import Request
@@ -101,26 +99,30 @@ class Answered:
     meshes: tuple[Row, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A plan, the problem whose bound it carries, and all that were simulated."""
+
+    plan: Plan
+    problem: Assembled
+    simulated: tuple[Plan, ...]
+
+
 def answered(posing: Posing, request: Request, progress: Progress, stop: Stop) -> Answered:
     """The best plan on the mesh that was asked for; or on the best of several, its axes called by what they do."""
     meshes = posing.asked.meshes
-    problems: dict[tuple[int, ...], Assembled] = {}
-    simulated: list[Plan] = []
+    told = progress if len(meshes) == 1 else _silent
+    best: dict[tuple[int, ...], _Found] = {}  # of as many meshes, all of them together are gigabytes
 
-    def held(question: Question, request: Request) -> Plan:
-        mesh, told = question.pricer.mesh, progress if len(meshes) == 1 else _silent
-        room = posing.room(mesh)
-        or_bad(lambda: settled(question, pinned(request.pin, question.graph).splits))
-
-        def find(most: float) -> Plan:
-            limited = replace(request, memory=most)
-            as_posed = partial(setitem, problems, mesh.sizes)
-            return answer(
-                question, limited, progress=told, stop=stop, as_posed=as_posed, as_played=simulated.append
-            )  # fmt: skip
-
-        with telling(room):
-            return held_within(room, find, question.pricer)
+    def held(question: Question, asked: Request) -> Plan:
+        or_bad(lambda: settled(question, pinned(asked.pin, question.graph).splits))
+        found = _found(posing, question, asked, told, stop)
+        if asked == request:  # no first look
+            least = min(one.plan.predicted_seconds for one in [*best.values(), found])
+            best[question.pricer.mesh.sizes] = found
+            for sizes in [sizes for sizes, one in best.items() if one.plan.predicted_seconds > least * (1 + SAME)]:
+                del best[sizes]
+        return found.plan
 
     def search() -> tuple[Row, ...]:
         return best_mesh(meshes, posing.question, held, request, progress=progress, stop=stop)
@@ -129,9 +131,30 @@ def answered(posing: Posing, request: Request, progress: Progress, stop: Stop) -
     first, *others = rows if len(meshes) == 1 else map(_named, rows)
     assert first.plan is not None
     mesh = first.plan.mesh
+    found = best.get(mesh.sizes)
+    if found is None:  # the time was up after its first look
+        found = _found(posing, posing.question(rows[0].mesh), first_look(request), told, stop)
     among = (first, *others) if others else ()
-    there = tuple(renamed(plan, mesh.names) for plan in simulated if plan.mesh.sizes == mesh.sizes)
-    return Answered(first.plan, posing.question(mesh), posing.room(mesh), problems[mesh.sizes], there, among)
+    there = tuple(renamed(plan, mesh.names) for plan in found.simulated)
+    return Answered(first.plan, posing.question(mesh), posing.room(mesh), found.problem, there, among)
+
+
+def _found(posing: Posing, question: Question, request: Request, progress: Progress, stop: Stop) -> _Found:
+    """The best plan in the memory that there is."""
+    room = posing.room(question.pricer.mesh)
+    problems: list[Assembled] = []
+    simulated: list[Plan] = []
+
+    def find(most: float) -> Plan:
+        limited = replace(request, memory=most)
+        problems.clear()
+        return answer(
+            question, limited, progress=progress, stop=stop, as_posed=problems.append, as_played=simulated.append
+        )  # fmt: skip
+
+    with telling(room):
+        plan = held_within(room, find, question.pricer)
+    return _Found(plan, problems[-1], tuple(simulated))
 
 
 def _named(row: Row) -> Row:
