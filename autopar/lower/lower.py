@@ -69,7 +69,7 @@ class Lowering:
     """
 
     def __init__(
-        self, plan: Decision | Plan, pricer: Pricer | None = None, workspaces: Mapping[str, int] | None = None
+        self, plan: Decision | Plan, pricer: Pricer | None = None, workspaces: Mapping[str, Any] | None = None
     ) -> None:
         self.plan, self.pricer, self.facts = plan, pricer, Facts(plan)
         self.workspaces = workspaces or {}
