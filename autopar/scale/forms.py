@@ -23,6 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.work import flops_of, temporary_bytes
 from autopar.lower import Lowering, Program
 from autopar.lower.memory import changes
+from autopar.lower.placed import Placing
 from autopar.lower.program import Buffer, Kind, Launch, Run
 from autopar.plan.plan import Plan
 from autopar.plan.value import Decision
@@ -203,7 +204,7 @@ def totals(plan: Plan, growth: Growth, pricer: Pricer) -> Totals:
     pricer = replace(pricer, mesh=mesh, bucket_bytes=0)
     here = {**growth.base, **axes}
     workspaces, scores = _blocks_of_attention(there, here)
-    return replace(totals_of(there, pricer, here, workspaces), scores=scores)
+    return replace(totals_of(there, pricer, here, workspaces, Placing(plan)), scores=scores)
 
 
 def _blocks_of_attention(there: Decision, here: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Scores]]:
@@ -229,10 +230,11 @@ def _blocks_of_attention(there: Decision, here: Mapping[str, int]) -> tuple[dict
 
 
 def totals_of(
-    there: Decision, pricer: Pricer, here: Mapping[str, int], workspaces: Mapping[str, Any] | None = None
-) -> Totals:
-    """Totals of a plan whose sizes are forms, or numbers. `pricer`: one of its mesh; `workspaces`: as in `Lowering`."""
-    program = Lowering(there, pricer, workspaces).program(None)
+    there: Decision, pricer: Pricer, here: Mapping[str, int], workspaces: Mapping[str, Any] | None = None,
+    placing: Placing | None = None,
+) -> Totals:  # fmt: skip
+    """Totals of a plan whose sizes are forms, or numbers. `pricer`: one of its mesh; the rest is as in `Lowering`."""
+    program = Lowering(there, pricer, workspaces, placing).program(None)
     return Totals(work_of(_all_steps(program), there.mesh), _peaks(program), here)
 
 
