@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.assemble.liveness import Liveness, Read, Turn, copied_gradients
+from autopar.assemble.may_copy import may_copy
 from autopar.ir.graph import Graph, Node, Ref, TensorType, weights_in
 from autopar.ir.layout import Layout, Partial, local_type
 from autopar.ir.work import temporary_bytes
@@ -66,7 +67,7 @@ class Assembly:
         self.strategies = strategies
         self.node_of = graph.by_name
         self.live, self.known = live, known
-        self.copied = copied_gradients(graph)
+        self.copied, self.may_copy = copied_gradients(graph), may_copy(graph, again)
         self.item_of: dict[str, int] = {}
         self.mode_of: dict[str, int] = {}
         self.options: list[tuple[Strategy, ...]] = []
@@ -139,16 +140,21 @@ class Assembly:
         return self.sizes(type, item, position, lambda: [strategy.takes[position] for strategy in self.options[item]])
 
     def temporaries(self, node: Node, item: int) -> Array:
-        """Bytes of what the operator makes and drops while it runs, in each option."""
+        """Bytes of what the operator makes and drops while it runs, in each option: its own, copies of operands among
+        them, and those of a pattern.
+        """
         types, mesh = operand_types(node, self.node_of), self.pricer.mesh
+        copied = self.may_copy.get(node.name, ())
+        found = np.array([strategy.workspace for strategy in self.options[item]], dtype=np.float64)
+        for place in copied:
+            found = found + self.taken_sizes(node, place, item)
         if not temporary_bytes(node, types):
-            return np.array([strategy.workspace for strategy in self.options[item]], dtype=np.float64)
+            return found
         local = (
             [local_type(t, layout, mesh) for t, layout in zip(types, strategy.takes, strict=True)]
             for strategy in self.options[item]
         )
-        made = np.array([temporary_bytes(node, given) for given in local], dtype=np.float64)
-        return made + [strategy.workspace for strategy in self.options[item]]
+        return found + [temporary_bytes(node, given) for given in local]
 
     def made(
         self,

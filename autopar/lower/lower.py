@@ -18,6 +18,7 @@ from autopar.ir.layout import Layout, local_type
 from autopar.ir.work import STORE, temporary_bytes
 from autopar.lower.listing import Listing
 from autopar.lower.loops import lowered
+from autopar.lower.placed import Placing
 from autopar.lower.program import (
     GIVEN,
     OPTIMIZER,
@@ -65,14 +66,16 @@ def lower(plan: Decision | Plan, prefetch: int | None, pricer: Pricer | None = N
 class Lowering:
     """`lower` of one plan, as often as one likes: what is the same each time is found out once.
 
-    `workspaces`: node -> bytes that it takes while it runs, where its sizes do not say so.
+    Where sizes are forms, they do not say all: `workspaces`, node -> bytes that it takes while it runs; `placing`, how
+    values lie in memory.
     """
 
     def __init__(
-        self, plan: Decision | Plan, pricer: Pricer | None = None, workspaces: Mapping[str, int] | None = None
-    ) -> None:
+        self, plan: Decision | Plan, pricer: Pricer | None = None, workspaces: Mapping[str, Any] | None = None,
+        placing: Placing | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.pricer, self.facts = plan, pricer, Facts(plan)
-        self.workspaces = workspaces or {}
+        self.workspaces, self.placing = workspaces or {}, placing or Placing(plan)
         self.parts_of: dict[Reshard, tuple[Part, ...]] = {}
         self.bytes_of: dict[tuple[TensorType, Layout], Any] = {}
         self.offers: dict[str, Offer] = {}
@@ -232,13 +235,12 @@ class _Program:
         return value
 
     def _workspace(self, node: Node) -> tuple[Buffer, ...]:
-        nbytes = self.lowering.workspaces.get(node.name)
-        if nbytes is None:
-            types = operand_types(node, self.node_of)
-            if not temporary_bytes(node, types):  # of few operators, whatever the layouts
-                return ()
-            takes = self.plan.choices[node.name].takes
+        types, takes = operand_types(node, self.node_of), self.plan.choices[node.name].takes
+        nbytes: Any = self.lowering.workspaces.get(node.name, 0)
+        if node.name not in self.lowering.workspaces and temporary_bytes(node, types):  # few have some in any layout
             nbytes = temporary_bytes(node, [local_type(*one, self.mesh) for one in zip(types, takes, strict=True)])
+        for place in self.lowering.placing.copied(node.name):
+            nbytes += self.lowering.nbytes(types[place], takes[place])
         return (Buffer(nbytes, Kind.WORKSPACE, owner_of(node)),) if nbytes else ()
 
     # --- transfers ---------------------------------------------------------------------------------------------------

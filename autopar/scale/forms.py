@@ -17,12 +17,13 @@ from typing import Any
 from autopar.assemble.liveness import holds_storage
 from autopar.ir.attention import OPERANDS_OF_ATTENTION
 from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
-from autopar.ir.graph import Node, TensorType
+from autopar.ir.graph import Node, Ref, TensorType
 from autopar.ir.layout import local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.work import flops_of, temporary_bytes
 from autopar.lower import Lowering, Program
 from autopar.lower.memory import changes
+from autopar.lower.placed import Placing
 from autopar.lower.program import Buffer, Kind, Launch, Run
 from autopar.plan.plan import Plan
 from autopar.plan.value import Decision
@@ -151,25 +152,48 @@ def _axis_symbols(mesh: Mesh, taken: Collection[str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """What an attention of these local types, which are forms, holds while it runs. It works on whole blocks, of which
+    there is no sum of powers: in the closed forms it is a symbol, whose value is found where the sizes are numbers.
+    """
+
+    node: Node
+    types: tuple[TensorType, ...]
+
+    def nbytes(self, values: Mapping[str, int]) -> int:
+        return temporary_bytes(
+            self.node,
+            [TensorType(tuple(int(at(size, values)) for size in type.shape), type.dtype) for type in self.types],
+        )
+
+
+@dataclass(frozen=True)
 class Totals:
     """One training step of one rank, in closed form.
 
     `work`: the operators, layout changes and the optimizer. `peaks`: the instants at which memory may peak, each with
     the bytes of `STATES` and of `ACTIVATIONS`; memory is the maximum over them. `here`: the plan's values of all
-    symbols.
+    symbols but those of `scores`, which stand in `peaks` alone.
     """
 
     work: Work
     peaks: tuple[Mapping[str, Any], ...]
     here: Mapping[str, int]
+    scores: Mapping[str, Scores] = field(default_factory=dict[str, Scores])
 
     def peak(self, values: Mapping[str, int]) -> Fraction:
         """Bytes of device memory at the highest instant."""
-        return max(_bytes_at(one, values) for one in self.peaks)
+        known = {**values, **self._blocks(values)}
+        return max(_bytes_at(one, known) for one in self.peaks)
 
     def highest(self, values: Mapping[str, int]) -> Mapping[str, Any]:
-        """The instant that is the highest at these values."""
-        return max(self.peaks, key=lambda one: _bytes_at(one, values))
+        """The instant that is the highest at these values, with the blocks of attention as large as they are there."""
+        blocks = self._blocks(values)
+        highest = max(self.peaks, key=lambda one: _bytes_at(one, {**values, **blocks}))
+        return {kind: _with_numbers(form, blocks) for kind, form in highest.items()}
+
+    def _blocks(self, values: Mapping[str, int]) -> dict[str, int]:
+        return {name: one.nbytes(values) for name, one in self.scores.items()}
 
 
 def totals(plan: Plan, growth: Growth, pricer: Pricer) -> Totals:
@@ -178,24 +202,39 @@ def totals(plan: Plan, growth: Growth, pricer: Pricer) -> Totals:
     there = elsewhere(plan, growth, {name: symbol(name) for name in growth.base}, mesh)
     axes = {name: plan.mesh.size(axis) for axis, name in _axis_symbols(plan.mesh, growth.base).items()}
     pricer = replace(pricer, mesh=mesh, bucket_bytes=0)
-    return totals_of(there, pricer, {**growth.base, **axes}, _blocks_of_attention(plan))
+    here = {**growth.base, **axes}
+    workspaces, scores = _blocks_of_attention(there, here)
+    return replace(totals_of(there, pricer, here, workspaces, Placing(plan)), scores=scores)
 
 
-def _blocks_of_attention(plan: Plan) -> dict[str, int]:
-    """Node -> bytes of the scores that it makes at a time, at the present sizes: blocks have a size of their own."""
-    found: dict[str, int] = {}
-    for node in plan.graph.nodes:
-        if node.op in OPERANDS_OF_ATTENTION:
-            pairs = zip(operand_types(node, plan.graph.by_name), plan.choices[node.name].takes, strict=True)
-            found[node.name] = temporary_bytes(node, [local_type(*one, plan.mesh) for one in pairs])
-    return found
+def _blocks_of_attention(there: Decision, here: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, Scores]]:
+    """(node -> what it holds while it runs, a symbol; what the symbols are). Nodes that hold the same share one."""
+    workspaces: dict[str, Any] = {}
+    name_of: dict[object, str] = {}
+    scores: dict[str, Scores] = {}
+    for node in there.graph.nodes:
+        if node.op not in OPERANDS_OF_ATTENTION:
+            continue
+        pairs = zip(operand_types(node, there.graph.by_name), there.choices[node.name].takes, strict=True)
+        one = Scores(node, tuple(local_type(*pair, there.mesh) for pair in pairs))
+        if not one.nbytes(here):  # which kernel runs does not hang on what grows
+            workspaces[node.name] = 0
+            continue
+        asked = tuple(None if isinstance(arg, Ref) else arg for arg in node.args)
+        key = node.op, asked, one.types
+        if key not in name_of:
+            name_of[key] = f"scores of {node.name}"
+            scores[name_of[key]] = one
+        workspaces[node.name] = symbol(name_of[key])
+    return workspaces, scores
 
 
 def totals_of(
-    there: Decision, pricer: Pricer, here: Mapping[str, int], workspaces: Mapping[str, int] | None = None
-) -> Totals:
-    """Totals of a plan whose sizes are forms, or numbers. `pricer`: one of its mesh; `workspaces`: as in `Lowering`."""
-    program = Lowering(there, pricer, workspaces).program(None)
+    there: Decision, pricer: Pricer, here: Mapping[str, int], workspaces: Mapping[str, Any] | None = None,
+    placing: Placing | None = None,
+) -> Totals:  # fmt: skip
+    """Totals of a plan whose sizes are forms, or numbers. `pricer`: one of its mesh; the rest is as in `Lowering`."""
+    program = Lowering(there, pricer, workspaces, placing).program(None)
     return Totals(work_of(_all_steps(program), there.mesh), _peaks(program), here)
 
 
@@ -214,6 +253,15 @@ def _part_of(step: Step, share: float) -> Step:
     """That share of a copy: the rest stands behind the collective."""
     assert isinstance(step, Compute) and not step.flops, step
     return replace(step, nbytes=step.nbytes * Fraction(share))
+
+
+def _with_numbers(form: Form | int, numbers: Mapping[str, int]) -> Form:
+    """The form with these numbers in the place of their symbols."""
+    found: dict[Powers, Fraction] = defaultdict(Fraction)
+    for powers, times in terms(form).items():
+        left = tuple((name, power) for name, power in powers if name not in numbers)
+        found[left] += times * math.prod(Fraction(numbers[name]) ** power for name, power in powers if name in numbers)
+    return form_of({powers: times for powers, times in found.items() if times})
 
 
 def _bytes_at(one: Mapping[str, Any], values: Mapping[str, int]) -> Fraction:

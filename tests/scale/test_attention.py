@@ -1,4 +1,4 @@
-"""Attention with dropout grows with the sequence, and has closed forms: blocks of scores keep a size of their own."""
+"""Attention with dropout grows with the sequence, and has closed forms, but for its blocks of scores."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autopar.scale.grow import growth_of
 from autopar.scale.growth import Growth, usual_sources
 from autopar.search import Request, search
 from autopar.trace import capture, graph_of
+from cost_models.formulas import at, form_of, terms
 from cost_models.hardware import Hardware
 from tests.support.check import mesh_of
 
@@ -52,10 +53,20 @@ def test_closed_forms_give_the_peak_of_today() -> None:
     assert form.peak(form.here) == plan_at(plan, growth, growth.base, pricer).peak_bytes["hbm"]
 
 
-@pytest.mark.parametrize("sizes", [{"batch": 16, "sequence": 16}, {"batch": 8, "sequence": 32}])
-def test_at_other_sizes_they_are_off_by_less_than_the_blocks(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("sizes", [(16, 16), (8, 32), (8, 512), (2**14, 16)], ids=str)
+def test_at_other_sizes_they_give_the_peak_of_there(sizes: tuple[int, int]) -> None:
+    """Where all scores are one block, and where they are several, which stop to grow."""
     plan, growth, pricer = found()
-    form, there = totals(plan, growth, pricer), plan_at(plan, growth, sizes, pricer)
-    told = form.peak({**form.here, **sizes})
-    blocks = 3 * 4 * sizes["batch"] * 4 * sizes["sequence"] ** 2 + 2**16
-    assert 0 <= there.peak_bytes["hbm"] - told <= blocks
+    batch, sequence = sizes
+    form, values = totals(plan, growth, pricer), {"batch": batch, "sequence": sequence}
+    there = plan_at(plan, growth, values, pricer)
+    assert form.peak({**form.here, **values}) == there.peak_bytes["hbm"]
+
+
+def test_scores_are_a_number_in_what_is_told_of_today() -> None:
+    plan, growth, pricer = found()
+    form = totals(plan, growth, pricer)
+    assert form.scores
+    told = [terms(one) for one in form.highest(form.here).values()]
+    assert {name for one in told for powers in one for name, _ in powers} <= {*form.here}
+    assert sum(at(form_of(one), form.here) for one in told) == form.peak(form.here)
