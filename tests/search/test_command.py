@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "unfinished.py").write_text("def build(:\n")
     (tmp_path / "empty.py").write_text("from os.path import join\n")
     (tmp_path / "bare.toml").write_text('name = "bare"\n')
+    (tmp_path / "own.toml").write_text((resources.files("cost_models") / "profiles" / "h100-sxm.toml").read_text())
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link").symlink_to("plan")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -296,6 +300,12 @@ def test_a_model_that_cannot_be_had_is_told(
         (("-o", "."), "-o . is a folder; name a file in it"),
         (("--dot", "lost/plan.dot"), "lost of --dot lost/plan.dot does not exist; make it first"),
         (("-o", "plan", "--dot", "plan"), "-o and --dot both name plan; give each its own file"),
+        (("-o", "plan", "--dot", "sub/../plan"), "-o and --dot both name plan; give each its own file"),
+        (("-o", "link", "--dot", "plan"), "-o and --dot both name link; give each its own file"),
+        (("-o", ""), "-o '' names no file; write for example -o FILE"),
+        (("-o", "tiny.py"), "-o tiny.py is a file that this command reads, and would be overwritten; name another"),
+        (("--html", "sub/../tiny.py"), "--html sub/../tiny.py is a file that this command reads"),
+        (("--hardware", "own.toml", "--trace", "own.toml"), "--trace own.toml is a file that this command reads"),
         (("--trace", "lost/step.json"), "lost of --trace lost/step.json does not exist; make it first"),
         (("--pin", "a=save,a=recompute"), "--pin says 'save' and 'recompute' of a; leave one out"),
         (("--fast",), "unrecognized arguments: --fast; see python -m autopar.search --help"),
