@@ -44,6 +44,8 @@ def write_whole(path: str | Path, text: Iterable[str]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, target)
-    except BaseException:  # an interrupt too
+    except BaseException as error:  # an interrupt too
+        if isinstance(error, OSError) and error.filename == str(draft):
+            error.filename, error.filename2 = str(path), None  # nobody has heard of the draft
         draft.unlink(missing_ok=True)
         raise

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from cost_models.steps import axes_of, joined
 
+MOST_RANKS = 2**20  # that a user may ask for: more than any cluster has, few enough that a plan takes seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -83,4 +85,11 @@ def parse_mesh(text: str) -> Mesh:
             raise ValueError(f"mesh part {part!r} is not NAME=SIZE; write for example data=8,tensor=8")
         names.append(name.strip())
         sizes.append(int(size))
+    check_ranks(math.prod(sizes))
     return Mesh(tuple(names), tuple(sizes))
+
+
+def check_ranks(ranks: int) -> None:
+    """Raises ValueError for more than any cluster has: prices of single ranks take time and memory."""
+    if ranks > MOST_RANKS:
+        raise ValueError(f"{ranks:,} devices are more than autopar plans for; give {MOST_RANKS:,} at most")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import re
@@ -73,7 +74,7 @@ def init_mesh(device_type: str = "cpu", *, devices: int | None = None, **axes: i
         told = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(f"devices={devices} leaves the axes to the plan, and {told} names them; give one of the two")
     if devices is not None:
-        check_size((devices,), dist.get_world_size())
+        _check_devices(devices, dist.get_world_size())
     if not axes:
         axes = {"data": dist.get_world_size()}
     check_size(tuple(axes.values()), dist.get_world_size())
@@ -87,6 +88,11 @@ def _take_device() -> None:
     A process that sees one GPU only has that, whatever its number among others; one that has chosen a GPU keeps it.
     """
     local, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
+    if not count:
+        raise ValueError(
+            'this process sees no GPU: torch.cuda.device_count() is 0; give init_mesh("cpu", ...), or look at the '
+            "driver, at CUDA_VISIBLE_DEVICES, and whether torch was built with CUDA"
+        )
     if local is None or count == 1 or (torch.cuda.is_initialized() and torch.cuda.current_device() != 0):
         return
     if not local.isdigit() or int(local) >= count:
@@ -98,14 +104,24 @@ def _take_device() -> None:
 
 
 def check_size(sizes: tuple[int, ...], world: int) -> None:
-    total = 1
-    for size in sizes:
-        total *= size
-    if total != world:
-        raise ValueError(
-            f"the mesh {'x'.join(map(str, sizes))} has {total} ranks, but {world} processes run; "
-            f"start {total} processes (torchrun --nproc-per-node {total}) or make a mesh of {world}"
-        )
+    told = "x".join(map(str, sizes))
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"the mesh {told} has an axis of size {min(sizes)}; sizes are whole numbers from 1")
+    if (total := math.prod(sizes)) != world:
+        raise ValueError(f"the mesh {told} has {total} ranks, but {_start(total, world)} or make a mesh of {world}")
+
+
+def _check_devices(devices: int, world: int) -> None:
+    if devices < 1:
+        raise ValueError(f"devices={devices} are none; give as many as processes run, here devices={world}")
+    if devices != world:
+        raise ValueError(f"a mesh of devices={devices} is asked for, but {_start(devices, world)} or give {world}")
+
+
+def _start(wanted: int, world: int) -> str:
+    run = "1 process runs" if world == 1 else f"{world} processes run"
+    start = "1 process" if wanted == 1 else f"{wanted} processes"
+    return f"{run}; start {start} (torchrun --nproc-per-node {wanted})"
 
 
 def device_name(device_type: str) -> str:

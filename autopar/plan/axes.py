@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from autopar.ir.layout import Layout, Partial, Placement, Replicate, Shard
 from autopar.ir.work import FETCH, VIEWS
 from autopar.plan.reading import OTHERWISE, flops_in, is_weighted, parameters_of, split_of, weights_of, wrapped
-from autopar.plan.tell import shown_nodes
+from autopar.plan.tell import shown_nodes, traffic_by_part
 from autopar.plan.unsplit import unsplit
 from autopar.plan.value import PlanValue, is_product
 from autopar.rewrite.gather_once import is_gathered_once
+from cost_models.steps import axes_of
 
 MOST = 0.9  # of bytes or flops: from here on a word stands without a percentage
 WHOLE, PARTIAL = "whole", "as partial sums"  # how activations stand that no axis splits
+SUMS = ("all_reduce", "reduce_scatter")
 SOME = 0.005  # below this, not worth a word
 
 
@@ -27,10 +29,14 @@ class Use:
     between: dict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     stored_split: float = 0.0
     gathered: float = 0.0  # of these, brought together before the product that reads them
+    sums: bool = True  # whether anything is summed over it behind the forward pass
 
 
 def uses(plan: PlanValue) -> list[Use]:
-    found = [Use() for _ in plan.mesh.names]
+    parts = traffic_by_part(plan)
+    sums = [over for part in ("backward", "gradients") for what, over in parts[part] if what in SUMS]
+    summed = {axis for over in sums for axis in axes_of(over)}
+    found = [Use(sums=name in summed) for name in plan.mesh.names]
     weight_of = weights_of(plan.graph)
     taken: dict[str, list[Layout]] = defaultdict(list)  # parameter -> how the forward operators take it
     for node in plan.graph.nodes:
@@ -107,7 +113,8 @@ def _named(use: Use, parameter_bytes: float, sharded_as: str) -> str:
             how = f"{gathered:.0%} of the parameter bytes sharded and gathered for use as in {sharded_as}"
             names.append(f"data parallel{amount}, {how}: {means}")
         else:
-            means += " with the whole of their parameters; gradients are summed"
+            means += " with the whole of their parameters; "
+            means += "gradients are summed" if use.sums else "activations are gathered for gradients, which are whole"
             names.append(f"data parallel{amount}: {means}")
     if columns and rows:
         means = "weights split by columns, then by rows, one sum after each pair"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.errors import BadArgument, TraceError
-from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED
+from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, writing
 from autopar.page import write_html
 from autopar.plan import Plan
 from autopar.search import curve, meshes, stopping
@@ -194,10 +194,8 @@ def _write(asked: Asked, found: _Found, progress: Progress) -> None:
             continue  # so many were not found
         if flag == "--memory-curve" and not points:
             continue  # interrupted
-        try:
+        with writing(path):
             writers[flag](path)
-        except OSError as error:
-            raise BadArgument(f"cannot write {error.filename or path}: {error.strerror}") from error
         progress(f"wrote {path}")
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from autopar.assemble.problem import DEVICE
 from autopar.errors import Infeasible, NoAnswerInTime
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, check_ranks
 from autopar.page import Beside
 from autopar.plan import Plan
 from autopar.plan.tell import human
@@ -30,7 +30,8 @@ from autopar.search.splits import needs_no_axis
 from cost_models.hardware import Hardware
 
 MOST_AXES = 3
-QUICK_AXES = 2  # up to so many a mesh is searched in a few seconds, and gets its first look whatever the time
+QUICK_AXES = 2  # up to so many a mesh is searched in a few seconds, and gets its first look whatever the time,
+QUICK = 16  # as long as there are so many at most: 64 devices have 6, 1,024 have 10, and 720 have 29
 NAMES = {1: ("data",), 2: ("data", "tensor"), 3: ("data", "data2", "tensor")}  # until it is known what an axis does
 LOOK_S = 10.0  # for the solver, in a first look
 SAME = 1e-9  # relative: plans that take as long
@@ -60,10 +61,11 @@ class Row:
 def meshes_of(devices: int, hardware: Hardware, most_axes: int = MOST_AXES) -> tuple[Mesh, ...]:
     """The devices as a grid of up to `most_axes` axes, in every way and order. First come two axes, then one, then
     more; among equals those of which each axis lies within a node or goes over whole ones. Raises ValueError for less
-    than one.
+    than one, and for more than any cluster has.
     """
     if devices < 1:
         raise ValueError(f"{devices} devices are none; give a number from 1, for example 8")
+    check_ranks(devices)
     per_node = hardware.ranks_per_node
     found = [
         sizes for axes in range(1, most_axes + 1) for sizes in _factors(devices, axes) if axes == 1 or min(sizes) > 1
@@ -78,10 +80,14 @@ def _factors(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     if parts == 1:
         yield (number,)
         return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for others in _factors(number // first, parts - 1):
-                yield first, *others
+    for first in _divisors(number):
+        for others in _factors(number // first, parts - 1):
+            yield first, *others
+
+
+def _divisors(number: int) -> list[int]:
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
 
 
 def _straddles(sizes: Sequence[int], per_node: int) -> bool:
@@ -121,7 +127,8 @@ def best_mesh(
 
     rows: list[Row] = []
     for mesh in meshes:
-        if rows and (stop() or (len(mesh.sizes) > QUICK_AXES and is_up(began))):
+        is_quick = len(mesh.sizes) <= QUICK_AXES and (len(rows) < QUICK or len(mesh.sizes) == 1)
+        if rows and (stop() or (not is_quick and is_up(began))):
             rows.append(Row(mesh, why="not looked at: the time was up"))
             continue
         question, best = asked(mesh), min((row.seconds for row in rows), default=math.inf)

@@ -112,11 +112,14 @@ def telling(room: Room) -> Generator[None]:
     try:
         if room.tensors <= 0:
             before = human(room.taken(0.0))
-            told = f"no plan fits in {human(room.limit)} per rank: {before} are taken before a tensor is held."
-            raise Infeasible(told)
+            told = (
+                f"no plan fits in {human(room.limit)} per rank: {before} are taken before a tensor is held, for "
+                f"{WHAT}; give more than that"
+            )
+            raise Infeasible(told, at_least=room.taken(0.0))
         yield
     except Infeasible as error:
-        if not room.left:
+        if not room.left or room.tensors <= 0:
             raise
         ends = [None if nbytes is None else room.taken(nbytes) for nbytes in (error.at_least, error.enough)]
         needs = [human(nbytes) for nbytes in reversed(ends) if nbytes is not None]

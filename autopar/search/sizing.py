@@ -20,6 +20,7 @@ from autopar.search.curve import label
 
 HOUR_S, DAY_S = 3600.0, 86400.0
 MILLION = 1e6
+BOTH = "predicted (simulated; summed where nothing overlaps)"
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def counted(plan: Plan) -> tuple[str, int]:
 
 def told(found: Sizing) -> str:
     """The table, one line a point, and the answer to what is wanted."""
-    measure = next((point.plan.measure for point in found.points if point.plan is not None), "predicted")
+    measures = {point.plan.measure for point in found.points if point.plan is not None}
+    measure = measures.pop() if len(measures) == 1 else BOTH  # one rank, or a machine without overlap, is not simulated
     head = ["machine", "devices", "mesh", "ms per step", "peak per rank", f"{found.unit}/s and device", "efficiency"]
     priced = bool(found.prices)
     head += [f"cost of a million {found.unit}"] if priced else []

@@ -12,6 +12,7 @@ __all__ = ["AGAIN", "NOTHING_YET", "cut_short", "told", "until_pressed"]
 AGAIN = "stopping with the best plan so far; Ctrl-C again ends at once"
 NOTHING_YET = "interrupted before any plan was found; nothing is written"
 BEST_SO_FAR = "interrupted: this is the best plan found by then, and its gap is what was proven by then"
+TABLE = "interrupted: the table has what was found by then"
 ONLY_REPORTS = "interrupted: the plan is complete, what it is compared with is not"
 
 

@@ -137,7 +137,7 @@ def distinct(
 def checked(k: int) -> int:
     """`k`. Raises ValueError where nobody can keep so many plans."""
     if not 1 <= k <= MOST:
-        raise ValueError(f"{k} plans cannot be kept; ask for 1 to {MOST}: a search plays about a dozen")
+        raise ValueError(f"{k} plans cannot be kept; ask for 1 to {MOST}: a search simulates about a dozen")
     return k
 
 
@@ -152,5 +152,5 @@ def _why(plan: Plan, found: int, k: int, left_out: int) -> str:
     reasons = [f"{row.name}: {row.why}" for row in plan.candidates if row.simulated_seconds is None]
     if left_out:
         reasons.append(f"{left_out} that do not fit in the limit")
-    text = f"{found} distinct {'plan' if found == 1 else 'plans'} of {k}: the search played no other that fits"
-    return f"{text}; not played, or left out: {'; '.join(reasons)}" if reasons else text
+    text = f"{found} distinct {'plan' if found == 1 else 'plans'} of {k}: the search simulated no other that fits"
+    return f"{text}; not simulated, or left out: {'; '.join(reasons)}" if reasons else text

@@ -39,7 +39,7 @@ from autopar.trace.forward import no_unknown_constants, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.masks import masks_left_out
-from autopar.trace.modules import aliases, computed_tensors, with_tensors
+from autopar.trace.modules import aliases, check_names, computed_tensors, with_tensors
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
@@ -217,6 +217,7 @@ def capture(
     among the inputs give shapes and dtypes only; DTensors count with their global shape.
     `every_tangent`: outputs beside a scalar loss get their gradients, too. Raises TraceError.
     """
+    check_names(model)
     around = _autocast_around(device_type)
     setting = _Setting(
         model, FakeTensorMode(allow_non_fake_inputs=True), training, precision, device_type, autocast_for(device_type),

@@ -10,6 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import TraceError
+
+
+def check_names(model: nn.Module) -> None:
+    """torch.fx writes the names of modules into code between quotes, as they are. Raises TraceError for names that are
+    something else there, or no code at all.
+    """
+    for name, _ in model.named_modules():
+        part = name.rpartition(".")[2]
+        if any(one in part for one in '"\\\n\r'):
+            raise TraceError(
+                f"module {name!r} has a double quote, a backslash or a line break in its name, which torch.fx cannot "
+                "write into the code of a graph: call it otherwise"
+            )
+
 
 def with_tensors(model: nn.Module, tensor_of: Mapping[int, torch.Tensor]) -> nn.Module:
     """A structural copy of `model` in which the tensor with `id` i is `tensor_of[i]`.

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.errors import BadArgument, Infeasible, NoAnswerInTime, PlanMismatch
-from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser, writable
+from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser, writable, writing
 from autopar.machine.device import has_expandable_segments, memory_bytes, total_bytes
 from autopar.machine.plan_files import plan_at, profile_of
 from autopar.plan import Plan
@@ -96,7 +96,7 @@ def _what_if(given: argparse.Namespace) -> int:
             print(f"{time.perf_counter() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
 
     check_time_limit(given.time_limit)
-    path = None if given.output is None else writable(given.output, "-o")
+    path = None if given.output is None else writable(given.output, "-o", (given.plan, given.hardware or ""))
     asks = (given.bandwidth, given.latency, given.flops, given.hbm, given.memory, given.pin, given.allow)
     if all(one is None for one in asks):
         raise BadArgument(ASKABLE)
@@ -166,10 +166,8 @@ def _check_not_measured(plan: Plan, path: str) -> None:
 
 def _tell(given: argparse.Namespace, answers: Answers, path: Path | None, progress: Progress) -> int:
     if path is not None and answers.best is not None:
-        try:
+        with writing(path):
             answers.best.save(path)
-        except OSError as error:
-            raise BadArgument(f"cannot write {error.filename or path}: {error.strerror}") from error
         progress(f"wrote {path}")
     if given.json:
         print(json.dumps(to_json(answers, given.plan), indent=1, allow_nan=False))

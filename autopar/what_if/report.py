@@ -40,7 +40,9 @@ def told(answers: Answers) -> str:
     imagined = answers.asked.hardware.name.partition(IMAGINED)[2]
     was, room = answers.before.memory_limit, answers.asked.room
     words = [imagined] if imagined else []
-    if room is not None and (was is None or not math.isclose(was, room.tensors, rel_tol=NOTHING)):
+    if room is not None and imagined.endswith(f"memory {human(room.limit)}"):  # more than the device has
+        words = [f"{imagined} of each device"]
+    elif room is not None and (was is None or not math.isclose(was, room.tensors, rel_tol=NOTHING)):
         words.append(f"memory {human(room.limit)} of each device")
     words += [f"{key}={word}" for key, word in answers.asked.pin.items()]
     if answers.asked.allow is not None:

@@ -41,7 +41,7 @@ def test_without_axes_a_mesh_has_one_for_the_data() -> None:
     try:
         assert mesh.mesh_dim_names == ("data",) and mesh.size() == 1
         with pytest.raises(
-            ValueError, match=r"the mesh 2x4 has 8 ranks, but 1 processes run; start 8 processes \(torchrun"
+            ValueError, match=r"the mesh 2x4 has 8 ranks, but 1 process runs; start 8 processes \(torchrun"
         ):
             autopar.init_mesh("cpu", data=2, tensor=4)
     finally:
@@ -54,6 +54,7 @@ def test_the_group_of_a_mesh_of_devices_serves_their_hosts_too(monkeypatch: pyte
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: begun.append(backend))
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(autopar.machine.device, "init_device_mesh", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     autopar.init_mesh("cuda", data=1)
     autopar.init_mesh("cpu", data=1)
     assert begun == ["cpu:gloo,cuda:nccl", "gloo"]

@@ -79,6 +79,32 @@ def test_more_processes_than_gpus_are_refused(driver: Driver, monkeypatch: pytes
     assert not driver.calls
 
 
+@pytest.mark.parametrize("launched", [True, False])
+def test_where_no_gpu_is_seen_it_is_said(driver: Driver, monkeypatch: pytest.MonkeyPatch, launched: bool) -> None:
+    if launched:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+    driver.count = 0
+    with pytest.raises(ValueError, match=r'sees no GPU: .*; give init_mesh\("cpu", \.\.\.\), or look at the driver'):
+        autopar.init_mesh("cuda")
+    assert not driver.calls
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"devices": 0}, r"devices=0 are none; give as many as processes run, here devices=1"),
+        ({"devices": -1}, r"devices=-1 are none"),
+        ({"devices": 3}, r"devices=3 is asked for, but 1 process runs; start 3 processes \(torchrun .*\) or give 1"),
+        ({"data": 0}, r"the mesh 0 has an axis of size 0; sizes are whole numbers from 1"),
+        ({"data": -1, "tensor": -1}, r"the mesh -1x-1 has an axis of size -1"),
+        ({"data": 4, "tensor": 2}, r"the mesh 4x2 has 8 ranks, but 1 process runs; start 8 processes"),
+    ],
+)
+def test_a_number_that_does_not_fit_the_processes_is_refused(driver: Driver, asked: dict[str, int], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        autopar.init_mesh("cpu", **asked)  # type: ignore[call-overload]
+
+
 def test_a_cpu_mesh_asks_no_driver(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     autopar.init_mesh("cpu")

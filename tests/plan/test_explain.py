@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from autopar.ir.layout import REPLICATE, Shard
 from autopar.ir.mesh import Mesh
@@ -10,11 +12,23 @@ from autopar.plan.axes import Use, between_told
 from autopar.plan.explain import HEIGHT, explain
 from autopar.plan.reading import WIDTH
 from autopar.plan.tell import human
+from autopar.trace import capture, graph_of
+from autopar.trace.precision import precision_named
 from tests.plan.nets import MESH, megatron, net_graph, plan_of
 from tests.support.plans import PlanSampler
 
 DATA = Mesh(("data",), (4,))
+BF16 = precision_named("bf16")
 ONE = Mesh(("tensor",), (4,))
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4096, 16384), nn.ReLU(), nn.Linear(16384, 4096))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
 
 
 def line_of(text: str, start: str) -> str:
@@ -116,6 +130,17 @@ def test_data_parallel_by_name(large):
         and "gradients are summed" in told
     )
     assert "FSDP" not in told and "Megatron" not in told
+
+
+def test_gradients_that_nobody_sums_are_not_said_to_be():
+    """Few rows and large weights that seven ranks cannot split: to gather the rows is cheaper than to sum gradients."""
+    with torch.device("meta"):
+        captured = capture(Wide(), (torch.empty(1680, 4096),), {}, precision=BF16)
+    plan = plan_of(graph_of(captured, BF16), Mesh(("data",), (7,)))
+    assert {what for what, _ in plan.comm_bytes} == {"all_gather", "all_reduce"}
+    assert plan.comm_bytes["all_reduce", "data"] < 16, "the loss"
+    told = line_of(explain(plan), "data: ")
+    assert "activations are gathered for gradients, which are whole" in told and "are summed" not in told
 
 
 def test_fully_sharded_by_name(large):

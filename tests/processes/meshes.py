@@ -64,7 +64,7 @@ def check_two_axes_with_parts_of_the_batch(ranks: Ranks) -> None:
 
 
 def check_wrong_numbers_are_refused(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match=f"has {ranks.count + 1} ranks, but {ranks.count} processes run"):
+    with pytest.raises(ValueError, match=f"devices={ranks.count + 1} is asked for, but {ranks.count} processes run"):
         autopar.init_mesh("cpu", devices=ranks.count + 1)
     with pytest.raises(ValueError, match="leaves the axes to the plan, and data="):
         autopar.init_mesh("cpu", devices=ranks.count, data=ranks.count)

@@ -12,7 +12,7 @@ from autopar.plan import Plan
 from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import check, dumps, loads
 from autopar.search import Question, Request, answer, ask
-from autopar.search.meshes import Row, best_mesh, meshes_of, table
+from autopar.search.meshes import QUICK, Row, best_mesh, meshes_of, table
 from autopar.search.overlap_loop import best_prefetch
 from cost_models.hardware import Hardware
 from tests.support.families import family
@@ -79,6 +79,24 @@ def test_grids_along_the_border_between_nodes_come_first() -> None:
 def test_no_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="0 devices are none"):
         meshes_of(0, H100)
+
+
+def test_more_devices_than_any_cluster_has_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="1,000,000,000 devices are more than autopar plans for; give 1,048,576 at"):
+        meshes_of(10**9, H100)
+    assert len(meshes_of(2**20, H100)) == 19 + 1 + 171  # it does not count up to the number
+
+
+def test_of_many_grids_only_some_are_looked_at_whatever_the_time() -> None:
+    meshes = meshes_of(720, EVEN)
+    two = [mesh for mesh in meshes if len(mesh.sizes) == 2]
+    assert len(two) > QUICK
+    found = best_mesh(
+        meshes, lambda mesh: question("mlp", mesh, "even"), answer, replace(REQUEST, time_limit_s=1e-9)
+    )  # fmt: skip
+    looked = {row.mesh for row in found if row.plan is not None}
+    assert looked == {*two[:QUICK], meshes_of(720, EVEN, 1)[0]}
+    assert {row.why for row in found if row.mesh not in looked} == {"not looked at: the time was up"}
 
 
 # --- the law ---------------------------------------------------------------------------------------------------------

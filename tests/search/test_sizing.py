@@ -2,15 +2,20 @@
 
 import json
 import math
+import os
+import signal
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from autopar.search import Request, answer, ask, sizing
 from autopar.search.__main__ import main
-from autopar.search.sizing import Point, Sizing, counted
+from autopar.search.command import sized
+from autopar.search.sizing import BOTH, Point, Sizing, counted, told
 from cost_models.hardware import Hardware
 from tests.support.check import mesh_of
 from tests.support.families import family
@@ -86,7 +91,9 @@ def test_the_command_prints_and_draws_the_table(tmp_path: Path, model: str, caps
     circles = [one for one in ElementTree.parse(picture).iter() if one.tag.endswith("circle")]
     assert len(circles) == 6
     assert main([*asked, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    told = capsys.readouterr().out
+    document = json.loads(told)
+    assert told.endswith("}\n")
     assert document["unit"] == "samples" and document["per_step"] == 8
     for point in document["points"]:
         assert point["rate_per_device"] == pytest.approx(8 / point["predicted_seconds"] / point["devices"])
@@ -114,8 +121,12 @@ def test_a_mesh_that_is_found_is_told(model: str, tmp_path: Path, capsys: pytest
         (["--devices", "many"], "'many' is not a number of devices; write for example 64"),
         (["--devices", "2,"], "names nothing between two commas"),
         (["--devices", "2,2"], "names '2' twice"),
-        (["--devices", "2,4", "-o", "plan.json"], "-o is about one plan, and this is a table"),
+        (["--devices", "2,4", "-o", "plan.json"], "-o is about one plan, not about a table, and several devices"),
         (["--devices", "2,4", "--baselines"], "--baselines is about one plan"),
+        (["--devices", "2,4", "--html", "plan.html"], "--html is about one plan"),
+        (["--devices", "2,4", "--top", "3"], "--top is about one plan"),
+        (["--devices", "2", "--price", "3", "--top", "3"], "and --price gives one; leave one of the two out"),
+        (["--devices", "2", "--price", "2,h100-sxm=3"], "--price says twice what h100-sxm costs; leave one out"),
         (["--devices", "2", "--price", "free"], "--price 'free' is no price; write 2.5, or h100-sxm=2.5"),
         (["--devices", "2", "--price", "tpu=1"], "--price names 'tpu'; of the table are h100-sxm"),
         (["--devices", "2", "--days", "7"], "--days says within what time, and not for how much; give --tokens"),
@@ -129,3 +140,48 @@ def test_wrong_words_are_refused_in_a_sentence(
     assert main([model, "--hardware", "h100-sxm", *words]) == 2
     told = capsys.readouterr()
     assert sentence in told.err and not told.out
+
+
+def test_a_picture_that_cannot_be_written_is_told(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    picture = tmp_path / "table.svg"
+    asked = [model, "--hardware", "h100-sxm", "--devices", "1,2", "--quiet", "--picture", str(picture)]
+    assert main(asked) == 2
+    assert capsys.readouterr().err == f"autopar.search: cannot write {picture}: No space left on device\n"
+    assert [one.name for one in tmp_path.iterdir() if one.suffix == ".svg" or one.suffix == ".tmp"] == []
+
+
+def test_ctrl_c_leaves_the_points_that_were_found(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    searched: list[int] = []
+    work = sized.answered
+
+    def pressing(*args: Any) -> Any:
+        found = work(*args)
+        searched.append(found.plan.mesh.ranks)
+        if len(searched) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(sized, "answered", pressing)
+    asked = [model, "--hardware", "h100-sxm", "--devices", "1,2,3", "--quiet"]
+    assert main(asked) == 130
+    told = capsys.readouterr()
+    assert told.err == "autopar.search: interrupted: the table has what was found by then\n"
+    assert searched == [1, 2]
+    rows = told.out.splitlines()[2:]
+    assert "data=1" in rows[0] and all("not searched: interrupted" in row for row in rows[1:]) and len(rows) == 3
+
+
+def test_a_table_of_both_measures_says_so() -> None:
+    plan = points()[1].plan
+    assert plan is not None
+    plans = [Point("h100-sxm", 2, replace(plan, simulated_seconds=seconds)) for seconds in (None, 1.0)]
+    assert told(Sizing(tuple(plans), "samples", 8)).startswith(f"the best plan of each, {BOTH};")
+    assert told(Sizing(tuple(plans[1:]), "samples", 8)).startswith("the best plan of each, predicted (simulated);")

@@ -99,6 +99,21 @@ def test_wrong_shapes_are_one_sentence_that_names_them(capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "a\\"])
+def test_a_name_that_code_cannot_hold_is_refused(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.add_module(name, nn.ReLU())
+    with pytest.raises(TraceError, match=r"^module .* has a double quote, a backslash or a line break in its name"):
+        capture(model, (torch.randn(2, 4),), {})
+
+
+@pytest.mark.parametrize("name", ["a'b", "{x}", "#", "größe 🙂", "</td><script>"])
+def test_any_other_name_is_a_name(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model.add_module(name, nn.Linear(4, 4))
+    capture(model, (torch.randn(2, 4),), {})
+
+
 def test_a_cache_is_refused_with_the_setting_that_leaves_it_out() -> None:
     from transformers import DynamicCache
 

@@ -49,7 +49,7 @@ def test_the_object_has_what_the_text_says(folder: Path, capsys: Printed) -> Non
     assert main([f"{folder}/plan.json", "--hbm", "0.5x", "--memory", "100GiB", "--json", "--quiet"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["hardware"] == "h100-sxm with imagined hbm 0.5x, memory 100 GiB" and told["same"]["fits"]
-    assert told["what_if"].startswith("hbm 0.5x, memory 100 GiB")
+    assert told["what_if"] == "hbm 0.5x, memory 100 GiB of each device"
     assert told["limit_bytes"] == 100 * 2**30, "more than the device has"
     assert told["best"]["predicted_seconds"] <= told["same"]["predicted_seconds"]
     assert told["same"]["step_seconds"] > told["before"]["step_seconds"]
@@ -104,10 +104,13 @@ def test_where_nothing_fits_the_same_plan_is_told_all_the_same(folder: Path, tmp
         (["--flops", "2x", "--hardware", "cpu-gloo"], "the plan was priced on h100-sxm with figures"),
         (["--flops", "2x", "--time-limit", "0"], "--time-limit 0 is not a time"),
         (["--flops", "2x", "-o", "/nowhere/x.json"], "folder /nowhere of -o"),
+        (["--flops", "2x", "-o", "PLAN"], "is a file that this command reads, and would be overwritten"),
         (["--flop", "2x"], "unrecognized arguments: --flop 2x"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(folder: Path, capsys: Printed, arguments: list[str], told: str) -> None:
+    arguments = [f"{folder}/sub/../plan.json" if word == "PLAN" else word for word in arguments]
+    (folder / "sub").mkdir(exist_ok=True)
     assert main([f"{folder}/plan.json", "--quiet", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == "" and told in err and err.startswith("autopar.what_if: ") and err.count("\n") == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +18,7 @@ from autopar.calibrate.operators import DEFAULT_S, profiler
 from autopar.errors import BadArgument
 from autopar.ir.batch_norm import GLOBAL, STATISTICS
 from autopar.ir.mesh import Mesh, parse_mesh
-from autopar.machine.cli import Parser, writable
+from autopar.machine.cli import Parser, same_file, writable
 from autopar.machine.device import hardware_or_here, is_here, memory_bytes
 from autopar.price.calls import Profile
 from autopar.price.pricer import OPTIMIZER_STATES
@@ -179,6 +179,12 @@ class Asked:
     paths: Mapping[str, Path]
 
 
+def files_read(given: argparse.Namespace) -> list[str]:
+    """What the command reads, as far as these are files: none of them may be written to."""
+    model, _, _ = given.model.rpartition(":")
+    return [model, given.operators or "", *(given.hardware or "").split(",")]
+
+
 def read(given: argparse.Namespace, progress: Progress) -> tuple[Asked, ...]:
     """What is asked of each machine and number of devices, in the order in which they are named. Everything that can be
     wrong without running the user's code is said here. Raises BadArgument.
@@ -213,7 +219,7 @@ def _read(given: argparse.Namespace, name: str | None, count: str | None, progre
         files |= {f"-o {n}": str(output.with_suffix(f".{n}{output.suffix}")) for n in range(2, given.top + 1)}
     return Asked(
         given.model, meshes, hardware, memory, given.batch_norm,
-        allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files),
+        allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files, files_read(given)),
     )  # fmt: skip
 
 
@@ -320,11 +326,11 @@ def pins_given(text: str | None) -> dict[str, str]:
     return settled
 
 
-def _paths(named: Mapping[str, str | None]) -> dict[str, Path]:
-    """flag -> the file to write; each is another."""
-    paths = {flag: writable(path, flag) for flag, path in named.items() if path is not None}
+def _paths(named: Mapping[str, str | None], read: Sequence[str]) -> dict[str, Path]:
+    """flag -> the file to write; each is another, and none of those that are `read`."""
+    paths = {flag: writable(path, flag, read) for flag, path in named.items() if path is not None}
     for one, other in combinations(paths, 2):
-        if paths[one] == paths[other]:
+        if same_file(paths[one], paths[other]):
             raise BadArgument(f"{one} and {other} both name {named[one]}; give each its own file")
     if (picture := paths.get("--memory-curve")) is not None and picture.suffix != ".svg":
         raise BadArgument(f"--memory-curve {named['--memory-curve']} is no picture; name a file.svg")
