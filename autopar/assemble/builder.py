@@ -16,6 +16,7 @@ from autopar.price.overlap_discounts import GRADIENTS, WEIGHTS, Shares, cheaper
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, operand_types
 from autopar.rewrite import Again
+from autopar.rules.patterns import PATTERNS
 from solver import EdgeUsage, Usage
 
 Array = NDArray[np.float64]
@@ -125,8 +126,11 @@ class Assembly:
             [local_type(t, layout, mesh) for t, layout in zip(types, strategy.takes, strict=True)]
             for strategy in self.options[item]
         )
-        made = np.array([temporary_bytes(node, given) for given in local], dtype=np.float64)
-        return made + [strategy.workspace for strategy in self.options[item]]
+        made = (
+            strategy.workspace if strategy.body in PATTERNS else temporary_bytes(node, given)
+            for strategy, given in zip(self.options[item], local, strict=True)
+        )
+        return np.array([*made], dtype=np.float64)
 
     def made(self, type: TensorType, gives: list[Layout], takes: list[Layout], by: Read | int) -> tuple[Array, Array]:
         beside, alone = self.pricer.reshard_rooms(type, gives, takes)
