@@ -102,7 +102,7 @@ class _Parts:
             yield kernel(of, False, {"k": k, "v": v}, {"out": "part", "lse": "part's lse"}, self.block)
             reads = self.sum, "lse", "part", "part's lse"
             step = Compute("reorder", 0.0, 5.0 * self.sum_type.nbytes + 12.0 * lse.nbytes, lse.dtype, 8, "elementwise")
-            yield Do("merge", _merging(ahead), reads, self.sum, None, step, takes=4 * lse.nbytes)
+            yield Do("merge", _merging(ahead), reads, self.sum, None, step, takes=3 * lse.nbytes)
             return
         yield Do("hide", _hiding(ahead), (of.place["lse"],), "lse of all", lse, copied(2, lse, 2))
         given = {"k": k, "v": v, "lse": "lse of all"}

@@ -16,15 +16,19 @@ from autopar.emit.run_all_ranks import fake_ranks, run
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.ir.graph import Graph, Node, Ref, Result, TensorType
 from autopar.ir.mesh import Mesh
+from autopar.ir.work import flops_of
 from autopar.lower import lower
-from autopar.lower.verify import verify
+from autopar.lower.program import Launch
+from autopar.lower.verify import flat, verify
 from autopar.plan import Plan
 from autopar.plan.fit import check_rules
 from autopar.plan.store import dumps
+from autopar.price.pricer import Pricer
 from autopar.propose.strategies import propose
 from autopar.rules.looped import Offer
 from autopar.rules.patterns import offers
 from cost_models.hardware import Hardware
+from cost_models.steps import Compute, unrolled
 from tests.support.check import mesh_of
 from tests.support.lockstep import run_all
 from tests.support.plans import PlanSampler
@@ -145,3 +149,82 @@ def test_ranks_that_torch_simulates_say_the_same(form: str, sizes: tuple[int, ..
             ran = run(replace(plan, prefetch=1), device_mesh, values)
             for place, one in enumerate(right):
                 assert off(ran.results["output", str(place)], one) <= TOLERANCE, (label, place)
+
+
+def counted(form: str, *sizes: int, node: str = "forward", **asked: object) -> dict[str, int]:
+    """How many offers of each pattern. `asked`: arguments of the operator that are others."""
+    graph = graph_of(form)
+    core, places = graph.by_name[node], {"causal": 4, "dropout": 6}
+    args = tuple(next((v for name, v in asked.items() if places[name] == at), arg) for at, arg in enumerate(core.args))
+    types = tuple(graph.type_of(ref) for ref in core.operands)
+    found = [name for name, _ in offers(replace(core, args=args), types, mesh_of(*sizes))]
+    return {name: found.count(name) for name in (GROUPED, GATHERED, RING)}
+
+
+def test_they_are_offered_where_they_are_right_and_nowhere_else() -> None:
+    assert counted("grouped", 2) == {GROUPED: 0, GATHERED: 1, RING: 1}, "two kv heads split over two ranks"
+    assert counted("grouped", 4) == counted("grouped", 8) == {GROUPED: 1, GATHERED: 1, RING: 1}
+    assert counted("grouped", 16) == {GROUPED: 0, GATHERED: 1, RING: 1}, "eight query heads"
+    assert counted("grouped", 32) == {GROUPED: 0, GATHERED: 0, RING: 0}
+    assert counted("grouped", 3) == {GROUPED: 0, GATHERED: 0, RING: 0}
+    assert counted("one kv head", 4)[GROUPED] == 0, "its rule splits the query heads"
+    assert counted("causal", 4)[GROUPED] == 0
+    assert counted("grouped, all", 4) == {GROUPED: 1, GATHERED: 0, RING: 0}, "its rule splits the rows"
+    assert counted("grouped, bias of heads", 4) == {GROUPED: 1, GATHERED: 0, RING: 0}
+    assert counted("grouped, causal bias", 4) == {GROUPED: 1, GATHERED: 0, RING: 0}
+    assert counted("grouped, all", 4, causal=True) == {GROUPED: 1, GATHERED: 0, RING: 0}, "more queries than keys"
+    for size in (2, 4):
+        assert not any(counted("grouped", size, dropout=0.1).values())
+    assert not any(counted("grouped", 1).values())
+    for sizes in ((4,), (2, 2), (8,)):
+        assert counted("grouped", *sizes) == counted("grouped", *sizes, node="backward")
+
+
+def test_a_rank_is_priced_as_the_last_one_which_sees_all_keys() -> None:
+    """Of contiguous rows: of g ranks it computes g - 1/2 squares, where g/2 would be its part."""
+    graph = graph_of("grouped")
+    for node in ("forward", "backward"):
+        core = graph.by_name[node]
+        types = tuple(graph.type_of(ref) for ref in core.operands)
+        whole, _ = flops_of(core, types)
+        for ranks in (2, 4, 8):
+            for name, one in offers(core, types, mesh_of(ranks)):
+                steps = [step for step in unrolled(one.loop.steps(one.axis, ranks)) if isinstance(step, Compute)]
+                flops = sum(step.flops for step in steps)
+                uneven = 1.0 if name == GROUPED else (2 * ranks - 1) / ranks
+                assert flops == pytest.approx(uneven * whole / ranks), (name, ranks)
+                kinds = {step.op.rpartition(".")[2] for step in steps if step.kind == "attention"}
+                assert kinds == ({"causal"} if name == GROUPED else {"causal", "full"})
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=str)
+def test_more_to_choose_from_is_never_slower(sizes: tuple[int, ...]) -> None:
+    for form in ("grouped", "causal"):
+        graph, mesh = graph_of(form), mesh_of(*sizes)
+        with_them, without = (PlanSampler(graph, mesh, H100, "none", loops=loops).best() for loops in (True, False))
+        assert with_them.step_seconds <= without.step_seconds * (1 + 1e-9)
+
+
+def test_halves_are_summed_up_in_float32() -> None:
+    """Eight parts of bfloat16 are as near to the truth as one call is."""
+    graph, mesh, values = graph_of("grouped", "bfloat16"), mesh_of(8), values_of("grouped", torch.bfloat16)
+    right = wanted("grouped", {name: value.double() for name, value in values.items()})
+    for label, plan in plans(graph, mesh):
+        ran, _ = run_all(plan, values)
+        for place, one in enumerate(right):
+            made = ran.results["output", str(place)]
+            assert made is not None
+            assert (made.double() - one).abs().max() <= 2**-7 * one.abs().max(), (label, place)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_ring_passes_on_what_it_must_and_no_more(ranks: int) -> None:
+    """Keys, values, and in backward their gradients: one shift less than ranks of each (Liu et al. 2023)."""
+    graph, mesh = graph_of("grouped"), mesh_of(ranks)
+    pricer = Pricer.on(mesh, H100, "none")
+    for label, plan in plans(graph, mesh):
+        sent = [
+            one for one in flat(lower(plan, 1, pricer)) if isinstance(one, Launch) and one.step.collective == "shift"
+        ]
+        rings = [node for node, choice in plan.choices.items() if choice.body == RING]
+        assert len(sent) == sum(2 if node == "forward" else 4 for node in rings) * (ranks - 1), label
