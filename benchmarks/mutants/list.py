@@ -39,9 +39,6 @@ MUTANTS = (
            "return piece(x, dim, groups, coordinate * 0)", "tests/rules/test_attention_patterns.py -k grouped"),
     Mutant("parts of keys have probabilities of their own", "autopar/emit/attention.py", "if asked.in_parts:", "if False:",
            "tests/rules/test_attention_patterns.py -k values"),
-    Mutant("a part of a loop holds nothing while it runs", "autopar/lower/loops.py",
-           "takes = (Buffer(do.takes, Kind.WORKSPACE, self.owner),) if do.takes else ()", "takes = ()",
-           "tests/plans/test_attention_patterns.py -k holds"),
     # --- price ---
     Mutant("an all-reduce is half a one", "cost_models/steps.py", 'Collective("all_reduce", phases=2', 'Collective("all_reduce", phases=1',
            "tests/cost_models/test_steps.py"),
