@@ -85,6 +85,10 @@ THINNED: dict[str, dict[str, int]] = {
         "test_a_forged_plan_is_refused_or_runs_as_the_model_does": 10,
         "test_the_commands_say_it_in_one_sentence": 5,
     },
+    "plans/test_attention_patterns.py": {
+        "test_it_holds_what_it_says": 5,
+        "test_its_numbers_are_those_of_one_process_and_its_bytes_those_of_the_plan": 3,
+    },
     "plans/test_best_plans.py": {
         "test_price_and_memory_add_up_again": 3,
         "test_the_best_plan_in_little_memory_is_right": 0,
@@ -139,6 +143,9 @@ THINNED: dict[str, dict[str, int]] = {
         "test_no_chain_leaves_its_region": 3,
         "test_random_operators_and_readers_of_changed_buffers_never_run_again": 3,
         "test_what_backward_itself_reads_is_not_dropped": 2,
+    },
+    "rules/test_attention_patterns.py": {
+        "test_every_offer_gives_what_the_operator_gives": 3,
     },
     "saving/test_copies.py": {
         "test_collectives_and_copies_move_the_bytes_of_the_plan": 3,

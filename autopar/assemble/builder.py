@@ -17,6 +17,7 @@ from autopar.price.overlap_discounts import GRADIENTS, WEIGHTS, Shares, cheaper
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, operand_types
 from autopar.rewrite import Again
+from autopar.rules.patterns import PATTERNS
 from solver import EdgeUsage, Usage
 
 Array = NDArray[np.float64]
@@ -154,7 +155,11 @@ class Assembly:
             [local_type(t, layout, mesh) for t, layout in zip(types, strategy.takes, strict=True)]
             for strategy in self.options[item]
         )
-        return found + [temporary_bytes(node, given) for given in local]
+        made = (
+            0 if strategy.body in PATTERNS else temporary_bytes(node, given)  # a pattern's are in its workspace
+            for strategy, given in zip(self.options[item], local, strict=True)
+        )
+        return found + np.array([*made], dtype=np.float64)
 
     def made(
         self,

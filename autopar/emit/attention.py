@@ -19,12 +19,15 @@ aten = torch.ops.aten
 
 
 class Asked(NamedTuple):
-    """What goes with the tensors; `autopar.attention` says what each means."""
+    """What goes with the tensors; `autopar.attention` says what each means. `in_parts`: keys and values are a part of
+    those that `lse` is of, and backward has to take its probabilities from that.
+    """
 
     causal: bool
     scale: float
     dropout: float
     bias_grad: bool
+    in_parts: bool = False
 
 
 def capability_of(device: str) -> tuple[int, int]:
@@ -196,7 +199,10 @@ def math_backward(
     for at, groups in _blocks(q, k):
         query, key, value = _cut(q, at), _cut(k, groups), _cut(v, groups)
         chances = _scores(query, key, _part(bias, at), asked)
-        _probabilities(chances)
+        if asked.in_parts:
+            chances.sub_(_cut(lse, at).unsqueeze(-1)).exp_()
+        else:
+            _probabilities(chances)
         wide = _cut(grad, at).to(chances.dtype)
         slopes = wide @ _wide_heads(value, chances).transpose(-1, -2)
         dropped = chances

@@ -135,15 +135,9 @@ class _Emitter:
     """One phase. In backward, values of the forward are popped from the list `saved` when first needed."""
 
     def __init__(
-        self,
-        plan: Plan,
-        program: Program,
-        groups: Mapping[str, str],
-        device: str,
-        phase: Phase,
-        saved_from: _Emitter | None,
-        one_at_a_time: bool,
-    ) -> None:
+        self, plan: Plan, program: Program, groups: Mapping[str, str], device: str, phase: Phase,
+        saved_from: _Emitter | None, one_at_a_time: bool,
+    ) -> None:  # fmt: skip
         self.plan, self.program = plan, program
         self.phase: Phase = phase
         self.graph = fx.Graph()
@@ -198,9 +192,8 @@ class _Emitter:
                 case Run(Local() as what, reads=reads, makes=makes):
                     self.writer.comment = self._comment(what.of)
                     self._local(what, [self.value(read) for read in reads], makes)
-                case Run(Inner() as what, reads=reads, makes=(made,)):
-                    assert made is not None
-                    self._inner(what, [self.value(read) for read in reads], made, turn)
+                case Run(Inner() as what):
+                    self._inner(what, instruction, turn)
                 case Loop(rounds, body, carried):
                     for number in range(rounds):
                         self._write(body, number + 1)
@@ -299,14 +292,18 @@ class _Emitter:
         told = "" if result.ref is None else self._told(result.ref, delivery.layout)
         return f"{result.kind} {result.target}: {told}"
 
-    def _inner(self, what: Inner, values: Sequence[fx.Node], made: int, turn: int) -> None:
+    def _inner(self, what: Inner, run: Run, turn: int) -> None:
         """One part of the loop that stands in for a node."""
+        values = [self.value(read) for read in run.reads]
         node, choice = self.node_of[what.node], self.plan.choices[what.node]
         self.writer.comment = f"{self._told_node(node)}: {what.do.name}"
         body = BodyWriter(self.writer, choice.body_axes, choice.body_size, (), ())
-        self.values[made] = what.do.write(body, turn if what.turn is None else what.turn, *values)
-        if what.result is not None:
-            self.ref_of[made] = Ref(node.name, what.result)
+        made = what.do.write(body, turn if what.turn is None else what.turn, *values)
+        for value, result, one in zip(run.makes, what.results, made if what.do.also else (made,), strict=True):
+            assert value is not None
+            self.values[value] = one
+            if result is not None:
+                self.ref_of[value] = Ref(node.name, result)
 
     def value(self, value: int) -> fx.Node:
         """What a value is called in this phase; from the forward, it is popped off the saved list here, once."""

@@ -173,3 +173,44 @@ def attention_backward(
     """(dq, dk, dv, dbias); None where the bias has no gradient."""
     asked = Asked(causal, scale, dropout, bias_grad)
     return KERNELS[kernel or kernel_for(q, k, v, bias, asked)][1](grad, q, k, v, bias, out, lse, state, asked)
+
+
+def attention_part_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    state: Tensor | None, causal: bool, scale: float, dropout: float, bias_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(dq, dk, dv, None) of a part of the keys, where `out` and `lse` are of all of them."""
+    asked = Asked(causal, scale, dropout, bias_grad, in_parts=True)
+    return KERNELS[kernel_for(q, k, v, bias, asked)][1](grad, q, k, v, bias, out, lse, state, asked)
+
+
+def merge_attention(total: Tensor, lse: Tensor, part: Tensor, its_lse: Tensor, coordinate: Tensor, turn: int) -> Tensor:
+    """Add attention over one part of the keys to `total`, over others, and its lse to `lse`, in place; a part that came
+    round the ring, to a rank whose rows lie before it, adds nothing.
+    """
+    its_lse = its_lse.masked_fill(coordinate < turn, -torch.inf)
+    both = torch.logaddexp(lse, its_lse)
+    total.mul_((lse - both).exp_().unsqueeze(-1))
+    total.addcmul_(part, (its_lse - both).exp_().unsqueeze(-1))
+    torch.ops.aten.copy_.default(lse, both)  # not by a method: fake CUDA tensors have none where CUDA is not
+    return total
+
+
+def lse_of_seen(lse: Tensor, coordinate: Tensor, turn: int) -> Tensor:
+    """`lse`, or infinity where the block of this turn lies behind all of the rank's rows: they see nothing of it."""
+    return lse.masked_fill(coordinate < turn, torch.inf)
+
+
+def take_group(x: Tensor, dim: int, groups: int, ranks: int, coordinate: Tensor) -> Tensor:
+    """The piece of `dim` that belongs to the group of ranks in which this one is: as many in each, side by side."""
+    return piece(x, dim, groups, torch.floor_divide(coordinate, ranks // groups))
+
+
+def place_group(made: Tensor, dim: int, groups: int, ranks: int, coordinate: Tensor) -> Tensor:
+    """Zeros, with `made` where `take_group` reads."""
+    shape = list(made.shape)
+    shape[dim] *= groups
+    index = torch.floor_divide(coordinate, ranks // groups).reshape(1)
+    x = made.new_zeros(shape)
+    x.unflatten(dim, (groups, made.shape[dim])).index_copy_(dim, index, made.unsqueeze(dim))
+    return x

@@ -14,6 +14,7 @@ something is dropped, is that of the random numbers; it means something only on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.ir.graph import ITEMSIZE, Node, Ref, TensorType
 
@@ -42,6 +43,12 @@ def _by_place(node: Node, operands: Sequence[TensorType]) -> dict[int, TensorTyp
 def priced_as(node: Node) -> str:
     """The name under which hardware profiles have its rate: kernels lose a part of theirs with a causal mask."""
     return f"{node.op.removesuffix('.default')}.{'causal' if node.args[CAUSAL_AT[node.op]] else 'full'}"
+
+
+def with_causal(node: Node, causal: bool) -> Node:
+    """The same with such a mask, or without."""
+    at = CAUSAL_AT[node.op]
+    return replace(node, args=(*node.args[:at], causal, *node.args[at + 1 :]))
 
 
 def has_bias(node: Node) -> bool:

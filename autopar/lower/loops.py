@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from autopar.ir.graph import Node
 from autopar.lower.listing import Listing
-from autopar.lower.program import Inner, Kind, Launch, Run, Wait, Within
-from autopar.rules.looped import Do, Offer, Part, Shift, reads_of
+from autopar.lower.program import Buffer, Inner, Kind, Launch, Run, Wait, Within
+from autopar.rules.looped import Do, Offer, Part, Shift, makes_of, reads_of
 from cost_models.steps import Comm
 
 
@@ -69,14 +69,15 @@ class _Segment:
 
     def _run(self, listing: Listing, env: dict[str, int], do: Do, turn: int | None) -> None:
         reads = tuple(env[name] for name in do.reads)
-        if do.type is None:
-            made = listing.view(reads[0])
-        else:
-            kind, owner = self.results.get(do.makes, (Kind.WORKSPACE, self.owner))
-            made = listing.new(do.type.nbytes, kind, owner)
-        result = [*self.results].index(do.makes) if do.makes in self.results else None
-        listing.do(Run(Inner(self.node.name, do, turn, result), (do.step,), reads, (made,)), (made,))
-        env[do.makes] = made
+        made = {} if do.type is not None else {do.makes: listing.view(reads[0])}
+        for name, type in makes_of(do):
+            made[name] = listing.new(type.nbytes, *self.results.get(name, (Kind.WORKSPACE, self.owner)))
+        places = {name: place for place, name in enumerate(self.results)}
+        inner = Inner(self.node.name, do, turn, tuple(places.get(name) for name in made))
+        takes = (Buffer(do.takes, Kind.WORKSPACE, self.owner),) if do.takes else ()
+        makes = tuple(made.values())
+        listing.do(Run(inner, (do.step,), reads, makes, takes=takes), makes, takes)
+        env |= made
 
     def _launch(self, listing: Listing, env: dict[str, int], shift: Shift) -> Launch:
         made = listing.new(shift.type.nbytes, Kind.WORKSPACE, self.owner)

@@ -125,13 +125,14 @@ class Local:
 @dataclass(frozen=True, slots=True)
 class Inner:
     """Local work of the loop that stands in for a node. `turn`: as in `autopar.rules.looped.Do`, or None within the
-    rounds, where it is counted. `result`: which of the node's results it makes, or writes to; None: none.
+    rounds, where it is counted. `results`: which of the node's results each value is that it makes, or writes to; None:
+    none.
     """
 
     node: str
     do: Do
     turn: int | None
-    result: int | None
+    results: tuple[int | None, ...]
 
 
 # --- instructions ----------------------------------------------------------------------------------------------------

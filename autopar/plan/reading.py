@@ -11,6 +11,7 @@ from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.work import FETCH, VIEWS
 from autopar.plan.value import Choice, PlanValue
 from autopar.propose.strategies import Strategy
+from autopar.rules.attended import GATHERED, GROUPED, RING
 from cost_models.steps import Compute, unrolled
 
 WIDTH = 110  # columns of text
@@ -72,6 +73,13 @@ def parameters_of(plan: PlanValue) -> list[tuple[Node, TensorType]]:
     return found
 
 
+PATTERNED = {  # what patterns of attention are called that layouts do not tell apart
+    GROUPED: "heads (grouped kv replicated)",
+    GATHERED: "sequence (context parallel: gathered kv)",
+    RING: "sequence (context parallel: ring)",
+}
+
+
 def split_of(choice: Choice | Strategy, axis: int, weighted: bool) -> str:
     """What an axis splits of a product: batch, sequence, heads, columns, rows, nothing, or something else.
 
@@ -79,6 +87,8 @@ def split_of(choice: Choice | Strategy, axis: int, weighted: bool) -> str:
     columns, each rank makes some of the result's features; by rows, each makes a term of a sum over the ranks.
     `weighted`: whether an operand is a parameter.
     """
+    if (told := PATTERNED.get(choice.roles[axis])) is not None:
+        return told
     given = choice.gives[0][axis]
     match [layout[axis] for layout in choice.takes[:2]], given:
         case [Replicate(), Replicate()], Replicate():

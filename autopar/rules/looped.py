@@ -24,7 +24,9 @@ class Do:
     what it `makes` of what it `reads`. `turn` counts the rounds: 0 is before them, then come 1, 2, ..., and one more is
     behind them.
 
-    `type`: of what it makes; None: it writes to what it reads first, and gives that back.
+    `type`: of what it makes; None: it writes to what it reads first, and gives that back. `also`: names and types of
+    what it makes beside that; its code then returns all of them, in order. `takes`: bytes that it holds while it runs,
+    beside what it reads and makes.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Do:
     makes: str
     type: TensorType | None
     step: Compute
+    also: tuple[tuple[str, TensorType], ...] = ()
+    takes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +93,30 @@ class Looped:
         env: dict[str, int] = {}  # name -> the number of what it stands for by now
         sizes: list[int] = []
         last: dict[int, int] = {}  # number -> the part that needs it last
-        made: list[int | None] = []
+        made: list[list[int]] = []
+        takes: list[int] = []
         sent: list[str] = []
         for at, (turn, ends, part) in enumerate(self.turns(rounds=2)):
             sent += [part.reads] if isinstance(part, Shift) else []
             needed = [*reads_of(part), *(sent if ends else ())]
             last |= {env[name]: at for name in needed if name in env}
-            made.append(None)
-            if part.type is not None:
-                sizes.append(0 if part.makes in self.gives else part.type.nbytes)
-                made[at] = env[part.makes] = len(sizes) - 1
-                last[len(sizes) - 1] = at
-            else:
+            made.append([])
+            takes.append(part.takes if isinstance(part, Do) else 0)
+            for name, type in makes_of(part):
+                sizes.append(0 if name in self.gives else type.nbytes)
+                env[name] = len(sizes) - 1
+                made[at].append(env[name])
+                last[env[name]] = at
+            if part.type is None:
                 env[part.makes] = env[reads_of(part)[0]]
             if ends:
                 sent = []
                 if 0 < turn <= min(2, self.rounds):
                     env |= {head: env[foot] for head, foot in self.carried}
         most = level = 0
-        for at, number in enumerate(made):
-            level += 0 if number is None else sizes[number]
-            most = max(most, level)
+        for at, numbers in enumerate(made):
+            level += sum(sizes[number] for number in numbers)
+            most = max(most, level + takes[at])
             level -= sum(sizes[one] for one, until in last.items() if until == at)
         return most
 
@@ -129,3 +136,9 @@ class Offer:
 
 def reads_of(part: Part) -> tuple[str, ...]:
     return part.reads if isinstance(part, Do) else (part.reads,)
+
+
+def makes_of(part: Part) -> tuple[tuple[str, TensorType], ...]:
+    """Names and types of what lies in memory of its own."""
+    own = () if part.type is None else ((part.makes, part.type),)
+    return (*own, *part.also) if isinstance(part, Do) else own

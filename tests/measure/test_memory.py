@@ -36,7 +36,7 @@ Ranks = Callable[..., object]
 
 
 NAMES = [*FAMILIES, "bench mlp", "bench conv", "bench gpt2"]
-FEW = ("mlp", "cnn", "gpt2", "bench conv")
+FEW = ("mlp", "grouped", "cnn", "gpt2", "bench conv")
 CASES = [pytest.param(name, (2,), id=f"{name}-2", marks=() if name in FEW else pytest.mark.slow) for name in NAMES]
 CASES += [pytest.param(name, (2, 2), id=f"{name}-2x2", marks=pytest.mark.slow) for name in NAMES]
 

@@ -66,6 +66,30 @@ class Block(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
+class Grouped(nn.Module):
+    """Causal attention of query heads that share a few kv heads, twice, with a product between."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 8, kv_heads: int = 2) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        sizes = width, width // heads * kv_heads, width // heads * kv_heads
+        self.first, self.second = (nn.ModuleList(nn.Linear(width, size) for size in sizes) for _ in range(2))
+        self.between, self.head = nn.Linear(width, width), nn.Linear(width, 30)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = x + self.between(self._attend(self.first, x))
+        x = x + self._attend(self.second, x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+    def _attend(self, projections: nn.ModuleList, x: Tensor) -> Tensor:
+        counts = self.heads, self.kv_heads, self.kv_heads
+        q, k, v = (
+            one(x).unflatten(-1, (count, -1)).transpose(1, 2) for one, count in zip(projections, counts, strict=True)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+
 class Cnn(nn.Module):
     """Convolutions with batch norm, pooling and group norm, then a classifier."""
 
@@ -87,6 +111,10 @@ def _mlp() -> Model:
 
 def _block() -> Model:
     return Block(), {"x": torch.randn(BATCH, SEQUENCE, WIDTH), "labels": labels(30)}
+
+
+def _grouped() -> Model:
+    return Grouped(), {"x": torch.randn(BATCH, SEQUENCE, WIDTH), "labels": labels(30)}
 
 
 def _cnn() -> Model:
@@ -168,6 +196,7 @@ def _parts() -> Model:
 FAMILIES: dict[str, Callable[[], Model]] = {
     "mlp": _mlp,
     "block": _block,
+    "grouped": _grouped,
     "cnn": _cnn,
     "rotary": _rotary,
     "fno": _fno,
