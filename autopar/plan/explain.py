@@ -67,6 +67,10 @@ def _time(plan: PlanValue) -> Iterator[str]:
     )
     if plan.simulated_seconds is not None and plan.prefetch is not None:
         how = f"collectives are overlapped with compute; without overlap {ms(plan.step_seconds)}"
+    elif plan.simulated_seconds is not None and abs(beside := plan.simulated_seconds - parts) > 1e-3 * parts:
+        # A sum prices a gradient by its share of a full bucket.
+        more = f"{ms(abs(beside))} {'less' if beside < 0 else 'more'}"
+        how = f"nothing overlaps; the parts are {ms(parts)}, the buckets of gradients take {more}"
     yield f"step time {ms(plan.predicted_seconds)}, {plan.measure}: {how}"
     for name in ("compute", "optimizer", "reorder"):
         yield _time_line(plan, name, plan.seconds_by.get(name, 0.0), "")

@@ -8,11 +8,12 @@ of a question, and whatever is searched, a baseline's plans, too, is searched am
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
-from autopar.plan.reading import OTHERWISE, is_weighted, split_of, weights_of
+from autopar.plan.reading import OTHERWISE, PATTERNED, is_weighted, split_of, weights_of
 from autopar.plan.value import is_product
 from autopar.propose.strategies import Strategy
 from autopar.rules.patterns import PATTERNS
@@ -81,11 +82,11 @@ def _settled(question: Question, splits: Splits) -> Question:
             key = id(options), weighted, f"{axis}{SEPARATOR}{word}"
             number, pin = mesh.names.index(axis), (name, axis, word)
             if key not in known:
-                known[key] = tuple(one for one in options if _word(one, number, mesh, weighted) == word)
+                known[key] = tuple(one for one in options if word in _words(one, number, mesh, weighted))
             obeying[pin] = obeying.get(pin, 0) + bool(known[key])
             if not known[key]:
-                could = (_word(one, number, mesh, weighted) for one in options)
-                others.setdefault(pin, {}).update(dict.fromkeys(could))
+                could = (_words(one, number, mesh, weighted) for one in options)
+                others.setdefault(pin, {}).update(dict.fromkeys(itertools.chain(*could)))
             options = known[key] or options
         strategies[node] = options
     notes = [_note(*pin, obeying.get(pin, 0), others.get(pin, {})) for pin in _pins(splits)]
@@ -107,8 +108,9 @@ def _note(name: str, axis: str, word: str, count: int, others: Collection[str]) 
     return f"pinned: {name}, {axis}: {word} ({count} {'product' if count == 1 else 'products'})"
 
 
-def _word(option: Strategy, axis: int, mesh: Mesh, weighted: bool) -> str:
-    """What the axis does in a product that runs so."""
-    if option.body in PATTERNS and mesh.names[axis] in option.body_axes:
-        return option.body
-    return split_of(option, axis, weighted)
+def _words(option: Strategy, axis: int, mesh: Mesh, weighted: bool) -> tuple[str, ...]:
+    """What the axis does in a product that runs so; for what a pattern does there, its name, too."""
+    told, is_named = split_of(option, axis, weighted), option.roles[axis] in PATTERNED
+    if option.body not in PATTERNS or not (is_named or mesh.names[axis] in option.body_axes):
+        return (told,)
+    return (told, option.body) if is_named else (option.body,)

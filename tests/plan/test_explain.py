@@ -221,5 +221,12 @@ def test_an_axis_of_one_rank_splits_nothing(graph):
 
 def test_overlap_is_told_where_there_is_some(plan):
     assert "the sum of its parts, nothing overlaps" in explain(plan)
+    one_by_one = replace(plan, prefetch=None, simulated_seconds=plan.step_seconds)
+    assert "the sum of its parts, nothing overlaps" in explain(one_by_one)
+    told = explain(replace(one_by_one, simulated_seconds=1.25 * plan.step_seconds))
+    parts = f"{plan.step_seconds * 1e3:.3f} ms"
+    said = line_of(told, "step time ")
+    assert f"nothing overlaps; the parts are {parts}, the buckets of gradients take 0.14" in said, said
+    assert "the sum of its parts" not in told
     faster = replace(plan, step_seconds=plan.step_seconds - 1e-5)
     assert "0.010 ms of the parts overlap" in explain(faster)

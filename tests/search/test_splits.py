@@ -93,6 +93,14 @@ def test_a_pattern_is_pinned_by_its_name() -> None:
     assert difference(plan, family("gpt2"))[0] < TOLERANCE
 
 
+@pytest.mark.parametrize("word", ["context parallel: ring", "sequence (context parallel: ring)"])
+def test_so_is_one_of_attention_in_the_words_of_the_plan_too(word: str) -> None:
+    plan = answer(in_double(Mesh(("data",), (2,))), Request(pin={"transformer.h.*.attn": f"data: {word}"}))
+    rings = [name for name, choice in plan.choices.items() if choice.body == "context parallel: ring"]
+    assert len([name for name in rings if plan.graph.by_name[name].phase == "forward"]) == 2
+    assert difference(plan, family("gpt2"))[0] < TOLERANCE
+
+
 def test_one_of_equal_layers_may_be_pinned_alone() -> None:
     plan = answer(gpt2(), Request(pin={"transformer.h.1.mlp.c_fc": "data: columns"}, tied=True))
     assert splits(plan)["transformer.h.1.mlp.c_fc autopar.einsum"]["data"] == "columns"
