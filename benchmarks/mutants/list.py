@@ -116,7 +116,7 @@ MUTANTS = (
     # --- solver ---
     Mutant("dominance forgives a thousandth of memory", "solver/presolve/dominance.py", "better &= nbytes[:, None] <= nbytes",
            "better &= nbytes[:, None] <= nbytes * 1.001", "tests/solver/test_exactness.py"),
-    Mutant("dominance forgets what pairs hold", "solver/presolve/dominance.py", "swap[self._more_of(core, matrix, nbytes)] = np.inf", "pass",
+    Mutant("dominance forgets what pairs hold", "solver/presolve/dominance.py", "self._hold_no_more(core, better, matrix, nbytes)", "pass",
            "tests/solver/test_exactness.py"),
     Mutant("the cheapest of aligned options may hold more", "solver/presolve/rules.py",
            "        if (nbytes[best] > least).any():\n            return False\n", "", "tests/solver/test_exactness.py"),
