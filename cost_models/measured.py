@@ -168,8 +168,10 @@ class Store:
                 return otherwise
             try:
                 if self._connection is None:
-                    self._file = _inode(self.path)
-                    self._connection = _opened(self.path)
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    with _alone_in(self.path.parent):  # nobody takes away, beside a damaged file, what is made here
+                        self._file = _inode(self.path)
+                        self._connection = _opened(self.path)
                 return work(self._connection)
             except _Unusable as why:
                 self._give_up(str(why))
@@ -241,7 +243,6 @@ def _is_damage(error: sqlite3.Error) -> bool:
 
 def _opened(path: Path) -> sqlite3.Connection:
     """A connection to a database of our schema, made if there is none. Raises sqlite3.Error, OSError, _Unusable."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     for one in (path, *(Path(f"{path}{tail}") for tail in BESIDE)):
         if one.exists() and not stat.S_ISREG(one.stat().st_mode):
             raise _Unusable(f"{one.name} is a folder, a pipe or a device, not a file")
