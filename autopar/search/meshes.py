@@ -114,12 +114,11 @@ def best_mesh(
     The first looks may take the request's time limit together, and so may the searches: none begins after that. Raises
     Infeasible, NoAnswerInTime where no mesh has a plan, ValueError for a pin that names an axis.
     """
-    if len(meshes) > 1:
-        needs_no_axis(request.pin)
     if len(meshes) == 1:
         (mesh,) = meshes
         question = asked(mesh)
         return (Row(mesh, held(question, request), floor_s(question, None), searched=True),)
+    needs_no_axis(request.pin)
     began, errors = time.perf_counter(), list[Infeasible | NoAnswerInTime]()
 
     def is_up(since: float) -> bool:

@@ -5,7 +5,7 @@ In one process on a fake group: what is held is real, values mean nothing. On re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 
@@ -14,7 +14,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar.emit import Emitted, emit
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.measure.memory import LiveBytes
@@ -28,6 +27,7 @@ from cost_models.hardware import Hardware
 from tests.support.families import FAMILIES, family
 from tests.support.nets import batch_of, made
 from tests.support.plans import PlanSampler
+from tests.support.sends import send_beside_work
 from tests.support.sent import skip_unless_places_arrive
 
 MACHINE = Hardware.load("cpu-gloo")
@@ -96,13 +96,7 @@ def test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says(
     prefetch: int,
 ) -> None:
     """On CPUs a program waits for every collective at once (docs/design/0018). This one does not."""
-    unwaited: list[Plan] = []
-
-    def as_on_gpus(plan: Plan, groups: Mapping[str, str], device: str, *, one_at_a_time: bool) -> Emitted:
-        unwaited.append(plan)
-        return emit(plan, groups, device)
-
-    monkeypatch.setattr("autopar.attach.programs.emit", as_on_gpus)
+    unwaited = send_beside_work(monkeypatch)
     model, inputs, graph = case(name)
     for label, found in plans(graph, sizes, 0 if name == "t5" else 2):
         plan = replace(found, prefetch=prefetch)

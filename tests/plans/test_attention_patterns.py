@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.emit import Emitted, emit
 from autopar.ir.attention import ATTENTION
 from autopar.ir.layout import REPLICATE
 from autopar.ir.mesh import Mesh
@@ -28,6 +27,7 @@ from tests.support.check import difference, mesh_of
 from tests.support.families import Case, family
 from tests.support.lockstep import run_all
 from tests.support.plans import PlanSampler, Wish
+from tests.support.sends import send_beside_work
 
 MACHINE = Hardware.load("cpu-gloo")
 TOLERANCE = 1e-9  # in float64, as in tests/plans/test_random_plans.py
@@ -104,11 +104,7 @@ def test_it_holds_what_it_says(
     prefetch: int | None,
 ) -> None:  # fmt: skip
     """With sends under way beside work, which a program on CPUs waits for at once (docs/design/0018)."""
-
-    def as_on_gpus(plan: Plan, groups: Mapping[str, str], device: str, *, one_at_a_time: bool) -> Emitted:
-        return emit(plan, groups, device)
-
-    monkeypatch.setattr("autopar.attach.programs.emit", as_on_gpus)
+    send_beside_work(monkeypatch)
     case, mesh = case_of(name), Mesh(("data", "tensor")[: len(sizes)], sizes)
     plan = replace(patterned(name, mesh, pattern, wide=False), prefetch=prefetch)
     fake_mesh(**dict(zip(mesh.names, sizes, strict=True)))
