@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from autopar.emit import ops
+from autopar.ir.equation import EINSUM, equation_of
 from autopar.machine.device import host_threads, tf32_here
 from autopar.price.pricer import OPTIMIZER_STATES
 from cost_models.steps import Compute, Move
@@ -136,10 +137,10 @@ def _each(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def _product(equation: str, size: dict[str, int], device: torch.device, dtype: torch.dtype, held: bool) -> Bench:
-    left, right = (term.split() for term in equation.split("->")[0].split(","))
-    a, b = (torch.randn([size[n] for n in names], device=device).to(dtype) for names in (left, right))
+    terms = equation_of(equation)
+    a, b = (torch.randn([size[n] for n in names], device=device).to(dtype) for names in (terms.left, terms.right))
     flops = 2.0 * math.prod(size.values())
-    return _work("autopar.einsum", "matmul", flops, ops.einsum, equation, a, b, held=held)
+    return _work(EINSUM, "matmul", flops, ops.einsum, equation, a, b, held=held)
 
 
 def attentions(device: torch.device, dtype: torch.dtype) -> Made:

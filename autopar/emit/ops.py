@@ -13,34 +13,28 @@ import torch
 from torch import Tensor
 
 from autopar.emit.attention import KERNELS, Asked, kernel_for
-
-
-def _plan(equation: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    left, result = equation.split("->")
-    a, b = left.split(",")
-    return tuple(a.split()), tuple(b.split()), tuple(result.split())
+from autopar.ir.equation import equation_of
 
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """`b s k, n k -> b s n`: one matrix product (batched if a letter stands in all three), without copies of views.
-
-    A dim of size one may be written `1`. Letters of both operands that the result lacks are summed.
+    """The product of `autopar.ir.equation`: one product of matrices (batched if a letter stands in all three), without
+    copies of views.
     """
-    names_a, names_b, names_out = _plan(equation)
-    shared = [n for n in names_a if n in names_b and n in names_out and n != "1"]
-    summed = [n for n in names_a if n in names_b and n not in names_out and n != "1"]
-    rows = [n for n in names_a if n not in names_b and n != "1"]
-    columns = [n for n in names_b if n not in names_a and n != "1"]
-    size = {n: s for n, s in (*zip(names_a, a.shape, strict=True), *zip(names_b, b.shape, strict=True)) if n != "1"}
-    flat_a = _matrix(a, names_a, (shared, rows, summed), size)
-    flat_b = _matrix(b, names_b, (shared, summed, columns), size)
-    product = torch.bmm(flat_a, flat_b) if shared else torch.mm(flat_a, flat_b)
-    made = [*shared, *rows, *columns]
-    product = product.reshape([size[n] for n in made])
-    wanted = [n for n in names_out if n != "1"]
-    if wanted != made:
-        product = product.permute([made.index(n) for n in wanted])
-    return product if len(wanted) == len(names_out) else product.reshape([size.get(n, 1) for n in names_out])
+    terms = equation_of(equation)
+    named = (*zip(terms.left, a.shape, strict=True), *zip(terms.right, b.shape, strict=True))
+    size = {n: s for n, s in named if n != "1"}
+    flat_a, flat_b = (
+        _matrix(x, names, parts, size)
+        for x, names, parts in zip((a, b), (terms.left, terms.right), terms.parts, strict=True)
+    )
+    product = torch.bmm(flat_a, flat_b) if terms.shared else torch.mm(flat_a, flat_b)
+    product = product.reshape([size[n] for n in terms.made])
+    wanted = tuple(n for n in terms.result if n != "1")
+    if wanted != terms.made:
+        product = product.permute([terms.made.index(n) for n in wanted])
+    if len(wanted) == len(terms.result):
+        return product
+    return product.reshape([size.get(n, 1) for n in terms.result])
 
 
 def _matrix(x: Tensor, names: Sequence[str], parts: Sequence[Sequence[str]], size: dict[str, int]) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from autopar.ir import attention
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, CAUSAL_AT, DROPOUT_AT, OPERANDS_OF_ATTENTION
 from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
+from autopar.ir.equation import EINSUM, equation_of
 from autopar.ir.graph import Node, TensorType
 
 # Operators whose result is another look at an operand's storage: they move nothing and hold nothing of their own.
@@ -135,7 +136,7 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
     elementwise: it is memory that bounds it.
     """
     op = node.op
-    if op == "autopar.einsum" or op.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")):
+    if op == EINSUM or op.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")):
         return (8.0 if _is_complex(operands[-1]) else 2.0) * _product_size(node, operands), "matmul"
     if op in OPERANDS_OF_ATTENTION:
         q, k, v = (type.shape for type in attention.operands_at(node, operands))
@@ -162,12 +163,12 @@ def _is_complex(type: TensorType) -> bool:
 
 
 def _product_size(node: Node, operands: Sequence[TensorType]) -> float:
-    if node.op != "autopar.einsum":
+    if node.op != EINSUM:
         left, right = operands[-2:]
         return math.prod(left.shape) * right.shape[-1]
-    terms = str(node.args[0]).split("->")[0].split(",")
+    terms = equation_of(str(node.args[0]))
     sizes: dict[str, int] = {}
-    for term, operand in zip(terms, operands, strict=True):
-        sizes.update(zip(term.split(), operand.shape, strict=True))
+    for letters, operand in zip((terms.left, terms.right), operands, strict=True):
+        sizes.update(zip(letters, operand.shape, strict=True))
     sizes.pop("1", None)
     return math.prod(sizes.values())

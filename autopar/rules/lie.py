@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, kernel_at
+from autopar.ir.equation import EINSUM, Equation, equation_of
 from autopar.ir.graph import Const, Node, TensorType
 from autopar.ir.strides import Shape, Strides, contiguous, elementwise, packed, viewed
 from autopar.ir.work import FETCH, STORE
 from autopar.rules.table_pointwise import POINTWISE
 
 Placed = tuple[Shape, Strides]  # a tensor: its local shape, and its strides
-EINSUM = "autopar.einsum"
 HEADS_INSIDE = (0, 2, 1, 3)  # [batch, heads, sequence, d], of which each row lies with those of the other heads
 
 
@@ -50,9 +50,10 @@ def copied(node: Node, operands: Sequence[Placed]) -> list[int]:
     """
     if node.op != EINSUM:
         return []
-    names, parts = _parts(node)
+    terms = _terms(node)
     found: list[int] = []
-    for place, ((shape, strides), letters, wanted) in enumerate(zip(operands, names, parts, strict=True)):
+    sides = zip(operands, (terms.left, terms.right), terms.parts, strict=True)
+    for place, ((shape, strides), letters, wanted) in enumerate(sides):
         at = {letter: dim for dim, letter in enumerate(letters)}
         order = [at[letter] for part in wanted for letter in part]
         matrix = tuple(math.prod(shape[at[letter]] for letter in part) for part in wanted)
@@ -63,36 +64,17 @@ def copied(node: Node, operands: Sequence[Placed]) -> list[int]:
 
 # --- products --------------------------------------------------------------------------------------------------------
 
-Letters = tuple[str, ...]
 
-
-def _parts(node: Node) -> tuple[tuple[Letters, Letters], tuple[tuple[Letters, ...], tuple[Letters, ...]]]:
-    """As `autopar.emit.ops.einsum` makes them: the letters of both operands, and of each those of the dims of the
-    matrix, or batch of matrices, that it becomes.
-    """
-    left, right, _ = _terms(node)
-    made = set(_terms(node)[2])
-    shared = tuple(n for n in left if n in right and n in made and n != "1")
-    summed = tuple(n for n in left if n in right and n not in made and n != "1")
-    rows = tuple(n for n in left if n not in right and n != "1")
-    columns = tuple(n for n in right if n not in left and n != "1")
-    return (left, right), ((shared, rows, summed), (shared, summed, columns))
-
-
-def _terms(node: Node) -> tuple[Letters, Letters, Letters]:
-    operands, result = str(node.args[0]).split("->")
-    left, right = operands.split(",")
-    return tuple(left.split()), tuple(right.split()), tuple(result.split())
+def _terms(node: Node) -> Equation:
+    return equation_of(str(node.args[0]))
 
 
 def _product(node: Node, operands: Sequence[Placed]) -> Strides:
-    names, ((shared, rows, _), (_, _, columns)) = _parts(node)
-    size = {
-        n: s for letters, (shape, _) in zip(names, operands, strict=True) for n, s in zip(letters, shape, strict=True)
-    }
-    made = [*shared, *rows, *columns]
-    step = dict(zip(made, contiguous([size[n] for n in made]), strict=True))
-    return tuple(step.get(n, 1) for n in _terms(node)[2])
+    terms = _terms(node)
+    sides = zip((terms.left, terms.right), operands, strict=True)
+    size = {n: s for letters, (shape, _) in sides for n, s in zip(letters, shape, strict=True)}
+    step = dict(zip(terms.made, contiguous([size[n] for n in terms.made]), strict=True))
+    return tuple(step.get(n, 1) for n in terms.result)
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
