@@ -11,7 +11,7 @@ from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.work import FETCH, VIEWS
 from autopar.plan.value import Choice, PlanValue
 from autopar.propose.strategies import Strategy
-from autopar.rules.attended import GATHERED, GROUPED, RING
+from autopar.rules.attended import GATHERED, GROUPED, RING, ZIGZAG
 from cost_models.steps import Compute, unrolled
 
 WIDTH = 110  # columns of text
@@ -77,6 +77,7 @@ PATTERNED = {  # what patterns of attention are called that layouts do not tell 
     GROUPED: "heads (grouped kv replicated)",
     GATHERED: "sequence (context parallel: gathered kv)",
     RING: "sequence (context parallel: ring)",
+    ZIGZAG: "sequence (context parallel: zigzag ring)",
 }
 
 

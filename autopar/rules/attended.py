@@ -30,8 +30,8 @@ from autopar.rules.looped import Do
 from cost_models.steps import Compute, over
 
 BATCH, HEADS = "b", "h"  # what axes may do beside a pattern: factors of the rule of attention
-GROUPED, GATHERED, RING = "h:grouped", "s:gathered", "s:ring"  # and what they do in one
-DIM_OF = {BATCH: 0, HEADS: 1, GROUPED: 1, GATHERED: 2, RING: 2}
+GROUPED, GATHERED, RING, ZIGZAG = "h:grouped", "s:gathered", "s:ring", "s:zigzag"  # and what they do in one
+DIM_OF = {BATCH: 0, HEADS: 1, GROUPED: 1, GATHERED: 2, RING: 2, ZIGZAG: 2}
 WHOLE_KV = (GROUPED, GATHERED)
 
 FORWARD = ("q", "k", "v", "bias"), ("out", "lse", "state")

@@ -9,8 +9,8 @@ by their log-sum-exp (Dao 2023, section 3.1; Liu et al., "Ring Attention", 2023,
 
 A block that lies ahead of a rank's rows (r < t) counts with lse = -inf. All ranks run one program, so it is computed
 and thrown away: R - 1/2 squares on every rank, twice the mean of what is needed. That is no loss of time beside a
-program that skips them: the last rank needs them all, and the others would wait for it. Orders that balance the work
-(zigzag: Brandon et al., "Striped Attention", 2023) permute the sequence, which no layout does.
+program that skips them: the last rank needs them all, and the others would wait for it. `autopar.rules.zigzag` has
+ranks exchange rows first, so that each needs as many.
 
 Backward makes each block's probabilities from the lse of all of them; for a block ahead that is +inf, and all are 0.
 
@@ -38,18 +38,17 @@ from cost_models.steps import Compute
 
 
 def gathered(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
-    for of in _splittable(node, types, mesh, GATHERED):
-        yield Offer(of.roles, of.axis, of.takes, of.gives, _gathered(_Parts(of)))
+    for of in splittable(node, types, mesh, GATHERED):
+        yield Offer(of.roles, of.axis, of.takes, of.gives, _gathered(Parts(of)))
 
 
 def ring(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
-    for of in _splittable(node, types, mesh, RING):
+    for of in splittable(node, types, mesh, RING):
         if of.roles.count(RING) == 1:
-            parts = _Parts(of)
-            yield Offer(of.roles, of.axis, of.takes, of.gives, _ring(parts) if of.is_forward else _ring_back(parts))
+            yield Offer(of.roles, of.axis, of.takes, of.gives, around(Parts(of)))
 
 
-def _splittable(node: Node, types: tuple[TensorType, ...], mesh: Mesh, role: str) -> Iterator[Attended]:
+def splittable(node: Node, types: tuple[TensorType, ...], mesh: Mesh, role: str) -> Iterator[Attended]:
     """Causal, of as many keys as queries, and without a bias. Without a mask the rule of attention splits the rows."""
     for of in attended(node, types, mesh, role):
         q, k, _ = operands_at(node, types)
@@ -58,12 +57,24 @@ def _splittable(node: Node, types: tuple[TensorType, ...], mesh: Mesh, role: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class Parts:
     """Parts of the bodies. "sum" is what is summed up over the blocks (out, or dq), in float32 where they are halves;
     under the result's own name where it is wide already.
+
+    A body that does not take its operands, or give its results, as they lie: `enter` and `leave`, between which
+    `called` says what they are called.
     """
 
     of: Attended
+
+    def called(self, name: str) -> str:
+        return self.of.place.get(name, name)
+
+    def enter(self) -> Iterator[Part]:
+        yield from ()
+
+    def leave(self) -> Iterator[Part]:
+        yield from ()
 
     @property
     def made(self) -> str:
@@ -86,12 +97,14 @@ class _Parts:
 
     @property
     def sum(self) -> str:
-        return "sum" if self.is_half else self.made
+        return "sum" if self.is_half else self.called(self.made)
 
     def attend_own(self, k: str, v: str, made: dict[str, str]) -> Iterator[Part]:
-        """The first block, which is the rank's own. `made`: what its other results are called."""
-        first = "part" if self.is_half else self.made
-        yield kernel(self.of, True, {"k": k, "v": v}, {**made, self.made: first}, self.block)
+        """The first block, which is the rank's own. `made`: what its other results are called, if otherwise."""
+        of, first = self.of, "part" if self.is_half else self.sum
+        given = {name: self.called(name) for name in of.place}
+        makes = {name: self.called(name) for name in of.results if name not in of.place}
+        yield kernel(of, True, {**given, "k": k, "v": v}, {**makes, **made, self.made: first}, self.block)
         if self.is_half:
             yield Do("widen", _cast("float32"), ("part",), "sum", self.sum_type, copied(3, self.of.here[self.made]))
 
@@ -115,13 +128,14 @@ class _Parts:
     def finish(self) -> Iterator[Part]:
         if self.is_half:
             made = self.of.here[self.made]
-            yield Do("narrow", _cast(made.dtype), ("sum",), self.made, made, copied(3, made))
+            yield Do("narrow", _cast(made.dtype), ("sum",), self.called(self.made), made, copied(3, made))
+        yield from self.leave()
 
 
 # --- all-gathered keys and values -----------------------------------------------------------------------------------
 
 
-def _gathered(p: _Parts) -> Looped:
+def _gathered(p: Parts) -> Looped:
     of, ranks = p.of, p.of.ranks
     grads = {} if of.is_forward else {"dk": "dk of block", "dv": "dv of block"}
 
@@ -153,11 +167,15 @@ def _gathered(p: _Parts) -> Looped:
 # --- ring -----------------------------------------------------------------------------------------------------------
 
 
-def _ring(p: _Parts) -> Looped:
-    k, v = p.of.place["k"], p.of.place["v"]
+def around(p: Parts) -> Looped:
+    return _forward(p) if p.of.is_forward else _backward(p)
+
+
+def _forward(p: Parts) -> Looped:
+    k, v = p.called("k"), p.called("v")
     types = p.block["k"], p.block["v"]
     return Looped(
-        before=(Shift(k, "k", types[0]), Shift(v, "v", types[1]), *p.attend_own(k, v, {})),
+        before=(*p.enter(), Shift(k, "k", types[0]), Shift(v, "v", types[1]), *p.attend_own(k, v, {})),
         rounds=p.of.ranks - 2,
         round=(Shift("k", "next k", types[0]), Shift("v", "next v", types[1]), *p.attend("k", "v", {})),
         carried=(("k", "next k"), ("v", "next v")),
@@ -166,12 +184,12 @@ def _ring(p: _Parts) -> Looped:
     )
 
 
-def _ring_back(p: _Parts) -> Looped:
+def _backward(p: Parts) -> Looped:
     """Gradients of a rank's own block stay at home; those of the others are made at its first neighbour, and follow the
     block: ranks - 1 shifts of either. Turns 0 and 1 stand before the rounds, the last one and the way home behind them.
     """
     ranks, block = p.of.ranks, p.block
-    k, v = p.of.place["k"], p.of.place["v"]
+    k, v = p.called("k"), p.called("v")
 
     def turn(last: bool) -> tuple[Part, ...]:
         """What was summed up for a block so far comes round behind it, and meets its gradients here."""
@@ -186,7 +204,7 @@ def _ring_back(p: _Parts) -> Looped:
     left = "so far" if ranks == 2 else "come"
     return Looped(
         before=(
-            Shift(k, "k of 1", block["k"]), Shift(v, "v of 1", block["v"]), *p.attend_own(k, v, {}),
+            *p.enter(), Shift(k, "k of 1", block["k"]), Shift(v, "v of 1", block["v"]), *p.attend_own(k, v, {}),
             *on, *p.attend("k of 1", "v of 1", {"dk": "dk so far", "dv": "dv so far"}, ahead=1),
         ),
         rounds=max(ranks - 3, 0),
@@ -195,7 +213,7 @@ def _ring_back(p: _Parts) -> Looped:
         after=(
             *(() if ranks == 2 else turn(last=True)),
             *(Shift(f"{name} {left}", f"{name} home", block[name]) for name in ("dk", "dv")),
-            *(p.add(name, f"{name} home", block[name]) for name in ("dk", "dv")),
+            *(p.add(p.called(name), f"{name} home", block[name]) for name in ("dk", "dv")),
             *p.finish(),
         ),
         gives=p.of.results,

@@ -28,7 +28,7 @@ from autopar.propose.strategies import propose
 from autopar.rules.looped import Offer
 from autopar.rules.patterns import offers
 from cost_models.hardware import Hardware
-from cost_models.steps import Compute, unrolled
+from cost_models.steps import Comm, Compute, unrolled
 from tests.support.check import mesh_of
 from tests.support.lockstep import run_all
 from tests.support.plans import PlanSampler
@@ -36,6 +36,7 @@ from tests.support.plans import PlanSampler
 H100 = Hardware.load("h100-sxm")
 TOLERANCE = 1e-10  # in float64: sums of a few dozen terms in another order
 GROUPED, GATHERED, RING = "grouped kv replicated", "context parallel: gathered kv", "context parallel: ring"
+ZIGZAG = "context parallel: zigzag ring"
 MESHES = [(2,), (4,), (2, 2), (8,)]
 B, S, D = 2, 16, 6
 
@@ -158,21 +159,23 @@ def counted(form: str, *sizes: int, node: str = "forward", **asked: object) -> d
     args = tuple(next((v for name, v in asked.items() if places[name] == at), arg) for at, arg in enumerate(core.args))
     types = tuple(graph.type_of(ref) for ref in core.operands)
     found = [name for name, _ in offers(replace(core, args=args), types, mesh_of(*sizes))]
-    return {name: found.count(name) for name in (GROUPED, GATHERED, RING)}
+    return {name: found.count(name) for name in (GROUPED, GATHERED, RING, ZIGZAG)}
 
 
 def test_they_are_offered_where_they_are_right_and_nowhere_else() -> None:
-    assert counted("grouped", 2) == {GROUPED: 0, GATHERED: 1, RING: 1}, "two kv heads split over two ranks"
-    assert counted("grouped", 4) == counted("grouped", 8) == {GROUPED: 1, GATHERED: 1, RING: 1}
-    assert counted("grouped", 16) == {GROUPED: 0, GATHERED: 1, RING: 1}, "eight query heads"
-    assert counted("grouped", 32) == {GROUPED: 0, GATHERED: 0, RING: 0}
-    assert counted("grouped", 3) == {GROUPED: 0, GATHERED: 0, RING: 0}
+    assert counted("grouped", 2) == {GROUPED: 0, GATHERED: 1, RING: 1, ZIGZAG: 1}, "two kv heads split over two ranks"
+    assert counted("grouped", 4) == counted("grouped", 8) == {GROUPED: 1, GATHERED: 1, RING: 1, ZIGZAG: 1}
+    assert counted("grouped", 16) == {GROUPED: 0, GATHERED: 1, RING: 1, ZIGZAG: 0}, "eight query heads, no half rows"
+    assert counted("grouped", 32) == {GROUPED: 0, GATHERED: 0, RING: 0, ZIGZAG: 0}
+    assert counted("grouped", 3) == {GROUPED: 0, GATHERED: 0, RING: 0, ZIGZAG: 0}
     assert counted("one kv head", 4)[GROUPED] == 0, "its rule splits the query heads"
     assert counted("causal", 4)[GROUPED] == 0
-    assert counted("grouped, all", 4) == {GROUPED: 1, GATHERED: 0, RING: 0}, "its rule splits the rows"
-    assert counted("grouped, bias of heads", 4) == {GROUPED: 1, GATHERED: 0, RING: 0}
-    assert counted("grouped, causal bias", 4) == {GROUPED: 1, GATHERED: 0, RING: 0}
-    assert counted("grouped, all", 4, causal=True) == {GROUPED: 1, GATHERED: 0, RING: 0}, "more queries than keys"
+    assert counted("grouped, all", 4) == {GROUPED: 1, GATHERED: 0, RING: 0, ZIGZAG: 0}, "its rule splits the rows"
+    assert counted("grouped, bias of heads", 4) == {GROUPED: 1, GATHERED: 0, RING: 0, ZIGZAG: 0}
+    assert counted("grouped, causal bias", 4) == {GROUPED: 1, GATHERED: 0, RING: 0, ZIGZAG: 0}
+    assert counted("grouped, all", 4, causal=True) == {GROUPED: 1, GATHERED: 0, RING: 0, ZIGZAG: 0}, (
+        "more queries than keys"
+    )
     for size in (2, 4):
         assert not any(counted("grouped", size, dropout=0.1).values())
     assert not any(counted("grouped", 1).values())
@@ -181,7 +184,7 @@ def test_they_are_offered_where_they_are_right_and_nowhere_else() -> None:
 
 
 def test_a_rank_is_priced_as_the_last_one_which_sees_all_keys() -> None:
-    """Of contiguous rows: of g ranks it computes g - 1/2 squares, where g/2 would be its part."""
+    """Of contiguous rows: of g ranks it computes g - 1/2 squares, where g/2 would be its part, and is in zigzag."""
     graph = graph_of("grouped")
     for node in ("forward", "backward"):
         core = graph.by_name[node]
@@ -191,7 +194,7 @@ def test_a_rank_is_priced_as_the_last_one_which_sees_all_keys() -> None:
             for name, one in offers(core, types, mesh_of(ranks)):
                 steps = [step for step in unrolled(one.loop.steps(one.axis, ranks)) if isinstance(step, Compute)]
                 flops = sum(step.flops for step in steps)
-                uneven = 1.0 if name == GROUPED else (2 * ranks - 1) / ranks
+                uneven = (2 * ranks - 1) / ranks if name in (GATHERED, RING) else 1.0
                 assert flops == pytest.approx(uneven * whole / ranks), (name, ranks)
                 kinds = {step.op.rpartition(".")[2] for step in steps if step.kind == "attention"}
                 assert kinds == ({"causal"} if name == GROUPED else {"causal", "full"})
@@ -219,12 +222,18 @@ def test_halves_are_summed_up_in_float32() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_ring_passes_on_what_it_must_and_no_more(ranks: int) -> None:
-    """Keys, values, and in backward their gradients: one shift less than ranks of each (Liu et al. 2023)."""
+    """Keys, values, and in backward their gradients: one shift less than ranks of each (Liu et al. 2023). In zigzag
+    half of every operand and result goes to the mirror rank, too.
+    """
     graph, mesh = graph_of("grouped"), mesh_of(ranks)
     pricer = Pricer.on(mesh, H100, "none")
     for label, plan in plans(graph, mesh):
-        sent = [
-            one for one in flat(lower(plan, 1, pricer)) if isinstance(one, Launch) and one.step.collective == "shift"
-        ]
-        rings = [node for node, choice in plan.choices.items() if choice.body == RING]
-        assert len(sent) == sum(2 if node == "forward" else 4 for node in rings) * (ranks - 1), label
+        steps = (one.step for one in flat(lower(plan, 1, pricer)) if isinstance(one, Launch))
+        sent = [step for step in steps if isinstance(step, Comm)]
+        found = {to: [one for one in sent if one.collective == to] for to in ("shift", "mirror")}
+        rings = [node for node, choice in plan.choices.items() if choice.body in (RING, ZIGZAG)]
+        assert len(found["shift"]) == sum(2 if node == "forward" else 4 for node in rings) * (ranks - 1), label
+        mirrored = [graph.by_name[node] for node in rings if plan.choices[node].body == ZIGZAG]
+        swapped = [t for node in mirrored for t in (*map(graph.type_of, node.operands), *node.outputs) if t is not None]
+        nbytes = sum(one.nbytes for one in found["mirror"])
+        assert nbytes == sum(type.nbytes // ranks // 2 for type in swapped), label
