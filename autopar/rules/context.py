@@ -1,9 +1,9 @@
-"""Context parallelism: causal attention with its rows split along the sequence, over blocks of the keys.
+"""Context parallelism: attention with its rows split along the sequence, over blocks of the keys.
 
-Rank r of R has rows r s/R and those behind them. They see blocks 0 to r of the keys, the last of which as a causal
-square. No kernel knows where its rows begin, and kernels do not align oblong causal masks alike; so each call is a
-square: its own block with the causal mask, then in turn t block r - t (mod R) without one. Results of parts are merged
-by their log-sum-exp (Dao 2023, section 3.1; Liu et al., "Ring Attention", 2023, section 3):
+Rank r of R has rows r s/R and those behind them. Behind a causal mask they see blocks 0 to r of the keys, the last of
+which as a causal square. No kernel knows where its rows begin, and kernels do not align oblong causal masks alike; so
+each call is a square: its own block with the causal mask, then in turn t block r - t (mod R) without one. Results of
+parts are merged by their log-sum-exp (Dao 2023, section 3.1; Liu et al., "Ring Attention", 2023, section 3):
 
     lse = log(exp(lse_a) + exp(lse_b));   out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
 
@@ -11,6 +11,8 @@ A block that lies ahead of a rank's rows (r < t) counts with lse = -inf. All ran
 and thrown away: R - 1/2 squares on every rank, twice the mean of what is needed. That is no loss of time beside a
 program that skips them: the last rank needs them all, and the others would wait for it. `autopar.rules.zigzag` has
 ranks exchange rows first, so that each needs as many.
+
+Without a mask every block counts, and there may be more keys than queries, or fewer: of another sequence, too.
 
 Backward makes each block's probabilities from the lse of all of them; for a block ahead that is +inf, and all are 0.
 
@@ -20,6 +22,8 @@ Where the blocks come from:
                 (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2)
     ring        each rank keeps its block, and blocks go round. In backward the gradients of a block go round with it,
                 one rank behind, and are at home after the last shift (Liu et al. 2023)
+
+Not with a bias: a row that large finite numbers hide has them as its lse, in which the sum is lost (docs/design/0030).
 """
 
 from __future__ import annotations
@@ -38,21 +42,24 @@ from cost_models.steps import Compute
 
 
 def gathered(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
+    """Of causal attention: without a mask the rule of attention splits the rows, a bias or not."""
     for of in splittable(node, types, mesh, GATHERED):
         yield Offer(of.roles, of.axis, of.takes, of.gives, _gathered(Parts(of)))
 
 
 def ring(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
-    for of in splittable(node, types, mesh, RING):
+    for of in splittable(node, types, mesh, RING, masked=is_causal(node)):
         if of.roles.count(RING) == 1:
             yield Offer(of.roles, of.axis, of.takes, of.gives, around(Parts(of)))
 
 
-def splittable(node: Node, types: tuple[TensorType, ...], mesh: Mesh, role: str) -> Iterator[Attended]:
-    """Causal, of as many keys as queries, and without a bias. Without a mask the rule of attention splits the rows."""
+def splittable(
+    node: Node, types: tuple[TensorType, ...], mesh: Mesh, role: str, *, masked: bool = True
+) -> Iterator[Attended]:
+    """Attention without a bias: causal, of as many keys as queries; or with no mask at all."""
     for of in attended(node, types, mesh, role):
         q, k, _ = operands_at(node, types)
-        if is_causal(node) and q.shape[2] == k.shape[2] and not has_bias(node):
+        if is_causal(node) is masked and not has_bias(node) and (not masked or q.shape[2] == k.shape[2]):
             yield of
 
 
@@ -75,6 +82,10 @@ class Parts:
 
     def leave(self) -> Iterator[Part]:
         yield from ()
+
+    @property
+    def is_causal(self) -> bool:
+        return is_causal(self.of.node)
 
     @property
     def made(self) -> str:
@@ -104,7 +115,7 @@ class Parts:
         of, first = self.of, "part" if self.is_half else self.sum
         given = {name: self.called(name) for name in of.place}
         makes = {name: self.called(name) for name in of.results if name not in of.place}
-        yield kernel(of, True, {**given, "k": k, "v": v}, {**makes, **made, self.made: first}, self.block)
+        yield kernel(of, self.is_causal, {**given, "k": k, "v": v}, {**makes, **made, self.made: first}, self.block)
         if self.is_half:
             yield Do("widen", _cast("float32"), ("part",), "sum", self.sum_type, copied(3, self.of.here[self.made]))
 
@@ -115,10 +126,13 @@ class Parts:
             yield kernel(of, False, {"k": k, "v": v}, {"out": "part", "lse": "part's lse"}, self.block)
             reads = self.sum, "lse", "part", "part's lse"
             step = Compute("reorder", 0.0, 5.0 * self.sum_type.nbytes + 12.0 * lse.nbytes, lse.dtype, 8, "elementwise")
-            yield Do("merge", _merging(ahead), reads, self.sum, None, step, takes=3 * lse.nbytes)
+            merge = _merging(ahead) if self.is_causal else _merging_all
+            yield Do("merge", merge, reads, self.sum, None, step, takes=3 * lse.nbytes)
             return
-        yield Do("hide", _hiding(ahead), (of.place["lse"],), "lse of all", lse, copied(2, lse, 2))
-        given = {"k": k, "v": v, "lse": "lse of all"}
+        given = {"k": k, "v": v}
+        if self.is_causal:
+            yield Do("hide", _hiding(ahead), (of.place["lse"],), "lse of all", lse, copied(2, lse, 2))
+            given["lse"] = "lse of all"
         yield kernel(of, False, given, {**made, "dq": "part"}, self.block)
         yield self.add(self.sum, "part", self.sum_type)
 
@@ -260,6 +274,10 @@ def _merging(ahead: int) -> Any:
         return b.call("autopar.merge_attention", total, lse, part, its_lse, b.shard_index(), turn + ahead)
 
     return write
+
+
+def _merging_all(b: Any, turn: int, total: Value, lse: Value, part: Value, its_lse: Value) -> Value:
+    return b.call("autopar.merge_attention", total, lse, part, its_lse, b.shard_index(), 0)  # no block lies ahead
 
 
 def _hiding(ahead: int) -> Any:

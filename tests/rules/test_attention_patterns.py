@@ -45,12 +45,13 @@ FORMS: dict[str, tuple[int, int, int, int, bool, tuple[int, ...] | None, bool]] 
     "causal": (4, 4, D, S, True, None, False),
     "grouped": (8, 2, D, S, True, None, False),
     "grouped, other values": (8, 2, 4, S, True, None, False),
-    "grouped, all": (8, 2, D, 12, False, None, False),
+    "grouped, all": (8, 2, D, 24, False, None, False),
     "grouped, eight": (16, 4, D, S, True, None, False),
     "one kv head": (8, 1, D, S, True, None, False),
     "grouped, bias of heads": (8, 2, D, S, False, (B, 8, S, S), True),
     "grouped, causal bias": (8, 2, D, S, True, (1, 1, S, S), True),
     "grouped, padding": (8, 2, D, S, False, (B, 1, 1, S), False),
+    "grouped, padding of pairs": (8, 2, D, 24, False, (B, 1, S, 24), False),
 }
 
 
@@ -65,9 +66,9 @@ def values_of(form: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor
     values["v"] = made(B, kv, keys, e)
     if bias is not None:
         values["bias"] = made(*bias)
-        if "padding" in form:  # the keys of one entry, and all of the other's: its rows see nothing
+        if "padding" in form:  # keys of one entry, and all of some rows of the other: they see nothing
             values["bias"][0, ..., 5:] = -torch.inf
-            values["bias"][1] = -torch.inf
+            values["bias"][1, ..., -7:, :] = -torch.inf
     return values
 
 
@@ -140,6 +141,18 @@ def test_every_offer_gives_what_the_operator_gives(form: str, sizes: tuple[int, 
             assert traffic == {key: nbytes for key, nbytes in plan.comm_bytes.items() if nbytes}, label
 
 
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("form", ["grouped, padding", "grouped, padding of pairs"])
+def test_the_rule_splits_rows_behind_a_mask_that_hides_some_from_all(form: str, sizes: tuple[int, ...]) -> None:
+    graph, values = graph_of(form), values_of(form)
+    rows: Any = lambda s: s.roles == ("s",) * len(sizes)  # noqa: E731
+    plan = PlanSampler(graph, mesh_of(*sizes), H100, "none").best({"forward": rows, "backward": rows})
+    assert all(plan.choices[node].roles == ("s",) * len(sizes) for node in ("forward", "backward"))
+    ran, _ = run_all(plan, values)
+    for place, one in enumerate(wanted(form, values)):
+        assert off(ran.results["output", str(place)], one) <= TOLERANCE, place
+
+
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("form", ["causal", "grouped"])
 def test_ranks_that_torch_simulates_say_the_same(form: str, sizes: tuple[int, ...]) -> None:
@@ -170,17 +183,26 @@ def test_they_are_offered_where_they_are_right_and_nowhere_else() -> None:
     assert counted("grouped", 3) == {GROUPED: 0, GATHERED: 0, RING: 0, ZIGZAG: 0}
     assert counted("one kv head", 4)[GROUPED] == 0, "its rule splits the query heads"
     assert counted("causal", 4)[GROUPED] == 0
-    assert counted("grouped, all", 4) == {GROUPED: 1, GATHERED: 0, RING: 0, ZIGZAG: 0}, "its rule splits the rows"
+    assert counted("grouped, all", 4) == {GROUPED: 1, GATHERED: 0, RING: 1, ZIGZAG: 0}, "its rule splits the rows"
     assert counted("grouped, bias of heads", 4) == {GROUPED: 1, GATHERED: 0, RING: 0, ZIGZAG: 0}
     assert counted("grouped, causal bias", 4) == {GROUPED: 1, GATHERED: 0, RING: 0, ZIGZAG: 0}
-    assert counted("grouped, all", 4, causal=True) == {GROUPED: 1, GATHERED: 0, RING: 0, ZIGZAG: 0}, (
-        "more queries than keys"
-    )
+    assert counted("grouped, all", 4, causal=True) == {GROUPED: 1, GATHERED: 0, RING: 0, ZIGZAG: 0}, "unequal numbers"
     for size in (2, 4):
         assert not any(counted("grouped", size, dropout=0.1).values())
     assert not any(counted("grouped", 1).values())
     for sizes in ((4,), (2, 2), (8,)):
         assert counted("grouped", *sizes) == counted("grouped", *sizes, node="backward")
+
+
+@pytest.mark.parametrize("node", ["forward", "backward"])
+def test_without_a_mask_a_ring_is_even_work(node: str) -> None:
+    graph = graph_of("grouped, all")
+    core = graph.by_name[node]
+    types = tuple(graph.type_of(ref) for ref in core.operands)
+    (around,) = (one.loop for name, one in offers(core, types, mesh_of(4)) if name == RING)
+    steps = [step for step in unrolled(around.steps("a", 4)) if isinstance(step, Compute)]
+    assert sum(step.flops for step in steps) == pytest.approx(flops_of(core, types)[0] / 4)
+    assert {step.op.rpartition(".")[2] for step in steps if step.kind == "attention"} == {"full"}
 
 
 def test_a_rank_is_priced_as_the_last_one_which_sees_all_keys() -> None:
