@@ -211,7 +211,10 @@ class BodyWriter:
         return self.writer.get(value, index)
 
     def shard_index(self) -> fx.Node:
-        return self.writer.coordinates[over(self.axes)]
+        return self.index_on(over(self.axes))
+
+    def index_on(self, axis: str) -> fx.Node:
+        return self.writer.coordinates[axis]
 
     def all_reduce(self, value: Any, op: str) -> fx.Node:
         return self.writer.all_reduce(value, op, over(self.axes)) if self.shards > 1 else value

@@ -37,6 +37,7 @@ from autopar.ir.graph import Const, Node, TensorType
 from autopar.ir.mesh import Mesh
 from autopar.rules.attended import GATHERED, RING, Attended, attended, copied, cut, is_causal, kernel
 from autopar.rules.builder import Value
+from autopar.rules.grouped import of_its_head
 from autopar.rules.looped import Do, Looped, Offer, Part, Shift
 from cost_models.steps import Compute
 
@@ -50,7 +51,7 @@ def gathered(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[
 def ring(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
     for of in splittable(node, types, mesh, RING, masked=is_causal(node)):
         if of.roles.count(RING) == 1:
-            yield Offer(of.roles, of.axis, of.takes, of.gives, around(Parts(of)))
+            yield Offer(of.roles, of.axis, of.takes, of.gives, of_its_head(of, lambda one: around(Parts(one))))
 
 
 def splittable(

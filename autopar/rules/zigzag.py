@@ -25,6 +25,7 @@ from autopar.ir.mesh import Mesh
 from autopar.rules.attended import ZIGZAG, copied, cut, kernel
 from autopar.rules.builder import Value
 from autopar.rules.context import Parts, around, splittable
+from autopar.rules.grouped import of_its_head
 from autopar.rules.looped import Do, Offer, Part, Shift
 from cost_models.steps import Compute
 
@@ -35,7 +36,7 @@ OF_QUERIES = ("grad", "q", "out", "lse")
 def ring(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
     for of in splittable(node, types, mesh, ZIGZAG):
         if of.roles.count(ZIGZAG) == 1 and of.here["q"].shape[2] % 2 == 0:
-            yield Offer(of.roles, of.axis, of.takes, of.gives, around(_Zigzag(of)))
+            yield Offer(of.roles, of.axis, of.takes, of.gives, of_its_head(of, lambda one: around(_Zigzag(one))))
 
 
 @dataclass(frozen=True, slots=True)

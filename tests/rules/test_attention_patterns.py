@@ -165,6 +165,25 @@ def test_ranks_that_torch_simulates_say_the_same(form: str, sizes: tuple[int, ..
                 assert off(ran.results["output", str(place)], one) <= TOLERANCE, (label, place)
 
 
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize("form", ["grouped", "one kv head"])
+def test_a_ring_goes_round_beside_an_axis_of_copied_heads(form: str, sizes: tuple[int, ...]) -> None:
+    """Of the one head that a rank needs: no more bytes go round than where heads divide."""
+    graph, values = graph_of(form), values_of(form)
+    right = wanted(form, values)
+    beside = [(label, plan) for label, plan in plans(graph, mesh_of(*sizes)) if "s:" in label and "h:grouped" in label]
+    assert len(beside) == 4, "ring and zigzag ring, forward and backward"
+    for label, plan in beside:
+        verify(lower(replace(plan, prefetch=1), 1))
+        ran, traffic = run_all(plan, values)
+        for place, one in enumerate(right):
+            assert off(ran.results["output", str(place)], one) <= TOLERANCE, (label, place)
+        assert traffic == {key: nbytes for key, nbytes in plan.comm_bytes.items() if nbytes}, label
+        head = graph.type_of(Ref("k")).nbytes // graph.type_of(Ref("k")).shape[1]
+        rounds = 2 if label.startswith("forward") else 4  # keys, values, and their gradients
+        assert traffic["shift", plan.mesh.names[sizes.index(2)]] == rounds * head // 2, label
+
+
 def counted(form: str, *sizes: int, node: str = "forward", **asked: object) -> dict[str, int]:
     """How many offers of each pattern. `asked`: arguments of the operator that are others."""
     graph = graph_of(form)
