@@ -49,18 +49,19 @@ def gathered(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[
 
 
 def ring(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
-    for of in splittable(node, types, mesh, RING, masked=is_causal(node)):
+    for of in splittable(node, types, mesh, RING, causal=False):
         if of.roles.count(RING) == 1:
             yield Offer(of.roles, of.axis, of.takes, of.gives, of_its_head(of, lambda one: around(Parts(one))))
 
 
 def splittable(
-    node: Node, types: tuple[TensorType, ...], mesh: Mesh, role: str, *, masked: bool = True
+    node: Node, types: tuple[TensorType, ...], mesh: Mesh, role: str, *, causal: bool = True
 ) -> Iterator[Attended]:
-    """Attention without a bias: causal, of as many keys as queries; or with no mask at all."""
+    """Attention without a bias: with a causal mask of as many keys as queries, or, unless it must be `causal`, none."""
     for of in attended(node, types, mesh, role):
         q, k, _ = operands_at(node, types)
-        if is_causal(node) is masked and not has_bias(node) and (not masked or q.shape[2] == k.shape[2]):
+        fits = q.shape[2] == k.shape[2] if is_causal(node) else not causal
+        if fits and not has_bias(node):
             yield of
 
 
