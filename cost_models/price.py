@@ -30,7 +30,7 @@ def link_of(hardware: Hardware, mesh_names: Sequence[str], mesh_sizes: Sequence[
       mean hop, as NCCL counts it (src/graph/tuning.cc).
     - In an all-to-all every rank sends (g - m) / g of its bytes through its own NIC and the rest inside the node, at
       the same time; `Link.pairwise` carries that bottleneck.
-    - What is passed on to the next rank waits for whoever sends over a border, through one NIC: `Link.hop`.
+    - What is passed on to one other rank waits for whoever sends over a border, through one NIC: `Link.hop`.
 
     The groups of one axis all work at once, so the slowest of them decides. Where somebody imagines the links of axes
     otherwise (`Hardware.axes`), an axis alone has just so many times its figures; see `_imagined` for several at once.

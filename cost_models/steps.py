@@ -41,8 +41,9 @@ class Collective:
 
     This is the ring of Patarasuk and Yuan (2009), which is also NCCL's ring; the broadcast is a pipelined ring.
     `pairwise` marks the collective in which every rank talks to every other rank instead of its neighbour, `gathers`
-    the one whose payload is what a rank has afterwards: `ranks` times what it gives, `shifts` the one in which each
-    rank passes something on to its neighbour, all at once, and waits for the slowest.
+    the one whose payload is what a rank has afterwards: `ranks` times what it gives, `shifts` those in which each
+    rank passes something on to one other, all at once, and waits for the slowest: to its neighbour, or to the rank
+    that lies as far from the other end ("mirror").
     All of it is arithmetic only, so sympy symbols pass through as well as numbers (the tests do this).
     """
 
@@ -72,6 +73,7 @@ COLLECTIVES = {
         Collective("all_to_all", phases=1, hops=_less_one, pieces=_less_one, pairwise=True),
         Collective("broadcast", phases=1, hops=_less_one, pieces=_itself),
         Collective("shift", phases=1, hops=_one, pieces=_itself, shifts=True),
+        Collective("mirror", phases=1, hops=_one, pieces=_itself, shifts=True),
     )
 }
 
@@ -124,7 +126,8 @@ class Comm:
     """Run a collective over the `ranks` ranks of one mesh axis, or of several at once (`over`).
 
     `nbytes` is the payload on one rank: all_gather: the gathered output; reduce_scatter: the full input;
-    all_reduce: the tensor; all_to_all: the local tensor; broadcast: the tensor; shift: what a rank passes on.
+    all_reduce: the tensor; all_to_all: the local tensor; broadcast: the tensor; shift, mirror: what a rank passes
+    on.
     """
 
     collective: str
@@ -189,8 +192,8 @@ def received_bytes(comm: Comm) -> int:
     """Bytes that one rank receives from other ranks: algorithmic bytes, not what a transport puts on the wire.
 
     With g ranks and n = comm.nbytes: all_gather, reduce_scatter and all_to_all (g-1)/g n, all_reduce 2(g-1)/g n,
-    broadcast n (a rank that is not the root), shift n. Exact where g divides n; otherwise each phase is rounded down,
-    so that an all_reduce is a reduce_scatter and an all_gather to the byte. One rank receives nothing.
+    broadcast n (a rank that is not the root), shift and mirror n. Exact where g divides n; otherwise each phase is
+    rounded down, so that an all_reduce is a reduce_scatter and an all_gather to the byte. One rank receives nothing.
     """
     if comm.ranks == 1:
         return 0

@@ -245,8 +245,8 @@ class _Emitter:
         writer.comment = self._comment(launch.of)
         self.launched[launch.number] = launch
         match launch.step, launch.of:
-            case Comm(axis=axis), Within():
-                self.values[made] = writer.shift(value, axis)
+            case Comm(collective=to, axis=axis), Within():
+                self.values[made] = writer.shift(value, to, axis)
             case Move(), Copy(name):
                 fetches = launch.step.dst == DEVICE
                 self._bind_value(made, Ref(name), (writer.fetch if fetches else writer.store)(value, name))

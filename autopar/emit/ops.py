@@ -182,12 +182,15 @@ def merge_attention(total: Tensor, lse: Tensor, part: Tensor, its_lse: Tensor, c
     """Add attention over one part of the keys to `total`, over others, and its lse to `lse`, in place; a part that came
     round the ring, to a rank whose rows lie before it, adds nothing.
     """
-    its_lse = its_lse.masked_fill(coordinate < turn, -torch.inf)
+    _merge(total, lse, part, its_lse.masked_fill(coordinate < turn, -torch.inf))
+    return total
+
+
+def _merge(total: Tensor, lse: Tensor, part: Tensor, its_lse: Tensor) -> None:
     both = torch.logaddexp(lse, its_lse)
     total.mul_((lse - both).exp_().unsqueeze(-1))
     total.addcmul_(part, (its_lse - both).exp_().unsqueeze(-1))
     torch.ops.aten.copy_.default(lse, both)  # not by a method: fake CUDA tensors have none where CUDA is not
-    return total
 
 
 def lse_of_seen(lse: Tensor, coordinate: Tensor, turn: int) -> Tensor:
@@ -208,3 +211,83 @@ def place_group(made: Tensor, dim: int, groups: int, ranks: int, coordinate: Ten
     x = made.new_zeros(shape)
     x.unflatten(dim, (groups, made.shape[dim])).index_copy_(dim, index, made.unsqueeze(dim))
     return x
+
+
+# --- the zigzag ring (`autopar.rules.zigzag`): rows are dim 2, in two halves ------------------------------------------
+
+
+def later_half(x: Tensor, dim: int) -> Tensor:
+    """As a copy of its own."""
+    half = x.shape[dim] // 2
+    return x.narrow(dim, half, half).clone(memory_format=torch.contiguous_format)
+
+
+def zigzag_in(x: Tensor, came: Tensor, coordinate: Tensor, ranks: int) -> Tensor:
+    """The earlier half of `x`, and what came from the mirror rank: the one that lies before the other first."""
+    late = _is_late(coordinate, ranks)
+    halves = torch.stack([x.narrow(2, 0, came.shape[2]), came], 2)
+    return halves.index_select(2, torch.stack([late, 1 - late])).flatten(2, 3)
+
+
+def zigzag_away(x: Tensor, coordinate: Tensor, ranks: int) -> Tensor:
+    """The half that came from the mirror rank."""
+    return piece(x, 2, 2, 1 - _is_late(coordinate, ranks))
+
+
+def zigzag_out(x: Tensor, came: Tensor, coordinate: Tensor, ranks: int) -> Tensor:
+    """The half that the rank had itself, and behind it what came home."""
+    return torch.cat([piece(x, 2, 2, _is_late(coordinate, ranks)), came], 2)
+
+
+def zigzag_pair(x: Tensor, half: int, coordinate: Tensor, turn: int, ranks: int) -> Tensor:
+    """That half of `x`, and behind it along the batch the one that this turn asks for."""
+    asked = _asked(coordinate, turn, ranks)
+    index = torch.stack([torch.full_like(asked, half), asked])
+    return _halves(x).movedim(2, 0).index_select(0, index).flatten(0, 1)
+
+
+def zigzag_add(x: Tensor, pair: Tensor, half: int, coordinate: Tensor, turn: int, ranks: int) -> Tensor:
+    """Add to `x`, in place, where `zigzag_pair` reads."""
+    halves, (first, second) = _halves(x).unbind(2), pair.chunk(2)
+    halves[half].add_(first)
+    asked = _asked(coordinate, turn, ranks)
+    for index, rows in enumerate(halves):
+        rows.addcmul_(second, (asked == index).to(x.dtype))
+    return x
+
+
+def zigzag_spread(pair: Tensor, half: int, coordinate: Tensor, turn: int, ranks: int) -> Tensor:
+    """Zeros, to which `zigzag_add` adds."""
+    x = pair.new_zeros(pair.shape[0] // 2, pair.shape[1], 2 * pair.shape[2], *pair.shape[3:])
+    return zigzag_add(x, pair, half, coordinate, turn, ranks)
+
+
+def zigzag_merge(
+    total: Tensor, lse: Tensor, pair: Tensor, its_lse: Tensor, half: int, coordinate: Tensor, turn: int, ranks: int
+) -> Tensor:
+    """`merge_attention`, where `zigzag_pair` reads."""
+    halves, logs = _halves(total).unbind(2), _halves(lse).unbind(2)
+    (first, second), (first_lse, second_lse) = pair.chunk(2), its_lse.chunk(2)
+    _merge(halves[half], logs[half], first, first_lse)
+    asked = _asked(coordinate, turn, ranks)
+    for index in range(2):
+        _merge(halves[index], logs[index], second, second_lse.masked_fill(asked != index, -torch.inf))
+    return total
+
+
+def _halves(x: Tensor) -> Tensor:
+    return x.unflatten(2, (2, x.shape[2] // 2))
+
+
+def _is_late(coordinate: Tensor, ranks: int) -> Tensor:
+    """1 where the half that a rank keeps lies behind the one that it is given, else 0."""
+    return (2 * coordinate >= ranks).long()
+
+
+def _asked(coordinate: Tensor, turn: int, ranks: int) -> Tensor:
+    """0 where this turn's keys begin before the rank's own rows: the early halves meet; 1: the late ones do."""
+
+    def first(rank: Tensor) -> Tensor:
+        return torch.where(2 * rank < ranks, 2 * rank, 2 * ranks - 1 - 2 * rank)
+
+    return (first(torch.remainder(coordinate - turn, ranks)) > first(coordinate)).long()

@@ -6,7 +6,7 @@ cannot see are hangs and differences in order between real processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from autopar._compat import FakeStore, LocalTensor, LocalTensorMode, groups_like
 from autopar.emit.emit import Emitted, emit
 from autopar.emit.groups import name_groups
 from autopar.emit.seeded import pieces_of, seeds
-from autopar.emit.sends import shift
+from autopar.emit.sends import mirror, shift
 from autopar.ir.graph import Result
 from autopar.ir.layout import Layout, Partial, Shard
 from autopar.ir.mesh import Mesh
@@ -31,9 +31,20 @@ from autopar.plan import Plan
 def _(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
     """What each rank has once all ranks have passed on theirs."""
     value, group = args
+    return _exchanged(value, group, lambda at: at - 1)
+
+
+@mirror.register_torch_dispatch(LocalTensorMode)
+def _(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+    value, group = args
+    return _exchanged(value, group, lambda at: -1 - at)
+
+
+def _exchanged(value: Any, group: Any, source: Callable[[int], int]) -> Tensor:
+    """`source` (place in the group): of whom a rank has what it has afterwards."""
     held = value._local_tensors
     return LocalTensor(
-        {rank: held[ranks[at - 1]].clone() for ranks in groups_like(group) for at, rank in enumerate(ranks)}
+        {rank: held[ranks[source(at)]].clone() for ranks in groups_like(group) for at, rank in enumerate(ranks)}
     )
 
 

@@ -156,10 +156,12 @@ class Writer:
         launched = self.named(value, change.kind, target, *args)
         return self._waited(launched, change) if self.one_at_a_time else launched
 
-    def shift(self, value: fx.Node, axis: str) -> fx.Node:
-        """Begin to pass the value on to the next rank of the axis, and to take that of the one before."""
+    def shift(self, value: fx.Node, to: str, axis: str) -> fx.Node:
+        """Begin to pass the value on to another rank of the axis ("shift": the next one; "mirror"), and to take that
+        of the one for which this is that rank.
+        """
         value = self.contiguous(value)
-        launched = self.named(value, "shift", OURS.shift.default, value, self.groups[axis])
+        launched = self.named(value, to, getattr(OURS, to).default, value, self.groups[axis])
         return self.wait(launched) if self.one_at_a_time else launched
 
     def shifted(self, launched: fx.Node) -> fx.Node:
@@ -182,7 +184,7 @@ class Writer:
 
 
 _STEP_SUFFIX = re.compile(
-    r"_(shift|all_gather|all_reduce|reduce_scatter|all_to_all|wait|in_order|to_front|contiguous|piece|as_real|as_complex)(_\d+)?$"
+    r"_(shift|mirror|all_gather|all_reduce|reduce_scatter|all_to_all|wait|in_order|to_front|contiguous|piece|as_real|as_complex)(_\d+)?$"
 )
 
 
@@ -209,7 +211,10 @@ class BodyWriter:
         return self.writer.get(value, index)
 
     def shard_index(self) -> fx.Node:
-        return self.writer.coordinates[over(self.axes)]
+        return self.index_on(over(self.axes))
+
+    def index_on(self, axis: str) -> fx.Node:
+        return self.writer.coordinates[axis]
 
     def all_reduce(self, value: Any, op: str) -> fx.Node:
         return self.writer.all_reduce(value, op, over(self.axes)) if self.shards > 1 else value

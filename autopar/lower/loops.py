@@ -81,7 +81,7 @@ class _Segment:
 
     def _launch(self, listing: Listing, env: dict[str, int], shift: Shift) -> Launch:
         made = listing.new(shift.type.nbytes, Kind.WORKSPACE, self.owner)
-        step = Comm("shift", self.axis, self.ranks, shift.type.nbytes)
+        step = Comm(shift.to, self.axis, self.ranks, shift.type.nbytes)
         launch = Launch(listing.launches, step, Within(self.node.name), (env[shift.reads],), (made,))
         listing.do(launch, (made,))
         env[shift.makes] = made

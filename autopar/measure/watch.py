@@ -18,7 +18,7 @@ from autopar.measure.report import Moved
 from cost_models.steps import COLLECTIVES, Comm, received_bytes
 
 NAMESPACE = "_c10d_functional"
-SHIFT = torch.ops.autopar.shift.default  # calls one of those itself
+SENDS = {torch.ops.autopar.shift.default: "shift", torch.ops.autopar.mirror.default: "mirror"}  # call one of those
 KINDS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -38,9 +38,9 @@ def now(device: torch.device) -> float:
 
 
 def collective_of(target: Any, args: tuple[Any, ...], axis_of: Mapping[str, str]) -> Moved | None:
-    """(kind, axis) of a functional collective or a shift, ("wait", "") of the wait for one, None of all else."""
-    if target is SHIFT:
-        return "shift", axis_of.get(str(args[-1]), "an unknown group")
+    """(kind, axis) of a functional collective or a send, ("wait", "") of the wait for one, None of all else."""
+    if target in SENDS:
+        return SENDS[target], axis_of.get(str(args[-1]), "an unknown group")
     if getattr(target, "namespace", "") != NAMESPACE:
         return None
     name = str(target.name()).removeprefix(f"{NAMESPACE}::").partition(".")[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autopar.ir.graph import Node
 from autopar.ir.layout import local_type, show
 from autopar.plan.patterns import patterns
-from autopar.plan.reading import flops_in, is_weighted, parameters_of, percent, split_of, weights_of
+from autopar.plan.reading import flops_in, parameters_of, percent, split_told, weights_of
 from autopar.plan.tell import home, human
 from autopar.plan.value import PlanValue, is_product
 
@@ -78,8 +78,7 @@ def products(plan: PlanValue, limit: int) -> Iterator[str]:
     for node in plan.graph.nodes:
         choice = plan.choices[node.name]
         if node.phase == "forward" and is_product(choice):
-            weighted = is_weighted(node, weight_of)
-            split = {name: split_of(choice, i, weighted) for i, name in enumerate(plan.mesh.names)}
+            split = {name: split_told(plan, node, i, weight_of) for i, name in enumerate(plan.mesh.names)}
             told = ", ".join(f"{name} splits {what}" for name, what in split.items() if what != "nothing")
             key = told or "repeated on every rank", _kind(node), home(node)
             alike[key[:2]][key[2]] = None

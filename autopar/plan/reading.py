@@ -6,12 +6,13 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
 from autopar.ir import precision
+from autopar.ir.attention import ATTENTION
 from autopar.ir.graph import Graph, Node, TensorType
 from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.work import FETCH, VIEWS
-from autopar.plan.value import Choice, PlanValue
+from autopar.plan.value import Choice, PlanValue, is_product
 from autopar.propose.strategies import Strategy
-from autopar.rules.attended import GATHERED, GROUPED, RING
+from autopar.rules.attended import GATHERED, GROUPED, RING, ZIGZAG
 from cost_models.steps import Compute, unrolled
 
 WIDTH = 110  # columns of text
@@ -77,7 +78,23 @@ PATTERNED = {  # what patterns of attention are called that layouts do not tell 
     GROUPED: "heads (grouped kv replicated)",
     GATHERED: "sequence (context parallel: gathered kv)",
     RING: "sequence (context parallel: ring)",
+    ZIGZAG: "sequence (context parallel: zigzag ring)",
 }
+
+
+ULYSSES = "ulysses"  # heads, reached by an all-to-all from a split sequence (Jacobs et al., "DeepSpeed Ulysses", 2023)
+
+
+def split_told(plan: PlanValue, node: Node, axis: int, weight_of: Mapping[str, str]) -> str:
+    """`split_of` a product of a plan; of attention whose heads are split, with the name of how they come to be."""
+    told = split_of(plan.choices[node.name], axis, is_weighted(node, weight_of))
+    if told != "heads" or node.op != ATTENTION:
+        return told
+    node_of, above = plan.graph.by_name, node
+    while above.operands and (above is node or not is_product(plan.choices[above.name])):
+        above = node_of[above.operands[0].name]
+    made = split_of(plan.choices[above.name], axis, is_weighted(above, weight_of)) if above.operands else ""
+    return f"{told} ({ULYSSES})" if made == "sequence" else told
 
 
 def split_of(choice: Choice | Strategy, axis: int, weighted: bool) -> str:

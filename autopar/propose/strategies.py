@@ -266,11 +266,15 @@ def _given(rule: Rule, result: int, role: str) -> Placement:
 
 
 def _undominated(strategies: list[Strategy]) -> tuple[Strategy, ...]:
-    """Of strategies with the same layouts in and out, the first: it differs in nothing that counts."""
-    kept: dict[object, Strategy] = {}
+    """Of strategies with the same layouts in and out, the first: it differs in nothing that counts. Two patterns do, as
+    one sends more than the other, and computes less.
+    """
+    kept: dict[object, list[Strategy]] = {}
     for strategy in strategies:
-        kept.setdefault((strategy.takes, strategy.gives), strategy)
-    return tuple(kept.values())
+        same = kept.setdefault((strategy.takes, strategy.gives), [])
+        if all(one.body in PATTERNS and one.body != strategy.body for one in same):
+            same.append(strategy)
+    return tuple(itertools.chain(*kept.values()))
 
 
 def moved(node: Node, layout: Layout, mesh: Mesh) -> Strategy:

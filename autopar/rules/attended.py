@@ -30,8 +30,8 @@ from autopar.rules.looped import Do
 from cost_models.steps import Compute, over
 
 BATCH, HEADS = "b", "h"  # what axes may do beside a pattern: factors of the rule of attention
-GROUPED, GATHERED, RING = "h:grouped", "s:gathered", "s:ring"  # and what they do in one
-DIM_OF = {BATCH: 0, HEADS: 1, GROUPED: 1, GATHERED: 2, RING: 2}
+GROUPED, GATHERED, RING, ZIGZAG = "h:grouped", "s:gathered", "s:ring", "s:zigzag"  # and what they do in one
+DIM_OF = {BATCH: 0, HEADS: 1, GROUPED: 1, GATHERED: 2, RING: 2, ZIGZAG: 2}
 WHOLE_KV = (GROUPED, GATHERED)
 
 FORWARD = ("q", "k", "v", "bias"), ("out", "lse", "state")
@@ -42,7 +42,7 @@ OF_KEYS = ("k", "v", "dk", "dv")
 @dataclass(frozen=True, slots=True)
 class Attended:
     """Attention under such roles. `here`: what each of its tensors is called -> its local type; `place`: those that are
-    operands -> their names in a body. `axis`, `ranks`: those that do `role`, several as one.
+    operands -> their names in a body. `axis`, `ranks`: those that do `role`, which is the pattern's, several as one.
     """
 
     node: Node
@@ -54,9 +54,13 @@ class Attended:
     here: dict[str, TensorType]
     place: dict[str, str]
 
+    def axis_that(self, role: str) -> str:
+        """Does so; "" where none does."""
+        return over([name for name, one in zip(self.mesh.names, self.roles, strict=True) if one == role])
+
     @property
     def axis(self) -> str:
-        return over([name for name, role in zip(self.mesh.names, self.roles, strict=True) if role == self.role])
+        return self.axis_that(self.role)
 
     @property
     def ranks(self) -> int:
@@ -75,7 +79,7 @@ class Attended:
 
 def attended(node: Node, types: Sequence[TensorType], mesh: Mesh, role: str) -> Iterator[Attended]:
     """Attention without dropout in which some axes do `role`, and the others split the batch, or the heads; an axis
-    that can do neither does nothing.
+    that can do neither does nothing. Beside a ring it may split the query heads beyond the kv heads.
     """
     if node.op not in OPERANDS_OF_ATTENTION or node.args[DROPOUT_AT[node.op]]:
         return
@@ -85,10 +89,23 @@ def attended(node: Node, types: Sequence[TensorType], mesh: Mesh, role: str) -> 
     per_axis: list[tuple[str, ...]] = []
     for size in mesh.sizes:
         beside = [name for name, count in ((BATCH, q.shape[0]), (HEADS, k.shape[1])) if count % size == 0]
-        per_axis.append(("",) if size == 1 else (role, *(beside or [""])))
+        if not beside:
+            beside = [GROUPED, ""] if role in (RING, ZIGZAG) else [""]
+        per_axis.append(("",) if size == 1 else (role, *beside))
     for roles in itertools.product(*per_axis):
-        if role in roles and (found := _laid(node, types, mesh, roles, role)) is not None:
+        found = _laid(node, types, mesh, roles, role) if role in roles else None
+        if found is not None and (GROUPED not in roles or _needs_copies(found, k.shape[1])):
             yield found
+
+
+def _needs_copies(of: Attended, kv: int) -> bool:
+    """Whether the axes beyond the kv heads have each as often. Those that split kv heads stand outside of those that
+    split the query heads of each: so heads lie.
+    """
+    here, ranks = of.here["k"].shape[1], of.mesh.size(of.axis_that(GROUPED))
+    if HEADS in of.roles[of.roles.index(GROUPED) :] or ranks % here or ranks == here > 1:
+        return False  # where as many, they are split
+    return kv > 1 or of.role != GROUPED  # by itself, the rule of attention splits the queries of one head
 
 
 def _laid(node: Node, types: Sequence[TensorType], mesh: Mesh, roles: tuple[str, ...], role: str) -> Attended | None:

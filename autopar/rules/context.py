@@ -1,16 +1,18 @@
-"""Context parallelism: causal attention with its rows split along the sequence, over blocks of the keys.
+"""Context parallelism: attention with its rows split along the sequence, over blocks of the keys.
 
-Rank r of R has rows r s/R and those behind them. They see blocks 0 to r of the keys, the last of which as a causal
-square. No kernel knows where its rows begin, and kernels do not align oblong causal masks alike; so each call is a
-square: its own block with the causal mask, then in turn t block r - t (mod R) without one. Results of parts are merged
-by their log-sum-exp (Dao 2023, section 3.1; Liu et al., "Ring Attention", 2023, section 3):
+Rank r of R has rows r s/R and those behind them. Behind a causal mask they see blocks 0 to r of the keys, the last of
+which as a causal square. No kernel knows where its rows begin, and kernels do not align oblong causal masks alike; so
+each call is a square: its own block with the causal mask, then in turn t block r - t (mod R) without one. Results of
+parts are merged by their log-sum-exp (Dao 2023, section 3.1; Liu et al., "Ring Attention", 2023, section 3):
 
     lse = log(exp(lse_a) + exp(lse_b));   out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
 
 A block that lies ahead of a rank's rows (r < t) counts with lse = -inf. All ranks run one program, so it is computed
 and thrown away: R - 1/2 squares on every rank, twice the mean of what is needed. That is no loss of time beside a
-program that skips them: the last rank needs them all, and the others would wait for it. Orders that balance the work
-(zigzag: Brandon et al., "Striped Attention", 2023) permute the sequence, which no layout does.
+program that skips them: the last rank needs them all, and the others would wait for it. `autopar.rules.zigzag` has
+ranks exchange rows first, so that each needs as many.
+
+Without a mask every block counts, and there may be more keys than queries, or fewer: of another sequence, too.
 
 Backward makes each block's probabilities from the lse of all of them; for a block ahead that is +inf, and all are 0.
 
@@ -20,6 +22,8 @@ Where the blocks come from:
                 (Llama Team, "The Llama 3 Herd of Models", 2024, section 3.3.2)
     ring        each rank keeps its block, and blocks go round. In backward the gradients of a block go round with it,
                 one rank behind, and are at home after the last shift (Liu et al. 2023)
+
+Not with a bias: a row that large finite numbers hide has them as its lse, in which the sum is lost (docs/design/0030).
 """
 
 from __future__ import annotations
@@ -33,37 +37,57 @@ from autopar.ir.graph import Const, Node, TensorType
 from autopar.ir.mesh import Mesh
 from autopar.rules.attended import GATHERED, RING, Attended, attended, copied, cut, is_causal, kernel
 from autopar.rules.builder import Value
+from autopar.rules.grouped import of_its_head
 from autopar.rules.looped import Do, Looped, Offer, Part, Shift
 from cost_models.steps import Compute
 
 
 def gathered(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
-    for of in _splittable(node, types, mesh, GATHERED):
-        yield Offer(of.roles, of.axis, of.takes, of.gives, _gathered(_Parts(of)))
+    """Of causal attention: without a mask the rule of attention splits the rows, a bias or not."""
+    for of in splittable(node, types, mesh, GATHERED):
+        yield Offer(of.roles, of.axis, of.takes, of.gives, _gathered(Parts(of)))
 
 
 def ring(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
-    for of in _splittable(node, types, mesh, RING):
+    for of in splittable(node, types, mesh, RING, causal=False):
         if of.roles.count(RING) == 1:
-            parts = _Parts(of)
-            yield Offer(of.roles, of.axis, of.takes, of.gives, _ring(parts) if of.is_forward else _ring_back(parts))
+            yield Offer(of.roles, of.axis, of.takes, of.gives, of_its_head(of, lambda one: around(Parts(one))))
 
 
-def _splittable(node: Node, types: tuple[TensorType, ...], mesh: Mesh, role: str) -> Iterator[Attended]:
-    """Causal, of as many keys as queries, and without a bias. Without a mask the rule of attention splits the rows."""
+def splittable(
+    node: Node, types: tuple[TensorType, ...], mesh: Mesh, role: str, *, causal: bool = True
+) -> Iterator[Attended]:
+    """Attention without a bias: with a causal mask of as many keys as queries, or, unless it must be `causal`, none."""
     for of in attended(node, types, mesh, role):
         q, k, _ = operands_at(node, types)
-        if is_causal(node) and q.shape[2] == k.shape[2] and not has_bias(node):
+        fits = q.shape[2] == k.shape[2] if is_causal(node) else not causal
+        if fits and not has_bias(node):
             yield of
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class Parts:
     """Parts of the bodies. "sum" is what is summed up over the blocks (out, or dq), in float32 where they are halves;
     under the result's own name where it is wide already.
+
+    A body that does not take its operands, or give its results, as they lie: `enter` and `leave`, between which
+    `called` says what they are called.
     """
 
     of: Attended
+
+    def called(self, name: str) -> str:
+        return self.of.place.get(name, name)
+
+    def enter(self) -> Iterator[Part]:
+        yield from ()
+
+    def leave(self) -> Iterator[Part]:
+        yield from ()
+
+    @property
+    def is_causal(self) -> bool:
+        return is_causal(self.of.node)
 
     @property
     def made(self) -> str:
@@ -86,12 +110,14 @@ class _Parts:
 
     @property
     def sum(self) -> str:
-        return "sum" if self.is_half else self.made
+        return "sum" if self.is_half else self.called(self.made)
 
     def attend_own(self, k: str, v: str, made: dict[str, str]) -> Iterator[Part]:
-        """The first block, which is the rank's own. `made`: what its other results are called."""
-        first = "part" if self.is_half else self.made
-        yield kernel(self.of, True, {"k": k, "v": v}, {**made, self.made: first}, self.block)
+        """The first block, which is the rank's own. `made`: what its other results are called, if otherwise."""
+        of, first = self.of, "part" if self.is_half else self.sum
+        given = {name: self.called(name) for name in of.place}
+        makes = {name: self.called(name) for name in of.results if name not in of.place}
+        yield kernel(of, self.is_causal, {**given, "k": k, "v": v}, {**makes, **made, self.made: first}, self.block)
         if self.is_half:
             yield Do("widen", _cast("float32"), ("part",), "sum", self.sum_type, copied(3, self.of.here[self.made]))
 
@@ -102,10 +128,13 @@ class _Parts:
             yield kernel(of, False, {"k": k, "v": v}, {"out": "part", "lse": "part's lse"}, self.block)
             reads = self.sum, "lse", "part", "part's lse"
             step = Compute("reorder", 0.0, 5.0 * self.sum_type.nbytes + 12.0 * lse.nbytes, lse.dtype, 8, "elementwise")
-            yield Do("merge", _merging(ahead), reads, self.sum, None, step, takes=3 * lse.nbytes)
+            merge = _merging(ahead) if self.is_causal else _merging_all
+            yield Do("merge", merge, reads, self.sum, None, step, takes=3 * lse.nbytes)
             return
-        yield Do("hide", _hiding(ahead), (of.place["lse"],), "lse of all", lse, copied(2, lse, 2))
-        given = {"k": k, "v": v, "lse": "lse of all"}
+        given = {"k": k, "v": v}
+        if self.is_causal:
+            yield Do("hide", _hiding(ahead), (of.place["lse"],), "lse of all", lse, copied(2, lse, 2))
+            given["lse"] = "lse of all"
         yield kernel(of, False, given, {**made, "dq": "part"}, self.block)
         yield self.add(self.sum, "part", self.sum_type)
 
@@ -115,13 +144,14 @@ class _Parts:
     def finish(self) -> Iterator[Part]:
         if self.is_half:
             made = self.of.here[self.made]
-            yield Do("narrow", _cast(made.dtype), ("sum",), self.made, made, copied(3, made))
+            yield Do("narrow", _cast(made.dtype), ("sum",), self.called(self.made), made, copied(3, made))
+        yield from self.leave()
 
 
 # --- all-gathered keys and values -----------------------------------------------------------------------------------
 
 
-def _gathered(p: _Parts) -> Looped:
+def _gathered(p: Parts) -> Looped:
     of, ranks = p.of, p.of.ranks
     grads = {} if of.is_forward else {"dk": "dk of block", "dv": "dv of block"}
 
@@ -153,11 +183,15 @@ def _gathered(p: _Parts) -> Looped:
 # --- ring -----------------------------------------------------------------------------------------------------------
 
 
-def _ring(p: _Parts) -> Looped:
-    k, v = p.of.place["k"], p.of.place["v"]
+def around(p: Parts) -> Looped:
+    return _forward(p) if p.of.is_forward else _backward(p)
+
+
+def _forward(p: Parts) -> Looped:
+    k, v = p.called("k"), p.called("v")
     types = p.block["k"], p.block["v"]
     return Looped(
-        before=(Shift(k, "k", types[0]), Shift(v, "v", types[1]), *p.attend_own(k, v, {})),
+        before=(*p.enter(), Shift(k, "k", types[0]), Shift(v, "v", types[1]), *p.attend_own(k, v, {})),
         rounds=p.of.ranks - 2,
         round=(Shift("k", "next k", types[0]), Shift("v", "next v", types[1]), *p.attend("k", "v", {})),
         carried=(("k", "next k"), ("v", "next v")),
@@ -166,12 +200,12 @@ def _ring(p: _Parts) -> Looped:
     )
 
 
-def _ring_back(p: _Parts) -> Looped:
+def _backward(p: Parts) -> Looped:
     """Gradients of a rank's own block stay at home; those of the others are made at its first neighbour, and follow the
     block: ranks - 1 shifts of either. Turns 0 and 1 stand before the rounds, the last one and the way home behind them.
     """
     ranks, block = p.of.ranks, p.block
-    k, v = p.of.place["k"], p.of.place["v"]
+    k, v = p.called("k"), p.called("v")
 
     def turn(last: bool) -> tuple[Part, ...]:
         """What was summed up for a block so far comes round behind it, and meets its gradients here."""
@@ -186,7 +220,7 @@ def _ring_back(p: _Parts) -> Looped:
     left = "so far" if ranks == 2 else "come"
     return Looped(
         before=(
-            Shift(k, "k of 1", block["k"]), Shift(v, "v of 1", block["v"]), *p.attend_own(k, v, {}),
+            *p.enter(), Shift(k, "k of 1", block["k"]), Shift(v, "v of 1", block["v"]), *p.attend_own(k, v, {}),
             *on, *p.attend("k of 1", "v of 1", {"dk": "dk so far", "dv": "dv so far"}, ahead=1),
         ),
         rounds=max(ranks - 3, 0),
@@ -195,7 +229,7 @@ def _ring_back(p: _Parts) -> Looped:
         after=(
             *(() if ranks == 2 else turn(last=True)),
             *(Shift(f"{name} {left}", f"{name} home", block[name]) for name in ("dk", "dv")),
-            *(p.add(name, f"{name} home", block[name]) for name in ("dk", "dv")),
+            *(p.add(p.called(name), f"{name} home", block[name]) for name in ("dk", "dv")),
             *p.finish(),
         ),
         gives=p.of.results,
@@ -242,6 +276,10 @@ def _merging(ahead: int) -> Any:
         return b.call("autopar.merge_attention", total, lse, part, its_lse, b.shard_index(), turn + ahead)
 
     return write
+
+
+def _merging_all(b: Any, turn: int, total: Value, lse: Value, part: Value, its_lse: Value) -> Value:
+    return b.call("autopar.merge_attention", total, lse, part, its_lse, b.shard_index(), 0)  # no block lies ahead
 
 
 def _hiding(ahead: int) -> Any:

@@ -2,7 +2,8 @@
 
 With H query heads that share K kv heads, R ranks, K < R <= H and R a multiple of K: rank r has query heads r H/R and
 those behind it, which all share kv head r K // R. Keys and values come whole; each rank takes its head. Gradients of
-keys and values are terms of a sum over the ranks: each has its head's, and zeros for the others.
+keys and values are terms of a sum over the ranks: each has its head's, and zeros for the others. Beside an axis along
+which a ring goes, what goes round is that head's.
 
 Shazeer, "Fast Transformer Decoding" (2019) has one kv head for all; Ainslie et al., "GQA" (EMNLP 2023), section 2.2,
 names the copies as the price of tensor parallelism beyond K. Megatron-LM copies in the same way.
@@ -10,55 +11,61 @@ names the copies as the price of tensor parallelism beyond K. Megatron-LM copies
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-from autopar.ir.attention import operands_at
 from autopar.ir.graph import Node, TensorType
 from autopar.ir.mesh import Mesh
-from autopar.rules.attended import GROUPED, HEADS, Attended, attended, copied, cut, is_causal, kernel
+from autopar.rules.attended import GROUPED, OF_KEYS, Attended, attended, copied, cut, is_causal, kernel
 from autopar.rules.builder import Value
 from autopar.rules.looped import Do, Looped, Offer
 
 
 def grouped(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
-    """Axes that split kv heads stand outside of those that split the query heads of each: so heads lie."""
     for of in attended(node, types, mesh, GROUPED):
-        kv, here = operands_at(node, types)[1].shape[1], of.here["k"].shape[1]
-        if kv == 1 or of.ranks % here or of.ranks == here > 1:
-            continue  # one head needs no copies, and what divides them splits them: the rule of attention has both
-        if HEADS not in of.roles[of.roles.index(GROUPED) :]:
-            yield Offer(of.roles, of.axis, of.takes, of.gives, _body(of, here))
+        yield Offer(of.roles, of.axis, of.takes, of.gives, of_its_head(of, _body))
 
 
-def _body(of: Attended, kv: int) -> Looped:
-    causal = is_causal(of.node)
-    if kv == 1:
-        parts = (kernel(of, causal, {}, {}, {}),)
-        return Looped(parts, 0, (), (), (), of.results)
-    mine = {name: cut(of.here[name], 1, kv) for name in ("k", "v", "dk", "dv") if name in of.here}
+def _body(of: Attended) -> Looped:
+    return Looped((kernel(of, is_causal(of.node), {}, {}, {}),), 0, (), (), (), of.results)
+
+
+def of_its_head(of: Attended, body: Callable[[Attended], Looped]) -> Looped:
+    """`body` of the kv head that a rank needs, of those that it is given; of all of them where none is copied."""
+    axis, kv = of.axis_that(GROUPED), of.here["k"].shape[1]
+    if not axis or kv == 1:
+        return body(of)
+    ranks = of.mesh.size(axis)
+    mine = {name: cut(of.here[name], 1, kv) for name in OF_KEYS if name in of.here}
+    called = {name: f"{name} of head" for name in ("k", "v")}
     taking = tuple(
-        Do("take heads", _taking(kv, of.ranks), (of.place[name],), name, mine[name], copied(2, mine[name]))
-        for name in ("k", "v")
+        Do("take heads", _taking(axis, kv, ranks), (of.place[name],), one, mine[name], copied(2, mine[name]))
+        for name, one in called.items()
     )
-    own = {name: f"{name} of heads" for name in mine if name not in of.place}
-    attending = kernel(of, causal, {"k": "k", "v": "v"}, own, mine)
+    loop = body(replace(of, here={**of.here, **mine}, place={**of.place, **called}))
+    grads = {name: f"{name} of all" for name in of.results if name in OF_KEYS}
     placing = tuple(
-        Do("place heads", _placing(kv, of.ranks), (one,), name, of.here[name], copied(1, of.here[name], 2))
-        for name, one in own.items()
+        Do("place heads", _placing(axis, kv, ranks), (name,), one, of.here[name], copied(1, of.here[name], 2))
+        for name, one in grads.items()
     )
-    return Looped((*taking, attending, *placing), 0, (), (), (), of.results)
+    return replace(
+        loop,
+        before=(*taking, *loop.before),
+        after=(*loop.after, *placing),
+        gives=tuple(grads.get(one, one) for one in loop.gives),
+    )
 
 
-def _taking(kv: int, ranks: int) -> Any:
+def _taking(axis: str, kv: int, ranks: int) -> Any:
     def write(b: Any, turn: int, x: Value) -> Value:
-        return b.call("autopar.take_group", x, 1, kv, ranks, b.shard_index())
+        return b.call("autopar.take_group", x, 1, kv, ranks, b.index_on(axis))
 
     return write
 
 
-def _placing(kv: int, ranks: int) -> Any:
+def _placing(axis: str, kv: int, ranks: int) -> Any:
     def write(b: Any, turn: int, made: Value) -> Value:
-        return b.call("autopar.place_group", made, 1, kv, ranks, b.shard_index())
+        return b.call("autopar.place_group", made, 1, kv, ranks, b.index_on(axis))
 
     return write

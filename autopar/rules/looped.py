@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from autopar.ir.graph import TensorType
 from autopar.ir.layout import Layout
@@ -43,11 +44,14 @@ class Do:
 class Shift:
     """Pass a value on to the next rank of the axis, the last one to the first; what the one before passes on is what
     it makes. It is under way while the work behind it runs, until that reads it, or to the end of the round.
+
+    `to`: "mirror" where it goes to the rank that lies as far from the other end, and what that one has comes here.
     """
 
     reads: str
     makes: str
     type: TensorType
+    to: Literal["shift", "mirror"] = "shift"  # the collective's name
 
 
 Part = Do | Shift
@@ -74,7 +78,7 @@ class Looped:
 
         def of(parts: tuple[Part, ...]) -> Iterator[Step]:
             for part in parts:
-                yield part.step if isinstance(part, Do) else Comm("shift", axis, ranks, part.type.nbytes)
+                yield part.step if isinstance(part, Do) else Comm(part.to, axis, ranks, part.type.nbytes)
 
         segments = ((1, self.before), (self.rounds, self.round), (1, self.after))
         return tuple(Loop(rounds, tuple(of(parts))) for rounds, parts in segments if rounds and parts)

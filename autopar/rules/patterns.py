@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from autopar.ir.graph import Node, TensorType
 from autopar.ir.mesh import Mesh
-from autopar.rules import context, grouped, ring
+from autopar.rules import context, grouped, ring, zigzag
 from autopar.rules.looped import Offer
 
 Pattern = Callable[[Node, tuple[TensorType, ...], Mesh], Iterator[Offer]]
@@ -20,6 +20,7 @@ PATTERNS: dict[str, Pattern] = {
     "grouped kv replicated": grouped.grouped,
     "context parallel: gathered kv": context.gathered,
     "context parallel: ring": context.ring,
+    "context parallel: zigzag ring": zigzag.ring,
 }
 
 

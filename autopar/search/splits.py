@@ -1,9 +1,10 @@
 """pin: what a user settles by name of what mesh axes split: `{"layers.*.mlp.up": "tensor: columns"}`.
 
-The words are those that `explain` prints of products: batch, sequence, heads, groups, columns, rows, nothing; or the
-name of a pattern that sends along the axis. They hold for the products, attentions and convolutions of the module's
-forward pass that can be run so; what backward does with them, and all else, stays open. So a pin takes strategies out
-of a question, and whatever is searched, a baseline's plans, too, is searched among the others.
+The words are those that `explain` prints of products: batch, sequence, heads, groups, columns, rows, nothing; the
+name of a pattern that sends along the axis; or `ulysses`: the sequence in linear layers, heads in attention. They hold
+for the products, attentions and convolutions of the module's forward pass that can be run so; what backward does with
+them, and all else, stays open. So a pin takes strategies out of a question, and whatever is searched, a baseline's
+plans, too, is searched among the others.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
-from autopar.plan.reading import OTHERWISE, PATTERNED, is_weighted, split_of, weights_of
+from autopar.plan.reading import OTHERWISE, PATTERNED, ULYSSES, is_weighted, split_of, weights_of
 from autopar.plan.value import is_product
 from autopar.propose.strategies import Strategy
 from autopar.rules.patterns import PATTERNS
@@ -109,8 +110,12 @@ def _note(name: str, axis: str, word: str, count: int, others: Collection[str]) 
 
 
 def _words(option: Strategy, axis: int, mesh: Mesh, weighted: bool) -> tuple[str, ...]:
-    """What the axis does in a product that runs so; for what a pattern does there, its name, too."""
+    """What the axis does in a product that runs so; for what a pattern does there, its name, too. Ulysses has a name by
+    what it does in linear layers and what in attention.
+    """
     told, is_named = split_of(option, axis, weighted), option.roles[axis] in PATTERNED
+    if told == ("sequence" if weighted else "heads"):
+        return told, ULYSSES
     if option.body not in PATTERNS or not (is_named or mesh.names[axis] in option.body_axes):
         return (told,)
     return (told, option.body) if is_named else (option.body,)

@@ -14,6 +14,7 @@ RECEIVED = {
     "all_to_all": (g - 1) / g * n,
     "broadcast": n,
     "shift": n,
+    "mirror": n,
 }
 SECONDS = {
     "all_gather": (g - 1) * (alpha + n / g / beta),
@@ -22,6 +23,7 @@ SECONDS = {
     "all_to_all": (g - 1) * (alpha + n / g / beta),
     "broadcast": (g - 1) * alpha + n / beta,
     "shift": alpha + n / beta,
+    "mirror": alpha + n / beta,
 }
 
 

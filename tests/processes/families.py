@@ -116,3 +116,20 @@ def check_rings(ranks: Ranks) -> None:
     dist.barrier()
     parallel = autopar.compile(case.model, mesh, plan=ranks.folder / "rings.json", hardware=FAST)
     same_steps(copy.deepcopy(case.model), parallel, case.inputs)
+
+
+def check_contexts(ranks: Ranks) -> None:
+    """A small Llama whose every attention goes round a ring, forward and backward, as it lies and in zigzag."""
+    mesh, case = ranks.mesh(), family("llama")
+    patterns = ["context parallel: gathered kv", "context parallel: ring"]
+    patterns += ["context parallel: zigzag ring"] if ranks.count == 2 else []  # the rows of four have no halves
+    for number, pattern in enumerate(patterns):
+        file = ranks.folder / f"context{number}.json"
+        if ranks.rank == 0:
+            sampler = PlanSampler(case.graph, mesh_of(mesh), FAST)
+            looped = [name for name, options in sampler.strategies.items() if any(o.body == pattern for o in options)]
+            assert len(looped) == 4, "of two layers, forward and backward"
+            sampler.best(dict.fromkeys(looped, lambda one, pattern=pattern: one.body == pattern)).save(file)
+        dist.barrier()
+        parallel = autopar.compile(copy.deepcopy(case.model), mesh, plan=file, hardware=FAST)
+        same_steps(copy.deepcopy(case.model), parallel, case.inputs)

@@ -76,6 +76,12 @@ def test_rings_of_two_processes_train_as_one(tmp_path: Path) -> None:
     run_checks("families", 2, tmp_path, ["check_rings"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_contexts_of_processes_train_as_one(tmp_path: Path, ranks: int) -> None:
+    run_checks("families", ranks, tmp_path, ["check_contexts"])
+
+
 def test_four_processes_train_on_the_mesh_of_the_plan(tmp_path: Path) -> None:
     run_checks("meshes", 4, tmp_path)
 

@@ -99,7 +99,7 @@ def emitted(plan: Plan) -> list[tuple[str, object]]:
         op = op.split(".")[0].removesuffix("_")
         if op in ("wait_tensor", "wait_copy"):
             found.append(("wait", number_of[node.args[0]]))
-        elif library == "_c10d_functional" or (library == "autopar" and op in ("store", "fetch", "shift")):
+        elif library == "_c10d_functional" or (library == "autopar" and op in ("store", "fetch", "shift", "mirror")):
             number_of[node] = len(number_of)
             found.append(("launch", op.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")))
     return found

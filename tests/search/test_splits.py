@@ -74,6 +74,21 @@ def test_a_plan_does_what_is_pinned_and_says_so(simulation: bool, tied: bool | N
     assert not any("pinned" in note for note in free.notes)
 
 
+def test_ulysses_has_a_name() -> None:
+    """The sequence in linear layers, heads in attention (Jacobs et al. 2023); an all-to-all lies between."""
+    question, pin = in_double(MESH), {"transformer.h.*.attn": "tensor: ulysses"}
+    plan = answer(question, Request(pin=pin))
+    told = splits(plan)
+    for layer in (f"transformer.h.{n}.attn" for n in range(2)):
+        assert told[f"{layer} autopar.attention.default"]["tensor"] == "heads"
+        assert told[f"{layer}.c_attn autopar.einsum"]["tensor"] == "sequence"
+    assert "tensor splits heads (ulysses)" in plan.explain()
+    assert ("all_to_all", "tensor") in plan.comm_bytes
+    assert difference(plan, family("gpt2"))[0] <= TOLERANCE
+    heads = answer(question, Request(pin={"transformer.h.*.attn": "tensor: heads"}))
+    assert "ulysses" not in heads.explain().replace("pinned", ""), "columns before heads: no all-to-all"
+
+
 def test_baselines_obey_too() -> None:
     question = gpt2()
     for policy in policies_for(MESH):

@@ -1,6 +1,7 @@
 """The events of real plans add up to what the plan says, and overlap lawfully."""
 
 import math
+import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 from math import isclose
@@ -73,7 +74,7 @@ def test_collectives_come_in_the_order_of_the_emitted_program(name, sizes, seed)
     emitted: list[tuple[str, str]] = []
     for part in (program.forward, program.backward):
         for node in part.graph.nodes:
-            called_as = str(node.target).replace("autopar.shift", "_c10d_functional.shift")
+            called_as = re.sub(r"autopar\.(shift|mirror)", r"_c10d_functional.\1", str(node.target))
             target = called_as.removeprefix("_c10d_functional.").split(".")[0].removesuffix("_")
             if "_c10d_functional" in called_as and target != "wait_tensor":
                 kind = target.removesuffix("_into_tensor").removesuffix("_tensor").removesuffix("_single")

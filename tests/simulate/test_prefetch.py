@@ -1,5 +1,6 @@
 """What is launched ahead and waited for later: as in the emitted program, and as many products as were asked for."""
 
+import re
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
@@ -58,7 +59,7 @@ def emitted_order(plan: Plan) -> list[tuple[str, int | tuple[str, str]]]:
     number_of: dict[object, int] = {}
     for part in (program.forward, program.backward):
         for node in part.graph.nodes:
-            called_as = str(node.target).replace("autopar.shift", "_c10d_functional.shift")
+            called_as = re.sub(r"autopar\.(shift|mirror)", r"_c10d_functional.\1", str(node.target))
             target = called_as.removeprefix("_c10d_functional.").split(".")[0].removesuffix("_")
             if "_c10d_functional" not in called_as:
                 continue

@@ -23,7 +23,7 @@ from cost_models.price import groups_over
 
 Traffic = dict[tuple[str, str], int]
 PerRank = list[Any]
-SHIFTS = ("autopar.shift.default",)
+SENDS = ("autopar.shift.default", "autopar.mirror.default")
 REDUCE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
 
@@ -51,7 +51,7 @@ class Lockstep:
                     return [
                         values[part] if isinstance(part, fx.Node) else [part] * self.mesh.ranks for part in node.args[0]
                     ]
-                case "call_function" if "_c10d_functional" in str(node.target) or str(node.target) in SHIFTS:
+                case "call_function" if "_c10d_functional" in str(node.target) or str(node.target) in SENDS:
                     values[node] = self.collective(node, values)
                 case _:
                     values[node] = self.apply(node, values)
@@ -104,6 +104,8 @@ def exchange(name: str, args: Sequence[Any], sent: list[Tensor]) -> list[Tensor]
             return [piece.clone() for piece in REDUCE[args[1]](torch.stack(sent), 0).chunk(ranks)]
         case "shift":
             return [sent[place - 1].clone() for place in range(ranks)]
+        case "mirror":
+            return [sent[-1 - place].clone() for place in range(ranks)]
         case "all_to_all_single":
             assert list(args[1]) == list(args[2]) and len(set(args[1])) == 1, "pieces of unequal size"
             cut = [value.split(list(args[2])) for value in sent]
@@ -119,8 +121,8 @@ def moved(name: str, ranks: int, nbytes: int) -> tuple[str, int]:
             return "all_gather", (ranks - 1) * nbytes
         case "reduce_scatter_tensor":
             return "reduce_scatter", nbytes - nbytes // ranks
-        case "shift":
-            return "shift", nbytes
+        case "shift" | "mirror":
+            return name, nbytes
         case "all_to_all_single":
             return "all_to_all", nbytes - nbytes // ranks
         case _:  # a reduce-scatter and an all-gather, each rounded down where the ranks do not divide it
