@@ -141,7 +141,7 @@ class _Sample:
         except Exception as error:  # whatever the user's kernel says to pieces that it does not take
             reason = " ".join(str(error).split())[:300]
             raise ValueError(
-                f"{self.op}, {told}: the pieces cannot be run ({type(error).__name__}: {reason})"
+                f"{self.op}, {told}: the pieces do not fit together ({type(error).__name__}: {reason})"
             ) from error
         for place, whole in enumerate(self.whole):
             found = made.get(("output", str(place)))
@@ -194,7 +194,7 @@ def _partial(strategy: Strategy) -> list[int]:
 def _told(strategy: Strategy, mesh: Mesh) -> str:
     """`a over x=2, sum of operand 0 over y=2`."""
     words = [
-        f"{f'sum of operands {role[1:]}' if role.startswith('+') else role} over {name}={size}"
+        f"{f'sum of operand {role[1:]}' if role.startswith('+') else role} over {name}={size}"
         for role, name, size in zip(strategy.roles, mesh.names, mesh.sizes, strict=True)
         if role
     ]
