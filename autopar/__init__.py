@@ -9,7 +9,9 @@ loss.backward()
 from autopar._version import __version__
 from autopar.attach.module import ParallelModule
 from autopar.compile import compile
+from autopar.emit.check_rule import check_rule
 from autopar.errors import Infeasible, NoAnswerInTime, PlanMismatch, TraceError
+from autopar.ir.outside import OperatorRule, Rules
 from autopar.machine.device import Devices, init_mesh
 from autopar.plan import Plan
 
@@ -17,11 +19,14 @@ __all__ = [
     "Devices",
     "Infeasible",
     "NoAnswerInTime",
+    "OperatorRule",
     "ParallelModule",
     "Plan",
     "PlanMismatch",
+    "Rules",
     "TraceError",
     "__version__",
+    "check_rule",
     "compile",
     "init_mesh",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,13 @@ from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
 from autopar.errors import PlanMismatch
 from autopar.ir.batch_norm import STATISTICS
+from autopar.ir.outside import Rules, told
 from autopar.machine.device import Devices, check_size, hardware_or_here, is_here, memory_bytes, tf32_here
 from autopar.plan import Plan
 from autopar.plan.store import dumps
 from autopar.planner import Machine, Planner
 from autopar.price.pricer import OPTIMIZER_STATES
+from autopar.rules.outside import given as given_rules
 from autopar.search import Request
 from autopar.search.memory_options import allowed
 from autopar.search.reserved import check_fits
@@ -57,6 +59,7 @@ def compile(
     time_limit_s: float = 60.0,
     profile: float | None = None,
     patience_s: float = PATIENCE_S,
+    rules: Rules | Iterable[Rules] | None = None,
 ) -> ParallelModule:
     """Find the fastest plan for training `model` on `device_mesh` that fits in memory, and return a module that runs
     it.
@@ -103,6 +106,9 @@ def compile(
     with a sentence that names both; ten times as many before the first step and around state dicts. Infinite: as long
     as the process group waits. Planning may take as long as it likes.
 
+    rules: an `autopar.Rules`, or several, of packages that bring operators of their own: how these may be split, and
+    what they cost. Every rank must be given the same; a plan's file names those that it rests on.
+
     device_mesh: of torch, or of `autopar.init_mesh`; `init_mesh("cuda", devices=64)` leaves its axes to the plan.
 
     Raises ValueError for arguments that do not fit, TraceError for a model that cannot be captured, Infeasible where no
@@ -113,13 +119,14 @@ def compile(
     mesh = mesh_of(device_mesh)
     check_size(mesh.sizes, dist.get_world_size())
     _check_words(outputs, inputs, backend, batch_norm, optimizer)
+    brought = given_rules(rules)
     precision = precision_named(precision)
     if isinstance(patience_s, bool) or not patience_s > 0:
         raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
 
     def read() -> tuple[Machine, tuple[str, ...] | None, Plan | None]:
         machine = _machine(hardware, memory, profile, device_mesh.device_type)
-        given = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
+        given = Plan.load(plan, brought) if isinstance(plan, (str, Path)) else plan
         if given is not None:
             check_size(given.mesh.sizes if is_open else mesh.sizes, mesh.ranks)
             _check_asked(given, machine, hardware is not None, memory, optimizer)
@@ -132,14 +139,14 @@ def compile(
         "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
         "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "allow": words,
-        "pin": sorted((pin or {}).items()),
+        "pin": sorted((pin or {}).items()), "rules": [told(one.identity) for one in brought],
     }  # fmt: skip
     planner = Planner(
         device_mesh, machine, Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s),
         optimizer=optimizer, outputs=outputs, inputs=inputs, settings=settings, given=given, cache=cache,
-        is_open=is_open,
+        is_open=is_open, rules=brought,
     )  # fmt: skip
-    parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s)
+    parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s, brought)
     if example_inputs is not None or example_kwargs is not None:
         positional, named = by_name(type(model).forward.__get__(model), example_inputs or (), example_kwargs or {})
         plan_module(parallel, positional, named)

@@ -25,6 +25,7 @@ from autopar.calibrate.operators import profiler
 from autopar.ir.graph import Graph, TensorType
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.outside import Rules
 from autopar.machine.device import has_expandable_segments, host_threads
 from autopar.plan import Plan
 from autopar.plan.fit import check
@@ -64,7 +65,7 @@ class Planner:
 
     `request`: what the user asked for, without what hangs on the graph. `settings`: what must be the same on all ranks.
     `given`: a plan to run without searching. `cache`: a folder of plans. `is_open`: the first plan decides the mesh; of
-    `device_mesh` counts how many devices it has.
+    `device_mesh` counts how many devices it has. `rules`: of users' packages.
     """
 
     device_mesh: DeviceMesh
@@ -77,6 +78,7 @@ class Planner:
     given: Plan | None = None
     cache: str | Path | None = None
     is_open: bool = False
+    rules: tuple[Rules, ...] = ()
 
     def __call__(self, graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:
         mesh = self._mesh(like)
@@ -92,7 +94,9 @@ class Planner:
         pin = {**self.request.pin, **(words_of(like.residence) if like is not None else {})} if is_training else {}
         request = replace(self.request, pin=pin, fixed=fixed, outputs=self._brought(graph))
         limit = usable if is_training else None  # inference needs no more than training does
-        plan = _on_rank_zero(partial(self._find, graph, mesh, like, request, limit), graph, mesh, self.device_mesh)
+        plan = _on_rank_zero(
+            partial(self._find, graph, mesh, like, request, limit), graph, mesh, self.device_mesh, self.rules
+        )
         if self.machine.device_type == "cuda" and "host" in plan.residence.values():
             _see_to_the_host(plan)
         return plan
@@ -123,7 +127,7 @@ class Planner:
             told = machine.digest, self.optimizer, "" if timed is None else timed.measured_digest
             grid = f"{where.ranks} devices" if mesh is None else str(mesh)
             kept = Path(self.cache) / f"{_digest(graph, grid, replace(request, memory=memory), told)}.plan.json"
-            known = kept_plan(kept, graph, where.ranks if mesh is None else mesh, machine, self.optimizer)
+            known = kept_plan(kept, graph, where.ranks if mesh is None else mesh, machine, self.optimizer, self.rules)
             fits = known is not None and (tensors is None or still_good(known, tensors))
             if known is not None and lasting(known, limit_s) and fits:
                 return known
@@ -180,7 +184,9 @@ def _digest(graph: Graph, grid: str, request: Request, machine: tuple[str, ...])
     return hashlib.sha256(told.encode()).hexdigest()[:24]
 
 
-def _on_rank_zero(find: Callable[[], Plan], graph: Graph, mesh: Mesh | None, device_mesh: DeviceMesh) -> Plan:
+def _on_rank_zero(
+    find: Callable[[], Plan], graph: Graph, mesh: Mesh | None, device_mesh: DeviceMesh, rules: tuple[Rules, ...]
+) -> Plan:
     """Rank 0 finds the plan, the others receive it and check it against their graph; an error anywhere reaches all."""
     if device_mesh.size() == 1:
         return find()
@@ -188,7 +194,7 @@ def _on_rank_zero(find: Callable[[], Plan], graph: Graph, mesh: Mesh | None, dev
     text = text_from(0, None if found is None else dumps(found), device_mesh)
 
     def receive() -> Plan:
-        plan = found or Plan.loads(text, "rank 0")
+        plan = found or Plan.loads(text, "rank 0", rules)
         check(plan, graph, mesh or plan.mesh, origin="the plan of rank 0")
         return plan
 

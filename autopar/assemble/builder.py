@@ -17,7 +17,7 @@ from autopar.price.overlap_discounts import GRADIENTS, WEIGHTS, Shares, cheaper
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, operand_types
 from autopar.rewrite import Again
-from autopar.rules.patterns import PATTERNS
+from autopar.rules.patterns import is_pattern
 from solver import EdgeUsage, Usage
 
 Array = NDArray[np.float64]
@@ -156,7 +156,7 @@ class Assembly:
             for strategy in self.options[item]
         )
         made = (
-            0 if strategy.body in PATTERNS else temporary_bytes(node, given)  # a pattern's are in its workspace
+            0 if is_pattern(strategy.body) else temporary_bytes(node, given)  # a pattern's are in its workspace
             for strategy, given in zip(self.options[item], local, strict=True)
         )
         return found + np.array([*made], dtype=np.float64)

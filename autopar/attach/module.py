@@ -49,6 +49,7 @@ from autopar.attach.wrappers import parallel_class
 from autopar.emit import Emitted
 from autopar.errors import PlanMismatch, TraceError
 from autopar.ir.batch_norm import GLOBAL
+from autopar.ir.outside import Rules
 from autopar.plan import Plan
 from autopar.trace import flatten_inputs
 from autopar.trace.ambient import ambient_state
@@ -242,6 +243,7 @@ def attach(
     inputs: str = "global",
     batch_norm: str = GLOBAL,
     patience_s: float = PATIENCE_S,
+    rules: tuple[Rules, ...] = (),
 ) -> ParallelModule:
     """A ParallelModule beside `model`, which stays as it is. Nothing is planned yet."""
     share_infinities()
@@ -258,7 +260,7 @@ def attach(
     beside.__class__ = parallel_class(model_class, ParallelModule)
     take_plain_tensors(beside)
     parallel = cast(ParallelModule, beside)
-    state = State(model_class, device_mesh, planner, outputs, inputs, backend, precision, batch_norm, patience_s)
+    state = State(model_class, device_mesh, planner, outputs, inputs, backend, precision, batch_norm, patience_s, rules)
     state.watch.begin()
     state.own_forward = vars(parallel).pop("forward", None)
     object.__setattr__(parallel, "_autopar", state)

@@ -39,6 +39,7 @@ from autopar.ir.batch_norm import parts_of
 from autopar.ir.graph import Graph, Node
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import Mesh
+from autopar.ir.outside import Rules
 from autopar.plan import Plan
 from autopar.trace import Captured, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
@@ -115,6 +116,7 @@ class State:
         precision: Any,
         batch_norm: str,
         patience_s: float = PATIENCE_S,
+        rules: tuple[Rules, ...] = (),
     ):
         self.model_class = model_class
         self.device_mesh = device_mesh
@@ -123,7 +125,7 @@ class State:
         self.outputs, self.inputs = outputs, inputs
         self.backend = backend
         self.precision = precision
-        self.batch_norm = batch_norm
+        self.batch_norm, self.rules = batch_norm, rules
         self.groups: dict[str, str] = {}  # axis, or several at once -> name of this rank's process group
         self.updates = Updates()
         self.watch = Watch(device_mesh, patience_s)
@@ -163,6 +165,7 @@ class State:
             self.precision,
             self.batch_norm,
             self.watch.patience_s,
+            self.rules,
         )
         made.plan, made.seed, made.drawing_calls = self.plan, self.seed, self.drawing_calls
         made.own_forward = copy.deepcopy(self.own_forward, memo)
@@ -284,7 +287,8 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
                 device_type=state.device_mesh.device_type,
             )
         _refuse_state(state, key, captured)
-        return captured, graph_of(captured, state.precision, parts=parts_of(state.batch_norm, state.mesh))
+        parts = parts_of(state.batch_norm, state.mesh)
+        return captured, graph_of(captured, state.precision, parts=parts, rules=state.rules)
 
     return agreed(trace, state.device_mesh)
 

@@ -12,6 +12,7 @@ from autopar.diff import difference, report, sentence
 from autopar.errors import BadArgument, PlanMismatch
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
 from autopar.machine.plan_files import plan_at, profile_of
+from autopar.machine.rules_files import FLAG, HELP, METAVAR
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import pricer_of
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hardware", metavar="NAME|FILE",
         help="the profile that the plans were made with, if it is your own file; a plan that names one of autopar's "
         "has that")  # fmt: skip
+    add(FLAG, metavar=METAVAR, help=HELP)
     add("--json", action="store_true", help="print one JSON object in the place of the text")
     return parser
 
@@ -59,7 +61,7 @@ def _say(what: object, status: int) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    one, other = plan_at(given.one), plan_at(given.other)
+    one, other = plan_at(given.one, given.rules), plan_at(given.other, given.rules)
     pricers = _pricer(one, given.hardware), _pricer(other, given.hardware)
     found = difference(one, other, pricers, (given.one, given.other))
     if given.json:

@@ -10,10 +10,12 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast
+
+from autopar.ir.outside import Rules
 
 Phase = Literal["forward", "backward"]
 
@@ -76,7 +78,7 @@ class Node:
 
     `target` of a parameter or buffer is its name in the model; of an input its path among the arguments; of a tangent
     the index of the output it belongs to; of a constant its values as JSON. `module` and `source` say where in the
-    user's model the node came from.
+    user's model the node came from. `outside`: rules of users' packages under which the graph was made.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Node:
     target: str = ""
     module: str = ""
     source: str = ""
+    outside: tuple[Rules, ...] = field(default=(), compare=False, repr=False)
 
     @cached_property  # everybody asks, again and again
     def operands(self) -> tuple[Ref, ...]:
@@ -150,15 +153,32 @@ class Graph:
         assert found is not None, ref
         return found
 
+    def under(self, rules: Sequence[Rules]) -> Graph:
+        """The same graph, planned with these rules of users' packages and no others."""
+        if all(node.outside == tuple(rules) for node in self.nodes):
+            return self
+        return replace(self, nodes=tuple(replace(node, outside=tuple(rules)) for node in self.nodes))
+
+    @cached_property
+    def outside(self) -> tuple[Rules, ...]:
+        """The rules of users' packages that say something of this graph: of one of its operators, or by patterns."""
+        given = dict.fromkeys(rules for node in self.nodes for rules in node.outside)
+        ops = {node.op for node in self.nodes}
+        return tuple(rules for rules in given if rules.patterns or not ops.isdisjoint(rules.operators))
+
     @cached_property
     def digest(self) -> str:
-        """Content hash: the same for the same program, whatever the process. Sources and module paths do not count."""
+        """Content hash: the same for the same program under the same rules, whatever the process. Sources and module
+        paths do not count.
+        """
         told = [
             (n.name, n.op, _plain(n.args), _plain(n.kwargs), [str(t) for t in n.outputs], n.phase, n.target)
             for n in self.nodes
         ]
         ends = [(r.kind, r.target, _plain(r.ref)) for r in self.results]
-        return hashlib.sha256(json.dumps([told, ends], separators=(",", ":")).encode()).hexdigest()
+        rules = sorted(one.identity for one in self.outside)
+        whole = [told, ends, *([rules] if rules else [])]
+        return hashlib.sha256(json.dumps(whole, separators=(",", ":")).encode()).hexdigest()
 
 
 def batch_size(graph: Graph) -> int:

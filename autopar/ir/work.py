@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import NoneType
+from typing import Any
 
 from autopar.ir import attention
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, CAUSAL_AT, DROPOUT_AT, OPERANDS_OF_ATTENTION
 from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.ir.equation import EINSUM, equation_of
 from autopar.ir.graph import Node, TensorType
+from autopar.ir.outside import rule_in
 
 # Operators whose result is another look at an operand's storage: they move nothing and hold nothing of their own.
 VIEWS = (
@@ -108,6 +111,8 @@ def bytes_moved(node: Node, operands: Sequence[TensorType], outputs: Sequence[Te
     """
     if node.op in VIEWS:
         return 0
+    if (outside := rule_in(node.outside, node.op)) is not None and outside.nbytes is not None:
+        return _priced(outside.nbytes(node, operands, outputs), node, "nbytes")
     written = sum(out.nbytes for out in outputs if out is not None)
     table = LOOKUPS.get(node.op)
     read = {
@@ -117,6 +122,14 @@ def bytes_moved(node: Node, operands: Sequence[TensorType], outputs: Sequence[Te
     if node.op in (IN_PARTS, IN_PARTS_BACKWARD) and _parts_here(node, operands) > 1:
         written += 2 * operands[0].nbytes  # the results of the parts, put together
     return sum(read.values()) + written
+
+
+def _priced(found: Any, node: Node, what: str) -> Any:
+    """What a rule from outside says that its operator costs. Raises ValueError where that is no cost."""
+    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    if isinstance(found, (str, bool, NoneType)) or (is_number and not 0 <= found < math.inf):
+        raise ValueError(f"the rule of {node.op} says {what} {found!r} of %{node.name}; give a number from 0")
+    return found
 
 
 def _parts_here(node: Node, operands: Sequence[TensorType]) -> int:
@@ -136,6 +149,8 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
     elementwise: it is memory that bounds it.
     """
     op = node.op
+    if (outside := rule_in(node.outside, op)) is not None and outside.flops is not None:
+        return _priced(outside.flops(node, operands), node, "flops"), outside.kind
     if op == EINSUM or op.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.")):
         return (8.0 if _is_complex(operands[-1]) else 2.0) * _product_size(node, operands), "matmul"
     if op in OPERANDS_OF_ATTENTION:

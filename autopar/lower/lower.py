@@ -46,7 +46,7 @@ from autopar.price.pricer import Pricer
 from autopar.price.reshard import Part, Reshard, Work, travels_together
 from autopar.propose.strategies import operand_types
 from autopar.rules.looped import Offer
-from autopar.rules.patterns import PATTERNS, offered
+from autopar.rules.patterns import is_pattern, offered
 from cost_models.steps import DEVICE, HOST, Comm, Move
 
 RESULT_KIND = {"gradient": Kind.GRADIENT, "output": Kind.OUTPUT, "buffer": Kind.NEW_BUFFER}
@@ -196,7 +196,7 @@ class _Program:
             if (ref, layout) not in brought:
                 brought[ref, layout] = self._brought(Read(node.name, position), ref)
             reads.append(brought[ref, layout])
-        if choice.body in PATTERNS:
+        if is_pattern(choice.body):
             self._loop(node, choice.body, reads)
             return
         makes: list[int | None] = []

@@ -11,7 +11,7 @@ from autopar.ir.strides import contiguous
 from autopar.plan.plan import Plan
 from autopar.plan.value import Decision
 from autopar.rules.lie import Placed, copied, lie
-from autopar.rules.patterns import PATTERNS
+from autopar.rules.patterns import is_pattern
 
 
 class Placing:
@@ -26,7 +26,7 @@ class Placing:
     def copied(self, name: str) -> tuple[int, ...]:
         """The places of the operands that the node copies to read them."""
         node = self.node_of[name]
-        if node.op != "autopar.einsum" or self.plan.choices[name].body in PATTERNS:
+        if node.op != "autopar.einsum" or is_pattern(self.plan.choices[name].body):
             return ()
         return tuple(copied(node, [self.read(name, place) for place in range(len(node.operands))]))
 

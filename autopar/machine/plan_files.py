@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from autopar.errors import BadArgument, PlanMismatch
+from autopar.machine.rules_files import rules_named
 from autopar.plan import Plan
 from autopar.simulate.timeline import pricer_of
 from cost_models.hardware import IMAGINED, Hardware
 
 
-def plan_at(path: str | Path) -> Plan:
-    """The plan in that file. Raises BadArgument where there is none to be read, PlanMismatch where it is no plan."""
+def plan_at(path: str | Path, rules: str | None = None) -> Plan:
+    """The plan in that file; `rules`: as `--rules` names them. Raises BadArgument where there is none to be read,
+    PlanMismatch where it is no plan, or was made with other rules.
+    """
     try:
-        return Plan.load(Path(path))
+        return Plan.load(Path(path), rules_named(rules))
     except OSError as error:
         raise BadArgument(
             f"plan {path} cannot be read: {error.strerror}; make one with python -m autopar.search ... -o FILE"

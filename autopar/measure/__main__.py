@@ -22,6 +22,7 @@ from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
 from autopar.machine.device import processors
 from autopar.machine.local_ranks import environment, local_ranks
 from autopar.machine.plan_files import plan_at
+from autopar.machine.rules_files import FLAG, HELP, METAVAR
 from autopar.measure.report import Measured
 from autopar.measure.twin import measure, traced
 from autopar.plan import Plan
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=10, metavar="N", help="undisturbed steps to time (default: 10)")
     add("--hardware", metavar="NAME|FILE",
         help="the profile that priced the plan, where it is neither one of autopar's nor this machine's")  # fmt: skip
+    add(FLAG, metavar=METAVAR, help=HELP)
     add("--precision", metavar="NAME", default="fp32", help="as the plan was searched with: bf16 or fp32 (default: "
         "fp32)")  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one for each rank here")
@@ -75,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _rank(given)
         _checked(given)
         argv = sys.argv[1:] if arguments is None else list(arguments)
-        return _start(argv, Plan.load(given.plan).mesh.ranks)
+        return _start(argv, plan_at(given.plan, given.rules).mesh.ranks)
     except (BadArgument, PlanMismatch, TraceError) as error:
         return _say(error, BAD_ARGUMENTS)
     except KeyboardInterrupt:
@@ -97,7 +99,7 @@ def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None,
         raise BadArgument(f"--steps {given.steps} is no number of steps; give at least 1")
     if given.json is not None and not Path(given.json).absolute().parent.is_dir():
         raise BadArgument(f"folder {Path(given.json).absolute().parent} of --json {given.json} does not exist")
-    plan = plan_at(given.plan)
+    plan = plan_at(given.plan, given.rules)
     try:
         precision = precision_named(given.precision)
     except ValueError as error:
@@ -110,7 +112,13 @@ def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None,
     try:
         parts = parts_of(plan.batch_norm or GLOBAL, plan.mesh)
         graph = traced(
-            example.model, example.args, example.kwargs, parts=parts, precision=precision, device_type=device
+            example.model,
+            example.args,
+            example.kwargs,
+            parts=parts,
+            precision=precision,
+            device_type=device,
+            rules=plan.graph.outside,
         )
     except TypeError as error:
         raise BadArgument(f"{given.model} returned inputs that its model does not take: {error}") from error

@@ -31,6 +31,7 @@ from autopar.emit import Emitted
 from autopar.errors import PlanMismatch
 from autopar.ir.batch_norm import GLOBAL
 from autopar.ir.graph import Graph
+from autopar.ir.outside import Rules
 from autopar.lower.program import PHASES
 from autopar.machine.device import device_name, hardware_or_here, processors
 from autopar.measure.memory import LiveBytes
@@ -62,16 +63,18 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
 
 def traced(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, parts: int = 1,
-    precision: MixedPrecisionPolicy | None = None, device_type: str = "cpu",
+    precision: MixedPrecisionPolicy | None = None, device_type: str = "cpu", rules: Sequence[Rules] = (),
 ) -> Graph:  # fmt: skip
-    """The graph that `autopar.compile` would plan for this call; `parts` as in `graph_of`. Raises TraceError."""
+    """The graph that `autopar.compile` would plan for this call; `parts` and `rules` as in `graph_of`. Raises
+    TraceError.
+    """
     positional, named = by_name(model.forward, args, kwargs)
     training = _is_trained(model)
     captured = capture(
         model, positional, named, training=None if training == model.training else training, precision=precision,
         device_type=device_type,
     )  # fmt: skip
-    return graph_of(captured, precision, parts=parts)
+    return graph_of(captured, precision, parts=parts, rules=rules)
 
 
 def _is_trained(model: nn.Module) -> bool:
@@ -129,7 +132,7 @@ def _twin(
     parallel = compile(
         model, device_mesh, example_inputs=positional, example_kwargs=named, plan=plan, outputs=plan.outputs,
         batch_norm=plan.batch_norm or GLOBAL, precision=precision,
-        hardware=None if pricer is None else pricer.hardware,
+        hardware=None if pricer is None else pricer.hardware, rules=plan.graph.outside,
     )  # fmt: skip
     parallel.train(_is_trained(model))
     notes = _materialise(parallel, device_type)

@@ -16,7 +16,8 @@ from autopar.ir.work import FETCH, STORE
 from autopar.plan.value import AGAIN, NO_CALL, Choice, PlanValue, shortened
 from autopar.propose.strategies import Strategy, moved, operand_types, signature_of, source_strategies, strategy_of
 from autopar.rewrite.apply_choices import false_claim_of, plain
-from autopar.rules.patterns import PATTERNS
+from autopar.rules.outside import check_same
+from autopar.rules.patterns import is_pattern
 from cost_models.steps import Compute, Step
 
 _EITHER_WAY = ("aten.add.Tensor", "aten.mul.Tensor")  # of two tensors: the same numbers whichever stands first
@@ -37,6 +38,7 @@ def check(plan: PlanValue, graph: Graph, mesh: Mesh, *, outputs: str | None = No
         told = shortened(f"node %{claim[0].name} ({claim[0].op}) {claim[1]}")
         raise PlanMismatch(f"{origin} was edited: {told}; {AGAIN}")
     ours = plain(plan.graph)
+    check_same(plan.rules, graph.outside, plan.graph, origin, AGAIN)
 
     if mesh != plan.mesh:
         fail(f"mesh {plan.mesh}, this mesh is {mesh}", "use a mesh with those names and sizes, or ")
@@ -88,7 +90,7 @@ def _no_strategy(plan: PlanValue) -> str | None:
     known: dict[object, Strategy | None] = {}
     for node in plan.graph.nodes:
         choice, types = plan.choices[node.name], operand_types(node, node_of)
-        key = signature_of(node, types), choice.roles, choice.gives, choice.body in PATTERNS and choice.body
+        key = signature_of(node, types), choice.roles, choice.gives, is_pattern(choice.body) and choice.body
         if key not in known:
             try:
                 known[key] = _legal(node, types, choice, mesh)

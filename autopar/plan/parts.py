@@ -12,7 +12,7 @@ from autopar.ir.work import FETCH, STORE
 from autopar.plan.value import NO_CALL, RESIDENCES, Choice, PlanValue
 from autopar.price.reshard import Reshard, neighbours
 from autopar.rules.bodies import BODIES
-from autopar.rules.patterns import PATTERNS, offered
+from autopar.rules.patterns import is_pattern, offered, patterns_of
 from cost_models.steps import Comm, Loop, Step, over, unrolled
 
 MOST_STEPS = 100_000  # of one node, with the rounds of its loops; a ring of a thousand ranks has a few thousand
@@ -47,10 +47,10 @@ def _check_parts(plan: PlanValue) -> None:
         counts = (len(choice.takes), len(choice.reads), len(choice.gives), len(choice.roles))
         if counts != (len(operands), len(operands), len(node.outputs), len(plan.mesh.names)):
             raise _Flaw(place, "has a choice made for another number of operands, results or mesh axes")
-        _check_body(choice, plan.mesh, place)
+        _check_body(node, choice, plan.mesh, place)
         for ref, takes, read in zip(operands, choice.takes, choice.reads, strict=True):
             _check_way(plan.mesh, *given[ref], read, takes, place)
-        if choice.body in PATTERNS:
+        if is_pattern(choice.body):
             _check_offered(node, choice, tuple(type for ref in operands if (type := given[ref][0])), plan.mesh, place)
         for index, (type, layout) in enumerate(zip(node.outputs, choice.gives, strict=True)):
             _local(plan.mesh, type, layout, place)
@@ -125,8 +125,8 @@ def _check_host(plan: PlanValue) -> None:
             raise _Flaw(place, f"reads %{wrong[0]}, which lies on the host, without a fetch")
 
 
-def _check_body(choice: Choice, mesh: Mesh, place: str) -> None:
-    if choice.body and choice.body not in {*BODIES, *PATTERNS}:
+def _check_body(node: Node, choice: Choice, mesh: Mesh, place: str) -> None:
+    if choice.body and choice.body not in {*BODIES, *patterns_of(node)}:
         raise _Flaw(place, f"runs the local body {choice.body!r}, which this autopar does not have")
     if (count := _unrolled_count(choice.steps)) > MOST_STEPS:
         raise _Flaw(place, f"has loops of {count} steps, more than the {MOST_STEPS:,} that a node may have")

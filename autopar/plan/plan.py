@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from autopar.ir.outside import Rules
 from autopar.plan import store
 from autopar.plan.dot import to_dot
 from autopar.plan.explain import explain
 from autopar.plan.glance import to_fragment
 from autopar.plan.value import PlanValue
+from autopar.rules.outside import given
 
 
 class Plan(PlanValue):
@@ -21,16 +24,17 @@ class Plan(PlanValue):
         store.save(self, Path(path))
 
     @staticmethod
-    def load(path: str | Path) -> Plan:
-        """Read and check. Raises PlanMismatch where the file is cut short, edited or of another version, and OSError
-        where there is no file to be read.
+    def load(path: str | Path, rules: Rules | Iterable[Rules] | None = None) -> Plan:
+        """Read and check. `rules`: those of users' packages that it was made with. Raises PlanMismatch where the file
+        is cut short, edited, of another version or made with other rules, and OSError where there is no file to be
+        read.
         """
-        return store.load(Path(path), Plan)
+        return store.load(Path(path), Plan, given(rules))
 
     @staticmethod
-    def loads(text: str, origin: str) -> Plan:
+    def loads(text: str, origin: str, rules: Rules | Iterable[Rules] | None = None) -> Plan:
         """The plan in the text of such a file. `origin` names it in errors: a path, or the rank that sent it."""
-        return store.loads(text, origin, Plan)
+        return store.loads(text, origin, Plan, given(rules))
 
     def to_dot(self) -> str:
         """The plan as a Graphviz graph; see `autopar.plan.dot`."""

@@ -12,10 +12,12 @@ from autopar.errors import PlanMismatch
 from autopar.ir.graph import ITEMSIZE, Arg, Const, Graph, Node, Ref, Result, TensorType
 from autopar.ir.layout import Layout, Placement, decode
 from autopar.ir.mesh import Mesh
+from autopar.ir.outside import Identity, Rules
 from autopar.plan.parts import flaw_of
 from autopar.plan.value import AGAIN, OUTPUTS, Candidate, Choice, Delivery, PlanValue, shortened
 from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.price.reshard import Reshard
+from autopar.rules.outside import check_same
 from cost_models.hardware import TF32_KINDS
 from cost_models.steps import TIERS, Comm, Compute, Loop, Move, Step
 
@@ -41,6 +43,7 @@ class Reader:
     """JSON back into values. Every method takes the place it reads, such as `nodes[17].args`, for the error."""
 
     origin: str
+    rules: tuple[Rules, ...] = ()
     types: dict[str, TensorType] = field(default_factory=dict[str, TensorType])
     layouts: dict[str, Layout] = field(default_factory=dict[str, Layout])
 
@@ -137,6 +140,8 @@ class Reader:
         rows = self.items(content["nodes"], "nodes", lambda row, place: self.node(row, place, table))
         ends = self.items(content["results"], "results", self.result)
         graph = self.making("the graph", lambda: Graph(tuple(node for node, _ in rows), tuple(end for end, _ in ends)))
+        graph = graph.under(self.rules)
+        check_same(self.items(content.get("rules", []), "rules", self.identity), self.rules, graph, self.origin, AGAIN)
         limit = self.perhaps(content["memory_limit"], "memory_limit", self.number)
         if limit is not None and not limit > 0:
             self.fail("memory_limit", f"is {limit}, which is no room")
@@ -187,6 +192,10 @@ class Reader:
         seconds = [self.perhaps(of, place, self.seconds) for of in (step, simulated)]
         counts = [self.perhaps(of, place, self.natural) for of in (peak, prefetch)]
         return Candidate(self.text(name, place), seconds[0], seconds[1], counts[0], counts[1], self.text(why, place))
+
+    def identity(self, value: Json, place: str) -> Identity:
+        package, version, digest = (self.text(part, place) for part in self.short(value, place, 3))
+        return package, version, digest
 
     def fact(self, value: Json, place: str) -> Float | str:
         return self.text(value, place) if isinstance(value, str) else self.number(value, place)
@@ -255,6 +264,9 @@ class Reader:
         phase = row.get("phase", "forward")
         if phase not in ("forward", "backward"):
             self.fail(f"{place}.phase", f"is {cut(phase)}, not forward or backward")
+        target, module, source = (
+            self.text(row.get(name, ""), f"{place}.{name}") for name in ("target", "module", "source")
+        )
         node = Node(
             self.text(row["name"], f"{place}.name"),
             self.text(row["op"], f"{place}.op"),
@@ -262,7 +274,9 @@ class Reader:
             self.items(row.get("kwargs", []), f"{place}.kwargs", self.keyword),
             self.items(row["outputs"], f"{place}.outputs", lambda t, at: None if t is None else self.type(t, at)),
             phase,
-            *(self.text(row.get(name, ""), f"{place}.{name}") for name in ("target", "module", "source")),
+            target,
+            module,
+            source,
         )
         return node, table[number]
 
@@ -332,7 +346,7 @@ _FIELDS = (
     "mesh", "hardware", "hardware_digest", "optimizer", "memory_limit", "outputs", "step_seconds", "bound",
     "peak_bytes", "seconds_by", "notes", "prefetch", "bucket_bytes", "search", "choices", "nodes", "results",
 )  # fmt: skip
-_MAY = ("simulated_seconds", "candidates", "residence", "tf32")  # came later
+_MAY = ("simulated_seconds", "candidates", "residence", "tf32", "rules")  # came later
 _NODE_MAY = ("args", "kwargs", "phase", "target", "module", "source")
 _CHOICE_FIELDS = ("roles", "takes", "gives", "body", "body_axes", "body_size", "steps", "reads")
 

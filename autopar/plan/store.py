@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVar, cast
 from autopar.errors import PlanMismatch
 from autopar.ir.graph import Arg, Const, Node, Ref, Result
 from autopar.ir.layout import encode
+from autopar.ir.outside import Rules
 from autopar.plan.fit import check
 from autopar.plan.reader import Json, Reader, cut
 from autopar.plan.value import AGAIN, Choice, Delivery, PlanValue, shortened
@@ -66,6 +67,7 @@ def dumps(plan: PlanValue) -> str:
         "candidates": [[*map(_number, astuple(candidate))] for candidate in plan.candidates],
         **({"residence": dict(sorted(plan.residence.items()))} if plan.residence else {}),
         **({"tf32": list(plan.tf32)} if plan.tf32 else {}),
+        **({"rules": [list(one) for one in plan.rules]} if plan.rules else {}),
         "choices": [_choice(choice) for choice in numbers],
         "nodes": nodes,
         "results": [_result(*pair) for pair in zip(plan.graph.results, plan.deliveries, strict=True)],
@@ -174,21 +176,23 @@ def _result(result: Result, delivery: Delivery | None) -> dict[str, Json]:
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | Path, make: type[P]) -> P:
-    """Read and check; `make`: the class of the plan.
+def load(path: str | Path, make: type[P], rules: Sequence[Rules] = ()) -> P:
+    """Read and check; `make`: the class of the plan; `rules`: of users' packages (`autopar.rules.outside.given`).
 
-    Raises PlanMismatch where the file is cut short, edited, of another version or inconsistent, and OSError where there
-    is no file to be read.
+    Raises PlanMismatch where the file is cut short, edited, of another version or inconsistent, or was made with other
+    rules, and OSError where there is no file to be read.
     """
     try:
         text = read_whole(path).decode()
     except UnicodeDecodeError as error:
         raise PlanMismatch(f"{path} is not a text file (byte {error.start} is not UTF-8); {AGAIN}") from None
-    return loads(text, str(path), make)
+    return loads(text, str(path), make, rules)
 
 
-def loads(text: str, origin: str, make: type[P]) -> P:
-    """The plan in `text`, of the class `make`. `origin` names it in errors: a path, or the rank that sent it."""
+def loads(text: str, origin: str, make: type[P], rules: Sequence[Rules] = ()) -> P:
+    """The plan in `text`, of the class `make`. `origin` names it in errors: a path, or the rank that sent it. `rules`:
+    as in `load`.
+    """
     content = _parse(text, origin)
     version = content.pop("autopar_plan", None)
     if version is None:
@@ -205,7 +209,7 @@ def loads(text: str, origin: str, make: type[P]) -> P:
             f"{origin} was edited or damaged: it says digest {told}, its content has {found[:8]}; "
             f"undo the edit, or {AGAIN}"
         )
-    return Reader(origin).plan(content, make)
+    return Reader(origin, tuple(rules)).plan(content, make)
 
 
 def _parse(text: str, origin: str) -> dict[str, Json]:

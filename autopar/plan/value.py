@@ -12,6 +12,7 @@ from autopar.ir.batch_norm import statistics_of
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
+from autopar.ir.outside import Identity
 from autopar.price.reshard import Reshard
 from autopar.propose.strategies import Strategy
 from cost_models.steps import MATRIX_KINDS, Comm, Compute, Step, received_bytes, unrolled
@@ -160,6 +161,14 @@ class PlanValue:
         It is in the graph, and so part of what the plan is made for.
         """
         return (*statistics_of(self.graph), "")[0]
+
+    @property
+    def rules(self) -> tuple[Identity, ...]:
+        """The rules of users' packages that the plan rests on: of its operators, and of patterns that it runs."""
+        used = {choice.body for choice in self.choices.values()} | {node.op for node in self.graph.nodes}
+        return tuple(
+            one.identity for one in self.graph.outside if not used.isdisjoint({**one.operators, **one.patterns})
+        )
 
     @property
     def parameters(self) -> dict[str, Layout]:

@@ -24,7 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, operand_types
 from autopar.rules.local import localise
-from autopar.rules.patterns import PATTERNS
+from autopar.rules.patterns import is_pattern
 from cost_models.measured import Key
 from cost_models.steps import Compute, Step
 
@@ -153,7 +153,7 @@ def with_measured(
             changed[id(one.strategies)] = tuple(
                 strategy if value is None else replace(strategy, steps=_timed(strategy, value, pricer))
                 for strategy, value in zip(one.strategies, known, strict=True)
-                if strategy.body not in PATTERNS
+                if not is_pattern(strategy.body)
             )
     return {name: changed.get(id(options), options) for name, options in strategies.items()}
 
@@ -168,7 +168,7 @@ def _timed(strategy: Strategy, alone_s: float, pricer: Pricer) -> tuple[Step, ..
 def _call(
     node: Node, types: Sequence[TensorType], orders: Sequence[tuple[int, ...]], strategy: Strategy, mesh: Mesh
 ) -> Call | None:
-    if strategy.body in PATTERNS or not any(isinstance(step, Compute) for step in strategy.steps):
+    if is_pattern(strategy.body) or not any(isinstance(step, Compute) for step in strategy.steps):
         return None
     local_in = tuple(local_type(type, layout, mesh) for type, layout in zip(types, strategy.takes, strict=True))
     local_out = tuple(

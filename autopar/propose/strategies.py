@@ -19,7 +19,7 @@ from autopar.ir.work import FETCH, STORE, VIEWS, bytes_moved, flops_of
 from autopar.rules.bodies import BODIES
 from autopar.rules.looped import Offer
 from autopar.rules.notation import Rule
-from autopar.rules.patterns import PATTERNS, offered, offers
+from autopar.rules.patterns import is_pattern, offered, offers
 from autopar.rules.table import rule_of
 from cost_models.steps import Comm, Compute, Move, Step, over
 
@@ -147,7 +147,7 @@ def strategy_of(
     """The strategy of an operator that splits as `roles` say; None where its rule, or the pattern, has no such one.
     `body`: as in `Strategy`.
     """
-    if body in PATTERNS:
+    if is_pattern(body):
         offer = offered(node, types, mesh, body, roles)
         return None if offer is None else _of_pattern(body, offer, mesh)
     rule = rule_of(node, types)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.ir.graph import Arg, Node, TensorType
+from autopar.ir.outside import rule_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,8 @@ def localise(
     local_operand_types: Sequence[TensorType],
 ) -> tuple[Arg, ...]:
     """`args` (Refs, or what stands for them) with the sizes that hold on one rank. Keyword arguments hold no sizes."""
-    table = LOCAL.get(node.op, {})
+    outside = rule_in(node.outside, node.op)
+    table = LOCAL.get(node.op, {}) if outside is None else outside.local
     if node.op == "aten.convolution.default":
         transposed = node.args[6]
         table = {8: groups(0, 1, 1) if not transposed else _result_groups}

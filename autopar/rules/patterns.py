@@ -6,11 +6,12 @@ Its strategies stand beside those of the operator's rule (`autopar.propose.strat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from autopar.ir.graph import Node, TensorType
 from autopar.ir.mesh import Mesh
 from autopar.rules import context, grouped, ring, zigzag
+from autopar.rules.bodies import BODIES
 from autopar.rules.looped import Offer
 
 Pattern = Callable[[Node, tuple[TensorType, ...], Mesh], Iterator[Offer]]
@@ -24,16 +25,27 @@ PATTERNS: dict[str, Pattern] = {
 }
 
 
+def is_pattern(body: str) -> bool:
+    """Whether what stands in for an operator is a pattern, of ours or of a user's package, and no local body."""
+    return body != "" and body not in BODIES
+
+
+def patterns_of(node: Node) -> Mapping[str, Pattern]:
+    """The patterns that are tried on a node, those of users' packages last."""
+    brought = {name: pattern for rules in node.outside for name, pattern in rules.patterns.items()}
+    return {**PATTERNS, **brought} if brought else PATTERNS
+
+
 def offers(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[tuple[str, Offer]]:
     """What all patterns offer for a node, each with the pattern's name."""
-    for name, pattern in PATTERNS.items():
+    for name, pattern in patterns_of(node).items():
         for offer in pattern(node, types, mesh):
             yield name, offer
 
 
 def offered(node: Node, types: tuple[TensorType, ...], mesh: Mesh, name: str, roles: tuple[str, ...]) -> Offer | None:
     """What the pattern of that name offers under these roles; None where it does not."""
-    pattern = PATTERNS.get(name)
+    pattern = patterns_of(node).get(name)
     if pattern is None:
         return None
     return next((offer for offer in pattern(node, types, mesh) if offer.roles == roles), None)

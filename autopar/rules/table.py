@@ -7,6 +7,8 @@ one line in `local.py` if its arguments hold sizes.
 from __future__ import annotations
 
 from autopar.ir.graph import Node
+from autopar.ir.outside import rule_in
+from autopar.rules.bodies import BODIES
 from autopar.rules.notation import Rule, parse
 from autopar.rules.spelling import Table, Types
 from autopar.rules.table_nn import NN
@@ -20,7 +22,8 @@ RULES: Table = {**POINTWISE, **SHAPE, **REDUCE, **NN, **PATCHES}
 
 def text_of(node: Node, operand_types: Types) -> str | None:
     """The rule of `node` as text; None for an operator (or a use of it) that we have no rule for."""
-    entry = RULES.get(node.op)
+    outside = rule_in(node.outside, node.op)
+    entry = RULES.get(node.op) if outside is None else outside.rule
     return entry(node, operand_types) if callable(entry) else entry
 
 
@@ -30,8 +33,11 @@ def rule_of(node: Node, operand_types: Types) -> Rule | None:
     if text is None:
         return None
     try:
-        return parse(
+        rule = parse(
             text, [type.shape for type in operand_types], [None if out is None else out.shape for out in node.outputs]
         )
+        if unknown := sorted({*rule.bodies.values()} - {*BODIES}):
+            raise ValueError(f"rule {text!r} names the local body {unknown[0]!r}; there are {', '.join(BODIES)}")
+        return rule
     except ValueError as error:
         raise ValueError(f"%{node.name} ({node.op}): {error}") from error

@@ -12,9 +12,10 @@ from autopar.errors import BadArgument, PlanMismatch
 from autopar.ir.graph import Graph
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
 from autopar.machine.plan_files import plan_at, profile_of
+from autopar.machine.rules_files import FLAG, HELP, METAVAR
 from autopar.plan.fit import check_rules
 from autopar.rewrite import plain
-from autopar.rules.patterns import PATTERNS
+from autopar.rules.patterns import is_pattern
 from autopar.scale.grow import growth_where_possible
 from autopar.scale.growth import Sources, usual_sources
 from autopar.scale.report import report, spelled
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a size that grows, by dims of inputs; may stand several times (default: batch and sequence)")  # fmt: skip
     add("--times", default="2,4", metavar="N[,N...]", help="by what each of them grows in the table (default: 2,4)")
     add("--hardware", metavar="NAME|FILE", help="the profile that the plan was made with, if it is your own file")
+    add(FLAG, metavar=METAVAR, help=HELP)
     add("--no-search", action="store_true", help="do not search for better plans; each takes as long as a search")
     add("--time-limit", type=float, default=60.0, metavar="S", help="seconds for each of these searches (default: 60)")
     add("--quiet", action="store_true", help="no progress lines on stderr")
@@ -76,13 +78,13 @@ def _scale(given: argparse.Namespace) -> int:
     times = _times(given.times)
     if not 0 < given.time_limit < math.inf:
         raise BadArgument(f"--time-limit {given.time_limit:g} is not a time; give seconds above 0, for example 60")
-    plan = plan_at(given.plan)
+    plan = plan_at(given.plan, given.rules)
     if plan.residence or plain(plan.graph) is not plan.graph:
         raise BadArgument(
             f"{given.plan} recomputes values, keeps some on the host, or keeps gathered weights (zero1, zero2), and "
             "how that grows is not known; make a plan with python -m autopar.search ... --allow none --no-simulation"
         )
-    if looped := next((name for name, choice in plan.choices.items() if choice.body in PATTERNS), None):
+    if looped := next((name for name, choice in plan.choices.items() if is_pattern(choice.body)), None):
         raise BadArgument(
             f"{given.plan} runs %{looped} in a loop, and how that grows is not known; make a plan without with "
             "python -m autopar.search ... --policy NAME"

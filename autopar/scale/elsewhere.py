@@ -24,7 +24,7 @@ from autopar.price.pricer import Pricer
 from autopar.price.reshard import Reshard, Resharder
 from autopar.propose.strategies import signature_of, steps_of
 from autopar.rules.local import localise
-from autopar.rules.patterns import PATTERNS
+from autopar.rules.patterns import is_pattern
 from autopar.scale.growth import Growth
 from autopar.scale.sizes import value_of
 from cost_models.formulas import Form
@@ -125,7 +125,7 @@ class _Move:
     def _steps(self, node: Node, types: tuple[TensorType, ...], choice: Choice) -> Any:
         if node.is_source:
             return ()
-        if choice.body in PATTERNS:
+        if is_pattern(choice.body):
             raise NotImplementedError(f"%{node.name} runs {choice.body!r}, of which there is no closed form")
         key = signature_of(node, types), choice.roles, choice.takes, choice.gives, choice.body
         if key not in self.known:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.outside import Rules
 from autopar.price.calls import Profile, operations, wanted, with_measured
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
+from autopar.rules.outside import given
 from autopar.search.restricted import Known
 from cost_models.hardware import Hardware
 from cost_models.measured import Key
@@ -77,8 +79,12 @@ def ask(
     optimizer: str = "adamw",
     profile: Profile | None = None,
     progress: Progress = lambda text: None,
+    rules: Rules | Iterable[Rules] | None = None,
 ) -> Question:
-    """Propose the strategies. Several answers to one question share them, and the prices of layout changes."""
+    """Propose the strategies. Several answers to one question share them, and the prices of layout changes. `rules`: of
+    users' packages, in the place of those that the graph was made under.
+    """
+    graph = graph if rules is None else graph.under(given(rules))
     strategies, without_rule = propose(graph, mesh)
     progress(f"proposed {sum(map(len, strategies.values())):,} strategies for {len(graph.nodes):,} nodes")
     pricer = Pricer.on(mesh, hardware, optimizer)

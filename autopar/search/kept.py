@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from autopar.decide.referee import refereed
 from autopar.errors import PlanMismatch
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.outside import Rules
 from autopar.plan import Plan
 from autopar.plan.fit import check
 from autopar.plan.value import AGAIN
@@ -25,15 +27,17 @@ ROOM = 1.1  # times the room that a plan was searched for: with more than that t
 CUT = "cut_at_s"  # among the facts of a search that its time limit has ended
 
 
-def kept_plan(path: Path, graph: Graph, mesh: Mesh | int, hardware: Hardware, optimizer: str) -> Plan | None:
+def kept_plan(
+    path: Path, graph: Graph, mesh: Mesh | int, hardware: Hardware, optimizer: str, rules: Sequence[Rules] = ()
+) -> Plan | None:
     """What an earlier search has found. None where there is none, or something else: damaged, a pipe, a device.
 
-    `mesh`: of the plan, or of how many devices it is.
+    `mesh`: of the plan, or of how many devices it is. `rules`: of users' packages.
     """
     try:
         if not path.is_file():
             return None
-        known = Plan.load(path)
+        known = Plan.load(path, rules)
         if known.mesh.ranks == mesh:
             mesh = known.mesh
         elif isinstance(mesh, int):

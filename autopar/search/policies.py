@@ -26,7 +26,7 @@ from autopar.ir.mesh import Mesh
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
 from autopar.rewrite import gathered_once, is_gathered_once, kept_whole
-from autopar.rules.patterns import PATTERNS
+from autopar.rules.patterns import is_pattern
 from autopar.search.elixir.placing import placed
 from autopar.search.memory_options import MemoryOptions, checkpointed
 
@@ -152,7 +152,7 @@ def by_hand(strategies: Strategies) -> dict[str, tuple[Strategy, ...]]:
     known: dict[int, tuple[Strategy, ...]] = {}  # equal nodes share one tuple, still
     for options in strategies.values():
         if id(options) not in known:
-            plain = tuple(option for option in options if option.body not in PATTERNS)
+            plain = tuple(option for option in options if not is_pattern(option.body))
             known[id(options)] = plain if plain and len(plain) < len(options) else options
     return {name: known[id(options)] for name, options in strategies.items()}
 

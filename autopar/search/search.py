@@ -11,12 +11,13 @@ overlap_loop  which of their plans is the quickest once transfers overlap with c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from autopar.assemble.problem import Assembled
 from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.outside import Rules
 from autopar.ir.work import STORE
 from autopar.plan import Plan
 from autopar.price.calls import Profile
@@ -42,14 +43,16 @@ def search(
     optimizer: str = "adamw",
     profile: Profile | None = None,
     progress: Progress = lambda text: None,
+    rules: Rules | Iterable[Rules] | None = None,
 ) -> Plan:
     """The fastest plan for one training step of `graph` that does what is requested and fits in memory.
 
     `optimizer`: whose states and updates the step has. `profile`: gives operators the times that were measured
-    (`autopar.calibrate.operators`). Same arguments, same plan, unless the time limit cuts the search.
+    (`autopar.calibrate.operators`). `rules`: of users' packages (`autopar.Rules`), for operators of their own. Same
+    arguments, same plan, unless the time limit cuts the search.
     Raises Infeasible, NoAnswerInTime.
     """
-    question = ask(graph, mesh, hardware, optimizer=optimizer, profile=profile, progress=progress)
+    question = ask(graph, mesh, hardware, optimizer=optimizer, profile=profile, progress=progress, rules=rules)
     return answer(question, request, progress=progress)
 
 

@@ -7,7 +7,6 @@ and what follows proves how good that is, at the prices of memory that were foun
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +26,7 @@ from autopar.search.memory_options import MemoryOptions, ways_on
 from autopar.search.policies import MEMORY_SAVING, called
 from autopar.search.problems import Wanted, posed, restricted
 from autopar.search.restricted import Known, best_among, cheapest
+from autopar.search.rule_notes import rule_notes
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 from solver import Prices, Problem, Solution, evaluate, solve
 
@@ -164,7 +164,7 @@ def _begun(
 
 
 def _notes(question: Question, policy: str | None, tied: bool) -> list[str]:
-    notes = [*_rule_notes(question.graph, question.without_rule)]
+    notes = rule_notes(question)
     if tied:
         notes.append("repeated layers share one choice; the gap is to the best plan that ties them")
     if policy is not None:
@@ -236,9 +236,3 @@ def _with_measured_noted(plan: Plan, question: Question) -> Plan:
 def _bucket_bytes(question: Question, memory: float | None) -> int:
     gradients = sum(type.nbytes for node in question.graph.trained for type in node.outputs if type is not None)
     return bucket_bytes(question.pricer, gradients, memory)
-
-
-def _rule_notes(graph: Graph, without_rule: tuple[str, ...]) -> list[str]:
-    node_of = graph.by_name
-    counts = Counter(node_of[name].op for name in without_rule)
-    return [f"{op} has no sharding rule and runs replicated ({count} nodes)" for op, count in sorted(counts.items())]

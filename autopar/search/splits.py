@@ -17,7 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.plan.reading import OTHERWISE, PATTERNED, ULYSSES, is_weighted, split_of, weights_of
 from autopar.plan.value import is_product
 from autopar.propose.strategies import Strategy
-from autopar.rules.patterns import PATTERNS
+from autopar.rules.patterns import is_pattern
 from autopar.search.context import Question, Table
 
 Splits = Mapping[str, Mapping[str, tuple[str, str]]]  # forward node -> axis -> (what it splits, the name in the pin)
@@ -116,6 +116,6 @@ def _words(option: Strategy, axis: int, mesh: Mesh, weighted: bool) -> tuple[str
     told, is_named = split_of(option, axis, weighted), option.roles[axis] in PATTERNED
     if told == ("sequence" if weighted else "heads"):
         return told, ULYSSES
-    if option.body not in PATTERNS or not (is_named or mesh.names[axis] in option.body_axes):
+    if not is_pattern(option.body) or not (is_named or mesh.names[axis] in option.body_axes):
         return (told,)
     return (told, option.body) if is_named else (option.body,)

@@ -1,8 +1,10 @@
 """trace: a model and example inputs become a `Graph`. The only stage before emit that needs torch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.ir.graph import Graph
+from autopar.ir.outside import Rules
 from autopar.trace.capture import Captured, capture, flatten_inputs
 from autopar.trace.local_norm import local_statistics
 from autopar.trace.lower import lower
@@ -12,15 +14,16 @@ from autopar.trace.precision import casts_in_place, reduce_after_cast
 __all__ = ["Captured", "capture", "flatten_inputs", "graph_of", "lower", "normalise", "reduce_after_cast"]
 
 
-def graph_of(captured: Captured, precision: Any = None, *, parts: int = 1) -> Graph:
+def graph_of(captured: Captured, precision: Any = None, *, parts: int = 1, rules: Sequence[Rules] = ()) -> Graph:
     """The plain graph that is planned: lowered, normalised, with casts in their place, and with gradients summed where
     `precision` wants it. `parts`: batch norms take the statistics of each of so many equal parts of the batch.
+    `rules`: of users' packages, with which it is planned.
 
     Raises TraceError where the batch has no such parts.
     """
-    graph = local_statistics(normalise(lower(captured)), parts, captured.synced)
+    graph = local_statistics(normalise(lower(captured)).under(rules), parts, captured.synced)
     if precision is not None:
         graph = casts_in_place(graph)
         if precision.reduce_dtype is not None:
             graph = reduce_after_cast(graph)
-    return graph
+    return graph.under(rules)  # what was made on the way, too

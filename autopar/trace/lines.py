@@ -25,6 +25,7 @@ HELD = (
     "(register_buffer), or pass it as an argument."
 )
 CAUSAL_BIAS = "Give scaled_dot_product_attention is_causal=True, or a boolean mask, in the place of a CausalBias."
+NO_BACKWARD = "Register its backward (torch.library.register_autograd), or detach what goes in."
 CACHE = (
     "A training step has no key/value cache: leave past_key_values out, and set use_cache=False (in the call, or as "
     "model.config.use_cache = False)."
@@ -38,6 +39,7 @@ ADVICE = (
     (re.compile("(?i)nested|jagged|varlen|SymInt.{0,60}is not tracked with proxy", re.DOTALL), LENGTHS),
     (re.compile("entirely functional graph"), HELD),
     (re.compile("CausalBias"), CAUSAL_BIAS),
+    (re.compile("no autograd formula was registered"), NO_BACKWARD),
     (VALUE_ERRORS, VALUES),
 )
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")

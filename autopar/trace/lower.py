@@ -158,6 +158,11 @@ def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], captured:
 
 
 def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Node:
+    if "auto_functionalized" in str(fx_node.target):
+        raise TraceError(
+            f"{fx_node.args[0]} at {_source_line(fx_node)} writes to its arguments (mutates_args), and a plan has only "
+            "operators that make new tensors: register one that returns what it writes"
+        )
     value = fx_node.meta["val"]
     outputs = tuple(_type(v) for v in value) if isinstance(value, (tuple, list)) else (_type(value),)
     if str(fx_node.target) in STATES:

@@ -15,6 +15,7 @@ from autopar.errors import BadArgument, Infeasible, NoAnswerInTime, PlanMismatch
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser, writable, writing
 from autopar.machine.device import has_expandable_segments, memory_bytes, total_bytes
 from autopar.machine.plan_files import plan_at, profile_of
+from autopar.machine.rules_files import FLAG, HELP, METAVAR
 from autopar.plan import Plan
 from autopar.plan.tell import human
 from autopar.search.command.arguments import check_time_limit, memory_given, or_bad, pins_given
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--pin", metavar="NAME=WORD[,NAME=WORD...]", help="as in the search")
     add("--allow", metavar="WORDS", help=f"as in the search: some of {', '.join(ALLOWED)}, or none")
     add("--hardware", metavar="NAME|FILE", help="the profile that the plan was made with, if it is your own file")
+    add(FLAG, metavar=METAVAR, help=HELP)
     add("--time-limit", type=float, default=60.0, metavar="S", help="seconds for the solver (default: 60)")
     add("-o", "--output", metavar="FILE", help="write the best plan then; it says that its hardware is imagined")
     add("--json", action="store_true", help="print one JSON object in the place of the text")
@@ -100,7 +102,7 @@ def _what_if(given: argparse.Namespace) -> int:
     asks = (given.bandwidth, given.latency, given.flops, given.hbm, given.memory, given.pin, given.allow)
     if all(one is None for one in asks):
         raise BadArgument(ASKABLE)
-    plan = plan_at(given.plan)
+    plan = plan_at(given.plan, given.rules)
     hardware = profile_of(plan, given.hardware)
     _check_not_measured(plan, given.plan)
     asked = _asked(given, plan, hardware)

@@ -22,6 +22,7 @@ from tests.processes.compare import near, same_steps
 from tests.processes.models import Logits, Net, batch, net
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST, SLOW
+from tests.support.toy_rules import NEWER, RULES
 
 
 def refused(kind: type[Exception], told: str, call: Callable[[], Any]) -> None:
@@ -135,6 +136,10 @@ def check_a_rank_that_is_told_something_else(ranks: Ranks) -> None:
         (
             {"pin": {"head": "offload-parameters"} if last else None},
             r"has pin \[\('head', 'offload-parameters'\)\] on rank . and \[\] on rank 0",
+        ),
+        (
+            {"rules": NEWER if last else RULES},
+            r"has rules \['toyrules 1\.1 \(\w{8}\)'\] on rank . and \['toyrules 1\.0 \(\w{8}\)'\] on rank 0",
         ),
     ):
         parallel = autopar.compile(net(), ranks.mesh(), hardware=FAST, **options)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 
 import autopar
+from autopar import PlanMismatch
 from tests.attach import test_embeddings
 from tests.attach.test_autocast import Mixed
 from tests.processes.compare import (
@@ -23,8 +24,9 @@ from tests.processes.compare import (
     splits,
     whole,
 )
+from tests.processes.errors import refused
 from tests.processes.worker import Ranks
-from tests.support import recurrent
+from tests.support import recurrent, toy_rules
 from tests.support.machines import FAST
 from tests.support.transformers import WORDS, Translated, WordModel, batch
 
@@ -166,3 +168,27 @@ def check_an_infinity_of_one_rank_reaches_all_whatever_gradient_comes_first(rank
         scaler.update()
         assert scaler.get_scale() == 1.0, "the scale is halved on every rank"
         assert all(torch.equal(whole(one), whole(other)) for one, other in zip(parameters, before, strict=True))
+
+
+def check_operators_of_a_users_package(ranks: Ranks) -> None:
+    """With its rules the operator is split, and its plan is found again by those who give the same rules."""
+    torch.manual_seed(3)
+    plain, data = toy_rules.Net(), {"x": torch.randn(4, 12, 24), "y": torch.randn(4, 6)}
+    cache, path = ranks.folder / "cache", ranks.folder / f"ruled-{ranks.rank}.plan.json"
+    ruled = autopar.compile(plain, ranks.mesh(), hardware=FAST, rules=toy_rules.RULES, cache=cache)
+    bare = autopar.compile(plain, ranks.mesh(), hardware=FAST, cache=cache)
+    for parallel in (ruled, bare):
+        same_steps(copy.deepcopy(plain), parallel, data, steps=3)
+    assert ruled.plan.choices["scaled_sum"].roles != ("",) and bare.plan.choices["scaled_sum"].roles == ("",)
+    assert ruled.plan.rules == (toy_rules.RULES.identity,) and bare.plan.rules == ()
+    again = autopar.compile(plain, ranks.mesh(), hardware=FAST, rules=toy_rules.RULES, cache=cache)
+    again(**data)
+    assert again.plan == ruled.plan and len([*cache.iterdir()]) == 2
+    ruled.plan.save(path)
+    given = autopar.compile(copy.deepcopy(plain), ranks.mesh(), hardware=FAST, plan=path, rules=toy_rules.RULES)
+    same_steps(copy.deepcopy(plain), given, data, steps=2)
+    refused(
+        PlanMismatch, "rules of toyrules 1.0 .* not given here", lambda: autopar.compile(plain, ranks.mesh(), plan=path)
+    )
+    held = autopar.compile(plain, ranks.mesh(), plan=ruled.plan)  # a plan that was read elsewhere, without its rules
+    refused(PlanMismatch, "rules of toyrules 1.0 .* not given here", lambda: held(**data))

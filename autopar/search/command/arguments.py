@@ -18,8 +18,10 @@ from autopar.calibrate.operators import DEFAULT_S, profiler
 from autopar.errors import BadArgument
 from autopar.ir.batch_norm import GLOBAL, STATISTICS
 from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.ir.outside import Rules
 from autopar.machine.cli import Parser, same_file, writable
 from autopar.machine.device import hardware_or_here, is_here, memory_bytes
+from autopar.machine.rules_files import FLAG, HELP, METAVAR, rules_named
 from autopar.price.calls import Profile
 from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.search.memory_options import ALLOWED, NEEDS_OPTIM, allowed
@@ -94,6 +96,7 @@ def _what_is_searched(add: Callable[..., object]) -> None:
         "device, offload-parameters or offload-optimizer, of a parameter or all of a module's; what a mesh axis splits "
         "of a module's products, as plans call it: 'lm_head=tensor: columns'; names may be patterns: "
         "'h.*.mlp=recompute'")  # fmt: skip
+    add(FLAG, metavar=METAVAR, help=HELP)
     add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
     add("--outputs", choices=("sharded", "global"), default="sharded",
@@ -177,6 +180,7 @@ class Asked:
     tf32: tuple[str, ...] | None
     profile: Profile | None
     paths: Mapping[str, Path]
+    rules: tuple[Rules, ...] = ()
 
 
 def files_read(given: argparse.Namespace) -> list[str]:
@@ -220,6 +224,7 @@ def _read(given: argparse.Namespace, name: str | None, count: str | None, progre
     return Asked(
         given.model, meshes, hardware, memory, given.batch_norm,
         allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files, files_read(given)),
+        rules_named(given.rules),
     )  # fmt: skip
 
 

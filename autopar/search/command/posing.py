@@ -49,7 +49,7 @@ class Posing:
         """The graph with batch norms of those statistics, which hang on the number of ranks."""
         key = statistics, parts_of(statistics, mesh)
         if key not in self._graphs:
-            self._graphs[key] = graph_of(self.captured, self.asked.precision, parts=key[1])
+            self._graphs[key] = graph_of(self.captured, self.asked.precision, parts=key[1], rules=self.asked.rules)
         return self._graphs[key]
 
     def question(self, mesh: Mesh, statistics: str | None = None) -> Question:
