@@ -17,6 +17,7 @@ class Builder:
         self.nodes: list[Node] = []
         self._node_of: dict[str, Node] = {}
         self._known: dict[tuple[str, str, str], str] = {}
+        self._numbered: dict[str, int] = {}  # name -> the number of the last node that had to be numbered
 
     def type(self, ref: Ref) -> TensorType:
         found = self._node_of[ref.name].outputs[ref.index]
@@ -34,9 +35,10 @@ class Builder:
                 return self._known[key]
             self._known[key] = node.name
         if node.name in self._node_of:
-            number = 1
+            number = self._numbered.get(node.name, 1)  # no name is given back: smaller numbers are still taken
             while f"{node.name}_{number}" in self._node_of:
                 number += 1
+            self._numbered[node.name] = number
             node = replace(node, name=f"{node.name}_{number}")
             self._known[key] = node.name
         self.nodes.append(node)

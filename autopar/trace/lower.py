@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 import re
 from dataclasses import replace
@@ -245,7 +246,9 @@ def _source_line(fx_node: torch.fx.Node) -> str:
 
 def _unlike(taken: set[str], name: str) -> str:
     """The name, numbered where it is taken."""
-    return next(one for one in (name, *(f"{name}_{n}" for n in range(1, len(taken) + 2))) if one not in taken)
+    if name not in taken:
+        return name
+    return next(one for n in itertools.count(1) if (one := f"{name}_{n}") not in taken)
 
 
 def _readable(target: str) -> str:
