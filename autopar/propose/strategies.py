@@ -272,7 +272,7 @@ def _undominated(strategies: list[Strategy]) -> tuple[Strategy, ...]:
     kept: dict[object, list[Strategy]] = {}
     for strategy in strategies:
         same = kept.setdefault((strategy.takes, strategy.gives), [])
-        if all(one.body in PATTERNS and one.body != strategy.body for one in same):
+        if all(is_pattern(one.body) and one.body != strategy.body for one in same):
             same.append(strategy)
     return tuple(itertools.chain(*kept.values()))
 
