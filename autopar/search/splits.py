@@ -114,8 +114,6 @@ def _words(option: Strategy, axis: int, mesh: Mesh, weighted: bool) -> tuple[str
     what it does in linear layers and what in attention.
     """
     told, is_named = split_of(option, axis, weighted), option.roles[axis] in PATTERNED
-    if told == ("sequence" if weighted else "heads"):
-        return told, ULYSSES
-    if not is_pattern(option.body) or not (is_named or mesh.names[axis] in option.body_axes):
-        return (told,)
-    return (told, option.body) if is_named else (option.body,)
+    if is_pattern(option.body) and (is_named or mesh.names[axis] in option.body_axes):
+        return (told, option.body) if is_named else (option.body,)
+    return (told, ULYSSES) if told == ("sequence" if weighted else "heads") else (told,)
