@@ -25,6 +25,7 @@ from autopar.search.command.sized import is_sizing, request_of, sized
 from autopar.search.command.traced import as_ddp
 from autopar.search.document import document
 from autopar.search.limits import size
+from autopar.search.policies import policies_for
 from autopar.search.problems import Stop
 from autopar.search.problems import write as write_posed
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress
@@ -137,7 +138,10 @@ def _found(given: argparse.Namespace, posing: Posing, progress: Progress, stop: 
     def compared() -> tuple[Row, ...]:
         others = as_ddp(question, lambda statistics: posing.question(plan.mesh, statistics))
         limited = replace(request, memory=room.tensors)
-        return compare(question, plan, limited, as_ddp=others, progress=progress, stop=stop)
+        usual = policies_for(plan.mesh, saving=question.pricer.updates_together, dominated=True)
+        named = tuple(dict.fromkeys((*(usual if given.baselines else ()), *posing.asked.policies)))
+        ddp = others if given.baselines else None
+        return compare(question, plan, limited, as_ddp=ddp, policies=named, progress=progress, stop=stop)
 
     def along_memory() -> tuple[curve.Point, ...]:
         points = curve.memory_curve(question, request, (plan,), progress=progress, stop=stop)
@@ -148,7 +152,7 @@ def _found(given: argparse.Namespace, posing: Posing, progress: Progress, stop: 
 
     if given.top > 1:
         found = replace(found, top=timed(posing.seconds, "top", quickest))
-    if given.baselines:
+    if given.baselines or given.policy:
         found = replace(found, rows=timed(posing.seconds, "baselines", compared))
     if given.memory_curve is not None and not stop():
         found = replace(found, points=timed(posing.seconds, "memory_curve", along_memory))

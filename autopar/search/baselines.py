@@ -14,6 +14,7 @@ from autopar.search.policies import REWRITES, called, policies_for
 from autopar.search.problems import Stop, never
 from autopar.search.request import Request
 from autopar.search.search import Infeasible, NoAnswerInTime, Progress, Question, answer
+from autopar.search.sequence_policies import DoesNotApply
 from cost_models.steps import DEVICE
 
 DDP = "data-parallel"
@@ -42,6 +43,7 @@ def compare(
     request: Request,
     *,
     as_ddp: Question | str | None = None,
+    policies: Sequence[str] | None = None,
     progress: Progress = lambda text: None,
     stop: Stop = never,
 ) -> tuple[Row, ...]:
@@ -51,7 +53,8 @@ def compare(
     `request`: with the memory, the outputs, the pins and the time that `chosen` had. Where that was chosen by simulated
     time, so are the baselines measured.
     `as_ddp`: the question with the batch norms of DDP where this one's are others, or why there is none. It gives
-    data-parallel a row more, which computes something else. `stop`: once true, rows that are not there yet stay empty.
+    data-parallel a row more, which computes something else. `policies`: those that are compared; None: all that the
+    mesh allows, but for those that must be named. `stop`: once true, rows that are not there yet stay empty.
     """
 
     def row_of(asked: Question, policy: str) -> Row:
@@ -61,6 +64,8 @@ def compare(
         except Infeasible as error:
             needs = error.at_least if error.enough is None else error.enough
             return Row(policy, None, f"does not fit ({_needs(error)})", needs, norms)
+        except DoesNotApply as error:
+            return Row(policy, None, str(error), batch_norm=norms)
         except NoAnswerInTime:
             why = "interrupted" if stop() else f"no answer in {request.time_limit_s:g} s"
             return Row(policy, None, why, batch_norm=norms)
@@ -70,7 +75,9 @@ def compare(
         return Row(policy, plan, batch_norm=norms)
 
     rows: list[Row] = []
-    for policy in policies_for(question.pricer.mesh, saving=question.pricer.updates_together, dominated=True):
+    if policies is None:
+        policies = policies_for(question.pricer.mesh, saving=question.pricer.updates_together, dominated=True)
+    for policy in policies:
         row = row_of(question, policy)
         rows.append(row)
         progress(f"baseline {called(policy, question.graph)}: {row.why or _ms(row.plan)}")

@@ -1,12 +1,7 @@
 """Baselines: what people do by hand, as restrictions of the same problem, so that one referee prices them all.
 
-A policy keeps, mesh axis by mesh axis, those strategies of each node that it would use; the solver picks the best of
-what is left. The values of the graph are told apart by what they are made of:
-
-    a number    the dim that holds the batch
-    weight      made of parameters alone: "matrix" (two dims or more) or "vector"
-    free        made of constants alone, or of scalars: whoever reads it takes the piece it needs
-    summed      everything else: gradients of weights, statistics of the batch, losses
+A policy keeps, mesh axis by mesh axis, those strategies of each node that it would use (`policy_axis`); the solver
+picks the best of what is left.
 
 A data axis (data-parallel, fsdp) splits the batch wherever it is and takes everything else whole, or still to be
 summed. A tensor axis reads matrices only in pieces and never splits the batch. Where a policy has no way to run a node
@@ -17,18 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import reduce
-from typing import Literal
 
 from autopar.ir.batch_norm import GLOBAL, statistics_of
-from autopar.ir.graph import Graph, Node, batch_size
-from autopar.ir.layout import Placement, Shard
+from autopar.ir.graph import Graph, batch_size
 from autopar.ir.mesh import Mesh
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
-from autopar.rewrite import gathered_once, is_gathered_once, kept_whole
+from autopar.rewrite import gathered_once, kept_whole
 from autopar.rules.patterns import is_pattern
 from autopar.search.elixir.placing import placed
 from autopar.search.memory_options import MemoryOptions, checkpointed
+from autopar.search.policy_axis import PolicyAxis, Strategies
+from autopar.search.sequence_policies import DoesNotApply, along_the_sequence, with_attention
 
 POLICIES: Mapping[str, str] = {
     "data-parallel": "every rank has all parameters and a part of the batch; gradients are all-reduced",
@@ -66,10 +61,13 @@ REWRITES: Mapping[str, Callable[[Graph, Collection[str]], Graph]] = {"zero2": ga
 # Policies that no search tries, as another one is never slower and never needs more: to be compared with.
 DOMINATED: Mapping[str, str] = {"zero1": "zero2"}
 
-Strategies = Mapping[str, tuple[Strategy, ...]]
-Kind = int | Literal["matrix", "vector", "free", "summed"]
-Wish = Callable[[Strategy], bool]
-WEIGHT: tuple[Kind, ...] = ("matrix", "vector")
+# Policies that a search tries only where they are asked for by name. On a mesh of several axes the last one does what
+# is said here, and the others are fsdp.
+NAMED: Mapping[str, str] = {
+    "megatron-sp": "tensor-parallel, with norms split along the sequence (Korthikanti et al. 2022, section 4.2)",
+    "ulysses": "the sequence is split, and in attention the heads are (Jacobs et al. 2023); parameters as in fsdp",
+    "ring": "the sequence is split, and keys and values go round (Liu et al. 2023); parameters as in fsdp",
+}
 
 
 def policies_for(mesh: Mesh, *, saving: bool = False, once: bool = False, dominated: bool = False) -> tuple[str, ...]:
@@ -90,8 +88,8 @@ def is_open(policy: str, ways: Collection[str]) -> bool:
 def policy_named(name: str) -> str:
     """The policy of that name, or that is also called so. Raises ValueError for one that is not known."""
     name = ALIASES.get(name, name)
-    if name not in POLICIES:
-        raise ValueError(f"no policy {name!r}; known policies: {', '.join(POLICIES)}")
+    if name not in {**POLICIES, **NAMED}:
+        raise ValueError(f"no policy {name!r}; known policies: {', '.join({**POLICIES, **NAMED})}")
     return name
 
 
@@ -127,11 +125,11 @@ def memory_options_of(policy: str, graph: Graph, pricer: Pricer, memory: float |
 def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> dict[str, tuple[Strategy, ...]]:
     """The strategies that the policy would use, at least one for each node of the graph that it runs.
 
-    Raises ValueError for a policy that is not known, or not for this mesh.
+    Raises ValueError for a policy that is not known, DoesNotApply for one that is not for this mesh or model.
     """
     policy = policy_named(policy)
-    if policy not in policies_for(mesh, saving=True, dominated=True):
-        raise ValueError(
+    if policy not in NAMED and policy not in policies_for(mesh, saving=True, dominated=True):
+        raise DoesNotApply(
             f"policy {policy} needs two mesh axes or more, mesh {mesh} has one; give --mesh data=N,tensor=N"
         )
     if policy in REWRITES:  # with the nodes that keep what is gathered
@@ -139,11 +137,14 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
         strategies = {**propose(graph, mesh)[0], **strategies}
     policy = MEMORY_SAVING.get(policy, policy)
     on_last = "tensor-parallel" if policy == "fsdp+tensor-parallel" else policy
-    kept = by_hand(strategies)
+    kept = with_attention(graph, by_hand(strategies), strategies) if policy in NAMED else by_hand(strategies)
     for axis, size in enumerate(mesh.sizes):
-        if size > 1:
-            on_axis = on_last if axis == len(mesh.sizes) - 1 else policy.removesuffix("+tensor-parallel")
-            kept = _Axis(on_axis, axis, graph, kept).run()
+        is_last = axis == len(mesh.sizes) - 1
+        if policy in NAMED and is_last:
+            kept = along_the_sequence(policy, axis, mesh, graph, kept)
+        elif size > 1:
+            on_axis = on_last if is_last else "fsdp" if policy in NAMED else policy.removesuffix("+tensor-parallel")
+            kept = PolicyAxis(on_axis, axis, graph, kept).run()
     return kept
 
 
@@ -173,150 +174,3 @@ def agree(strategies: Strategies, class_of: Mapping[str, str]) -> dict[str, tupl
             shared = tuple(option for option in options if option in common) or tuple(options)
         kept |= dict.fromkeys(names, shared)
     return kept
-
-
-def _prefer(options: tuple[Strategy, ...], *wishes: Wish) -> tuple[Strategy, ...]:
-    """The options that the first wish which any of them fulfils leaves; all of them where none does."""
-    for wish in wishes:
-        if kept := tuple(option for option in options if wish(option)):
-            return kept
-    return options
-
-
-class _Axis:
-    """One policy on one mesh axis: a walk through the graph keeps strategies and learns the kind of every value."""
-
-    def __init__(self, policy: str, axis: int, graph: Graph, strategies: Strategies) -> None:
-        self.policy, self.axis, self.graph, self.strategies = policy, axis, graph, strategies
-        self.node_of = graph.by_name
-        self.batch = batch_size(graph)
-        self.kinds: dict[str, tuple[Kind, ...]] = {}
-        self.known: dict[object, tuple[tuple[Strategy, ...], tuple[Kind, ...]]] = {}
-        self.output_of = {result.target: result.ref for result in graph.results if result.kind == "output"}
-
-    def run(self) -> dict[str, tuple[Strategy, ...]]:
-        kept: dict[str, tuple[Strategy, ...]] = {}
-        # A tangent takes after an output, wherever it stands: it comes when the forward pass is through.
-        turn = {"tangent": 1}
-        for node in sorted(self.graph.nodes, key=lambda n: turn.get(n.op, 0 if n.phase == "forward" else 2)):
-            options = self.strategies[node.name]
-            if node.is_source:
-                key: object = (id(options), node.op, self.kind_of_source(node))
-            else:
-                operands = tuple(
-                    (self.kinds[ref.name][ref.index], self._numel(ref.name, ref.index)) for ref in node.operands
-                )
-                key = (id(options), node.outputs, operands)
-            if key not in self.known:  # equal nodes share one tuple, which is what pricing them once rests on
-                self.known[key] = self.source(node, options) if node.is_source else self.operator(node, options)
-            kept[node.name], self.kinds[node.name] = self.known[key]
-        return kept
-
-    def takes(self, option: Strategy) -> tuple[Placement, ...]:
-        return tuple(layout[self.axis] for layout in option.takes)
-
-    def is_split(self, option: Strategy) -> bool:
-        """Whether a source enters the program in pieces."""
-        return isinstance(option.gives[0][self.axis], Shard)
-
-    # --- sources ---------------------------------------------------------------------------------------------------
-
-    def kind_of_source(self, node: Node) -> Kind:
-        (type,) = node.outputs
-        assert type is not None
-        match node.op:
-            case "parameter":
-                return "matrix" if len(type.shape) > 1 else "vector"
-            case "input":
-                is_split = Shard(0) in {option.gives[0][self.axis] for option in self.strategies[node.name]}
-                return 0 if is_split and type.shape[0] == self.batch else "summed"
-            case "tangent":  # laid out as the output that it belongs to
-                ref = self.output_of[node.target]
-                return self.kinds[ref.name][ref.index] if ref is not None else "summed"
-            case _:
-                return "free"
-
-    def source(self, node: Node, options: tuple[Strategy, ...]) -> tuple[tuple[Strategy, ...], tuple[Kind, ...]]:
-        kind = self.kind_of_source(node)
-        match node.op:
-            case "parameter" if self.policy == "fsdp" or (self.policy == "tensor-parallel" and kind == "matrix"):
-                options = _prefer(options, self.is_split)
-            case "parameter" if self.policy == "data-parallel":
-                options = _prefer(options, lambda option: not self.is_split(option))
-            case "input" if kind == 0 and self.policy != "tensor-parallel":
-                options = _prefer(options, lambda option: option.gives[0][self.axis] == Shard(0))
-            case "input":
-                options = _prefer(options, lambda option: not self.is_split(option))
-            case _:
-                pass
-        return options, (kind,)
-
-    # --- operators -------------------------------------------------------------------------------------------------
-
-    def operator(self, node: Node, options: tuple[Strategy, ...]) -> tuple[tuple[Strategy, ...], tuple[Kind, ...]]:
-        kinds: tuple[Kind, ...] = tuple(self.kinds[ref.name][ref.index] for ref in node.operands)
-        along = self._along_the_batch(options, kinds)
-        results = self._results(node, kinds, along)
-        if self.policy == "tensor-parallel":
-            return self._on_tensor_axis(options, kinds, results), results
-        if along:
-            return along, results
-        if is_gathered_once(node):
-            return _prefer(options, self._is_whole), results
-        if all(kind == "free" for kind in results) or (self.policy == "fsdp" and all(kind in WEIGHT for kind in kinds)):
-            return options, results
-        return _prefer(options, self._is_whole), results
-
-    def _along_the_batch(self, options: tuple[Strategy, ...], kinds: tuple[Kind, ...]) -> tuple[Strategy, ...]:
-        """The options that split the batch of the most operands, and nothing else of those that have one."""
-
-        def matched(option: Strategy) -> int:
-            ends = zip(kinds, self.takes(option), strict=True)
-            splits = [place.dim == kind for kind, place in ends if isinstance(kind, int) and isinstance(place, Shard)]
-            return len(splits) if all(splits) else 0
-
-        best = max(map(matched, options), default=0)
-        if not best:
-            return ()
-        found = [option for option in options if matched(option) == best]
-        return tuple(option for option in found if self.takes(option) == self.takes(found[0]))
-
-    def _results(self, node: Node, kinds: tuple[Kind, ...], along: tuple[Strategy, ...]) -> tuple[Kind, ...]:
-        if along:
-            gives = [layout[self.axis] for layout in along[0].gives]
-            return tuple(place.dim if isinstance(place, Shard) else "summed" for place in gives)
-        same: Kind = "summed"
-        if all(kind == "free" for kind in kinds):
-            same = "free"
-        elif all(kind in WEIGHT for kind in kinds):
-            same = "matrix" if "matrix" in kinds else "vector"
-        elif all(
-            kind == "free" or self._numel(ref.name, ref.index) == 1
-            for kind, ref in zip(kinds, node.operands, strict=True)
-        ):
-            return tuple("free" if type is not None and type.numel > 1 else "summed" for type in node.outputs)
-        return (same,) * len(node.outputs)
-
-    def _is_whole(self, option: Strategy) -> bool:
-        return not any(isinstance(place, Shard) for place in self.takes(option))
-
-    def _on_tensor_axis(
-        self, options: tuple[Strategy, ...], kinds: tuple[Kind, ...], results: tuple[Kind, ...]
-    ) -> tuple[Strategy, ...]:
-        ends = *kinds, *results
-
-        def leaves_the_batch(option: Strategy) -> bool:
-            places = (*self.takes(option), *(layout[self.axis] for layout in option.gives))
-            return not any(
-                isinstance(place, Shard) and place.dim == kind for kind, place in zip(ends, places, strict=True)
-            )
-
-        def reads_pieces(option: Strategy) -> bool:
-            pairs = zip(kinds, self.takes(option), strict=True)
-            return all(isinstance(place, Shard) for kind, place in pairs if kind == "matrix")
-
-        return _prefer(options, lambda option: leaves_the_batch(option) and reads_pieces(option), leaves_the_batch)
-
-    def _numel(self, name: str, index: int) -> int:
-        type = self.node_of[name].outputs[index]
-        return type.numel if type is not None else 0

@@ -26,6 +26,7 @@ from autopar.price.calls import Profile
 from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.search.memory_options import ALLOWED, NEEDS_OPTIM, allowed
 from autopar.search.meshes import meshes_of
+from autopar.search.policies import NAMED, POLICIES, policy_named
 from autopar.search.search import Progress
 from autopar.search.top import checked
 from autopar.trace.precision import precision_named
@@ -135,6 +136,11 @@ def _what_is_told(add: Callable[..., object]) -> None:
     add("--baselines", action="store_true", help="compare with data parallel, FSDP, tensor parallel, "
         "and on GPUs with ZeRO-2, checkpointed layers, parameters on the host, and Elixir's rule; the plan stays the "
         "same")  # fmt: skip
+    add(
+        "--policy",
+        metavar="NAME[,NAME...]",
+        help="compare with these, in the place of --baselines or beside them: " + ", ".join({**POLICIES, **NAMED}),
+    )
     add("--memory-curve", nargs="?", const="", metavar="FILE",
         help="also find the plans for less memory and for more, and print step time over memory; FILE is an SVG "
         "picture of it")  # fmt: skip
@@ -181,6 +187,7 @@ class Asked:
     profile: Profile | None
     paths: Mapping[str, Path]
     rules: tuple[Rules, ...] = ()
+    policies: tuple[str, ...] = ()
 
 
 def files_read(given: argparse.Namespace) -> list[str]:
@@ -224,7 +231,7 @@ def _read(given: argparse.Namespace, name: str | None, count: str | None, progre
     return Asked(
         given.model, meshes, hardware, memory, given.batch_norm,
         allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files, files_read(given)),
-        rules_named(given.rules),
+        rules_named(given.rules), policies_named(given.policy),
     )  # fmt: skip
 
 
@@ -329,6 +336,12 @@ def pins_given(text: str | None) -> dict[str, str]:
         if settled.setdefault(name, word) != word:
             raise BadArgument(f"--pin says {settled[name]!r} and {word!r} of {name}; leave one out")
     return settled
+
+
+def policies_named(text: str | None) -> tuple[str, ...]:
+    """Those with which a plan is to be compared. Raises BadArgument."""
+    words = [] if text is None else _listed(text, "--policy")
+    return tuple(dict.fromkeys(or_bad(lambda word=word: policy_named(word)) for word in words))
 
 
 def _paths(named: Mapping[str, str | None], read: Sequence[str]) -> dict[str, Path]:

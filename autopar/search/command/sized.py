@@ -24,7 +24,7 @@ from autopar.trace import Captured
 from cost_models.whole_file import write_whole
 
 ONE_PLAN = (
-    "output", "html", "dot", "trace", "problem", "memory_curve", "baselines", "profile", "top",
+    "output", "html", "dot", "trace", "problem", "memory_curve", "baselines", "policy", "profile", "top",
 )  # fmt: skip  # what belongs to a plan, by the names of the arguments
 NOT_SEARCHED = "not searched: interrupted"
 OF_A_TABLE = ("price", "tokens", "days", "picture")
