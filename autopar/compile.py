@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from autopar.attach.agree import agreed
 from autopar.attach.module import ParallelModule, attach, plan_module
@@ -34,6 +35,7 @@ from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware
 
 OUTPUTS = ("auto", "sharded", "global")
+WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule, ParallelModule)
 INPUTS = ("global", "local")
 BACKENDS = ("eager", "inductor")
 
@@ -120,6 +122,7 @@ def compile(
     check_size(mesh.sizes, dist.get_world_size())
     _check_words(outputs, inputs, backend, batch_norm, optimizer)
     brought = given_rules(rules)
+    _check_what_is_planned(model, plan, pin)
     precision = precision_named(precision)
     if isinstance(patience_s, bool) or not patience_s > 0:
         raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
@@ -161,6 +164,18 @@ def _check_words(outputs: str, inputs: str, backend: str, batch_norm: str, optim
     _known("backend", backend, BACKENDS)
     _known("batch_norm", batch_norm, STATISTICS)
     _known("optimizer", optimizer or "adamw", tuple(OPTIMIZER_STATES))
+
+
+def _check_what_is_planned(model: nn.Module, plan: object, pin: Mapping[str, str] | None) -> None:
+    if pin and plan is not None:
+        raise ValueError(
+            "pin= is for a search, and plan= is the answer of one: search with `--pin`, or leave one of them out"
+        )
+    if isinstance(model, WRAPPERS):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}, which parallelizes it already: compile the model that is "
+            "inside, before it is wrapped"
+        )
 
 
 def _known(what: str, value: str, known: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from autopar.search import Question, Request, answer, ask
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.memory_options import words_of
 from autopar.search.meshes import best_mesh, meshes_of
+from autopar.search.pins import obeyable
 from autopar.search.reserved import held_within, telling
 from autopar.search.same import same_choices
 from cost_models.hardware import Hardware
@@ -137,7 +138,13 @@ class Planner:
         elif mesh is None:
             found = self._on_best_mesh(graph, where.ranks, request, usable)
         else:
-            found = self._searched(timed or self._ask(graph, mesh), request, usable)
+            question = timed or self._ask(graph, mesh)
+            if like is not None and request.pin:
+                pin, unmet = obeyable(request.pin, question)
+                request = replace(request, pin=pin)
+                _tell_unmet(unmet)
+                kept = None if unmet else kept
+            found = self._searched(question, request, usable)
         if time.monotonic() - began >= limit_s:
             found = replace(found, search={**found.search, CUT: limit_s})
         if kept is not None:
@@ -166,6 +173,15 @@ class Planner:
         seconds, machine = self.machine.profile, self.machine.hardware
         profile = None if seconds is None else profiler(self.machine.device_type, seconds, machine)
         return ask(graph, mesh, machine, optimizer=self.optimizer, profile=profile)
+
+
+def _tell_unmet(refusals: Sequence[str]) -> None:
+    if refusals:
+        warnings.warn(
+            "a later call of the module, with other shapes or other parameters that train than the first, goes without "
+            f"pins that nothing in it can obey: {'; '.join(refusals)}",
+            stacklevel=2,
+        )
 
 
 def _digest(graph: Graph, grid: str, request: Request, machine: tuple[str, ...]) -> str:

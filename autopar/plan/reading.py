@@ -12,6 +12,7 @@ from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.work import FETCH, VIEWS
 from autopar.plan.value import Choice, PlanValue, is_product
 from autopar.propose.strategies import Strategy
+from autopar.rules import ring
 from autopar.rules.attended import GATHERED, GROUPED, RING, ZIGZAG
 from cost_models.steps import Compute, unrolled
 
@@ -101,7 +102,8 @@ def split_of(choice: Choice | Strategy, axis: int, weighted: bool) -> str:
     """What an axis splits of a product: batch, sequence, heads, columns, rows, nothing, or something else.
 
     Read off the layouts. Columns and rows are those of the second operand, in a linear layer the weight: split by
-    columns, each rank makes some of the result's features; by rows, each makes a term of a sum over the ranks.
+    columns, each rank makes some of the result's features; by rows, each makes a term of a sum over the ranks. Where
+    one operand comes round in a ring, both are split; told is what its rank keeps of the result: "columns (ring)".
     `weighted`: whether an operand is a parameter.
     """
     if (told := PATTERNED.get(choice.roles[axis])) is not None:
@@ -112,6 +114,8 @@ def split_of(choice: Choice | Strategy, axis: int, weighted: bool) -> str:
             return "nothing"
         case [Shard(), Replicate()], Shard(dim):
             return "sequence" if dim else "batch"
+        case [Shard(first), Shard()], Shard(dim) if choice.body == ring.NAME:
+            return f"{'columns' if dim != first else 'sequence' if dim else 'batch'} ({ring.NAME})"
         case [Shard(), Shard()], Shard(dim):
             return "groups" if weighted else "heads" if dim else "batch"
         case [Replicate(), Shard()], Shard():

@@ -17,7 +17,7 @@ from autopar.rules.looped import Offer
 Pattern = Callable[[Node, tuple[TensorType, ...], Mesh], Iterator[Offer]]
 
 PATTERNS: dict[str, Pattern] = {
-    "ring": ring.product,
+    ring.NAME: ring.product,
     "grouped kv replicated": grouped.grouped,
     "context parallel: gathered kv": context.gathered,
     "context parallel: ring": context.ring,

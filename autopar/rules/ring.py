@@ -28,6 +28,7 @@ from autopar.rules.notation import Dim, Rule
 from autopar.rules.table import rule_of
 from cost_models.steps import Compute
 
+NAME = "ring"
 PRODUCTS = ("autopar.einsum", "aten.mm.default")
 
 

@@ -10,7 +10,7 @@ plans, too, is searched among the others.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
@@ -73,7 +73,7 @@ def _settled(question: Question, splits: Splits) -> Question:
                 raise ValueError(f"pin {name!r}: mesh {mesh} has no axis {axis!r}, it has {', '.join(mesh.names)}")
     strategies = dict(question.strategies)
     known: dict[tuple[int, bool, str], tuple[Strategy, ...]] = {}  # equal nodes share one tuple, still
-    obeying: dict[tuple[str, str, str], int] = {}  # (name, axis, word) -> how many products do so
+    obeying: dict[tuple[str, str, str], list[bool]] = {}  # (name, axis, word) -> whether each product can do so
     others: dict[tuple[str, str, str], dict[str, None]] = {}  # -> what those that cannot could do
     for node, axes in splits.items():
         options, weighted = strategies[node], is_weighted(node_of[node], weight_of)
@@ -84,13 +84,13 @@ def _settled(question: Question, splits: Splits) -> Question:
             number, pin = mesh.names.index(axis), (name, axis, word)
             if key not in known:
                 known[key] = tuple(one for one in options if word in _words(one, number, mesh, weighted))
-            obeying[pin] = obeying.get(pin, 0) + bool(known[key])
+            obeying.setdefault(pin, []).append(bool(known[key]))
             if not known[key]:
                 could = (_words(one, number, mesh, weighted) for one in options)
                 others.setdefault(pin, {}).update(dict.fromkeys(itertools.chain(*could)))
             options = known[key] or options
         strategies[node] = options
-    notes = [_note(*pin, obeying.get(pin, 0), others.get(pin, {})) for pin in _pins(splits)]
+    notes = [_note(*pin, obeying.get(pin, []), others.get(pin, {})) for pin in _pins(splits)]
     return replace(question, strategies=strategies, notes=(*question.notes, *notes), found=[], _tables={})
 
 
@@ -99,21 +99,24 @@ def _pins(splits: Splits) -> dict[tuple[str, str, str], None]:
     return {(name, axis, word): None for axes in splits.values() for axis, (word, name) in axes.items()}
 
 
-def _note(name: str, axis: str, word: str, count: int, others: Collection[str]) -> str:
+def _note(name: str, axis: str, word: str, obeying: Sequence[bool], others: Collection[str]) -> str:
     """What a pin did, for the plan. Raises ValueError where that is nothing."""
+    count = sum(obeying)
     if not others and not count:
         raise ValueError(f"pin {name!r}: no product, attention or convolution is there that {axis} could split")
     if not count:
         could = ", ".join(sorted(set(others) - {OTHERWISE}))
         raise ValueError(f"pin {name!r}: {axis} cannot split {word} there; choose of {could}, or leave it out")
-    return f"pinned: {name}, {axis}: {word} ({count} {'product' if count == 1 else 'products'})"
+    told = f"{count}" if all(obeying) else f"{count} of {len(obeying)}"
+    return f"pinned: {name}, {axis}: {word} ({told} {'product' if len(obeying) == 1 else 'products'})"
 
 
 def _words(option: Strategy, axis: int, mesh: Mesh, weighted: bool) -> tuple[str, ...]:
-    """What the axis does in a product that runs so; for what a pattern does there, its name, too. Ulysses has a name by
-    what it does in linear layers and what in attention.
+    """What the axis does in a product that runs so; for what a pattern does there, its name, too. Attention that splits
+    heads or the sequence does so in whatever way: "sequence (context parallel: ring)" is a way to split the sequence.
+    Ulysses has a name by what it does in linear layers and what in attention.
     """
     told, is_named = split_of(option, axis, weighted), option.roles[axis] in PATTERNED
     if is_pattern(option.body) and (is_named or mesh.names[axis] in option.body_axes):
-        return (told, option.body) if is_named else (option.body,)
+        return (told, told.partition(" (")[0], option.body) if is_named else (told, option.body)
     return (told, ULYSSES) if told == ("sequence" if weighted else "heads") else (told,)

@@ -133,6 +133,17 @@ def test_layers_that_reside_in_different_places_are_not_tied() -> None:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("word", ["recompute", "offload-parameters", "tensor: rows"])
+def test_a_name_that_later_ones_leave_nothing_of_is_told(word: str) -> None:
+    other = {"recompute": "save", "offload-parameters": "device"}.get(word, "tensor: columns")
+    graph = family("gpt2").graph
+    with pytest.raises(ValueError, match=re.escape("pin 'transformer.h.0.mlp' does nothing: 'transformer.h.*' stands")):
+        pinned({"transformer.h.0.mlp": word, "transformer.h.*": other}, graph)
+    pinned({"transformer.h.*": other, "transformer.h.0.mlp": word}, graph)
+    pinned({"transformer.h.0.mlp": word, "transformer.h.*": word}, graph)
+    assert pinned({"transformer.h.0.mlp": "data: rows", "transformer.h.*": "tensor: columns"}, graph).splits
+
+
 WORDS = "save, recompute, offload-activations, device, offload-parameters or offload-optimizer"
 
 
@@ -149,7 +160,7 @@ WORDS = "save, recompute, offload-activations, device, offload-parameters or off
         (
             "transformer.h.0.mlp.act",
             "offload-parameters",
-            "'offload-parameters' is for parameters, and it has none; choose save, recompute or",
+            "'offload-parameters' is for parameters, and it has none of its own; choose save, recompute or",
         ),
         (
             "transformer.wpe",

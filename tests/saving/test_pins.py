@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,29 @@ def test_compile_obeys_and_means_the_same(one: DeviceMesh, tmp_path: Path) -> No
     assert autopar.compile(model, one, example_inputs=(x,), cache=tmp_path).plan.residence == {}
     with pytest.raises(ValueError, match="pin 'nothing' is no module or parameter"):
         autopar.compile(model, one, example_inputs=(x,), pin={"nothing": "save"})
+
+
+def test_a_later_call_goes_without_pins_that_nothing_in_it_can_obey(one: DeviceMesh, tmp_path: Path) -> None:
+    """A part of the module is another one then; the step goes on, and a warning says why."""
+    torch.manual_seed(0)
+    model, x = Layers(), torch.randn(8, 16)
+    parallel: Any = autopar.compile(model, one, pin={"layers.1": "recompute", "layers.2": "device"}, cache=tmp_path)
+    parallel(x).backward()
+    parallel.zero_grad()
+    parallel.layers[1] = model.layers[1] = nn.Identity()
+    with pytest.warns(UserWarning, match=r"goes without pins that nothing in it can obey: pin 'layers.1' is no module"):
+        loss = parallel(x)
+    loss.backward()
+    wanted = torch.autograd.grad(model(x), model.layers[0].weight)[0]  # type: ignore[arg-type]
+    assert torch.allclose(full(parallel.layers[0].weight.grad), wanted)
+    with pytest.raises(ValueError, match=r"pin 'layers.1' is no module"):
+        autopar.compile(model, one, pin={"layers.1": "recompute"}, cache=tmp_path)(x)
+
+
+def test_a_plan_is_pinned_where_it_is_searched(one: DeviceMesh) -> None:
+    parallel = autopar.compile(Layers(), one, example_inputs=(torch.randn(8, 16),))
+    with pytest.raises(ValueError, match=r"pin= is for a search, and plan= is the answer of one"):
+        autopar.compile(Layers(), one, plan=parallel.plan, pin={"layers.1": "recompute"})
 
 
 def full(tensor: Tensor | None) -> Tensor:

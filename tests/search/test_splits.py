@@ -13,7 +13,7 @@ from autopar.plan.reading import is_weighted, split_of, weights_of
 from autopar.plan.value import is_product
 from autopar.search import Question, Request, answer, ask
 from autopar.search.meshes import best_mesh, meshes_of
-from autopar.search.pins import pinned
+from autopar.search.pins import obeyable, pinned
 from autopar.search.policies import policies_for
 from autopar.search.splits import settled
 from cost_models.hardware import Hardware
@@ -105,6 +105,11 @@ def test_a_pattern_is_pinned_by_its_name() -> None:
     plan = answer(in_double(Mesh(("data",), (2,))), Request(pin=pin))
     rings = {plan.graph.by_name[name].module for name, choice in plan.choices.items() if choice.body == "ring"}
     assert {"transformer.h.1.mlp.c_fc", "transformer.h.1.mlp.c_proj"} <= rings
+    told = {module: split["data"] for module, split in splits(plan).items()}
+    words = [told[f"transformer.h.1.mlp.{name} autopar.einsum"] for name in ("c_fc", "c_proj")]
+    assert all(word.endswith(" (ring)") for word in words), words
+    again = answer(in_double(Mesh(("data",), (2,))), Request(pin={"transformer.h.1.mlp.c_fc": f"data: {words[0]}"}))
+    assert splits(again)["transformer.h.1.mlp.c_fc autopar.einsum"]["data"] == words[0], "what is read can be written"
     assert difference(plan, family("gpt2"))[0] < TOLERANCE
 
 
@@ -114,6 +119,20 @@ def test_so_is_one_of_attention_in_the_words_of_the_plan_too(word: str) -> None:
     rings = [name for name, choice in plan.choices.items() if choice.body == "context parallel: ring"]
     assert len([name for name in rings if plan.graph.by_name[name].phase == "forward"]) == 2
     assert difference(plan, family("gpt2"))[0] < TOLERANCE
+
+
+@pytest.mark.parametrize("word", ["sequence", "heads"])
+def test_attention_that_is_pinned_to_a_dim_splits_it_in_whatever_way(word: str) -> None:
+    """Of two kv heads no rank of four has one: heads are split by a pattern, as the sequence always is."""
+    question = ask(family("grouped").graph, Mesh(("data",), (4,)), H100)
+    plan = answer(question, Request(pin={"*": f"data: {word}"}))
+    attention = [split["data"] for name, split in splits(plan).items() if "attention" in name]
+    assert attention and all(told.startswith(f"{word} (") for told in attention), attention
+
+
+def test_a_note_says_how_many_of_the_products_obey() -> None:
+    notes = answer(gpt2(), Request(pin={"transformer.h.*": "data: heads"})).notes
+    assert "pinned: transformer.h.*, data: heads (2 of 10 products)" in notes
 
 
 def test_one_of_equal_layers_may_be_pinned_alone() -> None:
@@ -142,8 +161,8 @@ def test_equal_layers_still_share_their_strategies_and_the_question_is_asked_onc
 
 REFUSED = {
     "lm_head=stage: rows": "pin 'lm_head': mesh data=2,tensor=2 has no axis 'stage', it has data, tensor",
-    "lm_head=tensor: colums": "pin 'lm_head': tensor cannot split colums there; choose of batch, columns, nothing, ",
-    "lm_head=tensor: heads": "pin 'lm_head': tensor cannot split heads there; choose of batch, columns, ",
+    "lm_head=tensor: colums": "pin 'lm_head': tensor cannot split colums there; choose of batch, batch (ring), ",
+    "lm_head=tensor: heads": "pin 'lm_head': tensor cannot split heads there; choose of batch, batch (ring), ",
     "lm_head=tensor:": "pin 'lm_head': 'tensor:' is not AXIS: WORD; write for example 'tensor: columns', or ",
     "lm_head=data: batch; data: rows": "pin 'lm_head': data is to split batch and rows; leave one out",
     "transformer.ln_f=data: batch": "'transformer.ln_f': no product, attention or convolution is there that data could",
@@ -157,6 +176,18 @@ def test_what_cannot_be_is_refused(pin: str) -> None:
     name, _, word = pin.partition("=")
     with pytest.raises(ValueError, match=re.escape(REFUSED[pin])):
         answer(gpt2(), Request(pin={name: word}))
+
+
+def test_of_the_pins_of_a_module_a_later_graph_keeps_what_it_can_obey() -> None:
+    pin = {
+        "transformer.h.*": "data: batch", "transformer.h.0.mlp": "recompute", "transformer.g": "save", **PIN,
+        "lm_head": "tensor: columns",
+    }  # fmt: skip
+    left, told = obeyable(pin, gpt2(Mesh(("data", "tensor"), (3, 2))))  # of 4 rows
+    kept = {"transformer.h.0.mlp": "recompute", **PIN, "lm_head": "tensor: columns"}
+    del kept["transformer.h.*.mlp.c_proj"]  # "data: batch", too
+    assert left == kept and [*left] == [*kept]
+    assert len(told) == 3 and "pin 'transformer.h.*': data cannot split batch there" in told[-1]
 
 
 def test_before_the_mesh_is_known_no_axis_can_be_named() -> None:
