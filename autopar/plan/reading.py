@@ -73,10 +73,17 @@ def parameters_of(plan: PlanValue) -> list[tuple[Node, TensorType]]:
     return found
 
 
-PATTERNED = {  # what patterns of attention are called that layouts do not tell apart
+PATTERNED = {  # role -> what patterns of attention are called that layouts do not tell apart
     GROUPED: "heads (grouped kv replicated)",
     GATHERED: "sequence (context parallel: gathered kv)",
     RING: "sequence (context parallel: ring)",
+}
+
+
+LOOPED_PRODUCTS = {  # what the axes of a looped product do, by the pattern
+    "ring": "pieces in a ring (all-gather matmul)",
+    "ring reduce-scatter": "sums in a ring (matmul reduce-scatter)",
+    "SUMMA": "blocks ({})",  # the form, and in how many panels
 }
 
 
@@ -89,6 +96,8 @@ def split_of(choice: Choice | Strategy, axis: int, weighted: bool) -> str:
     """
     if (told := PATTERNED.get(choice.roles[axis])) is not None:
         return told
+    if choice.body in LOOPED_PRODUCTS and ":" in choice.roles[axis]:
+        return LOOPED_PRODUCTS[choice.body].format(choice.roles[axis].partition(":")[0])
     given = choice.gives[0][axis]
     match [layout[axis] for layout in choice.takes[:2]], given:
         case [Replicate(), Replicate()], Replicate():

@@ -266,10 +266,12 @@ def _given(rule: Rule, result: int, role: str) -> Placement:
 
 
 def _undominated(strategies: list[Strategy]) -> tuple[Strategy, ...]:
-    """Of strategies with the same layouts in and out, the first: it differs in nothing that counts."""
+    """Of strategies with the same layouts in and out and the same workspace, the first: it differs in nothing that
+    counts.
+    """
     kept: dict[object, Strategy] = {}
     for strategy in strategies:
-        kept.setdefault((strategy.takes, strategy.gives), strategy)
+        kept.setdefault((strategy.takes, strategy.gives, strategy.workspace), strategy)
     return tuple(kept.values())
 
 

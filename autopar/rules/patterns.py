@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator
 
 from autopar.ir.graph import Node, TensorType
 from autopar.ir.mesh import Mesh
-from autopar.rules import context, grouped, ring
+from autopar.rules import context, grouped, ring, ring_scatter, summa
 from autopar.rules.looped import Offer
 
 Pattern = Callable[[Node, tuple[TensorType, ...], Mesh], Iterator[Offer]]
 
 PATTERNS: dict[str, Pattern] = {
     "ring": ring.product,
+    "ring reduce-scatter": ring_scatter.product,
+    "SUMMA": summa.product,
     "grouped kv replicated": grouped.grouped,
     "context parallel: gathered kv": context.gathered,
     "context parallel: ring": context.ring,
