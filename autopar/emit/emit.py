@@ -245,8 +245,8 @@ class _Emitter:
         writer.comment = self._comment(launch.of)
         self.launched[launch.number] = launch
         match launch.step, launch.of:
-            case Comm(collective=to, axis=axis), Within():
-                self.values[made] = writer.shift(value, to, axis)
+            case Comm() as step, Within():
+                self.values[made] = writer.send(value, step)
             case Move(), Copy(name):
                 fetches = launch.step.dst == DEVICE
                 self._bind_value(made, Ref(name), (writer.fetch if fetches else writer.store)(value, name))
@@ -262,7 +262,7 @@ class _Emitter:
         (read,), (made,) = launch.reads, launch.makes
         self.writer.comment = self._comment(launch.of)
         if isinstance(launch.of, Within):
-            self.values[made] = self.writer.shifted(self.values[made])
+            self.values[made] = self.writer.sent(self.values[made])
         elif launch.change is None:
             self.writer.wait_copy(self.values[made], self.values[read])
         else:

@@ -88,6 +88,23 @@ def place_at(x: Tensor, made: Tensor, dim: int, parts: int, coordinate: Tensor, 
     return x
 
 
+def panel(x: Tensor, dim: int, parts: int, number: int) -> Tensor:
+    """One of `parts` equal pieces of `dim`, that dim in front, in memory of its own."""
+    return in_front(x.narrow(dim, number * (x.shape[dim] // parts), x.shape[dim] // parts), dim)
+
+
+def in_front(x: Tensor, dim: int) -> Tensor:
+    """A contiguous copy with `dim` in front."""
+    return x.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
+
+
+def place_panel(x: Tensor, made: Tensor, dim: int, parts: int, number: int) -> Tensor:
+    """Write to `x` where `panel` reads."""
+    size = x.shape[dim] // parts
+    x.narrow(dim, number * size, size).copy_(made.movedim(0, dim))
+    return x
+
+
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """All elements of all tensors in one row, so that they travel together."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -18,7 +18,7 @@ from autopar.ir.graph import Const, TensorType
 from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.mesh import Mesh
 from autopar.price.reshard import Reshard, Work
-from cost_models.steps import over
+from cost_models.steps import Comm, over
 
 C10D = torch.ops._c10d_functional
 OURS = torch.ops.autopar
@@ -156,15 +156,22 @@ class Writer:
         launched = self.named(value, change.kind, target, *args)
         return self._waited(launched, change) if self.one_at_a_time else launched
 
-    def shift(self, value: fx.Node, to: str, axis: str) -> fx.Node:
-        """Begin to pass the value on to another rank of the axis ("shift": the next one; "mirror"), and to take that
-        of the one for which this is that rank.
-        """
-        value = self.contiguous(value)
-        launched = self.named(value, to, getattr(OURS, to).default, value, self.groups[axis])
+    def send(self, value: fx.Node, step: Comm) -> fx.Node:
+        """Begin what a loop sends: of a shift or a mirror, the value to another rank; else along its leading dim."""
+        value, group = self.contiguous(value), self.groups[step.axis]
+        match step.collective:
+            case "shift" | "mirror" as to:
+                target, args = getattr(OURS, to).default, (group,)
+            case "all_gather":
+                target, args = C10D.all_gather_into_tensor.default, (step.ranks, group)
+            case "reduce_scatter":
+                target, args = C10D.reduce_scatter_tensor.default, ("sum", step.ranks, group)
+            case other:
+                raise ValueError(f"no loop sends by {other}")
+        launched = self.named(value, step.collective, target, value, *args)
         return self.wait(launched) if self.one_at_a_time else launched
 
-    def shifted(self, launched: fx.Node) -> fx.Node:
+    def sent(self, launched: fx.Node) -> fx.Node:
         """What came, once it is there."""
         return launched if self.one_at_a_time else self.named(launched, "wait", C10D.wait_tensor.default, launched)
 

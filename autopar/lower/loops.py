@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from autopar.ir.graph import Node
 from autopar.lower.listing import Listing
 from autopar.lower.program import Buffer, Inner, Kind, Launch, Run, Wait, Within
-from autopar.rules.looped import Do, Offer, Part, Shift, makes_of, reads_of
-from cost_models.steps import Comm
+from autopar.rules.looped import Do, Offer, Part, Send, makes_of, reads_of
 
 
 def lowered(
@@ -79,10 +78,10 @@ class _Segment:
         listing.do(Run(inner, (do.step,), reads, makes, takes=takes), makes, takes)
         env |= made
 
-    def _launch(self, listing: Listing, env: dict[str, int], shift: Shift) -> Launch:
-        made = listing.new(shift.type.nbytes, Kind.WORKSPACE, self.owner)
-        step = Comm(shift.to, self.axis, self.ranks, shift.type.nbytes)
-        launch = Launch(listing.launches, step, Within(self.node.name), (env[shift.reads],), (made,))
+    def _launch(self, listing: Listing, env: dict[str, int], send: Send) -> Launch:
+        made = listing.new(send.type.nbytes, Kind.WORKSPACE, self.owner)
+        step = send.step(self.axis, self.ranks)
+        launch = Launch(listing.launches, step, Within(self.node.name), (env[send.reads],), (made,))
         listing.do(launch, (made,))
-        env[shift.makes] = made
+        env[send.makes] = made
         return launch

@@ -75,7 +75,7 @@ def parameters_of(plan: PlanValue) -> list[tuple[Node, TensorType]]:
     return found
 
 
-PATTERNED = {  # what patterns of attention are called that layouts do not tell apart
+PATTERNED = {  # role -> what patterns of attention are called that layouts do not tell apart
     GROUPED: "heads (grouped kv replicated)",
     GATHERED: "sequence (context parallel: gathered kv)",
     RING: "sequence (context parallel: ring)",
@@ -98,6 +98,12 @@ def split_told(plan: PlanValue, node: Node, axis: int, weight_of: Mapping[str, s
     return f"{told} ({ULYSSES})" if made == "sequence" else told
 
 
+LOOPED_PRODUCTS = {  # what the axes of a looped product do, by the pattern
+    "ring reduce-scatter": "sums in a ring (matmul reduce-scatter)",
+    "SUMMA": "blocks ({})",  # the form, and in how many panels
+}
+
+
 def split_of(choice: Choice | Strategy, axis: int, weighted: bool) -> str:
     """What an axis splits of a product: batch, sequence, heads, columns, rows, nothing, or something else.
 
@@ -108,6 +114,8 @@ def split_of(choice: Choice | Strategy, axis: int, weighted: bool) -> str:
     """
     if (told := PATTERNED.get(choice.roles[axis])) is not None:
         return told
+    if choice.body in LOOPED_PRODUCTS and ":" in choice.roles[axis]:
+        return LOOPED_PRODUCTS[choice.body].format(choice.roles[axis].partition(":")[0])
     given = choice.gives[0][axis]
     match [layout[axis] for layout in choice.takes[:2]], given:
         case [Replicate(), Replicate()], Replicate():

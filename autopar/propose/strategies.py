@@ -267,12 +267,13 @@ def _given(rule: Rule, result: int, role: str) -> Placement:
 
 def _undominated(strategies: list[Strategy]) -> tuple[Strategy, ...]:
     """Of strategies with the same layouts in and out, the first: it differs in nothing that counts. Two patterns do, as
-    one sends more than the other, and computes less.
+    one sends more than the other and computes less, and so does one that takes less room.
     """
     kept: dict[object, list[Strategy]] = {}
     for strategy in strategies:
         same = kept.setdefault((strategy.takes, strategy.gives), [])
-        if all(is_pattern(one.body) and one.body != strategy.body for one in same):
+        made = strategy.body, strategy.workspace
+        if all(is_pattern(one.body) and (one.body, one.workspace) != made for one in same):
             same.append(strategy)
     return tuple(itertools.chain(*kept.values()))
 

@@ -16,7 +16,7 @@ from typing import Literal
 from autopar.ir.graph import TensorType
 from autopar.ir.layout import Layout
 from autopar.rules.builder import Value
-from cost_models.steps import Comm, Compute, Loop, Step
+from cost_models.steps import COLLECTIVES, Comm, Compute, Loop, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,31 @@ class Shift:
     type: TensorType
     to: Literal["shift", "mirror"] = "shift"  # the collective's name
 
+    def step(self, axis: str, ranks: int) -> Comm:
+        return Comm(self.to, axis, ranks, self.type.nbytes)
 
-Part = Do | Shift
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """An all-gather or a reduce-scatter (`kind`) along one axis, of the leading dim of a value; `type`: of what it
+    makes. It is under way as a shift is.
+    """
+
+    kind: str
+    axis: str
+    ranks: int
+    reads: str
+    makes: str
+    type: TensorType
+
+    def step(self, axis: str, ranks: int) -> Comm:
+        """On its own axis, whatever the offer's is."""
+        whole = self.type.nbytes if COLLECTIVES[self.kind].gathers else self.type.nbytes * self.ranks
+        return Comm(self.kind, self.axis, self.ranks, whole)
+
+
+Send = Shift | Collective
+Part = Do | Send
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +101,7 @@ class Looped:
 
         def of(parts: tuple[Part, ...]) -> Iterator[Step]:
             for part in parts:
-                yield part.step if isinstance(part, Do) else Comm(part.to, axis, ranks, part.type.nbytes)
+                yield part.step if isinstance(part, Do) else part.step(axis, ranks)
 
         segments = ((1, self.before), (self.rounds, self.round), (1, self.after))
         return tuple(Loop(rounds, tuple(of(parts))) for rounds, parts in segments if rounds and parts)
@@ -93,42 +116,48 @@ class Looped:
 
     @property
     def workspace(self) -> int:
-        """Bytes that it holds beside operands and results, at most."""
+        """Bytes that it holds beside operands and results, at most. Until a result is made, others have its room."""
         env: dict[str, int] = {}  # name -> the number of what it stands for by now
         sizes: list[int] = []
         last: dict[int, int] = {}  # number -> the part that needs it last
         made: list[list[int]] = []
         takes: list[int] = []
-        sent: list[str] = []
+        sent: dict[str, int] = {}  # what a send makes -> the number of what it sends, until that is waited for
         for at, (turn, ends, part) in enumerate(self.turns(rounds=2)):
-            sent += [part.reads] if isinstance(part, Shift) else []
-            needed = [*reads_of(part), *(sent if ends else ())]
-            last |= {env[name]: at for name in needed if name in env}
+            last |= {env[name]: at for name in reads_of(part) if name in env}
+            last |= {
+                number: max(last[number], at - 1) for name in reads_of(part) if (number := sent.pop(name, -1)) >= 0
+            }
+            if not isinstance(part, Do) and part.reads in env:
+                sent[part.makes] = env[part.reads]
             made.append([])
             takes.append(part.takes if isinstance(part, Do) else 0)
             for name, type in makes_of(part):
-                sizes.append(0 if name in self.gives else type.nbytes)
+                sizes.append(type.nbytes)
                 env[name] = len(sizes) - 1
                 made[at].append(env[name])
                 last[env[name]] = at
             if part.type is None:
                 env[part.makes] = env[reads_of(part)[0]]
             if ends:
-                sent = []
+                last |= dict.fromkeys(sent.values(), at)
+                sent = {}
                 if 0 < turn <= min(2, self.rounds):
                     env |= {head: env[foot] for head, foot in self.carried}
+        results = {env[name] for name in self.gives}
         most = level = 0
         for at, numbers in enumerate(made):
             level += sum(sizes[number] for number in numbers)
             most = max(most, level + takes[at])
-            level -= sum(sizes[one] for one, until in last.items() if until == at)
-        return most
+            level -= sum(sizes[one] for one, until in last.items() if until == at and one not in results)
+        return most - sum(sizes[one] for one in results)
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
     """One way in which a pattern runs a node. `roles`: what each axis does, in words that no rule uses where it sends;
-    with the pattern's name they say which offer it is. `axis`: the one it sends along. `takes`, `gives`: layouts.
+    with the pattern's name they say which offer it is. `axis`: the one it sends along; of several, what they are
+    together. `takes`, `gives`: layouts.
     """
 
     roles: tuple[str, ...]

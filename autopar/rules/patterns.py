@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from autopar.ir.graph import Node, TensorType
 from autopar.ir.mesh import Mesh
-from autopar.rules import context, grouped, ring, zigzag
+from autopar.rules import context, grouped, ring, ring_scatter, summa, zigzag
 from autopar.rules.bodies import BODIES
 from autopar.rules.looped import Offer
 
@@ -18,6 +18,8 @@ Pattern = Callable[[Node, tuple[TensorType, ...], Mesh], Iterator[Offer]]
 
 PATTERNS: dict[str, Pattern] = {
     ring.NAME: ring.product,
+    "ring reduce-scatter": ring_scatter.product,
+    "SUMMA": summa.product,
     "grouped kv replicated": grouped.grouped,
     "context parallel: gathered kv": context.gathered,
     "context parallel: ring": context.ring,

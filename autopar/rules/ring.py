@@ -15,21 +15,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from autopar.ir.graph import Node, Ref, TensorType
-from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, local_shape, local_type
+from autopar.ir.graph import Node, TensorType
+from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, local_shape, local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.work import bytes_moved, flops_of
-from autopar.rules.builder import Value
+from autopar.rules.attended import cut
 from autopar.rules.looped import Do, Looped, Offer, Part, Shift
 from autopar.rules.notation import Dim, Rule
-from autopar.rules.table import rule_of
+from autopar.rules.products import (
+    adding,
+    dim_of,
+    factors,
+    first_of_longest,
+    multiplying,
+    placing,
+    room,
+    rule_of_product,
+    shard_of,
+    taking,
+)
 from cost_models.steps import Compute
 
 NAME = "ring"
-PRODUCTS = ("autopar.einsum", "aten.mm.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +58,9 @@ class _Ring:
 
 def product(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
     """A ring along each axis, for each of the operands that may go round; all other axes split the batch."""
-    if node.op not in PRODUCTS or len(set(node.operands)) != 2 or mesh.ranks == 1:
+    if mesh.ranks == 1 or (rule := rule_of_product(node, types)) is None:
         return
-    rule = rule_of(node, types)
-    assert rule is not None
-    first, second = (_factors(dims) for dims in rule.inputs)
-    if {*first} & {*second} & {*_factors(rule.outputs[0])}:
-        return  # many small products, as of attention
-    longest = max(rule.inputs, key=len)
-    batch = next(iter(_factors(longest[:1])), "")
+    batch = first_of_longest(rule)
     for axis, moving in ((axis, moving) for axis, size in enumerate(mesh.sizes) if size > 1 for moving in (0, 1)):
         roles = tuple(batch if size > 1 and at != axis else "" for at, size in enumerate(mesh.sizes))
         if (ring := _ring(node, types, rule, mesh, moving, axis, roles)) is not None:
@@ -69,19 +72,15 @@ def _ring(
 ) -> _Ring | None:
     """By the last factor but one that divides: the last dim is what a product sums over, or makes columns of."""
     mine, other, result = rule.inputs[moving], rule.inputs[1 - moving], rule.outputs[0]
-    columns = next((f for f in _factors(other) if f in _factors(result) and f not in _factors(mine)), None)
+    columns = next((f for f in factors(other) if f in factors(result) and f not in factors(mine)), None)
     if columns is None:
         return None
-    for rows in reversed(_factors(mine[:-1])):
+    for rows in reversed(factors(mine[:-1])):
         ring = _Ring(node, types, rule, mesh, moving, axis, rows, columns, roles)
         inside = any(role == rows for role in roles[axis + 1 :])  # then its pieces would not lie side by side
         if not inside and {rows, columns, *filter(None, roles)} <= {*rule.splittable} and _divides(ring):
             return ring
     return None
-
-
-def _factors(dims: Sequence[Dim]) -> list[str]:
-    return [factor for dim in dims for factor in dim]
 
 
 def _layouts(ring: _Ring) -> tuple[tuple[Layout, ...], Layout]:
@@ -90,7 +89,7 @@ def _layouts(ring: _Ring) -> tuple[tuple[Layout, ...], Layout]:
 
     def laid(dims: Sequence[Dim], here: str, missing: Placement) -> Layout:
         def placed(factor: str) -> Placement:
-            return next((Shard(dim) for dim, factors in enumerate(dims) if factor in factors), missing)
+            return shard_of(dims, factor) or missing
 
         roles = [here if at == ring.axis else role for at, role in enumerate(ring.roles)]
         return tuple(placed(role) if role else REPLICATE for role in roles)
@@ -117,86 +116,44 @@ def _offer(ring: _Ring) -> Offer:
     return Offer(roles, ring.mesh.names[ring.axis], takes, (gives,), _loop(ring, takes, gives))
 
 
-def _cut(type: TensorType, dim: int, parts: int) -> TensorType:
-    return replace(type, shape=(*type.shape[:dim], type.shape[dim] // parts, *type.shape[dim + 1 :]))
-
-
-def _dim(dims: Sequence[Dim], factor: str) -> int | None:
-    return next((dim for dim, factors in enumerate(dims) if factor in factors), None)
-
-
 def _loop(ring: _Ring, takes: Sequence[Layout], gives: Layout) -> Looped:
     ranks, moving, rule = ring.mesh.sizes[ring.axis], ring.moving, ring.rule
     local = [local_type(type, layout, ring.mesh) for type, layout in zip(ring.types, takes, strict=True)]
     whole = ring.node.outputs[0]
     assert whole is not None
     result = local_type(whole, gives, ring.mesh)
-    shared, written = _dim(rule.inputs[1 - moving], ring.rows), _dim(rule.outputs[0], ring.rows)
+    shared, written = dim_of(rule.inputs[1 - moving], ring.rows), dim_of(rule.outputs[0], ring.rows)
     here, there = str(moving), str(1 - moving)
-    piece, met = local[moving], local[1 - moving] if shared is None else _cut(local[1 - moving], shared, ranks)
-    made = result if written is None else _cut(result, written, ranks)
+    piece, met = local[moving], local[1 - moving] if shared is None else cut(local[1 - moving], shared, ranks)
+    made = result if written is None else cut(result, written, ranks)
     flops, kind = flops_of(ring.node, ring.types)
     flops /= ranks * ranks * math.prod(s for r, s in zip(ring.roles, ring.mesh.sizes, strict=True) if r)
     pair = (piece, met) if moving == 0 else (met, piece)
     multiply = Compute(ring.node.op, flops, 1.0 * bytes_moved(ring.node, pair, (made,)), result.dtype, 1, kind)
 
-    def copied(times: int, type: TensorType, kernels: int = 1) -> Compute:
-        return Compute("reorder", 0.0, 1.0 * times * type.nbytes, type.dtype, kernels, "elementwise")
-
-    def times(b: Any, turn: int, mine: Value, other: Value) -> Value:
-        pair = iter((mine, other) if moving == 0 else (other, mine))
-        args = [next(pair) if isinstance(arg, Ref) else arg for arg in ring.node.args]
-        return b.call(ring.node.op, *args)
+    times = multiplying(ring.node, swapped=moving == 1)
 
     def on(mine: str, first: bool) -> Iterator[Part]:
         """What is done with one piece."""
         other = there
         if shared is not None:
-            yield Do("cut", _cutting(shared, ranks), (there,), "met", met, copied(2, met))
+            yield taking(shared, ranks, there, "met", met)
             other = "met"
         if written is not None:
             yield Do("multiply", times, (mine, other), "made", made, multiply)
-            yield Do("place", _placing(written, ranks), ("result", "made"), "result", None, copied(2, made))
+            yield placing(written, ranks, "result", "made", made)
         elif first:
             yield Do("multiply", times, (mine, other), "result", made, multiply)
         else:
             yield Do("multiply", times, (mine, other), "made", made, multiply)
-            yield Do("add", _adding, ("result", "made"), "result", None, copied(3, made))
+            yield adding("result", "made", made)
 
-    room = () if written is None else (Do("room", _room(result), (here,), "result", result, copied(0, result, 0)),)
+    rooms = () if written is None else (room(here, "result", result),)
     return Looped(
-        before=(Shift(here, "piece", piece), *room, *on(here, first=True)),
+        before=(Shift(here, "piece", piece), *rooms, *on(here, first=True)),
         rounds=ranks - 2,
         round=(Shift("piece", "next", piece), *on("piece", first=False)),
         carried=(("piece", "next"),),
         after=tuple(on("piece", first=False)),
         gives=("result",),
     )
-
-
-# --- its work, as code -----------------------------------------------------------------------------------------------
-
-
-def _cutting(dim: int, parts: int) -> Any:
-    def write(b: Any, turn: int, whole: Value) -> Value:
-        return b.call("autopar.cut_at", whole, dim, parts, b.shard_index(), turn)
-
-    return write
-
-
-def _placing(dim: int, parts: int) -> Any:
-    def write(b: Any, turn: int, result: Value, made: Value) -> Value:
-        return b.call("autopar.place_at", result, made, dim, parts, b.shard_index(), turn)
-
-    return write
-
-
-def _room(type: TensorType) -> Any:
-    def write(b: Any, turn: int, like: Value) -> Value:
-        return b.call("aten.new_empty.default", like, type.shape)
-
-    return write
-
-
-def _adding(b: Any, turn: int, result: Value, made: Value) -> Value:
-    return b.call("aten.add_.Tensor", result, made)

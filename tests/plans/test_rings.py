@@ -30,15 +30,18 @@ OVER, UNDER = 1.05, 0.98  # as in tests/measure/test_memory.py
 
 @cache
 def ringed(name: str, mesh: Mesh, moving: str, *, wide: bool) -> Plan:
-    """The best plan in which operand `moving` of every product goes round where it may, else the other one does."""
+    """The best plan in which operand `moving` of every product goes round where it may, else the other one does; or,
+    where that is "sum", the sum of every product does.
+    """
+    pattern = "ring reduce-scatter" if moving == "sum" else "ring"
     case = family(name)
     sampler = PlanSampler(case.wide_graph if wide else case.graph, mesh, MACHINE)
     wishes: dict[str, Wish] = {}
     for node, options in sampler.strategies.items():
-        rings = {one.roles for one in options if one.body == "ring"}
+        rings = {one.roles for one in options if one.body == pattern}
         wanted = {roles for roles in rings if any(role.startswith(moving) for role in roles)} or rings
         if wanted:
-            wishes[node] = lambda one, wanted=wanted: one.body == "ring" and one.roles in wanted
+            wishes[node] = lambda one, wanted=wanted: one.body == pattern and one.roles in wanted
     assert len(wishes) > 5, "too few products"
     return sampler.best(wishes)
 
@@ -46,7 +49,7 @@ def ringed(name: str, mesh: Mesh, moving: str, *, wide: bool) -> Plan:
 CASES = [("mlp", (2,)), ("mlp", (4,)), ("gpt2", (2, 2)), ("llama", (4,))]
 
 
-@pytest.mark.parametrize("moving", "01")
+@pytest.mark.parametrize("moving", ["0", "1", "sum"])
 @pytest.mark.parametrize(("name", "sizes"), CASES)
 def test_its_numbers_are_those_of_one_process_and_its_bytes_those_of_the_plan(
     name: str, sizes: tuple[int, ...], moving: str
@@ -63,16 +66,17 @@ def test_its_numbers_are_those_of_one_process_and_its_bytes_those_of_the_plan(
     assert traffic == {key: nbytes for key, nbytes in found.comm_bytes.items() if nbytes}
 
 
+@pytest.mark.parametrize("moving", ["0", "sum"])
 @pytest.mark.parametrize("prefetch", [None, 1])
 @pytest.mark.parametrize(("name", "sizes"), CASES)
 def test_it_holds_what_it_says(
     fake_mesh: Callable[..., object], monkeypatch: pytest.MonkeyPatch, name: str, sizes: tuple[int, ...],
-    prefetch: int | None,
+    prefetch: int | None, moving: str,
 ) -> None:  # fmt: skip
     """With sends under way beside products, which a program on CPUs waits for at once (docs/design/0018)."""
     send_beside_work(monkeypatch)
     case, mesh = family(name), Mesh(("data", "tensor")[: len(sizes)], sizes)
-    plan = replace(ringed(name, mesh, "0", wide=False), prefetch=prefetch)
+    plan = replace(ringed(name, mesh, moving, wide=False), prefetch=prefetch)
     fake_mesh(**dict(zip(mesh.names, sizes, strict=True)))
     told = timeline_of(plan, Pricer.on(mesh, MACHINE, plan.optimizer), prefetch).memory["hbm"].peak_bytes
     if prefetch is None:

@@ -105,17 +105,24 @@ def check_a_collective_over_both_axes(ranks: Ranks) -> None:
 
 
 def check_rings(ranks: Ranks) -> None:
-    """Every product that may go round a ring of all ranks does."""
-    mesh, case = ranks.mesh(), family("mlp")
-    if ranks.rank == 0:
-        sampler = PlanSampler(case.graph, mesh_of(mesh), FAST)
-        looped = [name for name, options in sampler.strategies.items() if any(one.body == "ring" for one in options)]
-        plan = sampler.best(dict.fromkeys(looped, lambda one: one.body == "ring"))
-        assert plan.comm_bytes["shift", "data"] > 0, plan.comm_bytes
-        plan.save(ranks.folder / "rings.json")
-    dist.barrier()
-    parallel = autopar.compile(case.model, mesh, plan=ranks.folder / "rings.json", hardware=FAST)
-    same_steps(copy.deepcopy(case.model), parallel, case.inputs)
+    """Every product that may go round a ring of all ranks does; then every one of which the sum may."""
+    mesh = ranks.mesh()
+    for number, pattern in enumerate(("ring", "ring reduce-scatter")):
+        case, file = family("mlp"), ranks.folder / f"rings{number}.json"
+        if ranks.rank == 0:
+            sampler = PlanSampler(case.graph, mesh_of(mesh), FAST)
+            wishes = {
+                name: lambda one, pattern=pattern: one.body == pattern
+                for name, options in sampler.strategies.items()
+                if any(one.body == pattern for one in options)
+            }
+            plan = sampler.best(wishes)
+            assert plan.comm_bytes["shift", "data"] > 0, plan.comm_bytes
+            plan.save(file)
+        dist.barrier()
+        model = copy.deepcopy(case.model)
+        parallel = autopar.compile(model, mesh, plan=file, hardware=FAST)
+        same_steps(copy.deepcopy(case.model), parallel, case.inputs)
 
 
 def check_contexts(ranks: Ranks) -> None:

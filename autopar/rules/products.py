@@ -1,0 +1,90 @@
+"""What the patterns of matrix products have in common: factors of their dims, and parts of their bodies as code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.ir.graph import Node, Ref, TensorType
+from autopar.ir.layout import Shard
+from autopar.rules.attended import copied
+from autopar.rules.builder import Value
+from autopar.rules.looped import Do
+from autopar.rules.notation import Dim, Rule
+from autopar.rules.table import rule_of
+
+PRODUCTS = ("autopar.einsum", "aten.mm.default")
+
+
+def rule_of_product(node: Node, types: tuple[TensorType, ...]) -> Rule | None:
+    """The rule of a product of two values; None of all else, and of many small products, as of attention."""
+    if node.op not in PRODUCTS or len(set(node.operands)) != 2:
+        return None
+    rule = rule_of(node, types)
+    assert rule is not None
+    first, second = (factors(dims) for dims in rule.inputs)
+    return None if {*first} & {*second} & {*factors(rule.outputs[0])} else rule
+
+
+def first_of_longest(rule: Rule) -> str:
+    """The first factor of the operand with the most dims: of activations, the batch. "" where there is none."""
+    return next(iter(factors(max(rule.inputs, key=len)[:1])), "")
+
+
+def factors(dims: Sequence[Dim]) -> list[str]:
+    return [factor for dim in dims for factor in dim]
+
+
+def dim_of(dims: Sequence[Dim], factor: str) -> int | None:
+    return next((dim for dim, those in enumerate(dims) if factor in those), None)
+
+
+def shard_of(dims: Sequence[Dim], factor: str) -> Shard | None:
+    """The dim of that factor, split; None where there is none."""
+    dim = dim_of(dims, factor)
+    return None if dim is None else Shard(dim)
+
+
+# --- parts of bodies -------------------------------------------------------------------------------------------------
+
+
+def multiplying(node: Node, swapped: bool = False) -> Any:
+    """The product of two values. `swapped`: the second operand is read first."""
+
+    def write(b: Any, turn: int, one: Value, other: Value) -> Value:
+        pair = iter((other, one) if swapped else (one, other))
+        return b.call(node.op, *(next(pair) if isinstance(arg, Ref) else arg for arg in node.args))
+
+    return write
+
+
+def taking(dim: int, parts: int, reads: str, makes: str, piece: TensorType, ahead: int = 0) -> Do:
+    """The piece that came from the rank `turn + ahead` places before this one on the ring."""
+
+    def write(b: Any, turn: int, whole: Value) -> Value:
+        return b.call("autopar.cut_at", whole, dim, parts, b.shard_index(), turn + ahead)
+
+    return Do("cut", write, (reads,), makes, piece, copied(2, piece))
+
+
+def placing(dim: int, parts: int, result: str, made: str, piece: TensorType) -> Do:
+    def write(b: Any, turn: int, result: Value, made: Value) -> Value:
+        return b.call("autopar.place_at", result, made, dim, parts, b.shard_index(), turn)
+
+    return Do("place", write, (result, made), result, None, copied(2, piece))
+
+
+def room(like: str, makes: str, type: TensorType) -> Do:
+    """Memory that others write to. `like`: a value of that dtype, on that device."""
+
+    def write(b: Any, turn: int, like: Value) -> Value:
+        return b.call("aten.new_empty.default", like, type.shape)
+
+    return Do("room", write, (like,), makes, type, copied(0, type, 0))
+
+
+def adding(total: str, term: str, type: TensorType) -> Do:
+    def write(b: Any, turn: int, total: Value, term: Value) -> Value:
+        return b.call("aten.add_.Tensor", total, term)
+
+    return Do("add", write, (total, term), total, None, copied(3, type))

@@ -1,0 +1,149 @@
+"""SUMMA in panels and rings of more ranks, every offer executed beside the operator that is not split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autopar.emit import ops
+from autopar.emit.run_all_ranks import fake_ranks, run
+from autopar.ir.graph import Graph, Node, Ref, Result, TensorType
+from autopar.ir.layout import local_type
+from autopar.ir.mesh import Mesh
+from autopar.lower import lower
+from autopar.lower.memory import peaks
+from autopar.lower.program import Loop
+from autopar.lower.verify import verify
+from autopar.plan import Plan
+from autopar.plan.fit import check_rules
+from autopar.plan.reading import split_of
+from autopar.price.pricer import Pricer
+from autopar.rules.looped import Offer
+from autopar.rules.patterns import offers
+from cost_models.hardware import Hardware
+from cost_models.steps import Comm, unrolled
+from tests.rules.test_ring import values_of
+from tests.support.check import mesh_of
+from tests.support.plans import PlanSampler
+
+H100 = Hardware.load("h100-sxm")
+TOLERANCE = 1e-12  # in float64: sums of a few dozen terms in another order
+
+M, K, N = 8, 32, 48
+PRODUCTS = {  # what a linear layer becomes, and the form of SUMMA that goes with it where weights are [n, k]
+    "forward": ("b s k, n k -> b s n", (M, 8, K), (N, K)),
+    "forward, weight first": ("n k, b s k -> b s n", (N, K), (M, 8, K)),
+    "gradient of the input": ("b s n, n k -> b s k", (M, 8, N), (N, K)),
+    "gradient of the weight": ("b s n, b s k -> n k", (M, 8, N), (M, 8, K)),
+    "in columns": ("b s n, b s k -> k n", (M, 8, N), (M, 8, K)),
+    "rows by themselves": ("m k, k n -> m n", (64, K), (K, N)),
+}
+
+
+def graph_of(equation: str, *shapes: tuple[int, ...]) -> Graph:
+    made = ops.einsum(equation, *(torch.empty(shape, dtype=torch.float64) for shape in shapes))
+    types = [TensorType(shape, "float64") for shape in shapes]
+    sources = [Node(name, "input", (), (), (type,), target=name) for name, type in zip("xw", types, strict=True)]
+    node = Node(
+        "product", "autopar.einsum", (equation, Ref("x"), Ref("w")), (), (TensorType(tuple(made.shape), "float64"),)
+    )
+    return Graph((*sources, node), (Result("output", "0", Ref("product")),))
+
+
+def offered(graph: Graph, mesh: Mesh, pattern: str) -> list[Offer]:
+    node = graph.by_name["product"]
+    types = tuple(graph.type_of(ref) for ref in node.operands)
+    return [offer for name, offer in offers(node, types, mesh) if name == pattern]
+
+
+def plans(graph: Graph, mesh: Mesh, pattern: str) -> Iterator[tuple[Offer, Plan]]:
+    sampler = PlanSampler(graph, mesh, H100, optimizer="none")
+    for offer in offered(graph, mesh, pattern):
+        wishes = {
+            "product": lambda s, o=offer: (s.body, s.roles) == (pattern, o.roles),
+            "x": lambda s, o=offer: s.gives == (o.takes[0],),
+            "w": lambda s, o=offer: s.gives == (o.takes[1],),
+        }
+        yield offer, sampler.best(wishes)
+
+
+def check_numbers(graph: Graph, mesh: Mesh, pattern: str, equation: str) -> list[Offer]:
+    values, found = values_of(graph), []
+    wanted = torch.einsum(equation.replace(" ", ""), values["x"], values["w"])
+    with fake_ranks(mesh) as device_mesh:
+        for offer, plan in plans(graph, mesh, pattern):
+            check_rules(plan)
+            for prefetch in (None, 1):
+                made = run(replace(plan, prefetch=prefetch), device_mesh, values).results["output", "0"]
+                assert made is not None
+                torch.testing.assert_close(made, wanted, rtol=TOLERANCE, atol=TOLERANCE * wanted.abs().max().item())
+            found.append(offer)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(4,), (8,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "in columns"])
+def test_a_ring_reduce_scatter_of_more_ranks(name: str, sizes: tuple[int, ...]) -> None:
+    equation, *shapes = PRODUCTS[name]
+    assert check_numbers(graph_of(equation, *shapes), mesh_of(*sizes), "ring reduce-scatter", equation)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_panels_give_what_the_operator_gives(name: str, sizes: tuple[int, ...]) -> None:
+    equation, *shapes = PRODUCTS[name]
+    found = check_numbers(graph_of(equation, *shapes), mesh_of(*sizes), "SUMMA", equation)
+    assert len(found) >= 4
+    forms = {role.split(",")[0] for offer in found for role in offer.roles if role.startswith("SUMMA")}
+    expected = {"SUMMA ATB"} if ("weight" in name and "gradient" in name) or name == "in columns" else None
+    assert forms == (expected or {"SUMMA AB", "SUMMA ABT"})
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_they_send_what_the_formula_says_and_hold_what_they_say(name: str) -> None:
+    """(q - 1) / q^2 of both tensors that move, in elements received per rank (van de Geijn and Watts 1997)."""
+    equation, *shapes = PRODUCTS[name]
+    graph, mesh = graph_of(equation, *shapes), mesh_of(2, 2)
+    pricer, q = Pricer.on(mesh, H100, "none"), 2
+    types = [graph.type_of(Ref(one)) for one in ("x", "w", "product")]
+    for offer, plan in plans(graph, mesh, "SUMMA"):
+        sent = [step for step in unrolled(plan.choices["product"].steps) if isinstance(step, Comm)]
+        panels = int(offer.roles[0].split(", ")[1].split()[0])
+        assert len(sent) == 2 * panels
+        volumes = [(q - 1) * type.nbytes // q**2 for type in types]
+        received = sum(step.nbytes // q * (q - 1) for step in sent)
+        assert received in {sum(volumes) - one for one in volumes}
+        for prefetch in (None, 1):
+            program = lower(plan, prefetch, pricer)
+            verify(program)
+            loops = [one for _, one in program if isinstance(one, Loop)]
+            assert [loop.rounds for loop in loops] == ([panels - 2] if panels > 2 else [])
+            held = sum(buffer.nbytes for buffer in program.resident)
+            result = local_type(types[2], offer.gives[0], mesh).nbytes
+            extra = peaks(program)["hbm"] - held - result
+            assert extra <= offer.loop.workspace
+            if prefetch is not None and not plan.deliveries[0].changes:
+                assert extra == offer.loop.workspace, offer.roles
+
+
+def test_text_calls_it_by_its_name() -> None:
+    equation, *shapes = PRODUCTS["forward"]
+    graph, mesh = graph_of(equation, *shapes), mesh_of(2, 2)
+    told = {split_of(plan.choices["product"], 0, True) for _, plan in plans(graph, mesh, "SUMMA")}
+    assert told == {f"blocks (SUMMA {form}, {panels} panels)" for form in ("AB", "ABT") for panels in (2, 8)}
+    (_, plan), *_ = plans(graph, mesh_of(2), "ring reduce-scatter")
+    assert split_of(plan.choices["product"], 0, True) == "sums in a ring (matmul reduce-scatter)"
+
+
+def test_it_is_offered_on_axes_of_one_size_where_panels_divide() -> None:
+    def count(x: tuple[int, ...], w: tuple[int, ...], *sizes: int) -> int:
+        return len(offered(graph_of("b s k, n k -> b s n", x, w), mesh_of(*sizes), "SUMMA"))
+
+    assert count((4, 8, 32), (48, 32), 2, 2) == 4
+    assert count((4, 8, 32), (48, 32), 2, 4) == 0, "panels of the operands would not be of the same rows"
+    assert count((4, 8, 32), (48, 32), 4) == 0
+    assert count((4, 8, 12), (48, 12), 2, 2) == 3, "12 features are no 16 panels"
+    assert count((3, 8, 32), (48, 32), 2, 2) == 0, "the batch does not divide"
