@@ -281,6 +281,12 @@ def test_packed_sequences_are_looked_for_where_transformers_does(config: bool, a
     assert ours is not None and abs(ours - plain) < 1e-5
 
 
+@pytest.mark.parametrize(("config", "argument"), [(True, {}), (False, {"use_cache": True})])
+def test_a_cache_that_is_asked_for_is_left_out_and_told(config: bool, argument: dict[str, Any]) -> None:
+    captured = Case(llama(use_cache=config), _text(**argument)).captured
+    assert [note for note in captured.notes if "cache" in note.lower() and "is left out: a training step" in note]
+
+
 def test_a_mask_function_of_the_user_is_asked() -> None:
     masking = sys.modules["transformers.masking_utils"]
     plain = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
