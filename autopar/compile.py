@@ -124,8 +124,7 @@ def compile(
     brought = given_rules(rules)
     _check_what_is_planned(model, plan, pin)
     precision = precision_named(precision)
-    if isinstance(patience_s, bool) or not patience_s > 0:
-        raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
+    _check_patience(patience_s)
 
     def read() -> tuple[Machine, tuple[str, ...] | None, Plan | None]:
         machine = _machine(hardware, memory, profile, device_mesh.device_type)
@@ -154,6 +153,11 @@ def compile(
         positional, named = by_name(type(model).forward.__get__(model), example_inputs or (), example_kwargs or {})
         plan_module(parallel, positional, named)
     return parallel
+
+
+def _check_patience(patience_s: float) -> None:
+    if isinstance(patience_s, bool) or not patience_s > 0:
+        raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
 
 
 def _check_words(outputs: str, inputs: str, backend: str, batch_norm: str, optimizer: str | None) -> None:
