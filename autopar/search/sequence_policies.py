@@ -115,8 +115,8 @@ class _Sequence(PolicyAxis):
     def operator(self, node: Node, options: tuple[Strategy, ...]) -> tuple[tuple[Strategy, ...], tuple[Kind, ...]]:
         if node.op in OPERANDS_OF_ATTENTION:
             kept = prefer(options, *(self._does(role) for role in self.roles))
-            results: tuple[Kind, ...] = tuple(map(_sequence_of, node.outputs))
-            return kept, results
+            results: list[Kind] = [_sequence_of(result) for result in node.outputs]
+            return kept, tuple(results)
         if node.op == SHARE:  # of what attention saves, in the layout that its backward reads
             (ref,) = node.operands
             return options, (self.kinds[ref.name][ref.index],)
