@@ -137,7 +137,9 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
         strategies = {**propose(graph, mesh)[0], **strategies}
     policy = MEMORY_SAVING.get(policy, policy)
     on_last = "tensor-parallel" if policy == "fsdp+tensor-parallel" else policy
-    kept = with_attention(graph, by_hand(strategies), strategies) if policy in NAMED else by_hand(strategies)
+    kept = by_hand(strategies)
+    if policy in NAMED:
+        kept = with_attention(graph, kept, strategies)
     for axis, size in enumerate(mesh.sizes):
         is_last = axis == len(mesh.sizes) - 1
         if policy in NAMED and is_last:

@@ -33,7 +33,7 @@ class DoesNotApply(ValueError):
     """A policy has nothing that it could do with a model on a mesh; the sentence says why."""
 
 
-def with_attention(graph: Graph, plain: Strategies, strategies: Strategies) -> Strategies:
+def with_attention(graph: Graph, plain: Strategies, strategies: Strategies) -> dict[str, tuple[Strategy, ...]]:
     """`plain`, with all that attention can do: its patterns are what these policies are about."""
     return {**plain, **{node.name: strategies[node.name] for node in graph.nodes if node.op in OPERANDS_OF_ATTENTION}}
 
@@ -115,9 +115,11 @@ class _Sequence(PolicyAxis):
     def operator(self, node: Node, options: tuple[Strategy, ...]) -> tuple[tuple[Strategy, ...], tuple[Kind, ...]]:
         if node.op in OPERANDS_OF_ATTENTION:
             kept = prefer(options, *(self._does(role) for role in self.roles))
-            return kept, tuple(map(_sequence_of, node.outputs))
+            results: list[Kind] = [_sequence_of(result) for result in node.outputs]
+            return kept, tuple(results)
         if node.op == SHARE:  # of what attention saves, in the layout that its backward reads
-            return options, tuple(self.kinds[ref.name][ref.index] for ref in node.operands)
+            (ref,) = node.operands
+            return options, (self.kinds[ref.name][ref.index],)
         return super().operator(node, options)
 
     def _does(self, role: str) -> Wish:
