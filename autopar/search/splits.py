@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.words import count_of
 from autopar.plan.reading import OTHERWISE, PATTERNED, is_weighted, split_of, weights_of
 from autopar.plan.value import is_product
 from autopar.propose.strategies import Strategy
@@ -105,7 +106,7 @@ def _note(name: str, axis: str, word: str, count: int, others: Collection[str]) 
     if not count:
         could = ", ".join(sorted(set(others) - {OTHERWISE}))
         raise ValueError(f"pin {name!r}: {axis} cannot split {word} there; choose of {could}, or leave it out")
-    return f"pinned: {name}, {axis}: {word} ({count} {'product' if count == 1 else 'products'})"
+    return f"pinned: {name}, {axis}: {word} ({count_of(count, 'product')})"
 
 
 def _words(option: Strategy, axis: int, mesh: Mesh, weighted: bool) -> tuple[str, ...]:
