@@ -192,15 +192,29 @@ def _check_magnitude(problem: Problem) -> None:
         total += largest[id(array)]
     if total > 1e300:
         raise ValueError(f"the costs may add up to {total:g}, which overflows; use a larger unit of cost")
-    held: dict[str, float] = {}
+    for resource, nbytes in _most_at_once(problem).items():
+        if nbytes >= EXACT:
+            raise ValueError(
+                f"the usages of {resource} may add up to {nbytes:g} bytes at once; they are exact below 2^53 only: "
+                "use a larger unit"
+            )
+
+
+def _most_at_once(problem: Problem) -> dict[str, float]:
+    """Resource -> the sum of the largest bytes of all usages that share an instant, at its largest."""
     most: dict[int, float] = {}
+    spans: dict[str, list[tuple[int, int, float]]] = {}
     for usage in (*problem.usages, *problem.edge_usages):
         if id(usage.nbytes) not in most:
             most[id(usage.nbytes)] = float(usage.nbytes.max())
-        held[usage.resource] = held.get(usage.resource, 0.0) + most[id(usage.nbytes)]
-    for resource, nbytes in held.items():
-        if nbytes >= EXACT:
-            raise ValueError(
-                f"the usages of {resource} may add up to {nbytes:g} bytes; they are exact below 2^53 only: "
-                "use a larger unit"
-            )
+        if usage.start < usage.end:
+            spans.setdefault(usage.resource, []).append((usage.start, usage.end, most[id(usage.nbytes)]))
+    found: dict[str, float] = {}
+    for resource, held in spans.items():
+        starts, ends, nbytes = (np.array(column) for column in zip(*held, strict=True))
+        instants = np.unique(np.concatenate((starts, ends)))
+        change = np.zeros(len(instants))
+        np.add.at(change, np.searchsorted(instants, starts), nbytes)
+        np.subtract.at(change, np.searchsorted(instants, ends), nbytes)
+        found[resource] = float(np.cumsum(change).max())
+    return found

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.assemble.liveness import Liveness, Read, Turn, copied_gradients
-from autopar.assemble.may_copy import may_copy
+from autopar.assemble.facts import GraphFacts
+from autopar.assemble.liveness import Read, Turn
 from autopar.ir.graph import Graph, Node, Ref, TensorType, weights_in
 from autopar.ir.layout import Layout, Partial, local_type
 from autopar.ir.work import temporary_bytes
@@ -58,7 +58,7 @@ class Assembly:
         again: Mapping[str, Again],
         residences: Sequence[str],
         shares: Shares,
-        live: Liveness,
+        facts: GraphFacts,
         known: Sizes,
     ) -> None:
         self.graph, self.pricer, self.fixed, self.shares = graph, pricer, fixed, shares
@@ -67,8 +67,9 @@ class Assembly:
         self.again, self.residences = again, tuple(residences)
         self.strategies = strategies
         self.node_of = graph.by_name
-        self.live, self.known = live, known
-        self.copied, self.may_copy = copied_gradients(graph), may_copy(graph, again)
+        self.live, self.copied, self.may_copy = facts.live, facts.copied, facts.may_copy
+        self.known = known
+        self.filled: set[int] = set()  # ids of arrays that usages have, and not of zeros alone
         self.item_of: dict[str, int] = {}
         self.mode_of: dict[str, int] = {}
         self.options: list[tuple[Strategy, ...]] = []
@@ -242,8 +243,7 @@ class Assembly:
 
     def changed(self, edge: int, start: int, end: int, nbytes: Array, room: Array) -> None:
         """A layout change at instant `start`, whose new tensor is held until before `end`."""
-        if room.any():
-            self.edge_usages.append(EdgeUsage(edge, DEVICE, start, start + 1, room))
+        self.held_between(edge, start, start + 1, room)
         self.held_between(edge, start + 1, end, nbytes)
 
     def taken_over(
@@ -264,13 +264,22 @@ class Assembly:
                     self.held_between(copied[0], turn.start, turn.end, copied[1])
 
     def held(self, item: int, start: int, end: int, nbytes: Array, tier: str = DEVICE) -> None:
-        if end > start and nbytes.any():
+        if end > start and self.is_filled(nbytes):
             self.usages.append(Usage(item, tier, start, end, nbytes))
 
     def held_between(self, edge: int, start: int, end: int, nbytes: Array, tier: str = DEVICE) -> None:
         """Bytes that depend on the options of both ends of an edge."""
-        if end > start and nbytes.any():
+        if end > start and self.is_filled(nbytes):
             self.edge_usages.append(EdgeUsage(edge, tier, start, end, nbytes))
+
+    def is_filled(self, nbytes: Array) -> bool:
+        """Whether any option holds something. Who asks makes a usage of such an array, so that its id stays its own."""
+        if id(nbytes) in self.filled:
+            return True
+        if nbytes.any():
+            self.filled.add(id(nbytes))
+            return True
+        return False
 
     def once(self, key: object, make: Callable[[], Array]) -> Array:
         """The array of that key: equal ones are one, which is what the solver's speed rests on."""

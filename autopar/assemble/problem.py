@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.assemble.activations import Modes, add_modes, add_rereads, add_saved, rereads
 from autopar.assemble.builder import DEVICE, HOST, Array, Assembly, Sizes
-from autopar.assemble.liveness import Liveness, liveness
+from autopar.assemble.facts import GraphFacts
 from autopar.assemble.parameters import (
     add_gradient,
     add_parameter,
@@ -77,7 +77,7 @@ def assemble(
     host_memory: float | None = None,
     residence_of: Mapping[str, Sequence[str]] | None = None,
     shares: Shares | None = None,
-    live: Liveness | None = None,
+    facts: GraphFacts | None = None,
     sizes: Sizes | None = None,
 ) -> Assembled:
     """Build the problem. `memory`: bytes of one rank's device; `fixed`: layouts of parameters that are settled
@@ -85,12 +85,12 @@ def assemble(
     parameters may reside; `host_memory`: bytes of the host's that a rank may take; `residence_of`: where each
     parameter may reside (default: anywhere). `shares`: of their prices, what transfers cost that run beside compute
     (`autopar.price.overlap_discounts`); items, options and memory are the same without, so picks mean the same.
-    `live`: of this graph, where it is known; `sizes`: what problems of the same strategies on the same mesh have in
-    common.
+    `facts`: of this graph and `again`, where they are known; `sizes`: what problems of the same strategies on the same
+    mesh have in common.
     """
-    live, sizes = live or liveness(graph), sizes or Sizes()
-    work = Assembly(graph, strategies, pricer, fixed or {}, again or {}, residences, shares or {}, live, sizes)
-    _add_nodes(work, classes_of(graph, tied=tied, without=work.again))
+    facts, sizes = facts or GraphFacts(graph, again), sizes or Sizes()
+    work = Assembly(graph, strategies, pricer, fixed or {}, again or {}, residences, shares or {}, facts, sizes)
+    _add_nodes(work, facts.classes if tied else classes_of(graph, tied=False, without=work.again))
     settle_residences(work, residence_of or {})
     modes = add_modes(work)
     _add_reads(work)

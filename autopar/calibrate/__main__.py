@@ -18,6 +18,7 @@ from autopar.calibrate.measure import Sample
 from autopar.calibrate.profile import check_table, drift_table, profile_from, save
 from autopar.calibrate.ranks import device_of, loud, measure_world, start
 from autopar.errors import BadArgument
+from autopar.ir.words import count_of
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, writable
 from autopar.machine.device import calibrated_path, device_name, hardware_or_here, processors
 from autopar.machine.local_ranks import KEEPS_FREED, environment
@@ -76,7 +77,7 @@ def _alone(given: argparse.Namespace, kind: str, path: Path) -> int:
     shares = [1.0] if len(numbers) == 1 else [0.6] + [0.4 / (len(numbers) - 1)] * (len(numbers) - 1)
     samples: list[Sample] = []
     for i, (ranks, share) in enumerate(zip(numbers, shares, strict=True)):
-        print(f"starting {ranks} process{'es' if ranks > 1 else ''} on {device_name(kind)}", file=sys.stderr)
+        print(f"starting {count_of(ranks, 'process', 'processes')} on {device_name(kind)}", file=sys.stderr)
         samples += start(ranks, "crowd" if i else "all", share * given.seconds, kind)
     _finish(samples, kind, path)
     return 0

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar.calibrate.collectives import mesh_shapes, time_collectives
 from autopar.calibrate.compute import Made, everything, probes, settle_memory
 from autopar.calibrate.measure import Clock, Sample
+from autopar.ir.words import count_of
 from autopar.machine.cli import INTERRUPTED
 from autopar.machine.local_ranks import environment, local_ranks
 
@@ -45,7 +46,7 @@ def measure_world(parts: str, budget_s: float, device: torch.device, say: Say) -
 
     def timed(made: Iterable[tuple[str, Made]], each_s: float) -> Iterator[Sample]:
         for what, benches in made:
-            say(f"{what}, {world} rank{'s' if world > 1 else ''} at once")
+            say(f"{what}, {count_of(world, 'rank')} at once")
             for bench in benches:
                 if world > 1:
                     dist.barrier()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from cost_models.steps import axes_of, joined
 
@@ -43,7 +44,7 @@ class Mesh:
     @property
     def groups(self) -> tuple[str, ...]:
         """The axes, and what several of them at once are called (`cost_models.steps.over`)."""
-        return (*self.names, *joined(self.names, self.sizes))
+        return _groups(self)
 
     def places(self, axis: str) -> tuple[int, ...]:
         """Where the axis stands, or several at once do. Raises ValueError where the mesh has no such one."""
@@ -87,6 +88,11 @@ def parse_mesh(text: str) -> Mesh:
         sizes.append(int(size))
     check_ranks(math.prod(sizes))
     return Mesh(tuple(names), tuple(sizes))
+
+
+@cache  # asked for of every layout of every tensor
+def _groups(mesh: Mesh) -> tuple[str, ...]:
+    return (*mesh.names, *joined(mesh.names, mesh.sizes))
 
 
 def check_ranks(ranks: int) -> None:

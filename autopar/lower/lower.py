@@ -79,6 +79,7 @@ class Lowering:
         self.parts_of: dict[Reshard, tuple[Part, ...]] = {}
         self.bytes_of: dict[tuple[TensorType, Layout], Any] = {}
         self.offers: dict[str, Offer] = {}
+        self.taken: dict[str, Any] = {}
 
     def program(self, prefetch: int | None) -> Program:
         if prefetch is not None and prefetch < 0:
@@ -98,6 +99,18 @@ class Lowering:
             assert offer is not None, f"%{node.name} has no {pattern} {roles}"
             self.offers[node.name] = offer
         return self.offers[node.name]
+
+    def workspace(self, node: Node) -> Any:
+        """Bytes that a node takes while it runs, copies of its operands among them."""
+        if node.name not in self.taken:
+            types, mesh = operand_types(node, self.plan.graph.by_name), self.plan.mesh
+            takes, nbytes = self.plan.choices[node.name].takes, self.workspaces.get(node.name, 0)
+            if node.name not in self.workspaces and temporary_bytes(node, types):  # few have some in any layout
+                nbytes = temporary_bytes(node, [local_type(*one, mesh) for one in zip(types, takes, strict=True)])
+            for place in self.placing.copied(node.name):
+                nbytes += self.nbytes(types[place], takes[place])
+            self.taken[node.name] = nbytes
+        return self.taken[node.name]
 
     def nbytes(self, type: TensorType, layout: Layout) -> Any:
         """Of the piece of one rank."""
@@ -215,7 +228,7 @@ class _Program:
             makes.append(value)
             self.value_of[Ref(node.name, index)] = value
         steps = tuple(step for step in choice.steps if not isinstance(step, Comm) or step.ranks > 1)
-        takes = self._workspace(node)
+        takes = (Buffer(size, Kind.WORKSPACE, owner_of(node)),) if (size := self.lowering.workspace(node)) else ()
         self.listing.do(Run(Operator(node.name), steps, tuple(reads), tuple(makes), takes=takes), makes, takes)
 
     def _loop(self, node: Node, pattern: str, reads: Sequence[int]) -> None:
@@ -233,15 +246,6 @@ class _Program:
             return self.value_of[ref]
         (value,) = way.values
         return value
-
-    def _workspace(self, node: Node) -> tuple[Buffer, ...]:
-        types, takes = operand_types(node, self.node_of), self.plan.choices[node.name].takes
-        nbytes: Any = self.lowering.workspaces.get(node.name, 0)
-        if node.name not in self.lowering.workspaces and temporary_bytes(node, types):  # few have some in any layout
-            nbytes = temporary_bytes(node, [local_type(*one, self.mesh) for one in zip(types, takes, strict=True)])
-        for place in self.lowering.placing.copied(node.name):
-            nbytes += self.lowering.nbytes(types[place], takes[place])
-        return (Buffer(nbytes, Kind.WORKSPACE, owner_of(node)),) if nbytes else ()
 
     # --- transfers ---------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar._compat import HashStore
+from autopar.ir.words import count_of
 from autopar.plan.tell import human
 from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
 
@@ -120,7 +121,7 @@ def _check_devices(devices: int, world: int) -> None:
 
 def _start(wanted: int, world: int) -> str:
     run = "1 process runs" if world == 1 else f"{world} processes run"
-    start = "1 process" if wanted == 1 else f"{wanted} processes"
+    start = count_of(wanted, "process", "processes")
     return f"{run}; start {start} (torchrun --nproc-per-node {wanted})"
 
 
@@ -272,12 +273,13 @@ def memory_bytes(memory: int | float | str | None, hardware: Hardware, device_ty
 def _given_bytes(memory: int | float | str, hardware: Hardware) -> float:
     match memory:
         case str():
-            read = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?i?B|[KMGT])\s*", memory, re.IGNORECASE)
-            if read is None or read[1].count(".") > 1 or read[1] == "." or float(read[1]) <= 0:
+            number = r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?"  # as Python writes numbers, 1e3 among them
+            read = re.fullmatch(rf"\s*({number})\s*([KMGT]?i?B|[KMGT])\s*", memory, re.IGNORECASE)
+            if read is None or not 0 < float(read[1]) < math.inf:
                 raise ValueError(
                     f"memory {memory!r} is not a size; write for example 70GiB, 512MB or 0.9 (a share of the device)"
                 )
-            return float(read[1]) * UNITS[read[2].upper()]
+            return float(read[1]) * UNITS[read[4].upper()]
         case bool():
             raise ValueError(f"memory {memory!r} is not a size; write for example 70GiB")
         case float() if 0 < memory <= 1:

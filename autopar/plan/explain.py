@@ -10,6 +10,7 @@ from math import inf
 from autopar.ir import batch_norm, precision
 from autopar.ir.graph import Node
 from autopar.ir.layout import local_type
+from autopar.ir.words import count_of
 from autopar.ir.work import STORE, VIEWS
 from autopar.plan.axes import words
 from autopar.plan.listing import columns, parameters, products
@@ -42,7 +43,7 @@ def explain(plan: PlanValue) -> str:
 
 def head(plan: PlanValue) -> Iterator[str]:
     """The mesh and the machine, and in what the model computes."""
-    yield f"mesh {plan.mesh} ({plan.mesh.ranks} ranks) on {plan.hardware}, optimizer {plan.optimizer}"
+    yield f"mesh {plan.mesh} ({count_of(plan.mesh.ranks, 'rank')}) on {plan.hardware}, optimizer {plan.optimizer}"
     if norms := batch_norm.told(plan.graph):
         yield f"batch norm: {norms}"
     if casts := precision.told(plan.graph):
@@ -208,19 +209,21 @@ def saving(plan: PlanValue) -> Iterator[str]:
     told: list[str] = []
     if again:
         part = percent(sum(flops_in(plan, n) for n in again), sum(flops_in(plan, n) for n in plan.graph.nodes))
-        told.append(f"recomputed in backward: {len(again)} operators, {part} of the arithmetic")
+        told.append(f"recomputed in backward: {count_of(len(again), 'operator')}, {part} of the arithmetic")
     if offloaded:
         count = sum(node.op == STORE for node in plan.graph.nodes)
-        told.append(f"offloaded to the host: {count} values, {human(offloaded)}")
+        told.append(f"offloaded to the host: {count_of(count, 'value')}, {human(offloaded)}")
     for node, type in parameters_of(plan):
         nbytes = local_type(type, plan.choices[node.name].gives[0], plan.mesh).nbytes
         here += nbytes if plan.residence.get(node.target) == "host" else 0
         streamed += nbytes if plan.residence.get(node.target) == "stream" else 0
     counts = Counter(plan.residence.values())
     if here:
-        told.append(f"on the host: {counts['host']} parameters, {human(here)}, updated there")
+        told.append(f"on the host: {count_of(counts['host'], 'parameter')}, {human(here)}, updated there")
     if streamed:
-        told.append(f"on the host: states of {counts['stream']} parameters ({human(streamed)}), which stream")
+        told.append(
+            f"on the host: states of {count_of(counts['stream'], 'parameter')} ({human(streamed)}), which stream"
+        )
     yield from wrapped("; ".join(told))
 
 
@@ -231,4 +234,4 @@ def _notes(plan: PlanValue) -> Iterator[str]:
     for note in plan.notes[:MAX_NOTES]:
         yield from wrapped(f"note: {note}")
     if len(plan.notes) > MAX_NOTES:
-        yield f"and {len(plan.notes) - MAX_NOTES} more notes, in plan.notes"
+        yield f"and {count_of(len(plan.notes) - MAX_NOTES, 'more note')}, in plan.notes"

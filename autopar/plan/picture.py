@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from autopar.ir.graph import Node, Ref
 from autopar.ir.layout import Layout, show
+from autopar.ir.words import count_of
 from autopar.plan.tell import (
     Run,
     comms_in,
@@ -156,7 +157,7 @@ class Picture:
         """The mark that stands for further layers behind a box of the first one."""
         name = f"{box.name}_more"
         count = len(run.layers) - 1
-        told = f"{count} more {'layer' if count == 1 else 'layers'} like this"
+        told = f"{count_of(count, 'more layer')} like this"
         self.more[box.name] = run.layers[0], name, told
         return name
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from autopar.errors import BadArgument, PlanMismatch
 from autopar.ir.graph import Graph
+from autopar.ir.words import count_of
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
 from autopar.machine.plan_files import plan_at, profile_of
 from autopar.machine.rules_files import FLAG, HELP, METAVAR
@@ -91,7 +92,7 @@ def _scale(given: argparse.Namespace) -> int:
         )
     check_rules(plan, str(given.plan))
     hardware = profile_of(plan, given.hardware)
-    progress(f"read {given.plan}: {len(plan.graph.nodes):,} operators on {plan.mesh}")
+    progress(f"read {given.plan}: {count_of(len(plan.graph.nodes), 'operator')} on {plan.mesh}")
     try:
         growth, why_not = growth_where_possible(plan.graph, _sources(given.grow, plan.graph))
     except ValueError as error:

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from autopar.ir.graph import Node
 from autopar.ir.layout import Placement, show
+from autopar.ir.words import count_of
 from autopar.plan import Plan
 from autopar.plan.tell import human
 from autopar.plan.value import is_product
@@ -35,7 +36,8 @@ def report(found: Study) -> str:
 def _head(found: Study) -> Iterator[str]:
     plan, growth = found.plan, found.growth
     sizes = ", ".join(f"{name} {size}" for name, size in growth.base.items()) or "nothing that grows"
-    yield f"mesh {plan.mesh} ({plan.mesh.ranks} ranks) on {plan.hardware}, optimizer {plan.optimizer}; {sizes}"
+    ranks = count_of(plan.mesh.ranks, "rank")
+    yield f"mesh {plan.mesh} ({ranks}) on {plan.hardware}, optimizer {plan.optimizer}; {sizes}"
     for name, dims in growth.sources.items():
         by_dim: dict[int, list[str]] = defaultdict(list)
         for target, dim in dims:

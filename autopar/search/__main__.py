@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.errors import BadArgument, TraceError
+from autopar.ir.words import count_of
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, writing
 from autopar.page import write_html
 from autopar.plan import Plan
@@ -118,7 +119,7 @@ def _where(asked: Asked) -> str:
     """What is planned for, in words."""
     mesh, *others = asked.meshes
     measured = ", a profile that was measured" if asked.hardware.is_measured else ""
-    ranks = f"{mesh.ranks} ranks of {asked.hardware.name}{measured}"
+    ranks = f"{count_of(mesh.ranks, 'rank')} of {asked.hardware.name}{measured}"
     return f"{len(others) + 1} meshes of {ranks}" if others else f"mesh {mesh}, {ranks}"
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from autopar.assemble.facts import GraphFacts
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
+from autopar.ir.words import count_of
 from autopar.price.calls import Profile, operations, wanted, with_measured
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
@@ -38,12 +40,14 @@ class Question:
     """What is searched, whatever the limits: a graph on a mesh and machine, with every strategy of every node.
 
     `measured`: seconds of the calls that were timed, which stand in the strategies' steps; `notes`: of how they came.
+    `facts`: what hangs on the graph alone, which questions on other meshes may share.
     `found`: plans of other answers under a limit; the next search begins with the best of them that fits, so
     it finds none that is worse, however short its time.
     """
 
     graph: Graph
     pricer: Pricer
+    facts: GraphFacts
     strategies: Mapping[str, tuple[Strategy, ...]]
     without_rule: tuple[str, ...]
     measured: Mapping[Key, float] = field(default_factory=dict[Key, float])
@@ -78,21 +82,27 @@ def ask(
     *,
     optimizer: str = "adamw",
     profile: Profile | None = None,
+    facts: GraphFacts | None = None,
     progress: Progress = lambda text: None,
     rules: Rules | Iterable[Rules] | None = None,
 ) -> Question:
-    """Propose the strategies. Several answers to one question share them, and the prices of layout changes. `rules`: of
-    users' packages, in the place of those that the graph was made under.
+    """Propose the strategies. Several answers to one question share them, and the prices of layout changes. `facts`: of
+    the graph, where another question has them already. `rules`: of users' packages, in the place of those that the
+    graph was made under.
     """
     graph = graph if rules is None else graph.under(given(rules))
+    facts = facts or GraphFacts(graph)
     strategies, without_rule = propose(graph, mesh)
-    progress(f"proposed {sum(map(len, strategies.values())):,} strategies for {len(graph.nodes):,} nodes")
+    progress(
+        f"proposed {count_of(sum(map(len, strategies.values())), 'strategy', 'strategies')} for "
+        f"{count_of(len(graph.nodes), 'node')}"
+    )
     pricer = Pricer.on(mesh, hardware, optimizer)
     if profile is None:
-        return Question(graph, pricer, strategies, without_rule)
+        return Question(graph, pricer, facts, strategies, without_rule)
     found = operations(graph, strategies, mesh)
     calls = wanted(found, pricer)
     profiled = profile(calls)
     measured = {want.call.key: profiled.seconds[want.call.key] for want in calls if want.call.key in profiled.seconds}
     strategies = with_measured(strategies, found, pricer, measured)
-    return Question(graph, pricer, strategies, without_rule, measured, profiled.notes)
+    return Question(graph, pricer, facts, strategies, without_rule, measured, profiled.notes)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from autopar.assemble.problem import DEVICE
 from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.mesh import Mesh, check_ranks
+from autopar.ir.words import count_of
 from autopar.page import Beside
 from autopar.plan import Plan
 from autopar.plan.tell import human
@@ -198,14 +199,14 @@ def _rank(row: Row) -> tuple[float, int, tuple[int, ...]]:
 
 def _nothing(meshes: Sequence[Mesh], errors: Sequence[Infeasible | NoAnswerInTime]) -> Exception:
     """Why no mesh has a plan: what would do on the one that needs least."""
+    devices = count_of(meshes[0].ranks, "device")
     infeasible = [error for error in errors if isinstance(error, Infeasible)]
     if len(infeasible) < len(errors) or not infeasible:
         return NoAnswerInTime(
-            f"no plan was found on any of {len(meshes)} meshes of {meshes[0].ranks} devices; give more time "
-            "(--time-limit)"
+            f"no plan was found on any of {len(meshes)} meshes of {devices}; give more time (--time-limit)"
         )
     best = min(infeasible, key=lambda error: (error.enough or math.inf, error.at_least or math.inf))
-    told = f"of {len(meshes)} meshes of {meshes[0].ranks} devices none has a plan that fits; on the best: {best}"
+    told = f"of {len(meshes)} meshes of {devices} none has a plan that fits; on the best: {best}"
     return Infeasible(told, best.at_least, best.enough)
 
 
@@ -248,5 +249,5 @@ def table(rows: Sequence[Row], called: Callable[[Row], str] = lambda row: str(ro
         "  " + "  ".join((name.ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells, widths[1:], strict=True)), done))
         for name, *cells, done in lines
     ]
-    head = f"meshes of {best.mesh.ranks} devices, {best.measure}: one training step on {best.hardware}"
+    head = f"meshes of {count_of(best.mesh.ranks, 'device')}, {best.measure}: one training step on {best.hardware}"
     return "\n".join([head, *(line.rstrip() for line in body)]) + "\n"

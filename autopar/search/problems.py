@@ -11,13 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autopar.assemble.builder import DEVICE, HOST, Sizes
-from autopar.assemble.liveness import Liveness, liveness
+from autopar.assemble.facts import GraphFacts
 from autopar.assemble.problem import Assembled, assemble
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.price.overlap_discounts import Shares
 from autopar.price.pricer import Pricer
-from autopar.propose.repeated_blocks import classes_of
 from autopar.propose.strategies import Strategy
 from autopar.rewrite import Widened
 from autopar.search.context import Question, Table
@@ -102,8 +101,7 @@ POSED = Table[Hashable, Posed]("problems without limits")
 RESTRICTED = Table[str, Strategies]("the strategies of a policy")
 WIDENED = Table[Hashable, Widened]("the graph with all that may be decided about its forward values")
 SIZES = Table[None, Sizes]("bytes that its problems have in common")
-LIVE = Table[int, tuple[Graph, Liveness]]("when the values of a graph are there")
-CLASSES = Table[None, dict[str, str]]("node -> the first of those that repeat it")
+FACTS = Table[int, GraphFacts]("what hangs on a graph alone that was made of the question's")
 
 
 def posed(question: Question, gathered: int, policy: str | None, wanted: Wanted) -> Posed:
@@ -120,10 +118,10 @@ def _posed(question: Question, gathered: int, policy: str | None, wanted: Wanted
     if policy is not None:
         strategies = restricted(question, policy)
     tied = _pairs(graph, strategies) > TIE_ABOVE_PAIRS if wanted.tied is None else wanted.tied
-    tied = tied and not wanted.memory_options.is_uneven(_classes(question), graph)
-    tied = tied and not _differ(question.strategies, _classes(question))
+    tied = tied and not wanted.memory_options.is_uneven(question.facts.classes, graph)
+    tied = tied and not _differ(question.strategies, question.facts.classes)
     if tied and policy is not None:
-        strategies = agree(strategies, _classes(question))
+        strategies = agree(strategies, question.facts.classes)
     return posed_of(question, strategies, pricer, wanted, tied)
 
 
@@ -152,7 +150,7 @@ def posed_of(
         residences=memory_options.residences,
         residence_of=memory_options.residences_of(question.graph),
         shares=shares,
-        live=_live(question, wide.graph),
+        facts=_facts(question, wide),
         sizes=question.once(SIZES, None, Sizes),
     )
     return Posed(assembled, wide, pricer, tied)
@@ -169,13 +167,11 @@ def _widened(question: Question, memory_options: MemoryOptions) -> Widened:
     return question.once(WIDENED, memory_options.key, lambda: memory_options.widen(question.graph))
 
 
-def _live(question: Question, graph: Graph) -> Liveness:
-    # the id stays the graph's own, as it is kept beside
-    return question.once(LIVE, id(graph), lambda: (graph, liveness(graph)))[1]
-
-
-def _classes(question: Question) -> dict[str, str]:
-    return question.once(CLASSES, None, lambda: classes_of(question.graph, tied=True))
+def _facts(question: Question, wide: Widened) -> GraphFacts:
+    if wide.graph is question.graph:
+        return question.facts
+    # the id stays the graph's own, as its facts keep it
+    return question.once(FACTS, id(wide.graph), lambda: GraphFacts(wide.graph, wide.again))
 
 
 def _differ(strategies: Strategies, class_of: Mapping[str, str]) -> bool:

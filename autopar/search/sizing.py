@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from xml.sax.saxutils import escape
 
+from autopar.ir.words import count_of
 from autopar.page.scales import ticks
 from autopar.plan import Plan
 from autopar.plan.tell import human
@@ -133,21 +134,31 @@ def told(found: Sizing) -> str:
 def _answered(found: Sizing) -> Iterator[str]:
     if found.wanted is None or found.days is None:
         return
-    asked = f"{found.wanted:.3g} {found.unit} in {found.days:g} days"
+    asked = f"{found.wanted:.3g} {found.unit} in {count_of(found.days, 'day')}"
     best = found.answer
     if best is None:
         able = [point for point in found.points if point.plan is not None]
         quickest = min(able, key=lambda point: point.seconds)
         yield (
-            f"{asked}: none of these does it; {quickest.devices} devices of {quickest.hardware} are the quickest, with "
-            f"{found.training_days(quickest):.3g} days; name more devices, or let a step have a larger batch"
+            f"{asked}: none of these does it; the quickest, {_devices(quickest)}, would need "
+            f"{_days(found, quickest)}; name more devices, or let a step have a larger batch"
         )
         return
-    days, cost = found.training_days(best), found.cost(best)
-    assert days is not None and best.plan is not None
+    cost = found.cost(best)
+    assert best.plan is not None
     price = "" if cost is None else f" for {cost * found.wanted / MILLION:,.0f}"
     which = "cheapest" if cost is not None else "fewest devices"
-    yield f"{asked}: {best.devices} devices of {best.hardware} ({best.plan.mesh}) take {days:.3g} days{price} ({which})"
+    yield f"{asked}: {_devices(best)} ({best.plan.mesh}), in {_days(found, best)}{price} ({which})"
+
+
+def _devices(point: Point) -> str:
+    return f"{count_of(point.devices, 'device')} of {point.hardware}"
+
+
+def _days(found: Sizing, point: Point) -> str:
+    days = found.training_days(point)
+    assert days is not None
+    return count_of(float(f"{days:.3g}"), "day")
 
 
 def document(found: Sizing) -> dict[str, Any]:
@@ -237,6 +248,6 @@ def _line(
         path = "L".join(f"{x} {y}" for x, y in places)
         yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.5"{dashes}/>'
     for point in points:
-        about = f"{point.seconds * 1e3:.3f} ms on {point.devices} devices of {point.hardware}"
+        about = f"{point.seconds * 1e3:.3f} ms on {_devices(point)}"
         yield f'<circle cx="{across(point.devices)}" cy="{down(point.seconds * 1e3)}" r="3.5" fill="{colour}">'
         yield f"<title>{escape(about)}</title></circle>"

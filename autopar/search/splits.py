@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.words import count_of
 from autopar.plan.reading import OTHERWISE, PATTERNED, ULYSSES, is_weighted, split_of, weights_of
 from autopar.plan.value import is_product
 from autopar.propose.strategies import Strategy
@@ -107,8 +108,8 @@ def _note(name: str, axis: str, word: str, obeying: Sequence[bool], others: Coll
     if not count:
         could = ", ".join(sorted(set(others) - {OTHERWISE}))
         raise ValueError(f"pin {name!r}: {axis} cannot split {word} there; choose of {could}, or leave it out")
-    told = f"{count}" if all(obeying) else f"{count} of {len(obeying)}"
-    return f"pinned: {name}, {axis}: {word} ({told} {'product' if len(obeying) == 1 else 'products'})"
+    told = f"{count} of {count_of(len(obeying), 'product')}" if not all(obeying) else count_of(count, "product")
+    return f"pinned: {name}, {axis}: {word} ({told})"
 
 
 def _words(option: Strategy, axis: int, mesh: Mesh, weighted: bool) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from autopar.assemble.problem import DEVICE
 from autopar.diff import difference, in_a_line
+from autopar.ir.words import count_of
 from autopar.plan import Plan
 from autopar.plan.listing import columns
 from autopar.plan.tell import human
@@ -152,5 +153,5 @@ def _why(plan: Plan, found: int, k: int, left_out: int) -> str:
     reasons = [f"{row.name}: {row.why}" for row in plan.candidates if row.simulated_seconds is None]
     if left_out:
         reasons.append(f"{left_out} that do not fit in the limit")
-    text = f"{found} distinct {'plan' if found == 1 else 'plans'} of {k}: the search simulated no other that fits"
+    text = f"{count_of(found, 'distinct plan')} of {k}: the search simulated no other that fits"
     return f"{text}; not simulated, or left out: {'; '.join(reasons)}" if reasons else text

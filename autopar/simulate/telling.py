@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.ir.graph import Graph, Node
+from autopar.ir.words import count_of
 from autopar.lower.program import (
     Copy,
     Inner,
@@ -91,7 +92,7 @@ class Teller:
             case Send(places):
                 result = self.graph.results[places[0]]
                 if len(places) > 1:
-                    return f"gradients of {len(places)} parameters from {result.target}"
+                    return f"gradients of {count_of(len(places), 'parameter')} from {result.target}"
                 return f"{result.kind} {result.target}"
 
     def _about(self, what: Operator | Inner | Transfer | Update | Within) -> About:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from autopar.errors import BadArgument, Infeasible, NoAnswerInTime, PlanMismatch
+from autopar.ir.words import count_of
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser, writable, writing
 from autopar.machine.device import has_expandable_segments, memory_bytes, total_bytes
 from autopar.machine.plan_files import plan_at, profile_of
@@ -106,7 +107,9 @@ def _what_if(given: argparse.Namespace) -> int:
     hardware = profile_of(plan, given.hardware)
     _check_not_measured(plan, given.plan)
     asked = _asked(given, plan, hardware)
-    progress(f"read {given.plan}: {len(plan.graph.nodes):,} operators on {plan.mesh}; then: {asked.hardware.name}")
+    progress(
+        f"read {given.plan}: {count_of(len(plan.graph.nodes), 'operator')} on {plan.mesh}; then: {asked.hardware.name}"
+    )
     answers = or_bad(lambda: what_if(plan, hardware, asked, origin=given.plan, progress=progress))
     return _tell(given, answers, path, progress)
 

@@ -170,6 +170,12 @@ def test_more_than_the_device_has_is_refused_and_the_context_has_its_place(drive
     with pytest.raises(ValueError, match=r"is 81\.0 GiB, and a device of h100-sxm has 80\.0 GiB"):
         memory_bytes("81GiB", h100)
     assert memory_bytes("81GiB", Hardware.load("cpu-gloo"), "cpu") == 81 * GIB
+    assert memory_bytes("7e1GiB", h100, "cuda") == memory_bytes("70.GiB", h100, "cuda") == 70 * GIB
+    with pytest.raises(ValueError, match=r"'1e12GiB' is .* GiB, and a device of h100-sxm has"):
+        memory_bytes("1e12GiB", h100)
+    for wrong in ("1e999GiB", "0e5GiB", "1.2.3GiB", ".GiB", "e3GiB"):
+        with pytest.raises(ValueError, match=f"memory '{wrong}' is not a size"):
+            memory_bytes(wrong, h100)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from autopar.assemble.facts import GraphFacts
 from autopar.errors import Infeasible
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
@@ -50,6 +51,15 @@ def alone(question: Question, request: Request = REQUEST) -> Plan:
         simulated = best_prefetch(plan, question.pricer, request.memory)
         plan = replace(simulated.plan, simulated_seconds=simulated.seconds)
     return plan
+
+
+def test_questions_share_what_hangs_on_the_graph_alone() -> None:
+    graph, facts = family("mlp").graph, GraphFacts(family("mlp").graph)
+    for sizes in ((4,), (2, 2)):
+        mesh = Mesh(("data", "tensor")[: len(sizes)], sizes)
+        shared = ask(graph, mesh, EVEN, facts=facts)
+        assert shared.facts is facts
+        assert dumps(answer(shared, REQUEST)) == dumps(answer(ask(graph, mesh, EVEN), REQUEST))
 
 
 @cache

@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from autopar.assemble.liveness import liveness
+from autopar.ir.graph import Graph
 from autopar.search import Request, answer, ask, sizing
 from autopar.search.__main__ import main
 from autopar.search.command import sized
@@ -87,7 +89,7 @@ def test_the_command_prints_and_draws_the_table(tmp_path: Path, model: str, caps
     told = capsys.readouterr().out
     lines = told.splitlines()
     assert [line.split()[:2] for line in lines[2:8]] == [[name, n] for name in MACHINES for n in "123"]
-    assert "in 30 days: 1 devices of" in lines[-1]
+    assert "in 30 days: 1 device of" in lines[-1]
     circles = [one for one in ElementTree.parse(picture).iter() if one.tag.endswith("circle")]
     assert len(circles) == 6
     assert main([*asked, "--json"]) == 0
@@ -100,10 +102,15 @@ def test_the_command_prints_and_draws_the_table(tmp_path: Path, model: str, caps
         assert math.prod(point["mesh"].values()) == point["devices"]
 
 
-def test_a_mesh_that_is_found_is_told(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_that_is_found_is_told(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[Graph] = []
+    monkeypatch.setattr("autopar.assemble.facts.liveness", lambda graph: looked_at.append(graph) or liveness(graph))
     plan = tmp_path / "plan.json"
     asked = [model, "--devices", "4", "--hardware", "h100-sxm", "--quiet"]
     assert main([*asked, "-o", str(plan)]) == 0
+    assert sum(graph is looked_at[0] for graph in looked_at) == 1, "once for all meshes"
     told = capsys.readouterr().out
     assert "meshes of 4 devices, predicted" in told and plan.is_file()
     assert main([*asked, "--json"]) == 0

@@ -173,3 +173,21 @@ def test_a_little_more_memory_is_more(slack, reductions, on_edges):
         )
         assert least_cost(problem) == cost
         assert solve(problem, reductions=reductions).cost == cost
+
+
+def test_what_is_held_after_one_another_may_be_more_than_what_can_be_added_up():
+    """Bytes are exact below 2^53: that counts for what is there at once, as for a model of 400 billion parameters."""
+    generator = np.random.default_rng(7)
+    sizes = generator.integers(2**50, 2**51, (8, 3)).astype(np.float64)
+    costs = tuple(generator.uniform(1.0, 9.0, 3) for _ in sizes)
+    edges = tuple(Edge(item, item + 1, generator.uniform(0.0, 4.0, (3, 3))) for item in range(7))
+    usages = tuple(Usage(item, "memory", item, item + 2, nbytes) for item, nbytes in enumerate(sizes))
+    assert sizes.max(axis=1).sum() > 2.0**53
+    for limit in (1.2 * 2**51, 1.5 * 2**51, 2.0**53):
+        problem = Problem(costs, edges, usages, limits={"memory": limit})
+        found = solve(problem, time_limit_s=60.0)
+        assert found.cost == pytest.approx(least_cost(problem), rel=1e-12)
+        assert math.isinf(found.cost) or evaluate(problem, found.picks).fits
+    together = tuple(Usage(item, "memory", 0, 2, nbytes) for item, nbytes in enumerate(sizes))
+    with pytest.raises(ValueError, match=r"may add up to .* bytes at once; they are exact below 2\^53 only"):
+        Problem(costs, edges, together, limits={"memory": 2.0**53})

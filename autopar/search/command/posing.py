@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from autopar.assemble.facts import GraphFacts
 from autopar.assemble.problem import Assembled
 from autopar.ir.batch_norm import parts_of
-from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.ir.words import count_of
 from autopar.machine.device import device_type_of, has_expandable_segments, tf32_set
 from autopar.plan import Plan
 from autopar.plan.renamed import names_of, renamed
@@ -43,23 +44,27 @@ class Posing:
     optimizer: str
     progress: Progress
     seconds: dict[str, float] = field(default_factory=dict[str, float])
-    _graphs: dict[tuple[str, int], Graph] = field(default_factory=dict[tuple[str, int], Graph])
+    _graphs: dict[tuple[str, int], GraphFacts] = field(default_factory=dict[tuple[str, int], GraphFacts])
 
-    def graph(self, statistics: str, mesh: Mesh) -> Graph:
-        """The graph with batch norms of those statistics, which hang on the number of ranks."""
+    def graph(self, statistics: str, mesh: Mesh) -> GraphFacts:
+        """The graph with batch norms of those statistics, which hang on the number of ranks, and what hangs on it."""
         key = statistics, parts_of(statistics, mesh)
         if key not in self._graphs:
-            self._graphs[key] = graph_of(self.captured, self.asked.precision, parts=key[1], rules=self.asked.rules)
+            made = graph_of(self.captured, self.asked.precision, parts=key[1], rules=self.asked.rules)
+            self._graphs[key] = GraphFacts(made)
         return self._graphs[key]
 
     def question(self, mesh: Mesh, statistics: str | None = None) -> Question:
         """`statistics`: of batch norms; None: those that were asked for."""
         asked = self.asked
-        graph = self.graph(asked.batch_norm if statistics is None else statistics, mesh)
+        facts = self.graph(asked.batch_norm if statistics is None else statistics, mesh)
         progress = self.progress if len(asked.meshes) == 1 else _silent
 
         def propose() -> Question:
-            return ask(graph, mesh, asked.hardware, optimizer=self.optimizer, profile=asked.profile, progress=progress)
+            return ask(
+                facts.graph, mesh, asked.hardware, optimizer=self.optimizer, profile=asked.profile, facts=facts,
+                progress=progress,
+            )  # fmt: skip
 
         return timed(self.seconds, "propose", propose)
 
@@ -77,8 +82,8 @@ def posed(asked: Asked, optimizer: str, captured: Captured | None, progress: Pro
     if device_type == "cuda":
         hardware = hardware.allowing(tf32_set() if asked.tf32 is None else asked.tf32)
     posing = Posing(replace(asked, hardware=hardware), captured, optimizer, progress, seconds)
-    graph = posing.graph(asked.batch_norm, asked.meshes[0])
-    progress(f"traced {len(graph.nodes):,} operators, forward and backward")
+    graph = posing.graph(asked.batch_norm, asked.meshes[0]).graph
+    progress(f"traced {count_of(len(graph.nodes), 'operator')}, forward and backward")
     or_bad(lambda: pinned(asked.pin, graph))
     if len(asked.meshes) > 1:
         or_bad(lambda: needs_no_axis(asked.pin))

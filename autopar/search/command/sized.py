@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from autopar.errors import BadArgument, Infeasible, NoAnswerInTime
+from autopar.ir.words import count_of
 from autopar.machine.cli import INTERRUPTED, writable, writing
 from autopar.machine.device import device_type_of
 from autopar.search import sizing, stopping
@@ -88,7 +89,7 @@ def _point(
     kind, devices = device_type_of(asked.hardware), asked.meshes[0].ranks
     if stop():
         return Point(asked.hardware.name, devices, None, NOT_SEARCHED)
-    progress(f"{devices} devices of {asked.hardware.name}")
+    progress(f"{count_of(devices, 'device')} of {asked.hardware.name}")
     posing = posed(asked, given.optimizer, captured.get(kind), progress)
     captured[kind] = posing.captured
     try:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.errors import BadArgument, TraceError
 from autopar.ir.batch_norm import GLOBAL, LOCAL, statistics_of
+from autopar.ir.words import count_of
 from autopar.search.command.factory import Example, build
 from autopar.search.search import Progress, Question
 from autopar.trace import Captured, capture
@@ -37,7 +38,7 @@ def traced(text: str, precision: MixedPrecisionPolicy | None, device_type: str, 
     with autocast_as_asked(device_type):  # decorators ask for it when the file is read
         example = build(text)
     count = sum(parameter.numel() for parameter in example.model.parameters())
-    progress(f"built {type(example.model).__name__}, {count:,} parameters")
+    progress(f"built {type(example.model).__name__}, {count_of(count, 'parameter')}")
     args, kwargs = _call(example, text)
     model = example.model
     training = model.training or any(parameter.requires_grad for parameter in model.parameters())
