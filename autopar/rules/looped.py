@@ -152,7 +152,8 @@ class Looped:
 @dataclass(frozen=True, slots=True)
 class Offer:
     """One way in which a pattern runs a node. `roles`: what each axis does, in words that no rule uses where it sends;
-    with the pattern's name they say which offer it is. `axis`: the one it sends along; of several, what they are together. `takes`, `gives`: layouts.
+    with the pattern's name they say which offer it is. `axis`: the one it sends along; of several, what they are
+    together. `takes`, `gives`: layouts.
     """
 
     roles: tuple[str, ...]

@@ -76,6 +76,11 @@ def test_rings_of_two_processes_train_as_one(tmp_path: Path) -> None:
     run_checks("families", 2, tmp_path, ["check_rings"])
 
 
+@pytest.mark.slow
+def test_products_in_panels_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
+    run_checks("families", 4, tmp_path, ["check_panels"])
+
+
 def test_four_processes_train_on_the_mesh_of_the_plan(tmp_path: Path) -> None:
     run_checks("meshes", 4, tmp_path)
 
