@@ -140,3 +140,16 @@ def check_contexts(ranks: Ranks) -> None:
         dist.barrier()
         parallel = autopar.compile(copy.deepcopy(case.model), mesh, plan=file, hardware=FAST)
         same_steps(copy.deepcopy(case.model), parallel, case.inputs)
+
+
+def check_panels(ranks: Ranks) -> None:
+    """Every product that SUMMA may run on two by two ranks is run so."""
+    mesh, case, file = ranks.mesh(2, 2), family("mlp"), ranks.folder / "panels.json"
+    if ranks.rank == 0:
+        sampler = PlanSampler(case.graph, mesh_of(mesh), FAST)
+        names = [name for name, options in sampler.strategies.items() if any(one.body == "SUMMA" for one in options)]
+        assert len(names) > 3, "too few products"
+        sampler.best(dict.fromkeys(names, lambda one: one.body == "SUMMA")).save(file)
+    dist.barrier()
+    parallel = autopar.compile(copy.deepcopy(case.model), mesh, plan=file, hardware=FAST)
+    same_steps(copy.deepcopy(case.model), parallel, case.inputs)

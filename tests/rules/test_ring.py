@@ -17,7 +17,7 @@ from autopar.ir.layout import Shard, local_type
 from autopar.ir.mesh import Mesh
 from autopar.lower import lower
 from autopar.lower.memory import peaks
-from autopar.lower.program import Launch, Loop, Wait
+from autopar.lower.program import Launch, Loop, Wait, Within
 from autopar.lower.verify import flat, verify
 from autopar.plan import Plan
 from autopar.plan.fit import check_rules
@@ -125,7 +125,7 @@ def test_its_program_is_a_loop_that_holds_what_it_says(pattern: str, ranks: int)
                 verify(program)
                 loops = [one for _, one in program if isinstance(one, Loop)]
                 assert [loop.rounds for loop in loops] == ([ranks - 2] if ranks > 2 else [])
-                sent = [one for one in flat(program) if isinstance(one, Launch) and one.step.collective == "shift"]
+                sent = [one for one in flat(program) if isinstance(one, Launch) and one.of == Within("product")]
                 assert len(sent) == ranks - 1 and sum(isinstance(one, Wait) for one in flat(program)) >= len(sent)
                 held = sum(buffer.nbytes for buffer in program.resident)
                 result = local_type(graph.type_of(Ref("product")), offer.gives[0], mesh).nbytes
