@@ -147,7 +147,9 @@ class Assembly:
         """
         types, mesh = operand_types(node, self.node_of), self.pricer.mesh
         copied = self.may_copy.get(node.name, ())
-        found = np.array([strategy.workspace for strategy in self.options[item]], dtype=np.float64)
+        beside = self.pricer.hardware.overlaps
+        held = [strategy.workspace if beside else strategy.workspace_alone for strategy in self.options[item]]
+        found = np.array(held, dtype=np.float64)
         for place in copied:
             found = found + self.taken_sizes(node, place, item)
         if not temporary_bytes(node, types):

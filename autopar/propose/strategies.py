@@ -34,7 +34,8 @@ class Strategy:
     `gives`: the layouts of operands and results. `body`: the local body that stands in for the operator, if its
     arithmetic changes when split, the axes that split the factors it is for, and the product of those factors' global
     sizes; or the pattern whose loop does, the axis along which it sends, and 1. `steps`: what one rank performs.
-    `workspace`: bytes that a pattern holds beside operands and results.
+    `workspace`: bytes that a pattern holds beside operands and results; `workspace_alone`: where no send runs beside
+    work.
     """
 
     roles: tuple[str, ...]
@@ -45,6 +46,7 @@ class Strategy:
     body_size: int
     steps: tuple[Step, ...]
     workspace: int = 0
+    workspace_alone: int = 0
 
 
 Signature = tuple[object, ...]
@@ -137,8 +139,8 @@ def node_strategies(node: Node, types: tuple[TensorType, ...], rule: Rule | None
 
 
 def _of_pattern(name: str, offer: Offer, mesh: Mesh) -> Strategy:
-    steps, workspace = offer.loop.steps(offer.axis, mesh.size(offer.axis)), offer.loop.workspace
-    return Strategy(offer.roles, offer.takes, offer.gives, name, (offer.axis,), 1, steps, workspace)
+    steps, holds = offer.loop.steps(offer.axis, mesh.size(offer.axis)), offer.loop.workspace
+    return Strategy(offer.roles, offer.takes, offer.gives, name, (offer.axis,), 1, steps, holds(True), holds(False))
 
 
 def strategy_of(

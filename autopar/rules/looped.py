@@ -114,9 +114,10 @@ class Looped:
             for at, part in enumerate(parts):
                 yield turn, at == len(parts) - 1, part
 
-    @property
-    def workspace(self) -> int:
-        """Bytes that it holds beside operands and results, at most. Until a result is made, others have its room."""
+    def workspace(self, beside: bool) -> int:
+        """Bytes that it holds beside operands and results, at most. Until a result is made, others have its room.
+        `beside`: sends run beside work, and hold what they send until they are waited for.
+        """
         env: dict[str, int] = {}  # name -> the number of what it stands for by now
         sizes: list[int] = []
         last: dict[int, int] = {}  # number -> the part that needs it last
@@ -128,7 +129,7 @@ class Looped:
             last |= {
                 number: max(last[number], at - 1) for name in reads_of(part) if (number := sent.pop(name, -1)) >= 0
             }
-            if not isinstance(part, Do) and part.reads in env:
+            if beside and not isinstance(part, Do) and part.reads in env:
                 sent[part.makes] = env[part.reads]
             made.append([])
             takes.append(part.takes if isinstance(part, Do) else 0)
