@@ -28,6 +28,9 @@ THINNED: dict[str, dict[str, int]] = {
     "attach/test_masked.py": {
         "test_a_loss_over_picked_rows_is_that_of_plain_pytorch": 4,
     },
+    "attach/test_places.py": {
+        "test_a_script_compiles_without_home": 0,
+    },
     "attach/test_recurrent.py": {
         "test_a_recurrent_network_trains_with_the_numbers_of_torch": 3,
         "test_a_second_program_a_copy_and_a_loaded_state_are_right": 2,
@@ -56,13 +59,19 @@ THINNED: dict[str, dict[str, int]] = {
         "test_numbers_are_those_of_the_formula": 2,
     },
     "emit/test_kernels.py": {
-        "test_a_program_calls_what_its_device_has": 6,
+        "test_a_program_calls_what_its_device_has": 12,
         "test_attention_that_drops_has_a_kernel": 3,
+    },
+    "examples/test_train_lm.py": {
+        "test_what_has_no_equal_parts_is_refused_before_anything_is_planned": 0,
     },
     "lower/test_lower.py": {
         "test_a_random_plan_becomes_a_program": 9,
         "test_so_does_one_with_the_host_in_it": 6,
         "test_the_scan_holds_what_the_timeline_holds": 0,
+    },
+    "measure/test_command.py": {
+        "test_two_processes_move_what_the_plan_says": 0,
     },
     "measure/test_forged_store.py": {
         "test_a_damaged_database_loses_times_and_changes_none": 10,
@@ -80,6 +89,9 @@ THINNED: dict[str, dict[str, int]] = {
     "measure/test_twin.py": {
         "test_what_moves_is_what_was_planned_to_the_byte": 2,
     },
+    "page/test_browser.py": {
+        "test_it_fits_any_width_and_says_nothing": 2,
+    },
     "plan/test_mutants.py": {
         "test_a_damaged_plan_is_refused_or_the_same": 20,
         "test_a_forged_plan_is_refused_or_runs_as_the_model_does": 10,
@@ -87,12 +99,12 @@ THINNED: dict[str, dict[str, int]] = {
     },
     "plans/test_attention_patterns.py": {
         "test_it_holds_what_it_says": 5,
-        "test_its_numbers_are_those_of_one_process_and_its_bytes_those_of_the_plan": 3,
+        "test_its_numbers_are_those_of_one_process_and_its_bytes_those_of_the_plan": 6,
     },
     "plans/test_best_plans.py": {
         "test_price_and_memory_add_up_again": 3,
         "test_the_best_plan_in_little_memory_is_right": 0,
-        "test_the_best_plan_is_right_and_proven": 5,
+        "test_the_best_plan_is_right_and_proven": 8,
         "test_the_best_plan_is_right_in_float64": 4,
     },
     "plans/test_global_meaning.py": {
@@ -121,7 +133,7 @@ THINNED: dict[str, dict[str, int]] = {
         "test_its_numbers_are_those_of_one_process_and_its_bytes_those_of_the_plan": 2,
     },
     "plans/test_rows.py": {
-        "test_only_rows_are_summed_in_place_and_nobody_else_has_them": 3,
+        "test_only_rows_are_summed_in_place_and_nobody_else_has_them": 6,
     },
     "plans/test_textbook.py": {
         "test_searches_of_several_meshes_in_one_process_do_not_meet": 0,
@@ -136,7 +148,8 @@ THINNED: dict[str, dict[str, int]] = {
     },
     "processes/test_processes.py": {
         "test_models_train_on_four_processes_as_on_one": 0,
-        "test_on_two_processes": 5,
+        "test_on_two_processes": 99,
+        "test_rings_of_two_processes_train_as_one": 0,
         "test_states_that_are_loaded_early_lie_as_the_plan_has_them": 0,
     },
     "rewrite/test_expose_choices.py": {
@@ -146,6 +159,7 @@ THINNED: dict[str, dict[str, int]] = {
     },
     "rules/test_attention_patterns.py": {
         "test_every_offer_gives_what_the_operator_gives": 3,
+        "test_ranks_that_torch_simulates_say_the_same": 3,
     },
     "saving/test_copies.py": {
         "test_collectives_and_copies_move_the_bytes_of_the_plan": 3,
@@ -162,7 +176,11 @@ THINNED: dict[str, dict[str, int]] = {
         "test_any_legal_plan_of_a_small_model_is_right": 6,
         "test_what_is_saved_and_where_things_lie_changes_no_bit": 4,
     },
+    "saving/test_steady.py": {
+        "test_a_step_takes_no_longer_than_alone_and_no_less_than_its_busiest_stream": 4,
+    },
     "saving/test_timeline.py": {
+        "test_prices_of_a_parameter_are_those_of_its_residence": 4,
         "test_what_is_played_is_launched_and_waited_for_as_in_the_program": 10,
         "test_with_overlap_the_same_work_is_done_within_its_bounds": 4,
         "test_without_overlap_a_plan_takes_and_holds_what_it_says": 4,
@@ -172,7 +190,14 @@ THINNED: dict[str, dict[str, int]] = {
         "test_optimizers_that_take_one_number_at_a_time_may_be_wrapped": 4,
         "test_training_gives_the_same_bits_as_with_updates_that_are_waited_for": 0,
     },
+    "scale/test_grow.py": {
+        "test_shapes_are_those_of_a_trace_at_the_other_size": 3,
+    },
+    "scale/test_operators.py": {
+        "test_closed_forms_equal_numbers": 3,
+    },
     "scale/test_study.py": {
+        "test_a_search_at_another_size_is_the_search_of_a_trace_there": 0,
         "test_rows_grow_one_thing_at_a_time_and_the_batch_with_the_axis_that_splits_it": 0,
     },
     "scale/test_totals.py": {
@@ -186,6 +211,7 @@ THINNED: dict[str, dict[str, int]] = {
     },
     "search/test_curve.py": {
         "test_step_time_never_rises_with_memory_and_every_plan_fits": 2,
+        "test_what_is_recomputed_and_offloaded_is_counted": 0,
     },
     "search/test_limits.py": {
         "test_with_what_would_do_there_is_a_plan_that_takes_hardly_less_and_below_it_none": 3,
@@ -194,11 +220,15 @@ THINNED: dict[str, dict[str, int]] = {
         "test_a_renamed_plan_is_that_of_a_mesh_with_these_names": 2,
         "test_it_is_the_same_every_time": 0,
         "test_no_mesh_searched_by_itself_is_better": 3,
+        "test_where_nothing_fits_it_is_said_what_would": 0,
     },
     "search/test_policies.py": {
         "test_a_baseline_computes_what_the_model_computes": 4,
         "test_a_baseline_that_does_not_fit_says_what_it_needs": 0,
         "test_the_search_is_never_worse_than_a_baseline": 4,
+    },
+    "search/test_sequence_policies.py": {
+        "test_numbers_are_those_of_one_process_and_attention_does_what_the_name_says": 6,
     },
     "search/test_simulated.py": {
         "test_no_plan_computes_for_less_than_the_bound_of_simulated_time": 3,
@@ -207,24 +237,31 @@ THINNED: dict[str, dict[str, int]] = {
         "test_the_plan_fits_with_what_is_in_flight": 8,
         "test_the_plan_is_as_quick_as_the_quickest_of_the_least_sum_and_the_baselines": 3,
     },
+    "search/test_splits.py": {
+        "test_a_plan_does_what_is_pinned_and_says_so": 2,
+        "test_where_nothing_fits_the_pins_are_said": 0,
+    },
     "simulate/test_events.py": {
         "test_a_collective_starts_after_the_kernels_issued_before_it": 0,
         "test_collectives_come_in_the_order_of_the_emitted_program": 3,
+        "test_faster_links_never_make_a_step_slower": 0,
         "test_rows_of_gradients_keep_a_step_within_its_bounds": 4,
         "test_twenty_thousand_nodes_are_played": 0,
-        "test_with_overlap_the_same_work_is_done_within_its_bounds": 3,
-        "test_without_overlap_a_random_plan_takes_and_holds_what_it_says": 6,
+        "test_values_are_ready_before_they_are_read": 4,
+        "test_with_overlap_the_same_work_is_done_within_its_bounds": 4,
+        "test_without_overlap_a_random_plan_takes_and_holds_what_it_says": 3,
         "test_without_overlap_each_part_takes_what_the_plan_says": 3,
         "test_without_overlap_the_best_plan_takes_and_holds_what_it_says": 3,
     },
     "simulate/test_prefetch.py": {
+        "test_the_sum_of_a_gradient_is_waited_for_as_many_products_later": 3,
         "test_what_is_played_is_launched_and_waited_for_as_in_the_emitted_program": 24,
     },
     "solver/test_cut.py": {
         "test_a_quick_answer_claims_nothing_wrong_and_is_no_worse_than_its_start": 2,
     },
     "solver/test_exactness.py": {
-        "test_presolve_keeps_a_cheapest_solution": 4,
+        "test_presolve_keeps_a_cheapest_solution": 8,
     },
     "solver/test_mutants.py": {
         "test_a_damaged_archive_is_refused": 4,
@@ -232,14 +269,17 @@ THINNED: dict[str, dict[str, int]] = {
         "test_a_damaged_problem_is_refused_or_says_what_it_says": 13,
     },
     "solver/test_pipeline.py": {
+        "test_a_large_chain_is_cut_better_than_evenly": 3,
         "test_no_cut_is_cheaper_and_none_is_missed": 3,
     },
     "solver/test_race.py": {
         "test_a_race_finds_what_the_integer_program_proves_and_repeats_itself": 0,
+        "test_a_search_that_is_stopped_gives_what_it_has": 2,
     },
     "trace/test_attention.py": {
         "test_a_mask_that_is_an_argument_stays_and_is_told_of": 0,
         "test_a_window_is_a_mask_where_it_hides_something": 2,
+        "test_numbers_and_gradients_are_those_of_the_model": 3,
         "test_positions_are_those_that_the_model_uses": 12,
     },
     "trace/test_autocast.py": {
