@@ -17,8 +17,10 @@ PRODUCTS = ("autopar.einsum", "aten.mm.default")
 
 
 def rule_of_product(node: Node, types: tuple[TensorType, ...]) -> Rule | None:
-    """The rule of a product of two values; None of all else, and of many small products, as of attention."""
-    if node.op not in PRODUCTS or len(set(node.operands)) != 2:
+    """The rule of a product of two values; None of all else, of many small products, as of attention, and of complex
+    numbers, which gloo does not send.
+    """
+    if node.op not in PRODUCTS or len(set(node.operands)) != 2 or types[0].dtype.startswith("complex"):
         return None
     rule = rule_of(node, types)
     assert rule is not None

@@ -166,9 +166,11 @@ def test_a_round_sends_beside_its_product_and_computes_what_the_whole_product_do
 
 
 def test_it_is_offered_for_products_that_divide_and_for_nothing_else() -> None:
+    dtype = "float32"
+
     def count(equation: str, x: tuple[int, ...], w: tuple[int, ...], out: tuple[int, ...], *sizes: int) -> int:
-        types = TensorType(x, "float32"), TensorType(w, "float32")
-        node = Node("p", "autopar.einsum", (equation, Ref("x"), Ref("w")), (), (TensorType(out, "float32"),))
+        types = TensorType(x, dtype), TensorType(w, dtype)
+        node = Node("p", "autopar.einsum", (equation, Ref("x"), Ref("w")), (), (TensorType(out, dtype),))
         return len([*offers(node, types, mesh_of(*sizes))])
 
     linear = "b s k, n k -> b s n"
@@ -181,3 +183,5 @@ def test_it_is_offered_for_products_that_divide_and_for_nothing_else() -> None:
     assert count(linear, (3, 9, 8), (13, 8), (3, 9, 13), 4) == 0, "what is summed divides, what is made does not"
     attention = "b h q d, b h k d -> b h q k"
     assert count(attention, (4, 4, 8, 8), (4, 4, 8, 8), (4, 4, 8, 8), 2) == 0
+    dtype = "complex64"
+    assert count(linear, (4, 8, 8), (12, 8), (4, 8, 12), 4) == 0, "gloo sends no complex numbers"
