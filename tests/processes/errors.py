@@ -48,7 +48,7 @@ def check_arguments(ranks: Ranks) -> None:
     refused(ValueError, f"has 1 ranks, but {ranks.count} processes run", lambda: autopar.compile(plain, part))
     refused(
         ValueError,
-        "no hardware profile 'h1000'; known profiles: .*h100-sxm",
+        r"no hardware profile 'h1000'; did you mean h100-sxm\? known profiles: .*h100-sxm",
         lambda: autopar.compile(plain, mesh, hardware="h1000"),
     )
     for name, value in (("optimizer", "adam-w"), ("outputs", "whole"), ("backend", "cudagraphs")):
