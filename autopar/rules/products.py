@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from autopar.ir.graph import Node, Ref, TensorType
-from autopar.ir.layout import Shard
+from autopar.ir.layout import REPLICATE, Layout, Placement, Shard, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.work import bytes_moved, flops_of
 from autopar.rules.attended import copied
 from autopar.rules.builder import Value
 from autopar.rules.looped import Do
 from autopar.rules.notation import Dim, Rule
 from autopar.rules.table import rule_of
+from cost_models.steps import Compute
 
 PRODUCTS = ("autopar.einsum", "aten.mm.default")
 
@@ -20,12 +24,27 @@ def rule_of_product(node: Node, types: tuple[TensorType, ...]) -> Rule | None:
     """The rule of a product of two values; None of all else, of many small products, as of attention, and of complex
     numbers, which gloo does not send.
     """
-    if node.op not in PRODUCTS or len(set(node.operands)) != 2 or types[0].dtype.startswith("complex"):
+    if node.op not in PRODUCTS or len(set(node.operands)) != 2:
+        return None
+    if any(type.dtype.startswith("complex") for type in types):
         return None
     rule = rule_of(node, types)
     assert rule is not None
     first, second = (factors(dims) for dims in rule.inputs)
     return None if {*first} & {*second} & {*factors(rule.outputs[0])} else rule
+
+
+def axes_of_rings(
+    node: Node, types: tuple[TensorType, ...], mesh: Mesh
+) -> Iterator[tuple[Rule, int, int, tuple[str, ...]]]:
+    """(rule, axis, operand, roles of the axes) of each way to go round: along each axis, with each operand as the one
+    that counts, while all other axes split the batch. The role of the axis itself is "", as is that of one rank alone.
+    """
+    if mesh.ranks == 1 or (rule := rule_of_product(node, types)) is None:
+        return
+    batch = first_of_longest(rule)
+    for axis, operand in ((axis, operand) for axis, size in enumerate(mesh.sizes) if size > 1 for operand in (0, 1)):
+        yield rule, axis, operand, tuple(batch if size > 1 and at != axis else "" for at, size in enumerate(mesh.sizes))
 
 
 def first_of_longest(rule: Rule) -> str:
@@ -47,6 +66,23 @@ def shard_of(dims: Sequence[Dim], factor: str) -> Shard | None:
     return None if dim is None else Shard(dim)
 
 
+def laid_out(dims: Sequence[Dim], roles: Sequence[str], missing: Placement) -> Layout:
+    """Each axis splits the dim of the factor that is its role; `missing`: where there is no such dim."""
+    return tuple((shard_of(dims, role) or missing) if role else REPLICATE for role in roles)
+
+
+def divide(types: Sequence[TensorType], layouts: Sequence[Layout], mesh: Mesh) -> bool:
+    """Whether all of these sizes do."""
+    laid = zip(types, layouts, strict=True)
+    return all(local_shape(type.shape, layout, mesh) is not None for type, layout in laid)
+
+
+def turns_among(axis: int, roles: Sequence[str], mesh: Mesh) -> int:
+    """Into how many equal products a ring along the axis cuts the whole one: its own, and those of the other axes."""
+    beside = math.prod(size for role, size in zip(roles, mesh.sizes, strict=True) if role)
+    return mesh.sizes[axis] ** 2 * beside
+
+
 # --- parts of bodies -------------------------------------------------------------------------------------------------
 
 
@@ -58,6 +94,14 @@ def multiplying(node: Node, swapped: bool = False) -> Any:
         return b.call(node.op, *(next(pair) if isinstance(arg, Ref) else arg for arg in node.args))
 
     return write
+
+
+def step_of(
+    node: Node, types: tuple[TensorType, ...], read: tuple[TensorType, ...], made: TensorType, parts: int
+) -> Compute:
+    """One of so many equal products that make up the whole one. `read`, `made`: of its operands and its result."""
+    flops, kind = flops_of(node, types)
+    return Compute(node.op, flops / parts, 1.0 * bytes_moved(node, read, (made,)), made.dtype, 1, kind)
 
 
 def taking(dim: int, parts: int, reads: str, makes: str, piece: TensorType, ahead: int = 0) -> Do:

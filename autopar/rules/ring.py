@@ -18,25 +18,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import Node, TensorType
-from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, local_shape, local_type
+from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, local_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.work import bytes_moved, flops_of
 from autopar.rules.attended import cut
 from autopar.rules.looped import Do, Looped, Offer, Part, Shift
 from autopar.rules.notation import Dim, Rule
 from autopar.rules.products import (
     adding,
+    axes_of_rings,
     dim_of,
+    divide,
     factors,
-    first_of_longest,
+    laid_out,
     multiplying,
     placing,
     room,
-    rule_of_product,
-    shard_of,
+    step_of,
     taking,
+    turns_among,
 )
-from cost_models.steps import Compute
 
 NAME = "ring"
 
@@ -58,11 +58,7 @@ class _Ring:
 
 def product(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
     """A ring along each axis, for each of the operands that may go round; all other axes split the batch."""
-    if mesh.ranks == 1 or (rule := rule_of_product(node, types)) is None:
-        return
-    batch = first_of_longest(rule)
-    for axis, moving in ((axis, moving) for axis, size in enumerate(mesh.sizes) if size > 1 for moving in (0, 1)):
-        roles = tuple(batch if size > 1 and at != axis else "" for at, size in enumerate(mesh.sizes))
+    for rule, axis, moving, roles in axes_of_rings(node, types, mesh):
         if (ring := _ring(node, types, rule, mesh, moving, axis, roles)) is not None:
             yield _offer(ring)
 
@@ -88,11 +84,7 @@ def _layouts(ring: _Ring) -> tuple[tuple[Layout, ...], Layout]:
     split = (ring.rows, ring.columns) if ring.moving == 0 else (ring.columns, ring.rows)
 
     def laid(dims: Sequence[Dim], here: str, missing: Placement) -> Layout:
-        def placed(factor: str) -> Placement:
-            return shard_of(dims, factor) or missing
-
-        roles = [here if at == ring.axis else role for at, role in enumerate(ring.roles)]
-        return tuple(placed(role) if role else REPLICATE for role in roles)
+        return laid_out(dims, [here if at == ring.axis else role for at, role in enumerate(ring.roles)], missing)
 
     takes = tuple(laid(dims, here, REPLICATE) for dims, here in zip(ring.rule.inputs, split, strict=True))
     return takes, laid(ring.rule.outputs[0], ring.columns, Partial("sum"))
@@ -102,8 +94,7 @@ def _divides(ring: _Ring) -> bool:
     takes, gives = _layouts(ring)
     result, ranks = ring.node.outputs[0], ring.mesh.sizes[ring.axis]
     assert result is not None
-    laid = [*zip(ring.types, takes, strict=True), (result, gives)]
-    if any(local_shape(type.shape, layout, ring.mesh) is None for type, layout in laid):
+    if not divide((*ring.types, result), (*takes, gives), ring.mesh):
         return False
     beside = math.prod(size for role, size in zip(ring.roles, ring.mesh.sizes, strict=True) if role == ring.rows)
     return ring.rule.sizes[ring.rows] % (ranks * beside) == 0
@@ -126,10 +117,8 @@ def _loop(ring: _Ring, takes: Sequence[Layout], gives: Layout) -> Looped:
     here, there = str(moving), str(1 - moving)
     piece, met = local[moving], local[1 - moving] if shared is None else cut(local[1 - moving], shared, ranks)
     made = result if written is None else cut(result, written, ranks)
-    flops, kind = flops_of(ring.node, ring.types)
-    flops /= ranks * ranks * math.prod(s for r, s in zip(ring.roles, ring.mesh.sizes, strict=True) if r)
     pair = (piece, met) if moving == 0 else (met, piece)
-    multiply = Compute(ring.node.op, flops, 1.0 * bytes_moved(ring.node, pair, (made,)), result.dtype, 1, kind)
+    multiply = step_of(ring.node, ring.types, pair, made, turns_among(ring.axis, ring.roles, ring.mesh))
 
     times = multiplying(ring.node, swapped=moving == 1)
 

@@ -14,37 +14,32 @@ the name of asynchronous tensor parallelism, matmul-reduce-scatter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.ir.graph import Node, TensorType
-from autopar.ir.layout import REPLICATE, Layout, Partial, local_shape, local_type
+from autopar.ir.layout import REPLICATE, Layout, Partial, local_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.work import bytes_moved, flops_of
 from autopar.rules.attended import cut
 from autopar.rules.looped import Do, Looped, Offer, Part, Shift
 from autopar.rules.notation import Rule
 from autopar.rules.products import (
     adding,
+    axes_of_rings,
     dim_of,
+    divide,
     factors,
-    first_of_longest,
+    laid_out,
     multiplying,
-    rule_of_product,
-    shard_of,
+    step_of,
     taking,
+    turns_among,
 )
-from cost_models.steps import Compute
 
 
 def product(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
     """A ring along each axis, its result split by rows of either operand; all other axes split the batch."""
-    if mesh.ranks == 1 or (rule := rule_of_product(node, types)) is None:
-        return
-    batch = first_of_longest(rule)
-    for axis, cutting in ((axis, cutting) for axis, size in enumerate(mesh.sizes) if size > 1 for cutting in (0, 1)):
-        beside = tuple(batch if size > 1 and at != axis else "" for at, size in enumerate(mesh.sizes))
+    for rule, axis, cutting, beside in axes_of_rings(node, types, mesh):
         if (ring := _ring(node, types, rule, mesh, cutting, axis, beside)) is not None:
             role = f"{ring.summed}>{cutting}:{ring.rows}"
             roles = tuple(role if at == axis else other for at, other in enumerate(beside))
@@ -67,16 +62,12 @@ class _Ring:
 
     @property
     def takes(self) -> tuple[Layout, ...]:
-        return tuple(
-            tuple((shard_of(dims, role) if role else None) or REPLICATE for role in self._roles(self.summed))
-            for dims in self.rule.inputs
-        )
+        return tuple(laid_out(dims, self._roles(self.summed), REPLICATE) for dims in self.rule.inputs)
 
     @property
     def gives(self) -> Layout:
         """The other axes sum, too, where the batch is summed: each has its term."""
-        dims = self.rule.outputs[0]
-        return tuple((shard_of(dims, role) or Partial("sum")) if role else REPLICATE for role in self._roles(self.rows))
+        return laid_out(self.rule.outputs[0], self._roles(self.rows), Partial("sum"))
 
     def _roles(self, here: str) -> list[str]:
         return [here if at == self.axis else role for at, role in enumerate(self.beside)]
@@ -88,8 +79,7 @@ class _Ring:
     def divides(self) -> bool:
         result = self.node.outputs[0]
         assert result is not None
-        laid = [*zip(self.types, self.takes, strict=True), (result, self.gives)]
-        return all(local_shape(type.shape, layout, self.mesh) is not None for type, layout in laid)
+        return divide((*self.types, result), (*self.takes, self.gives), self.mesh)
 
 
 def _ring(
@@ -120,10 +110,8 @@ def _loop(ring: _Ring) -> Looped:
     rows, result = dim_of(rule.inputs[ring.cutting], ring.rows), local_type(whole, ring.gives, ring.mesh)
     assert rows is not None
     piece = cut(mine, rows, ranks)
-    flops, kind = flops_of(ring.node, ring.types)
-    flops /= ranks * ranks * math.prod(s for r, s in zip(ring.beside, ring.mesh.sizes, strict=True) if r)
     read = (piece, there) if ring.cutting == 0 else (there, piece)
-    step = Compute(ring.node.op, flops, 1.0 * bytes_moved(ring.node, read, (result,)), result.dtype, 1, kind)
+    step = step_of(ring.node, ring.types, read, result, turns_among(ring.axis, ring.beside, ring.mesh))
     times = multiplying(ring.node, swapped=ring.cutting == 1)
 
     def term(makes: str) -> Iterator[Part]:

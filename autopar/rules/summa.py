@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.graph import Node, TensorType
-from autopar.ir.layout import REPLICATE, Layout, Partial, local_shape, local_type
+from autopar.ir.layout import REPLICATE, Layout, Partial, local_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.work import bytes_moved, flops_of
 from autopar.rules.attended import copied, cut
 from autopar.rules.builder import Value
 from autopar.rules.looped import Collective, Do, Looped, Offer, Part
@@ -38,14 +37,16 @@ from autopar.rules.notation import Dim, Rule
 from autopar.rules.products import (
     adding,
     dim_of,
+    divide,
     factors,
     first_of_longest,
     multiplying,
     room,
     rule_of_product,
     shard_of,
+    step_of,
 )
-from cost_models.steps import Compute, over
+from cost_models.steps import over
 
 PANELS = (2, 8)  # few turns for transfers to run beside products, or many for less memory
 RESULT = 2  # the place of the result behind the two operands
@@ -54,7 +55,7 @@ RESULT = 2  # the place of the result behind the two operands
 def product(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
     """On two axes of one size: the first splits the batch, and so do all others; the second splits what is left."""
     rule, whole = rule_of_product(node, types), node.outputs[0]
-    if rule is None or whole is None or whole.dtype.startswith("complex"):
+    if rule is None or whole is None:
         return
     batch = first_of_longest(rule)
     with_batch = [place for place, dims in enumerate(_dims(rule)) if batch in factors(dims)]
@@ -85,8 +86,7 @@ def _blocks(
     if kept is None or cutting is None:
         return None
     blocks = _Blocks(node, types, rule, mesh, axes, stays, moves, third, batch, kept, cutting, panels)
-    laid = [*zip(blocks.whole, blocks.layouts, strict=True)]
-    if any(local_shape(type.shape, layout, mesh) is None for type, layout in laid):
+    if not divide(blocks.whole, blocks.layouts, mesh):
         return None
     return blocks if rule.sizes[cutting] % (mesh.sizes[axes[0]] * panels) == 0 else None
 
@@ -198,11 +198,8 @@ class _Blocks:
             ))  # fmt: skip
 
         read = tuple(self.panel(place, self.ranks) if place in reads else self.local(place) for place in (0, 1))
-        flops, kind = flops_of(self.node, self.types)
-        made = self.made
-        flops /= self.panels * math.prod(self.mesh.sizes)
-        step = Compute(self.node.op, flops, 1.0 * bytes_moved(self.node, read, (made,)), made.dtype, 1, kind)
-        return Do("multiply", write, names, makes, made, step)
+        step = step_of(self.node, self.types, read, self.made, self.panels * math.prod(self.mesh.sizes))
+        return Do("multiply", write, names, makes, self.made, step)
 
     @property
     def made(self) -> TensorType:

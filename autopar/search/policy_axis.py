@@ -64,6 +64,10 @@ class PolicyAxis:
     def takes(self, option: Strategy) -> tuple[Placement, ...]:
         return tuple(layout[self.axis] for layout in option.takes)
 
+    def does(self, role: str) -> Wish:
+        """That the axis does that in a node."""
+        return lambda option: option.roles[self.axis] == role
+
     def is_split(self, option: Strategy) -> bool:
         """Whether a source enters the program in pieces."""
         return isinstance(option.gives[0][self.axis], Shard)

@@ -18,7 +18,7 @@ from autopar.ir.layout import Shard
 from autopar.ir.mesh import Mesh
 from autopar.propose.strategies import Strategy
 from autopar.rules.attended import GROUPED, HEADS, RING
-from autopar.search.policy_axis import Kind, PolicyAxis, Strategies, Wish, prefer
+from autopar.search.policy_axis import Kind, PolicyAxis, Strategies, prefer
 
 MEGATRON = "megatron-sp"
 ROLES = {MEGATRON: (HEADS, GROUPED), "ulysses": (HEADS, GROUPED), "ring": (RING,)}  # of attention, the best first
@@ -114,16 +114,13 @@ class _Sequence(PolicyAxis):
 
     def operator(self, node: Node, options: tuple[Strategy, ...]) -> tuple[tuple[Strategy, ...], tuple[Kind, ...]]:
         if node.op in OPERANDS_OF_ATTENTION:
-            kept = prefer(options, *(self._does(role) for role in self.roles))
+            kept = prefer(options, *(self.does(role) for role in self.roles))
             results: list[Kind] = [_sequence_of(result) for result in node.outputs]
             return kept, tuple(results)
         if node.op == SHARE:  # of what attention saves, in the layout that its backward reads
             (ref,) = node.operands
             return options, (self.kinds[ref.name][ref.index],)
         return super().operator(node, options)
-
-    def _does(self, role: str) -> Wish:
-        return lambda option: option.roles[self.axis] == role
 
     def along_the_batch(self, options: tuple[Strategy, ...], kinds: tuple[Kind, ...]) -> tuple[Strategy, ...]:
         rows: tuple[Kind, ...] = tuple(0 if isinstance(kind, int) else kind for kind in kinds)
@@ -140,7 +137,7 @@ class _Megatron(PolicyAxis):
     def operator(self, node: Node, options: tuple[Strategy, ...]) -> tuple[tuple[Strategy, ...], tuple[Kind, ...]]:
         kept, results = super().operator(node, options)
         if node.op in OPERANDS_OF_ATTENTION:
-            return prefer(options, *(self._does(role) for role in self.roles)), results
+            return prefer(options, *(self.does(role) for role in self.roles)), results
         if self._is_of_a_norm(node):
             along = tuple(option for option in options if self.takes(option)[0] == Shard(1))
             self.norms += bool(along)
@@ -154,6 +151,3 @@ class _Megatron(PolicyAxis):
         of, made = self.graph.type_of(node.operands[0]), node.outputs[0]
         summed = (*of.shape[:-1], 1)
         return of.shape[1:2] == (self.length,) and (node.op != SUM or (made is not None and made.shape == summed))
-
-    def _does(self, role: str) -> Wish:
-        return lambda option: option.roles[self.axis] == role

@@ -21,9 +21,9 @@ def graph_of(captured: Captured, precision: Any = None, *, parts: int = 1, rules
 
     Raises TraceError where the batch has no such parts.
     """
-    graph = local_statistics(normalise(lower(captured)).under(rules), parts, captured.synced)
+    graph = local_statistics(normalise(lower(captured)), parts, captured.synced)
     if precision is not None:
         graph = casts_in_place(graph)
         if precision.reduce_dtype is not None:
             graph = reduce_after_cast(graph)
-    return graph.under(rules)  # what was made on the way, too
+    return graph.under(rules)

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import Tensor
 
-from autopar.assemble.problem import output_name
-from autopar.emit import ops
-from autopar.emit.run_all_ranks import fake_ranks, run
 from autopar.ir.graph import Graph, Node, Ref, Result, TensorType
-from autopar.ir.layout import Shard, local_type
+from autopar.ir.layout import Shard
 from autopar.ir.mesh import Mesh
 from autopar.lower import lower
-from autopar.lower.memory import peaks
 from autopar.lower.program import Launch, Loop, Wait, Within
 from autopar.lower.verify import flat, verify
-from autopar.plan import Plan
-from autopar.plan.fit import check_rules
 from autopar.price.pricer import Pricer
 from autopar.rules.looped import Offer
 from autopar.rules.patterns import offers
 from autopar.simulate.events import events
-from cost_models.hardware import Hardware, Link
+from cost_models.hardware import Link
 from cost_models.simulator import play
+from tests.support import products
 from tests.support.check import mesh_of
-from tests.support.plans import PlanSampler
+from tests.support.products import H100
 
-H100 = Hardware.load("h100-sxm")
 PATTERNS = ("ring", "ring reduce-scatter")
-TOLERANCE = 1e-12  # in float64: sums of a few dozen terms in another order
-
 # What a linear layer becomes: forward, the gradients of its input and of its weight; a matrix product as it is.
 PRODUCTS = {
     "forward": ("b s k, n k -> b s n", (6, 12, 12), (24, 12)),
@@ -48,46 +37,16 @@ PRODUCTS = {
 
 def graph_of(name: str) -> Graph:
     equation, *shapes = PRODUCTS[name]
-    left, right = (torch.empty(shape, dtype=torch.float64) for shape in shapes)
-    made = left @ right if equation == "mm" else ops.einsum(equation, left, right)
-    types = [TensorType(shape, "float64") for shape in shapes]
-    sources = [Node(name, "input", (), (), (type,), target=name) for name, type in zip("xw", types, strict=True)]
-    args = (Ref("x"), Ref("w")) if equation == "mm" else (equation, Ref("x"), Ref("w"))
-    op = "aten.mm.default" if equation == "mm" else "autopar.einsum"
-    node = Node("product", op, args, (), (TensorType(tuple(made.shape), "float64"),))
-    return Graph((*sources, node), (Result("output", "0", Ref("product")),))
-
-
-def values_of(graph: Graph) -> dict[str, Tensor]:
-    drawn = torch.Generator().manual_seed(7)
-    return {
-        node.name: torch.randn(node.outputs[0].shape, dtype=torch.float64, generator=drawn)
-        for node in graph.nodes
-        if node.is_source and node.outputs[0] is not None
-    }
-
-
-def rings(graph: Graph, mesh: Mesh, pattern: str) -> list[Offer]:
-    node = graph.by_name["product"]
-    types = tuple(graph.type_of(ref) for ref in node.operands)
-    return [offer for name, offer in offers(node, types, mesh) if name == pattern]
+    return products.graph_of(equation, *shapes)
 
 
 def all_split(offer: Offer) -> bool:
     return all(isinstance(placement, Shard) for placement in offer.gives[0])
 
 
-def plans(graph: Graph, mesh: Mesh, pattern: str) -> Iterator[tuple[Offer, Plan]]:
+def plans(graph: Graph, mesh: Mesh, pattern: str) -> products.Plans:
     """Each ring, with its operands as they come and its result as it is."""
-    sampler = PlanSampler(graph, mesh, H100, optimizer="none")
-    for offer in rings(graph, mesh, pattern):
-        wishes = {
-            "product": lambda s, o=offer: (s.body, s.roles) == (pattern, o.roles),
-            "x": lambda s, o=offer: s.gives == (o.takes[0],),
-            "w": lambda s, o=offer: s.gives == (o.takes[1],),
-            output_name("0"): lambda s, o=offer: s.gives == o.gives or not all_split(o),
-        }
-        yield offer, sampler.best(wishes)
+    return products.plans(graph, mesh, pattern, lambda o: lambda s: s.gives == o.gives or not all_split(o))
 
 
 @pytest.mark.parametrize("sizes", [(2,), (3,), (2, 3)], ids=str)
@@ -95,22 +54,8 @@ def plans(graph: Graph, mesh: Mesh, pattern: str) -> Iterator[tuple[Offer, Plan]
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_ring_gives_what_the_operator_gives(pattern: str, name: str, sizes: tuple[int, ...]) -> None:
     graph, mesh = graph_of(name), mesh_of(*sizes)
-    values, found = values_of(graph), 0
-    equation = PRODUCTS[name][0]
-    x, w = values["x"], values["w"]
-    wanted = x @ w if equation == "mm" else torch.einsum(_short(equation), x, w)
-    with fake_ranks(mesh) as device_mesh:
-        for _, plan in plans(graph, mesh, pattern):
-            check_rules(plan)
-            made = run(replace(plan, prefetch=1), device_mesh, values).results["output", "0"]
-            assert made is not None
-            torch.testing.assert_close(made, wanted, rtol=TOLERANCE, atol=TOLERANCE * wanted.abs().max().item())
-            found += 1
-    assert found >= 2, "too few rings to mean anything"
-
-
-def _short(equation: str) -> str:
-    return equation.replace(" ", "")
+    found = products.check_numbers(graph, mesh, plans(graph, mesh, pattern), (1,))
+    assert len(found) >= 2, "too few rings to mean anything"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
@@ -127,9 +72,7 @@ def test_its_program_is_a_loop_that_holds_what_it_says(pattern: str, ranks: int)
                 assert [loop.rounds for loop in loops] == ([ranks - 2] if ranks > 2 else [])
                 sent = [one for one in flat(program) if isinstance(one, Launch) and one.of == Within("product")]
                 assert len(sent) == ranks - 1 and sum(isinstance(one, Wait) for one in flat(program)) >= len(sent)
-                held = sum(buffer.nbytes for buffer in program.resident)
-                result = local_type(graph.type_of(Ref("product")), offer.gives[0], mesh).nbytes
-                extra = peaks(program)["hbm"] - held - result
+                extra = products.held_beside(program, graph, mesh, offer)
                 workspace = offer.loop.workspace(beside=prefetch is not None)
                 assert extra <= workspace
                 if all_split(offer):  # the output is the product itself

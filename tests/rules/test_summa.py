@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from autopar.assemble.problem import assemble
-from autopar.emit import ops
-from autopar.emit.run_all_ranks import fake_ranks, run
-from autopar.ir.graph import Graph, Node, Ref, Result, TensorType
-from autopar.ir.layout import Shard, local_type
+from autopar.ir.graph import Ref
+from autopar.ir.layout import Shard
 from autopar.ir.mesh import Mesh
 from autopar.lower import lower
-from autopar.lower.memory import peaks
 from autopar.lower.program import Loop
 from autopar.lower.verify import verify
 from autopar.measure.twin import memory_of, traced
-from autopar.plan import Plan
-from autopar.plan.fit import check_rules
 from autopar.plan.reading import split_of
 from autopar.price.pricer import Pricer
 from autopar.rules.looped import Offer
-from autopar.rules.patterns import offers
 from cost_models.hardware import Hardware
 from cost_models.steps import Comm, unrolled
-from tests.rules.test_ring import values_of
 from tests.support.check import mesh_of
 from tests.support.plans import PlanSampler, Wish, gives
-
-H100 = Hardware.load("h100-sxm")
-TOLERANCE = 1e-12  # in float64: sums of a few dozen terms in another order
+from tests.support.products import H100, check_numbers, graph_of, held_beside, offered, plans
 
 M, K, N = 8, 32, 48
 PRODUCTS = {  # what a linear layer becomes, and the form of SUMMA that goes with it where weights are [n, k]
@@ -45,60 +35,23 @@ PRODUCTS = {  # what a linear layer becomes, and the form of SUMMA that goes wit
 }
 
 
-def graph_of(equation: str, *shapes: tuple[int, ...]) -> Graph:
-    made = ops.einsum(equation, *(torch.empty(shape, dtype=torch.float64) for shape in shapes))
-    types = [TensorType(shape, "float64") for shape in shapes]
-    sources = [Node(name, "input", (), (), (type,), target=name) for name, type in zip("xw", types, strict=True)]
-    node = Node(
-        "product", "autopar.einsum", (equation, Ref("x"), Ref("w")), (), (TensorType(tuple(made.shape), "float64"),)
-    )
-    return Graph((*sources, node), (Result("output", "0", Ref("product")),))
-
-
-def offered(graph: Graph, mesh: Mesh, pattern: str) -> list[Offer]:
-    node = graph.by_name["product"]
-    types = tuple(graph.type_of(ref) for ref in node.operands)
-    return [offer for name, offer in offers(node, types, mesh) if name == pattern]
-
-
-def plans(graph: Graph, mesh: Mesh, pattern: str) -> Iterator[tuple[Offer, Plan]]:
-    sampler = PlanSampler(graph, mesh, H100, optimizer="none")
-    for offer in offered(graph, mesh, pattern):
-        wishes = {
-            "product": lambda s, o=offer: (s.body, s.roles) == (pattern, o.roles),
-            "x": lambda s, o=offer: s.gives == (o.takes[0],),
-            "w": lambda s, o=offer: s.gives == (o.takes[1],),
-        }
-        yield offer, sampler.best(wishes)
-
-
-def check_numbers(graph: Graph, mesh: Mesh, pattern: str, equation: str) -> list[Offer]:
-    values, found = values_of(graph), []
-    wanted = torch.einsum(equation.replace(" ", ""), values["x"], values["w"])
-    with fake_ranks(mesh) as device_mesh:
-        for offer, plan in plans(graph, mesh, pattern):
-            check_rules(plan)
-            for prefetch in (None, 1):
-                made = run(replace(plan, prefetch=prefetch), device_mesh, values).results["output", "0"]
-                assert made is not None
-                torch.testing.assert_close(made, wanted, rtol=TOLERANCE, atol=TOLERANCE * wanted.abs().max().item())
-            found.append(offer)
-    return found
+def numbers(name: str, mesh: Mesh, pattern: str) -> list[Offer]:
+    equation, *shapes = PRODUCTS[name]
+    graph = graph_of(equation, *shapes)
+    return check_numbers(graph, mesh, plans(graph, mesh, pattern), (None, 1))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(4,), (8,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if name != "in columns"])
 def test_a_ring_reduce_scatter_of_more_ranks(name: str, sizes: tuple[int, ...]) -> None:
-    equation, *shapes = PRODUCTS[name]
-    assert check_numbers(graph_of(equation, *shapes), mesh_of(*sizes), "ring reduce-scatter", equation)
+    assert numbers(name, mesh_of(*sizes), "ring reduce-scatter")
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_panels_give_what_the_operator_gives(name: str, sizes: tuple[int, ...]) -> None:
-    equation, *shapes = PRODUCTS[name]
-    found = check_numbers(graph_of(equation, *shapes), mesh_of(*sizes), "SUMMA", equation)
+    found = numbers(name, mesh_of(*sizes), "SUMMA")
     assert len(found) >= 4
     forms = {role.split(",")[0] for offer in found for role in offer.roles if role.startswith("SUMMA")}
     expected = {"SUMMA ATB"} if ("weight" in name and "gradient" in name) or name == "in columns" else None
@@ -125,9 +78,7 @@ def test_they_send_what_the_formula_says_and_hold_what_they_say(name: str) -> No
             verify(program)
             loops = [one for _, one in program if isinstance(one, Loop)]
             assert [loop.rounds for loop in loops] == ([panels - 2] if panels > 2 else [])
-            held = sum(buffer.nbytes for buffer in program.resident)
-            result = local_type(types[2], offer.gives[0], mesh).nbytes
-            extra = peaks(program)["hbm"] - held - result
+            extra = held_beside(program, graph, mesh, offer)
             workspace = offer.loop.workspace(beside=prefetch is not None)
             assert extra <= workspace
             if delivery is not None and not delivery.changes:
