@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from autopar.ir.outside import Rules
+from autopar.ir.rounds import ONE, Rounds
 
 Phase = Literal["forward", "backward"]
 
@@ -116,10 +117,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in execution order: every operand is defined above its use. Forward nodes stand before backward nodes."""
+    """Nodes in execution order: every operand is defined above its use. Forward nodes stand before backward nodes.
+
+    `rounds`: of a step in micro-batches, of which this is one.
+    """
 
     nodes: tuple[Node, ...]
     results: tuple[Result, ...]
+    rounds: Rounds = ONE
 
     def __post_init__(self) -> None:
         seen: dict[str, int] = {}
@@ -177,7 +182,8 @@ class Graph:
         ]
         ends = [(r.kind, r.target, _plain(r.ref)) for r in self.results]
         rules = sorted(one.identity for one in self.outside)
-        whole = [told, ends, *([rules] if rules else [])]
+        rounds = [self.rounds.count, sorted(self.rounds.cut.items()), self.rounds.joined]
+        whole = [told, ends, *([rules] if rules else []), *([rounds] if self.rounds.count > 1 else [])]
         return hashlib.sha256(json.dumps(whole, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -56,7 +56,7 @@ class _Narrowing:
                     self._again(ref)
                 self.backward.append(self._with(node, self._again))
         forward = [part for node in self.head for part in (node, *self.stores[node.name])]
-        return Graph((*forward, *self.backward), self.graph.results)
+        return Graph((*forward, *self.backward), self.graph.results, self.graph.rounds)
 
     def _with(self, node: Node, change: object) -> Node:
         args = map_refs(node.args, change)
@@ -130,7 +130,7 @@ def plain(graph: Graph) -> Graph:
             args, kwargs = map_refs(node.args, traced), tuple((k, map_refs(arg, traced)) for k, arg in node.kwargs)
             kept.append(replace(node, args=args, kwargs=kwargs))
     results = tuple(replace(r, ref=None if r.ref is None else traced(r.ref)) for r in graph.results)
-    return Graph(tuple(kept), results) if len(kept) < len(graph.nodes) else graph
+    return Graph(tuple(kept), results, graph.rounds) if len(kept) < len(graph.nodes) else graph
 
 
 def false_claim_of(graph: Graph) -> tuple[Node, str] | None:

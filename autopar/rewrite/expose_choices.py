@@ -104,7 +104,7 @@ class _Widening:
                 self._add(self._rerouted(node))
                 for ref in self.backward[-1].operands:
                     self._want(ref)
-        graph = Graph((*forward, *self.backward), self.graph.results)
+        graph = Graph((*forward, *self.backward), self.graph.results, self.graph.rounds)
         again = {
             name: Again(
                 origin,

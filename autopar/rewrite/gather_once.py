@@ -31,7 +31,7 @@ def gathered_once(graph: Graph, but: Collection[str] = ()) -> Graph:
             if first.get(ref) == node.name:
                 nodes.append(added.share(ref, "once", node.phase, node.module))
         nodes.append(added.reading(node))
-    return Graph(tuple(nodes), graph.results) if added.instead else graph
+    return Graph(tuple(nodes), graph.results, graph.rounds) if added.instead else graph
 
 
 def kept_whole(graph: Graph, but: Collection[str] = ()) -> Graph:
@@ -45,7 +45,7 @@ def kept_whole(graph: Graph, but: Collection[str] = ()) -> Graph:
         nodes.append(added.reading(node))
         if (made := Ref(node.name)) in weights and not node.is_source:  # a cast
             nodes.append(added.share(made, "once", node.phase, node.module))
-    late = _Added(Graph(tuple(nodes), graph.results))
+    late = _Added(Graph(tuple(nodes), graph.results, graph.rounds))
     gradients = {r.target: r.ref for r in graph.results if r.kind == "gradient" and r.target not in but}
     nodes += [late.share(ref, "whole", "backward") for ref in dict.fromkeys(gradients.values()) if ref is not None]
     results = [
@@ -56,7 +56,7 @@ def kept_whole(graph: Graph, but: Collection[str] = ()) -> Graph:
     ]
     if gradients:  # behind them weights are needed no more: share nodes that nobody reads
         nodes += [late.share(ref, "until", "backward") for ref in added.instead.values()]
-    return Graph(tuple(nodes), tuple(results))
+    return Graph(tuple(nodes), tuple(results), graph.rounds)
 
 
 def is_gathered_once(node: Node) -> bool:

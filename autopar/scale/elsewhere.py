@@ -77,7 +77,7 @@ def graph_at(growth: Growth, values: Mapping[str, Any]) -> Graph:
         if exact and not node.is_source:
             args = localise(node, args, found, [type_of[ref] for ref in node.operands])
         nodes.append(replace(node, args=args, outputs=tuple(found)))
-    return Graph(tuple(nodes), growth.graph.results)
+    return Graph(tuple(nodes), growth.graph.results, growth.graph.rounds)
 
 
 class _Move:

@@ -1,0 +1,35 @@
+"""Micro-batches: a graph that is one of several equal rounds of a step, each over its part of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SUM, LAST = "sum", "last"
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A step runs the graph `count` times.
+
+    `cut`: name of an input node -> the dim along which each round takes its part, in order; an input that is left out
+    is whole in every round. `joined`: per result of the graph what the step gives: `SUM` of the rounds, what the `LAST`
+    one gives (all give the same), or the dim along which they are put together.
+    """
+
+    count: int = 1
+    cut: Mapping[str, int] = field(default_factory=dict[str, int])
+    joined: tuple[str | int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"a step of {self.count} micro-batches does nothing; give 1 or more")
+
+    def whole_shape(self, shape: tuple[int, ...], join: str | int) -> tuple[int, ...]:
+        """Of what a step gives, where each round gives `shape`."""
+        if not isinstance(join, int):
+            return shape
+        return (*shape[:join], shape[join] * self.count, *shape[join + 1 :])
+
+
+ONE = Rounds()

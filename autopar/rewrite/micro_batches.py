@@ -1,0 +1,355 @@
+"""in_rounds: the graph of one micro-batch, of the graph of a whole step.
+
+Rounds of a step are an axis of the mesh that lies in time, and the rules that split operators over devices say what a
+round may do: a value that is split along the axis is made for its own part of the batch, one that is whole is made
+alike in every round, and one that is a partial sum is added up over the rounds, as gradients are. Nothing can travel
+along this axis while a round runs, so that only layouts that meet without a layout change are of use; where none do,
+the model makes something of the whole batch, such as its statistics, and its step cannot be cut.
+
+Which nodes are split is a small integer program: as much as possible. What is made of inputs alone may be read in both
+ways, as by a loss that divides by the number of all labels: it is then made twice, for the part and for the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.graph import Arg, Const, Graph, Node, Ref, TensorType, map_refs
+from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, local_type
+from autopar.ir.mesh import Mesh
+from autopar.ir.rounds import LAST, SUM, Rounds
+from autopar.ir.work import draws
+from autopar.propose.strategies import Signature, Strategy, node_strategies, operand_types, signature_of
+from autopar.rules.local import localise
+from autopar.rules.table import rule_of
+from cost_models.steps import Comm, unrolled
+from solver import Edge, Problem, solve
+
+Array = NDArray[np.float64]
+TIME = "time"
+LOSSES, ADDED_UP = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"), 2
+BESIDE = "_of_all"  # what a node is called that is made for the whole batch beside one for its part
+OTHER_DIM = 1.01  # times the cost: of two ways to cut an input, the one along the leading dim
+SHARE, RESHAPE = "share", "reshape"  # bodies that are an operator, or two, of the graph
+WHOLE: Layout = (REPLICATE,)
+TERM: Layout = (Partial("sum"),)
+
+
+class NotCut(ValueError):
+    """The step of this model cannot run in so many micro-batches; the message says which line keeps it from that."""
+
+
+def in_rounds(graph: Graph, count: int) -> Graph:
+    """One round of `graph`, a training step, in `count` micro-batches. Raises NotCut, which names the operator that
+    needs the whole batch, or the size that `count` does not divide.
+    """
+    if count == 1:
+        return graph
+    if graph.rounds.count != 1:
+        raise ValueError(f"the graph is one of {graph.rounds.count} rounds already")
+    return _Cut(counted(graph), count).found()
+
+
+def counted(graph: Graph) -> Graph:
+    """The same graph, in which the weights of all labels, by which a loss is divided, are added up by nodes of their
+    own: of the labels alone, and not a second result of the loss.
+    """
+    used = {ref for node in graph.nodes for ref in node.operands if ref.index == 1}
+    used |= {result.ref for result in graph.results if result.ref is not None and result.ref.index == 1}
+    nodes: list[Node] = []
+    instead: dict[Ref, Ref] = {}
+
+    def read(ref: Ref) -> Ref:
+        return instead.get(ref, ref)
+
+    for node in graph.nodes:
+        kwargs = tuple((key, map_refs(arg, read)) for key, arg in node.kwargs)
+        nodes.append(replace(node, args=map_refs(node.args, read), kwargs=kwargs))
+        if node.op in LOSSES and node.args[3] == ADDED_UP and Ref(node.name, 1) in used:
+            nodes += (made := _total_weight(node, graph))
+            instead[Ref(node.name, 1)] = Ref(made[-1].name)
+    results = tuple(replace(r, ref=None if r.ref is None else read(r.ref)) for r in graph.results)
+    return replace(graph, nodes=tuple(nodes), results=results) if instead else graph
+
+
+def _total_weight(loss: Node, graph: Graph) -> list[Node]:
+    """The second result of the loss: how many labels count, or the sum of their weights."""
+    _, target, weight, _, ignored = loss.args
+    (shape, dtype), node_of = (graph.type_of(target).shape, graph.type_of(Ref(loss.name, 1)).dtype), graph.by_name
+    made: list[Node] = []
+
+    def add(op: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: str, to: str = "") -> Ref:
+        name = _free(f"{loss.name}_count{len(made)}", node_of)
+        kwargs = (("dtype", Const("dtype", to)),) if to else ()
+        made.append(replace(loss, name=name, op=op, args=args, kwargs=kwargs, outputs=(TensorType(shape, dtype),)))
+        return Ref(name)
+
+    if weight is None:
+        counts = add("aten.ne.Scalar", (target, ignored), shape, "bool")
+        counts = add("aten._to_copy.default", (counts,), shape, dtype, dtype)
+    else:
+        out = add("aten.eq.Scalar", (target, ignored), shape, "bool")
+        known = add("aten.masked_fill.Scalar", (target, out, 0), shape, graph.type_of(target).dtype)
+        column = add("aten.unsqueeze.default", (weight, 1), (*graph.type_of(weight).shape, 1), dtype)
+        counts = add("aten.embedding.default", (column, known), (*shape, 1), dtype)
+        out = add("aten.unsqueeze.default", (out, len(shape)), (*shape, 1), "bool")
+        counts = add("aten.masked_fill.Scalar", (counts, out, 0), (*shape, 1), dtype)
+    add("aten.sum.default", (counts,), (), dtype)
+    return made
+
+
+class _Cut:
+    def __init__(self, graph: Graph, count: int) -> None:
+        self.graph, self.count = graph, count
+        self.mesh = Mesh((TIME,), (count,))
+        self.node_of = graph.by_name
+        self.ways: dict[str, tuple[Strategy, ...]] = {}
+        known: dict[Signature, tuple[Strategy, ...]] = {}
+        for node in graph.nodes:
+            types = operand_types(node, self.node_of)
+            key = signature_of(node, types)
+            if node.is_source:
+                self.ways[node.name] = tuple(map(_source, self._layouts(node)))
+                continue
+            if key not in known:
+                known[key] = self._ways(node, types)
+            self.ways[node.name] = known[key]
+        self.place = {node.name: place for place, node in enumerate(graph.nodes)}
+        self.of_inputs = _of_inputs(graph)
+
+    def found(self) -> Graph:
+        self._check_inputs()
+        picked = self._picked()
+        if not any(strategy.gives == ((Shard(0),),) for name, strategy in picked.items() if self._is_input(name)):
+            raise self._refusal()
+        return self._written(picked)
+
+    # --- what may be chosen ------------------------------------------------------------------------------------------
+
+    def _ways(self, node: Node, types: tuple[TensorType, ...]) -> tuple[Strategy, ...]:
+        """Of the strategies of a node those with no communication, and no arithmetic of their own that needs to know
+        which round it is.
+        """
+        found = list(node_strategies(node, types, rule_of(node, types), self.mesh))
+        if node.op == "aten.scalar_tensor.default" and node.args[0] == 0:  # zeros are terms of zero, too
+            found.append(replace(found[0], gives=(TERM,)))
+        return tuple(
+            one
+            for one in found
+            if one.body in ("", SHARE, RESHAPE)
+            and not any(isinstance(step, Comm) for step in unrolled(one.steps))
+            and Partial("max") not in [place for layout in (*one.takes, *one.gives) for place in layout]
+        )
+
+    def _layouts(self, node: Node) -> list[Layout]:
+        (type,) = node.outputs
+        assert type is not None
+        if node.op not in ("input", "tangent"):
+            return [WHOLE]
+        even = [dim for dim, size in enumerate(type.shape) if size and size % self.count == 0]
+        return [WHOLE, *((Shard(dim),) for dim in even)]
+
+    def _is_input(self, name: str) -> bool:
+        return self.node_of[name].op == "input"
+
+    def _check_inputs(self) -> None:
+        """The leading size that most inputs have is the batch, and has to be divided."""
+        sizes = [t.shape[0] for n in self.graph.nodes if n.op == "input" for t in n.outputs if t and t.shape]
+        batch = max(sizes, key=sizes.count, default=0)
+        if batch % self.count:
+            raise NotCut(
+                f"a batch of {batch} cannot be cut into {self.count} equal micro-batches; choose a number that divides "
+                f"{batch}"
+            )
+
+    # --- which is chosen ---------------------------------------------------------------------------------------------
+
+    def _picked(self) -> dict[str, Strategy]:
+        costs = [self._costs(node) for node in self.graph.nodes]
+        edges = [
+            Edge(self.place[ref.name], self.place[node.name], self._meeting(ref, node, position))
+            for node in self.graph.nodes
+            for position, ref in enumerate(node.operands)
+        ]
+        edges += self._tangents()
+        self._close_results(costs)
+        if any(not np.isfinite(cost).any() for cost in costs):
+            raise self._refusal()
+        names = tuple(node.name for node in self.graph.nodes)
+        solution = solve(Problem(tuple(costs), tuple(edges), names=names))
+        if solution.picks is None:
+            raise self._refusal()
+        return {
+            node.name: self.ways[node.name][pick] for node, pick in zip(self.graph.nodes, solution.picks, strict=True)
+        }
+
+    def _costs(self, node: Node) -> Array:
+        """Elements that a round makes: the fewer, the more is split."""
+        if node.is_source:
+            return np.array([0.0 if w.gives[0] in (WHOLE, (Shard(0),)) else OTHER_DIM for w in self.ways[node.name]])
+        made = float(sum(type.numel for type in node.outputs if type is not None))
+        return np.array([made if self._is_whole(way) else made / self.count for way in self.ways[node.name]])
+
+    def _is_whole(self, way: Strategy) -> bool:
+        return not way.roles[0] or way.roles[0].startswith("+")
+
+    def _meeting(self, ref: Ref, node: Node, position: int) -> Array:
+        """0 where what is given is what is taken; what is made of inputs may be made whole, too."""
+        given = [way.gives[ref.index] for way in self.ways[ref.name]]
+        taken = [way.takes[position] for way in self.ways[node.name]]
+        whole_too = float(self.graph.type_of(ref).numel) if ref.name in self.of_inputs else np.inf
+        cost = [[0.0 if give == take else whole_too if take == WHOLE else np.inf for take in taken] for give in given]
+        return np.array(cost).reshape(len(given), len(taken))
+
+    def _tangents(self) -> list[Edge]:
+        """A gradient of an output comes as the output goes: whole where the output is a sum over rounds, else cut as it
+        is.
+        """
+        output = {result.target: result.ref for result in self.graph.results if result.kind == "output"}
+        found: list[Edge] = []
+        for node in self.graph.nodes:
+            ref = output.get(node.target) if node.op == "tangent" else None
+            if ref is None:
+                continue
+            given = [way.gives[ref.index] for way in self.ways[ref.name]]
+            wanted = [WHOLE if give == TERM else give if give != WHOLE else None for give in given]
+            comes = [way.gives[0] for way in self.ways[node.name]]
+            cost = np.where([[one == other for other in comes] for one in wanted], 0.0, np.inf)
+            found.append(Edge(self.place[ref.name], self.place[node.name], cost))
+        return found
+
+    def _close_results(self, costs: list[Array]) -> None:
+        """A gradient is a sum over rounds; a buffer is the same in all."""
+        for result in self.graph.results:
+            if result.ref is None or result.kind == "output":
+                continue
+            wanted = TERM if result.kind == "gradient" else WHOLE
+            place = self.place[result.ref.name]
+            gives = [way.gives[result.ref.index] == wanted for way in self.ways[result.ref.name]]
+            costs[place] = np.where(gives, costs[place], np.inf)
+
+    def _refusal(self) -> NotCut:
+        """What first makes something of the whole batch: its operands may be cut, and then it has no way."""
+        reach: dict[Ref, set[Layout]] = {}
+        for node in self.graph.nodes:
+            if node.is_source:
+                reach[Ref(node.name)] = {way.gives[0] for way in self.ways[node.name]}
+                continue
+            able = [
+                way
+                for way in self.ways[node.name]
+                if all(take in reach[ref] for take, ref in zip(way.takes, node.operands, strict=True))
+            ]
+            cut = any(layout != WHOLE for ref in node.operands for layout in reach[ref])
+            if cut and all(layout == WHOLE for way in able for layout in (*way.takes, *way.gives)):
+                return NotCut(
+                    f"{node.source or node.module or node.name}: {node.op.removeprefix('aten.')} works on the whole "
+                    f"batch at once, so that the step cannot run in {self.count} micro-batches; leave micro-batches out"
+                )
+            for index in range(len(node.outputs)):
+                reach[Ref(node.name, index)] = {way.gives[index] for way in able} or {WHOLE}
+        return NotCut(
+            f"the outputs or gradients of this model are no sums over {self.count} micro-batches, nor parts of it: "
+            "let forward return a loss that is a sum or a mean over samples, or leave micro-batches out"
+        )
+
+    # --- the graph of a round ----------------------------------------------------------------------------------------
+
+    def _written(self, picked: Mapping[str, Strategy]) -> Graph:
+        needed = self._needed_whole(picked)
+        sources: list[Node] = []
+        nodes: list[Node] = []
+        cut: dict[str, int] = {}
+        for node in self.graph.nodes:
+            way, among = picked[node.name], sources if node.is_source and node.op != "tangent" else nodes
+            outputs = tuple(
+                None if type is None else local_type(type, gives, self.mesh)
+                for type, gives in zip(node.outputs, way.gives, strict=True)
+            )
+            if node.op == "input" and isinstance(place := way.gives[0][0], Shard):
+                cut[node.name] = place.dim
+            among += [replace(node, outputs=outputs)] if node.is_source else self._local(node, way, outputs, picked)
+            if node.name in needed:
+                among.append(self._with(node, node.name + BESIDE, lambda ref: self._beside(ref, picked)))
+        joined = tuple(_join(r.ref and picked[r.ref.name].gives[r.ref.index]) for r in self.graph.results)
+        return Graph((*sources, *nodes), self.graph.results, Rounds(self.count, cut, joined))
+
+    def _is_cut(self, ref: Ref, picked: Mapping[str, Strategy]) -> bool:
+        return picked[ref.name].gives[ref.index] != WHOLE
+
+    def _beside(self, ref: Ref, picked: Mapping[str, Strategy]) -> Ref:
+        """The whole value, whatever is picked."""
+        return Ref(ref.name + BESIDE, ref.index) if self._is_cut(ref, picked) else ref
+
+    def _needed_whole(self, picked: Mapping[str, Strategy]) -> set[str]:
+        """Nodes that are made whole beside what is picked."""
+        needed: set[str] = set()
+        for node in reversed(self.graph.nodes):
+            takes = picked[node.name].takes
+            for ref, take in zip(node.operands, takes, strict=True):
+                if self._is_cut(ref, picked) and (take == WHOLE or node.name in needed):
+                    needed.add(ref.name)
+        return needed
+
+    def _with(self, node: Node, name: str, change: Callable[[Ref], Ref]) -> Node:
+        kwargs = tuple((key, map_refs(arg, change)) for key, arg in node.kwargs)
+        return replace(node, name=name, args=map_refs(node.args, change), kwargs=kwargs)
+
+    def _local(
+        self, node: Node, way: Strategy, outputs: Sequence[TensorType | None], picked: Mapping[str, Strategy]
+    ) -> list[Node]:
+        taken = iter(way.takes)
+
+        def seen(ref: Ref) -> Ref:
+            return self._beside(ref, picked) if next(taken) == WHOLE else ref
+
+        types = [
+            local_type(type, take, self.mesh)
+            for type, take in zip(operand_types(node, self.node_of), way.takes, strict=True)
+        ]
+        sized = replace(node, args=localise(node, node.args, outputs, types), outputs=tuple(outputs))
+        made = self._with(sized, node.name, seen)
+        if way.body == SHARE:  # of a mean the round has its share
+            part = replace(made, name=f"{node.name}_part")
+            return [part, replace(made, op="aten.div.Tensor", args=(Ref(part.name), self.count), kwargs=())]
+        if way.body == RESHAPE:
+            (type,) = outputs
+            assert type is not None
+            return [replace(made, op="aten.reshape.default", args=(made.args[0], type.shape), kwargs=())]
+        return [made]
+
+
+def _of_inputs(graph: Graph) -> set[str]:
+    """Nodes that are made of inputs, buffers and constants alone, with no numbers drawn: the same whenever they are
+    made.
+    """
+    found = {node.name for node in graph.nodes if node.op in ("input", "buffer", "constant")}
+    for node in graph.nodes:
+        if not node.is_source and not draws(node) and all(ref.name in found for ref in node.operands):
+            found.add(node.name)
+    return found
+
+
+def _source(layout: Layout) -> Strategy:
+    return Strategy(("",), (), (layout,), "", (), 1, ())
+
+
+def _join(layout: Layout | None) -> str | int:
+    place: Placement = REPLICATE if layout is None else layout[0]
+    match place:
+        case Shard(dim):
+            return dim
+        case Partial():
+            return SUM
+        case _:
+            return LAST
+
+
+def _free(name: str, taken: Mapping[str, Node]) -> str:
+    while name in taken:
+        name += "_"
+    return name
