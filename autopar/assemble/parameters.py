@@ -132,8 +132,11 @@ def add_parameter(work: Assembly, node: Node) -> None:
     def states() -> Array:
         return np.array([pricer.state_bytes(int(size)) for size in nbytes], dtype=np.float64)
 
-    counted = work.once(("counted", key), lambda: states() * _is(work, node, "device") + pricer.counter_bytes)
-    work.held(item, 0, live.instants, counted)
+    def counted() -> Array:
+        added_up = np.array([pricer.accumulated_bytes(int(size)) for size in nbytes], dtype=np.float64)
+        return states() * _is(work, node, "device") + pricer.counter_bytes + added_up
+
+    work.held(item, 0, live.instants, work.once(("counted", key), counted))
     if len(work.residences) > 1:
         work.held(item, 0, live.instants, only("states", states, "host", "stream"), HOST)
         work.held(item, at, at + 1, only("states", states, "stream"))

@@ -142,6 +142,16 @@ class Graph:
                 raise ValueError(
                     f"{result.kind} {result.target} is %{result.ref.name}[{result.ref.index}], which is not defined"
                 )
+        if self.rounds.count > 1:
+            self._check_rounds()
+
+    def _check_rounds(self) -> None:
+        shapes = {n.name: n.outputs[0].shape for n in self.nodes if n.op == "input" and n.outputs[0] is not None}
+        for name, dim in self.rounds.cut.items():
+            if dim >= len(shapes.get(name, ())):
+                raise ValueError(f"micro-batches cut %{name} along dim {dim}, and no input of that name has one")
+        if len(self.rounds.joined) != len(self.results):
+            raise ValueError(f"{len(self.rounds.joined)} of {len(self.results)} results say what micro-batches give")
 
     @cached_property
     def by_name(self) -> dict[str, Node]:

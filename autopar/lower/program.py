@@ -41,6 +41,7 @@ class Kind(Enum):
     BUCKET = "bucket"  # gradients that are summed together
     STATES = "optimizer states"
     COUNT = "count of updates"
+    ADDED_UP = "gradients so far"  # of the micro-batches before
     STREAMED = "streamed states"  # optimizer states of the host, on the device for an update
     TEMPORARY = "optimizer's temporaries"
     COORDINATES = "coordinates"

@@ -58,6 +58,8 @@ class Updates:
         states = self.pricer.state_bytes(parameter.nbytes)
         if states:
             self.resident.append(Buffer(states, Kind.STATES, f"optimizer states of {parameter.name}", tier))
+        if added_up := self.pricer.accumulated_bytes(parameter.nbytes):
+            self.resident.append(Buffer(added_up, Kind.ADDED_UP, f"gradient of {parameter.name} so far"))
         if self.pricer.counter_bytes:
             owner = f"count of updates of {parameter.name}"
             self.resident.append(Buffer(self.pricer.counter_bytes, Kind.COUNT, owner))

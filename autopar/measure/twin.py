@@ -333,7 +333,9 @@ class _Twin:
         """Bytes are the same on any profile of this kind of device."""
         plan = self.plan
         here = Hardware.load("cpu-gloo" if self.device.type == "cpu" else "h100-sxm")
-        room = predicted_peaks(plan, pricer or Pricer.on(plan.mesh, here, plan.optimizer, plan.bucket_bytes))
+        room = predicted_peaks(
+            plan, pricer or Pricer.on(plan.mesh, here, plan.optimizer, plan.bucket_bytes, plan.graph.rounds.count)
+        )
         return {phase: Pair(room.get(phase), nbytes) for phase, nbytes in held.items()}
 
     def largest(self, values: Sequence[float]) -> list[float]:

@@ -48,6 +48,8 @@ def check(plan: PlanValue, graph: Graph, mesh: Mesh, *, outputs: str | None = No
         fail(f"batch_norm={norms[0]!r}, this call asks for batch_norm={norms[1]!r}", "ask for the former, or ")
     if (casts := _casts(ours, graph)) is not None:
         fail(f"{casts[0]}, here {casts[1]}", 'give the precision it was made with ("bf16" or "fp32"), or ')
+    if (rounds := _rounds(ours, graph)) is not None:
+        fail(f"{rounds[0]}, this call asks for {rounds[1]}", "ask for the former, or ")
     for op, subject, wanted in _SOURCES:
         if (told := _sources(ours, graph, op)) is not None:
             fail(f"{shortened(told[0], 200)}, this {subject} {shortened(told[1], 190)}", wanted)
@@ -171,6 +173,19 @@ def _sources(ours: Graph, theirs: Graph, op: str) -> tuple[str, str] | None:
     return None
 
 
+def _rounds(ours: Graph, theirs: Graph) -> tuple[str, str] | None:
+    """In how many micro-batches a step runs, and how it is cut."""
+
+    def told(graph: Graph) -> tuple[object, ...]:
+        rounds, node_of = graph.rounds, graph.by_name
+        return rounds.count, sorted((node_of[name].target, dim) for name, dim in rounds.cut.items()), rounds.joined
+
+    if told(ours) == told(theirs):
+        return None
+    counts = [f"micro_batches={graph.rounds.count}" for graph in (ours, theirs)]
+    return (counts[0], counts[1]) if counts[0] != counts[1] else (f"{counts[0]} cut in one way", "another way to cut")
+
+
 def _types(graph: Graph, op: str) -> dict[str, TensorType | None]:
     return {node.target: node.outputs[0] for node in graph.nodes if node.op == op}
 
@@ -269,7 +284,7 @@ def _same_in_another_order(ours: Graph, theirs: Graph) -> bool:
 
         for node in graph.nodes:
             if node.is_source:
-                made: object = (node.op, node.target)
+                made: object = (node.op, node.target, node.outputs)  # an input may be there cut and whole
             else:
                 args = map_refs(node.args, value)
                 if node.op in _EITHER_WAY and len(node.operands) == len(node.args) == 2:

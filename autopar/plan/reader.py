@@ -13,6 +13,7 @@ from autopar.ir.graph import ITEMSIZE, Arg, Const, Graph, Node, Ref, Result, Ten
 from autopar.ir.layout import Layout, Placement, decode
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Identity, Rules
+from autopar.ir.rounds import LAST, ONE, SUM, Rounds
 from autopar.plan.parts import flaw_of
 from autopar.plan.value import AGAIN, OUTPUTS, Candidate, Choice, Delivery, PlanValue, shortened
 from autopar.price.pricer import OPTIMIZER_STATES
@@ -139,7 +140,9 @@ class Reader:
         table = self.items(content["choices"], "choices", self.choice)
         rows = self.items(content["nodes"], "nodes", lambda row, place: self.node(row, place, table))
         ends = self.items(content["results"], "results", self.result)
-        graph = self.making("the graph", lambda: Graph(tuple(node for node, _ in rows), tuple(end for end, _ in ends)))
+        nodes, results = tuple(node for node, _ in rows), tuple(end for end, _ in ends)
+        rounds = self.rounds(content["rounds"], "rounds") if "rounds" in content else ONE
+        graph = self.making("the graph", lambda: Graph(nodes, results, rounds))
         graph = graph.under(self.rules)
         check_same(self.items(content.get("rules", []), "rules", self.identity), self.rules, graph, self.origin, AGAIN)
         limit = self.perhaps(content["memory_limit"], "memory_limit", self.number)
@@ -293,6 +296,16 @@ class Reader:
             self.items(row["reads"], f"{place}.reads", self.changes),
         )
 
+    def rounds(self, value: Json, place: str) -> Rounds:
+        row = self.row(value, place, ("count", "cut", "joined"))
+        count = self.natural(row["count"], f"{place}.count")
+        cut = self.table(row["cut"], f"{place}.cut", self.natural)
+        joined = self.items(row["joined"], f"{place}.joined", self.join)
+        return self.making(place, lambda: Rounds(count, cut, joined))
+
+    def join(self, value: Json, place: str) -> str | int:
+        return self.one_of((SUM, LAST), value, place) if isinstance(value, str) else self.natural(value, place)
+
     def step(self, value: Json, place: str) -> Step:
         row = self.array(value, place)
         match row:
@@ -346,7 +359,7 @@ _FIELDS = (
     "mesh", "hardware", "hardware_digest", "optimizer", "memory_limit", "outputs", "step_seconds", "bound",
     "peak_bytes", "seconds_by", "notes", "prefetch", "bucket_bytes", "search", "choices", "nodes", "results",
 )  # fmt: skip
-_MAY = ("simulated_seconds", "candidates", "residence", "tf32", "rules")  # came later
+_MAY = ("simulated_seconds", "candidates", "residence", "tf32", "rules", "rounds")  # came later
 _NODE_MAY = ("args", "kwargs", "phase", "target", "module", "source")
 _CHOICE_FIELDS = ("roles", "takes", "gives", "body", "body_axes", "body_size", "steps", "reads")
 

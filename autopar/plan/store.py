@@ -22,6 +22,7 @@ from autopar.errors import PlanMismatch
 from autopar.ir.graph import Arg, Const, Node, Ref, Result
 from autopar.ir.layout import encode
 from autopar.ir.outside import Rules
+from autopar.ir.rounds import Rounds
 from autopar.plan.fit import check
 from autopar.plan.reader import Json, Reader, cut
 from autopar.plan.value import AGAIN, Choice, Delivery, PlanValue, shortened
@@ -66,6 +67,7 @@ def dumps(plan: PlanValue) -> str:
         "simulated_seconds": _number(plan.simulated_seconds),
         "candidates": [[*map(_number, astuple(candidate))] for candidate in plan.candidates],
         **({"residence": dict(sorted(plan.residence.items()))} if plan.residence else {}),
+        **({"rounds": _rounds(plan.graph.rounds)} if plan.graph.rounds.count > 1 else {}),
         **({"tf32": list(plan.tf32)} if plan.tf32 else {}),
         **({"rules": [list(one) for one in plan.rules]} if plan.rules else {}),
         "choices": [_choice(choice) for choice in numbers],
@@ -161,6 +163,10 @@ def _step(step: Step) -> list[Json]:
 
 def _changes(changes: Sequence[Reshard]) -> list[Json]:
     return [[c.axis, encode((c.before,)), encode((c.after,)), str(c.local)] for c in changes]
+
+
+def _rounds(rounds: Rounds) -> Json:
+    return {"count": rounds.count, "cut": dict(sorted(rounds.cut.items())), "joined": list(rounds.joined)}
 
 
 def _result(result: Result, delivery: Delivery | None) -> dict[str, Json]:

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, TensorType
+from autopar.ir.rounds import LAST
 from autopar.ir.work import flops_of
 from autopar.plan.value import PlanValue
 from autopar.propose.strategies import operand_types
@@ -89,7 +90,8 @@ def short(number: float) -> str:
 def utilisation(plan: PlanValue) -> Utilisation:
     """What the plan's predicted step makes of its machine."""
     graph = plain(plan.graph)
-    flops = flops_by_dtype(graph, plan.tf32)
+    rounds = graph.rounds.count
+    flops = {dtype: flops * rounds for dtype, flops in flops_by_dtype(graph, plan.tf32).items()}
     dtype = max(flops, key=lambda name: flops[name], default="")
     samples, tokens = _batch(graph)
     peak = _peaks(plan).get(dtype)
@@ -126,7 +128,11 @@ def _batch(graph: Graph) -> tuple[int | None, int | None]:
     """(samples, tokens) of a step: dim 0 of the inputs where all have the same, and the size of those integer inputs
     that are [samples, length], where all have the same.
     """
-    types = [type for node in graph.nodes if node.op == "input" and (type := node.outputs[0]) is not None]
+    types = [
+        TensorType(graph.rounds.whole_shape(type.shape, graph.rounds.cut.get(node.name, LAST)), type.dtype)
+        for node in graph.nodes
+        if node.op == "input" and (type := node.outputs[0]) is not None
+    ]
     firsts = {type.shape[0] for type in types if type.shape}
     if len(firsts) != 1:
         return None, None

@@ -107,7 +107,8 @@ class PlanValue:
     or "stream" (its states lie on the host, and stream through the device in the update); left out: on the device. The
     graph is the one that runs, with a node for each fetch, each store and each value that is run again
     (`autopar.rewrite.narrowed`). `tf32`: which float32 work was priced as tf32, some of
-    `cost_models.hardware.TF32_KINDS`.
+    `cost_models.hardware.TF32_KINDS`. Where `graph` is one of several micro-batches, its choices are those of each, and
+    seconds are those of all.
     """
 
     graph: Graph
@@ -181,7 +182,7 @@ class PlanValue:
         return tuple(axis for axis in self.mesh.groups if axis in self.mesh.names or axis in sent)
 
     def comms(self) -> list[Comm]:
-        """Every collective of one step, in the order of the graph."""
+        """Every collective of one step, in the order of the graph; of several micro-batches, of each."""
         found: list[Comm] = []
         for node in self.graph.nodes:
             choice = self.choices[node.name]
@@ -201,7 +202,7 @@ class PlanValue:
         """(collective, axis) -> bytes that one rank receives in a step."""
         total: dict[tuple[str, str], int] = defaultdict(int)
         for comm in self.comms():
-            total[comm.collective, comm.axis] += received_bytes(comm)
+            total[comm.collective, comm.axis] += received_bytes(comm) * self.graph.rounds.count
         return dict(sorted(total.items()))
 
 

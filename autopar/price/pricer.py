@@ -26,6 +26,7 @@ OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "adagrad
 # Those that count the updates of each parameter do so in a float32 in the host's memory.
 COUNTING = ("adamw", "adam", "adagrad", "rmsprop")
 COUNTER_BYTES = 4
+OPTIMIZER = "optimizer"  # what an update is called among steps of work
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,10 @@ OPTIMIZER_TEMPORARIES = {
 class Pricer:
     """Everything that turns steps and layouts into seconds and bytes, on one mesh, machine and optimizer.
 
-    `crowding`: how many times longer compute ("matrix", "memory") takes among the ranks of a node than the profile says
-    of few; `hardware` has it in its figures already. `bucket_bytes`: the size up to which gradients that are summed
-    whole gather, to be summed at once (docs/design/0006).
+    `rounds`: how often a step runs its graph, and so all but the updates (`autopar.ir.rounds`): seconds are those of a
+    whole step. `crowding`: how many times longer compute ("matrix", "memory") takes among the ranks of a node than the
+    profile says of few; `hardware` has it in its figures already. `bucket_bytes`: the size up to which gradients that
+    are summed whole gather, to be summed at once (docs/design/0006).
     """
 
     mesh: Mesh
@@ -68,19 +70,25 @@ class Pricer:
     resharder: Resharder
     crowding: Mapping[str, float] = field(default_factory=dict[str, float])
     bucket_bytes: int = 0
+    rounds: int = 1
 
     @staticmethod
-    def on(mesh: Mesh, hardware: Hardware, optimizer: str, bucket_bytes: int = 0) -> Pricer:
+    def on(mesh: Mesh, hardware: Hardware, optimizer: str, bucket_bytes: int = 0, rounds: int = 1) -> Pricer:
         if optimizer not in OPTIMIZER_STATES:
             raise ValueError(f"no optimizer {optimizer!r}; known: {', '.join(OPTIMIZER_STATES)}")
         links = links_of(hardware, mesh.names, mesh.sizes)
         busy = min(mesh.ranks, hardware.ranks_per_node)
         crowding = {what: hardware.slowed_by(what, busy) for what in SLOWS}
         hardware = hardware.crowded(busy)
-        return Pricer(mesh, hardware, optimizer, Resharder(mesh, hardware, links), crowding, bucket_bytes)
+        resharder = Resharder(mesh, hardware, links, rounds)
+        return Pricer(mesh, hardware, optimizer, resharder, crowding, bucket_bytes, rounds)
 
     def seconds(self, steps: Sequence[Step]) -> float:
-        return sum(seconds(step, self.hardware, self.resharder.links) for step in steps)
+        """Of a step of training: of steps that are done in each round, in all rounds."""
+        return sum(seconds(step, self.hardware, self.resharder.links) * self._times(step) for step in steps)
+
+    def _times(self, step: Step) -> int:
+        return 1 if isinstance(step, Compute) and step.op == OPTIMIZER else self.rounds
 
     def costs(self, strategies: tuple[Strategy, ...]) -> Array:
         return np.array([self.seconds(strategy.steps) for strategy in strategies])
@@ -166,6 +174,10 @@ class Pricer:
         assert shape is not None, (type, layout)
         return TensorType(shape, type.dtype).nbytes
 
+    def accumulated_bytes(self, nbytes: int) -> int:
+        """Bytes in which the gradients of a parameter of `nbytes` are added up, from round to round."""
+        return nbytes if self.rounds > 1 else 0
+
     def state_bytes(self, nbytes: int) -> int:
         """Bytes of optimizer state for `nbytes` of parameters, kept in the parameter's precision as torch.optim
         does.
@@ -193,7 +205,7 @@ class Pricer:
         """
         states = OPTIMIZER_STATES[self.optimizer]
         passes = 0 if self.optimizer == "none" else 3 + 2 * states
-        return Compute("optimizer", 0.0, 1.0 * passes * nbytes, dtype, 1 if passes else 0, kind)
+        return Compute(OPTIMIZER, 0.0, 1.0 * passes * nbytes, dtype, 1 if passes else 0, kind)
 
     def update_steps(self, nbytes: int, dtype: str, residence: str) -> tuple[Step, ...]:
         """All that updating a parameter takes, where it resides (`autopar.plan.RESIDENCES`): on the "device"; on the

@@ -185,20 +185,21 @@ def _copies(local: TensorType, dim: int, nbytes: int) -> tuple[Step, ...]:
 
 class Resharder:
     """Prices and paths of layout changes on one mesh and hardware. Tables are made per tensor type when first asked
-    for.
+    for. `rounds`: how often a step makes each change.
     """
 
     def __init__(
-        self, mesh: Mesh, hardware: Hardware, links: Mapping[str, Link], ways: dict[TensorType, _Ways] | None = None
-    ) -> None:
-        self.mesh, self.hardware, self.links = mesh, hardware, links
+        self, mesh: Mesh, hardware: Hardware, links: Mapping[str, Link], rounds: int = 1,
+        ways: dict[TensorType, _Ways] | None = None,
+    ) -> None:  # fmt: skip
+        self.mesh, self.hardware, self.links, self.rounds = mesh, hardware, links, rounds
         self._ways: dict[TensorType, _Ways] = {} if ways is None else ways
         self._tables: dict[TensorType, _Table] = {}
         self._rooms: dict[TensorType, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
 
     def at(self, links: Mapping[str, Link]) -> Resharder:
         """The same mesh with other links: which changes there are, it has in common with this one."""
-        return Resharder(self.mesh, self.hardware, links, self._ways)
+        return Resharder(self.mesh, self.hardware, links, self.rounds, self._ways)
 
     def table(self, type: TensorType) -> _Table:
         if type not in self._tables:
@@ -278,7 +279,8 @@ class Resharder:
             reached: dict[int, float] = {}
             for j, change in changes.items():
                 found = change.steps(ranks[change.axis])
-                reached[j] = price[i, j] = sum(seconds(step, self.hardware, self.links) for step in found)
+                once = sum(seconds(step, self.hardware, self.links) for step in found)
+                reached[j] = price[i, j] = once * self.rounds
             steps.append(reached)
         for k in range(len(ways.layouts)):
             np.minimum(price, price[:, k, None] + price[None, k, :], out=price)

@@ -26,7 +26,6 @@ from autopar.ir.work import draws
 from autopar.propose.strategies import Signature, Strategy, node_strategies, operand_types, signature_of
 from autopar.rules.local import localise
 from autopar.rules.table import rule_of
-from cost_models.steps import Comm, unrolled
 from solver import Edge, Problem, solve
 
 Array = NDArray[np.float64]
@@ -141,7 +140,6 @@ class _Cut:
             one
             for one in found
             if one.body in ("", SHARE, RESHAPE)
-            and not any(isinstance(step, Comm) for step in unrolled(one.steps))
             and Partial("max") not in [place for layout in (*one.takes, *one.gives) for place in layout]
         )
 
