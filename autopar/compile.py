@@ -29,6 +29,7 @@ from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.rules.outside import given as given_rules
 from autopar.search import Request
 from autopar.search.memory_options import allowed
+from autopar.search.micro_batches import AUTO
 from autopar.search.reserved import check_fits
 from autopar.trace.calls import by_name
 from autopar.trace.precision import precision_named
@@ -62,6 +63,7 @@ def compile(
     profile: float | None = None,
     patience_s: float = PATIENCE_S,
     rules: Rules | Iterable[Rules] | None = None,
+    micro_batches: int | str | None = None,
 ) -> ParallelModule:
     """Find the fastest plan for training `model` on `device_mesh` that fits in memory, and return a module that runs
     it.
@@ -108,6 +110,11 @@ def compile(
     with a sentence that names both; ten times as many before the first step and around state dicts. Infinite: as long
     as the process group waits. Planning may take as long as it likes.
 
+    micro_batches: in how many equal parts of the batch a step runs, one behind the other, with gradients added up over
+    them: loss, outputs and gradients are those of the whole batch, and only one part's activations are held at a time.
+    "auto" leaves the number to the search. Forward must return the loss, and backward runs inside the call, so that
+    a loss that is thrown away costs it too. Default: that of the plan, or 1.
+
     rules: an `autopar.Rules`, or several, of packages that bring operators of their own: how these may be split, and
     what they cost. Every rank must be given the same; a plan's file names those that it rests on.
 
@@ -124,14 +131,14 @@ def compile(
     brought = given_rules(rules)
     _check_what_is_planned(model, plan, pin)
     precision = precision_named(precision)
-    _check_patience(patience_s)
+    _check_numbers(patience_s, micro_batches)
 
     def read() -> tuple[Machine, tuple[str, ...] | None, Plan | None]:
         machine = _machine(hardware, memory, profile, device_mesh.device_type)
         given = Plan.load(plan, brought) if isinstance(plan, (str, Path)) else plan
         if given is not None:
             check_size(given.mesh.sizes if is_open else mesh.sizes, mesh.ranks)
-            _check_asked(given, machine, hardware is not None, memory, optimizer)
+            _check_asked(given, machine, hardware is not None, memory, optimizer, micro_batches)
         return machine, allowed(allow), given
 
     # files may be other ones on another rank's machine, or not there
@@ -141,12 +148,12 @@ def compile(
         "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
         "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "allow": words,
-        "pin": sorted((pin or {}).items()), "rules": [told(one.identity) for one in brought],
+        "micro_batches": micro_batches, "pin": sorted((pin or {}).items()), "rules": [told(r.identity) for r in brought],
     }  # fmt: skip
     planner = Planner(
         device_mesh, machine, Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s),
         optimizer=optimizer, outputs=outputs, inputs=inputs, settings=settings, given=given, cache=cache,
-        is_open=is_open, rules=brought,
+        is_open=is_open, rules=brought, micro_batches=micro_batches or 1,
     )  # fmt: skip
     parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s, brought)
     if example_inputs is not None or example_kwargs is not None:
@@ -155,9 +162,14 @@ def compile(
     return parallel
 
 
-def _check_patience(patience_s: float) -> None:
+def _check_numbers(patience_s: float, micro_batches: int | str | None) -> None:
     if isinstance(patience_s, bool) or not patience_s > 0:
         raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
+    count = micro_batches
+    if count in (None, AUTO):
+        return
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"micro_batches={count!r} is no number of micro-batches; give 1 or more, or {AUTO!r}")
 
 
 def _check_words(outputs: str, inputs: str, backend: str, batch_norm: str, optimizer: str | None) -> None:
@@ -188,8 +200,9 @@ def _known(what: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _check_asked(
-    plan: Plan, machine: Machine, is_named: bool, memory: int | float | str | None, optimizer: str | None
-) -> None:
+    plan: Plan, machine: Machine, is_named: bool, memory: int | float | str | None, optimizer: str | None,
+    micro_batches: int | str | None,
+) -> None:  # fmt: skip
     """What is asked for beside a plan is what the plan was made for. `is_named`: the user gave the machine's hardware.
     Raises PlanMismatch, or ValueError for too little memory.
     """
@@ -198,6 +211,10 @@ def _check_asked(
         raise PlanMismatch(
             f"optimizer={optimizer!r} was asked for, and the plan was made for {plan.optimizer!r}, whose states it has "
             f"room for: {again}"
+        )
+    if micro_batches not in (None, AUTO, plan.graph.rounds.count):
+        raise PlanMismatch(
+            f"micro_batches={micro_batches} was asked for, and the plan has {plan.graph.rounds.count}: {again}"
         )
     digest = machine.hardware.allowing(plan.tf32).digest
     if is_named and digest != plan.hardware_digest:

@@ -31,10 +31,12 @@ from autopar.plan import Plan
 from autopar.plan.fit import check
 from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import dumps
+from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Question, Request, answer, ask
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.memory_options import words_of
 from autopar.search.meshes import best_mesh, meshes_of
+from autopar.search.micro_batches import AUTO, best_plan, count_like
 from autopar.search.pins import obeyable
 from autopar.search.reserved import held_within, telling
 from autopar.search.same import same_choices
@@ -64,6 +66,8 @@ class Planner:
     """Called with a graph, the plan that the module trains with (None for the first) and the layouts of parameters that
     are settled, it gives a plan for the graph, the same on every rank.
 
+    `micro_batches`: of a step of training, "auto" where the search decides; later calls, with other batches, have as
+    many as make each no larger.
     `request`: what the user asked for, without what hangs on the graph. `settings`: what must be the same on all ranks.
     `given`: a plan to run without searching. `cache`: a folder of plans. `is_open`: the first plan decides the mesh; of
     `device_mesh` counts how many devices it has. `rules`: of users' packages.
@@ -80,6 +84,7 @@ class Planner:
     cache: str | Path | None = None
     is_open: bool = False
     rules: tuple[Rules, ...] = ()
+    micro_batches: int | str = 1
 
     def __call__(self, graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:
         mesh = self._mesh(like)
@@ -87,7 +92,10 @@ class Planner:
             same_everywhere(self.settings, self.device_mesh)
             if (given := self.given) is not None:
                 wanted = _outputs_that_matter(self.outputs, graph)
-                agreed(lambda: check(given, graph, mesh or given.mesh, outputs=wanted), self.device_mesh)
+                count = given.graph.rounds.count
+                agreed(
+                    lambda: check(given, in_rounds(graph, count), mesh or given.mesh, outputs=wanted), self.device_mesh
+                )
                 return given
         is_training = any(result.kind == "gradient" for result in graph.results)
         usable = least_of(self.machine.usable, self.device_mesh)
@@ -95,12 +103,25 @@ class Planner:
         pin = {**self.request.pin, **(words_of(like.residence) if like is not None else {})} if is_training else {}
         request = replace(self.request, pin=pin, fixed=fixed, outputs=self._brought(graph))
         limit = usable if is_training else None  # inference needs no more than training does
+        count = self._count(graph, like) if is_training else 1
+
+        def find(count: int) -> Plan:
+            return self._find(in_rounds(graph, count), mesh, like, request, limit)
+
         plan = _on_rank_zero(
-            partial(self._find, graph, mesh, like, request, limit), graph, mesh, self.device_mesh, self.rules
-        )
+            partial(best_plan, graph, find) if count == AUTO else partial(find, int(count)),
+            graph, mesh, self.device_mesh, self.rules,
+        )  # fmt: skip
         if self.machine.device_type == "cuda" and "host" in plan.residence.values():
             _see_to_the_host(plan)
         return plan
+
+    def _count(self, graph: Graph, like: Plan | None) -> int | str:
+        """Micro-batches of a step of training; behind the first plan as many as make them no larger than its."""
+        if like is None:
+            return self.micro_batches
+        first = like.graph.rounds
+        return 1 if first.count == 1 else count_like(graph, like.graph)
 
     def _mesh(self, like: Plan | None) -> Mesh | None:
         """The mesh of the next plan; None: it decides that."""
@@ -211,7 +232,7 @@ def _on_rank_zero(
 
     def receive() -> Plan:
         plan = found or Plan.loads(text, "rank 0", rules)
-        check(plan, graph, mesh or plan.mesh, origin="the plan of rank 0")
+        check(plan, in_rounds(graph, plan.graph.rounds.count), mesh or plan.mesh, origin="the plan of rank 0")
         return plan
 
     return agreed(receive, device_mesh)

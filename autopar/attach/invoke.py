@@ -29,7 +29,8 @@ from autopar.attach.tensors import (
 )
 from autopar.emit.seeded import seeds
 from autopar.errors import PlanMismatch
-from autopar.ir.graph import Node
+from autopar.ir.graph import Node, whole_shapes
+from autopar.ir.rounds import LAST
 from autopar.plan import Plan
 from autopar.trace.calls import Call
 from autopar.trace.outputs import Returned
@@ -45,7 +46,8 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     step = _step(state, prepared, call)
     if prepared.without_tangent and key.gradients:
         step.without_tangent = prepared.without_tangent
-        step.again = _with_every_tangent(parallel, prepared, call, key, step)
+        if prepared.runner.played is None:
+            step.again = _with_every_tangent(parallel, prepared, call, key, step)
     outputs, written = prepared.runner(step, parameters)
     with torch.no_grad():
         for name, value in written:
@@ -81,12 +83,15 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
     watched: list[Tensor] = []
     for _, place, layout in prepared.inputs:
         watched.append(local_input(call.tensors[place], layout, state.mesh, state.device_mesh))
-    drawn: tuple[Tensor, ...] = ()
-    if prepared.runner.pieces:
+    drawn: list[tuple[Tensor, ...]] = []
+    for _ in range(prepared.plan.graph.rounds.count):
+        if not prepared.runner.pieces:
+            drawn.append(())
+            continue
         assert state.seed is not None
-        drawn = (seeds(state.seed, state.drawing_calls, prepared.runner.pieces),)
+        drawn.append((seeds(state.seed, state.drawing_calls, prepared.runner.pieces),))
         state.drawing_calls += 1
-    return Step((*others, *watched), drawn, tuple(watched), state.device_mesh)
+    return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh)
 
 
 def _checked_buffer(buffer: Tensor, node: Node) -> Tensor:
@@ -170,11 +175,12 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
     """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure."""
     results = [(result, layout) for result, layout in prepared.runner.program.results if result.kind == "output"]
     leaves: dict[int, Any] = dict(prepared.output_constants)
+    shapes = whole_shapes(prepared.plan.graph)
     rows = _rows(state, prepared) if state.inputs == "local" else 0
     for (result, layout), value in zip(results, outputs, strict=True):
         if value is None or result.ref is None:
             continue
-        shape = prepared.plan.graph.type_of(result.ref).shape
+        shape = shapes[result.target]
         if not shape:
             made = value
         elif state.outputs == "sharded":
@@ -193,5 +199,10 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
 
 def _rows(state: State, prepared: Prepared) -> int:
     """Rows of the whole batch: those of the first input that has any."""
-    shapes = [node.outputs[0].shape for node, _, _ in prepared.inputs if node.outputs[0] is not None]
+    cut = prepared.plan.graph.rounds
+    shapes = [
+        cut.whole_shape(node.outputs[0].shape, cut.cut.get(node.name, LAST))
+        for node, _, _ in prepared.inputs
+        if node.outputs[0] is not None
+    ]
     return next((shape[0] for shape in shapes if shape), 0)

@@ -27,6 +27,7 @@ from autopar.attach.agree import agreed
 from autopar.attach.batches import SameBatches
 from autopar.attach.guards import Guards, guards_of
 from autopar.attach.host_parameters import resident
+from autopar.attach.rounds import played
 from autopar.attach.run import Runner
 from autopar.attach.tensors import layout_of, mesh_of
 from autopar.attach.updates import Updates
@@ -36,7 +37,7 @@ from autopar.emit.groups import name_groups
 from autopar.emit.seeded import pieces_of
 from autopar.errors import TraceError
 from autopar.ir.batch_norm import parts_of
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, whole_shapes
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
@@ -261,8 +262,8 @@ def varying(state: State, call: Call) -> set[str]:
 
 def returned_types(prepared: Prepared) -> list[object]:
     """Shapes and dtypes of the outputs."""
-    graph = prepared.plan.graph
-    return [r.ref and graph.type_of(r.ref) for r in graph.results if r.kind == "output"]
+    graph, shapes = prepared.plan.graph, whole_shapes(prepared.plan.graph)
+    return [r.ref and (shapes[r.target], graph.type_of(r.ref).dtype) for r in graph.results if r.kind == "output"]
 
 
 def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
@@ -396,4 +397,5 @@ def _runner(state: State, plan: Plan) -> Runner:
     assert coordinate is not None
     coordinates = tuple(torch.tensor(index, device=device) for index in state.mesh.indices(coordinate))
     pieces = pieces_of(program.drawing, state.mesh, coordinate)
-    return Runner(program, state.mesh, coordinates, pieces, state.updates, state.watch)
+    rounds = played(plan, program.inputs, program.results)
+    return Runner(program, state.mesh, coordinates, pieces, state.updates, state.watch, rounds)

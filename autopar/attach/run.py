@@ -5,13 +5,14 @@ collectives in both directions.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.attach.rounds import Played
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
 from autopar.attach.updates import Updates
 from autopar.attach.watch import BACKWARD, Watch
@@ -26,7 +27,8 @@ from autopar.trace.ambient import without_autocast
 @dataclass(frozen=True)
 class Runner:
     """A program with what every call of it needs: this rank's coordinates, which pieces of random numbers it draws, and
-    the updates of parameters that may still be under way.
+    the updates of parameters that may still be under way. `played`: how a step of several micro-batches is; None: it is
+    one.
     """
 
     program: Emitted
@@ -35,6 +37,7 @@ class Runner:
     pieces: tuple[int, ...]
     updates: Updates
     watch: Watch
+    played: Played | None = None
 
     @property
     def parameters(self) -> tuple[Node, ...]:
@@ -65,6 +68,12 @@ class Runner:
                 outputs.append(value)
         return outputs, buffers
 
+    def ones(self) -> list[Tensor]:
+        """1 for each output that backward begins at."""
+        device = self.coordinates[0].device
+        types = [node.outputs[0] for node in self.program.tangents]
+        return [torch.ones(t.shape, dtype=getattr(torch, t.dtype), device=device) for t in types if t is not None]
+
     def tangents(self, given: dict[str, tuple[Tensor, Layout]], device_mesh: Any) -> list[Tensor]:
         """The gradients of the outputs that backward takes, in its order; an output that nobody used counts as zero.
         `given`: output -> gradient and the layout it has.
@@ -87,11 +96,12 @@ class Runner:
 @dataclass
 class Step:
     """One call: what the program reads besides parameters. `again`: gives the same call as a step with the gradients
-    of `without_tangent`, outputs whose gradients this program does not take; parameters by name come with it.
+    of `without_tangent`, outputs whose gradients this program does not take; parameters by name come with it. `seeds`:
+    of each micro-batch.
     """
 
     others: tuple[Tensor, ...]
-    seeds: tuple[Tensor, ...]
+    seeds: tuple[tuple[Tensor, ...], ...]
     watched: tuple[Tensor, ...]  # of the user's, which have to be the same when backward runs
     device_mesh: Any
     without_tangent: frozenset[str] = frozenset()
@@ -104,9 +114,13 @@ class _Step(torch.autograd.Function):
         program = runner.program
         ctx.drawn = _random_states(runner) if step.without_tangent else None
         pieces = tuple(map(local_of, parameters))
-        with without_autocast():
-            outputs = program.forward(*pieces, *step.others, *runner.coordinates, *step.seeds)
         count = len(program.results)
+        ctx.added_up = None
+        with without_autocast():
+            if runner.played is None:
+                outputs = program.forward(*pieces, *step.others, *runner.coordinates, *step.seeds[0])
+            else:
+                outputs, ctx.added_up = _all_rounds(runner, step, pieces, runner.played, any(ctx.needs_input_grad))
         ctx.runner, ctx.step, ctx.parameters, ctx.saved = runner, step, parameters, list(outputs[count:])
         watched = [one for one in (*parameters, *step.watched) if not one.is_inference()]
         ctx.versions = [(one, one._version) for one in watched]
@@ -128,6 +142,49 @@ class _Step(torch.autograd.Function):
             return _backward(ctx, gradients)
 
 
+def _all_rounds(
+    runner: Runner, step: Step, pieces: Sequence[Tensor], played: Played, trains: bool
+) -> tuple[tuple[Tensor | None, ...], list[Tensor | None] | None]:
+    """(results of all micro-batches, gradients added up over them). Backward runs behind each forward, from a gradient
+    of 1 for the loss: gradients are linear in it, and are multiplied by the user's when that arrives.
+    """
+    program, coordinates = runner.program, runner.coordinates
+    results: list[list[Tensor | None]] = []
+    added_up: list[Tensor | None] | None = None
+    for number in range(played.count):
+        seeds = step.seeds[number]
+        outputs = program.forward(*pieces, *played.part(step.others, number), *coordinates, *seeds)
+        results.append(list(outputs[: len(program.results)]))
+        if not trains or program.backward is None:
+            continue
+        saved = list(outputs[len(program.results) :])
+        del outputs
+        made = program.backward(saved, *runner.ones(), *coordinates, *seeds)
+        settle()
+        if added_up is None:
+            added_up = [None if gradient is None else gradient.clone() for gradient in made]
+            continue
+        for total, gradient in zip(added_up, made, strict=True):
+            if total is not None:
+                total += gradient
+    return played.joined(results), added_up
+
+
+def _delivered(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """What was added up over micro-batches, times the gradient of the loss."""
+    (tangent,) = ctx.runner.program.tangents
+    place, _ = ctx.runner.outputs[tangent.target]
+    if any(gradient is not None for at, gradient in enumerate(gradients) if at != place):
+        raise RuntimeError(
+            "a gradient arrives for an output beside the loss, and in micro-batches backward runs before it is known: "
+            "make what it is needed for part of the loss that forward returns, or compile without micro_batches="
+        )
+    times, added_up = gradients[place], ctx.added_up
+    assert times is not None
+    ctx.added_up = None
+    return [None if gradient is None else gradient.mul_(times) for gradient in added_up]
+
+
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     runner, step, parameters = ctx.runner, ctx.step, ctx.parameters
     if runner.program.backward is None:
@@ -146,24 +203,31 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         )
     runner.updates.finish()  # of parameters whose next gradients are made now
     saved, ctx.saved = ctx.saved, None
+    names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
+    if ctx.added_up is not None:
+        return _to_parameters(runner, names, _delivered(ctx, gradients))
     given = {
         target: (gradients[place], layout)
         for target, (place, layout) in runner.outputs.items()
         if gradients[place] is not None
     }
-    names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
     if step.without_tangent & given.keys():
         saved.clear()
         assert step.again is not None
         runner, step, held = step.again()
         with _drawing_from(ctx.drawn), without_autocast():
-            outputs = runner.program.forward(*map(local_of, held), *step.others, *runner.coordinates, *step.seeds)
+            outputs = runner.program.forward(*map(local_of, held), *step.others, *runner.coordinates, *step.seeds[0])
         saved = list(outputs[len(runner.program.results) :])
     program = runner.program
     with without_autocast():
-        made = program.backward(saved, *runner.tangents(given, step.device_mesh), *runner.coordinates, *step.seeds)
+        made = program.backward(saved, *runner.tangents(given, step.device_mesh), *runner.coordinates, *step.seeds[0])
     settle()  # gradients on the host have arrived, and parameters there have been read
-    by_name = {result.target: value for (result, _), value in zip(program.gradients, made, strict=True)}
+    return _to_parameters(runner, names, made)
+
+
+def _to_parameters(runner: Runner, names: Mapping[str, Tensor], made: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """What autograd wants of backward: the gradient of each parameter, in order. `names`: the parameters by name."""
+    by_name = {result.target: value for (result, _), value in zip(runner.program.gradients, made, strict=True)}
     return None, None, *(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
 
 

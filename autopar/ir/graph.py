@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from autopar.ir.outside import Rules
-from autopar.ir.rounds import ONE, Rounds
+from autopar.ir.rounds import LAST, ONE, Rounds
 
 Phase = Literal["forward", "backward"]
 
@@ -202,6 +202,16 @@ def batch_size(graph: Graph) -> int:
     types = [node.outputs[0] for node in graph.nodes if node.op == "input"]
     sizes = Counter(type.shape[0] for type in types if type is not None and type.shape)
     return max(sizes, key=lambda size: sizes[size], default=0)
+
+
+def whole_shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
+    """Index of an output -> its shape; of several micro-batches, of all of them."""
+    joined = graph.rounds.joined or (LAST,) * len(graph.results)
+    return {
+        result.target: graph.rounds.whole_shape(graph.type_of(result.ref).shape, join)
+        for result, join in zip(graph.results, joined, strict=True)
+        if result.kind == "output" and result.ref is not None
+    }
 
 
 def weights_in(graph: Graph) -> set[str]:

@@ -44,6 +44,8 @@ def explain(plan: PlanValue) -> str:
 def head(plan: PlanValue) -> Iterator[str]:
     """The mesh and the machine, and in what the model computes."""
     yield f"mesh {plan.mesh} ({count_of(plan.mesh.ranks, 'rank')}) on {plan.hardware}, optimizer {plan.optimizer}"
+    if (rounds := plan.graph.rounds).count > 1:
+        yield f"{rounds.count} micro-batches, one behind the other; gradients are added up, times and bytes are of all"
     if norms := batch_norm.told(plan.graph):
         yield f"batch norm: {norms}"
     if casts := precision.told(plan.graph):

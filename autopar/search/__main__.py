@@ -21,7 +21,7 @@ from autopar.plan import Plan
 from autopar.search import curve, meshes, stopping
 from autopar.search.baselines import Row, besides, compare, table
 from autopar.search.command.arguments import Asked, parser, read
-from autopar.search.command.posing import Answered, Posing, answered, posed, timed
+from autopar.search.command.posing import Answered, Posing, in_best_rounds, posed, timed
 from autopar.search.command.sized import is_sizing, request_of, sized
 from autopar.search.command.traced import as_ddp
 from autopar.search.document import document
@@ -108,7 +108,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     check()
     with stopping.until_pressed(lambda: progress(stopping.AGAIN)) as stop:  # from here on there is something to be had
         with contextlib.redirect_stdout(sys.stderr):
-            found = _found(given, posing, progress, stop)
+            posing, found = _found(given, posing, progress, stop)
         interrupted = stop()  # not by Ctrl-C while files are written: those are whole, or not there
         posing.seconds["total"] = time.perf_counter() - started
         _tell(given, posing, found, progress, interrupted)
@@ -123,17 +123,19 @@ def _where(asked: Asked) -> str:
     return f"{len(others) + 1} meshes of {ranks}" if others else f"mesh {mesh}, {ranks}"
 
 
-def _found(given: argparse.Namespace, posing: Posing, progress: Progress, stop: Stop) -> _Found:
-    """The plan, and what it is to be compared with. Once it is time to stop, what there is by then."""
+def _found(given: argparse.Namespace, posing: Posing, progress: Progress, stop: Stop) -> tuple[Posing, _Found]:
+    """The plan, and what it is to be compared with, and what was posed in the end. Once it is time to stop, what there
+    is by then.
+    """
     request = request_of(given, posing.asked)
     try:
-        best = answered(posing, request, progress, stop)
+        posing, best = in_best_rounds(posing, request, progress, stop)
     except NoAnswerInTime:
         if stop():
             raise KeyboardInterrupt from None
         raise
     if stop():
-        return _Found(replace(best, plan=stopping.cut_short(best.plan)))
+        return posing, _Found(replace(best, plan=stopping.cut_short(best.plan)))
     found, plan, question, room = _Found(best), best.plan, best.question, best.room
 
     def compared() -> tuple[Row, ...]:
@@ -157,7 +159,7 @@ def _found(given: argparse.Namespace, posing: Posing, progress: Progress, stop: 
         found = replace(found, rows=timed(posing.seconds, "baselines", compared))
     if given.memory_curve is not None and not stop():
         found = replace(found, points=timed(posing.seconds, "memory_curve", along_memory))
-    return found
+    return posing, found
 
 
 # --- what is written and printed -------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def document(
         "hardware": plan.hardware,
         "optimizer": plan.optimizer,
         "outputs": plan.outputs,
+        "micro_batches": plan.graph.rounds.count,
         "batch_norm": plan.batch_norm or None,
         "precision": told(plan.graph) or None,
         "tf32": list(plan.tf32),

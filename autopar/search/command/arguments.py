@@ -26,6 +26,7 @@ from autopar.price.calls import Profile
 from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.search.memory_options import ALLOWED, NEEDS_OPTIM, allowed
 from autopar.search.meshes import meshes_of
+from autopar.search.micro_batches import AUTO
 from autopar.search.policies import NAMED, POLICIES, policy_named
 from autopar.search.search import Progress
 from autopar.search.top import checked
@@ -97,6 +98,9 @@ def _what_is_searched(add: Callable[..., object]) -> None:
         "device, offload-parameters or offload-optimizer, of a parameter or all of a module's; what a mesh axis splits "
         "of a module's products, as plans call it: 'lm_head=tensor: columns'; names may be patterns: "
         "'h.*.mlp=recompute'")  # fmt: skip
+    add("--micro-batches", metavar="N|auto", default="1",
+        help="run a step in so many equal parts of the batch, one behind the other, and add their gradients up; auto: "
+        "in as many as are quickest (default: 1)")  # fmt: skip
     add(FLAG, metavar=METAVAR, help=HELP)
     add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
@@ -188,6 +192,7 @@ class Asked:
     paths: Mapping[str, Path]
     rules: tuple[Rules, ...] = ()
     policies: tuple[str, ...] = ()
+    micro_batches: int | str = 1
 
 
 def files_read(given: argparse.Namespace) -> list[str]:
@@ -231,8 +236,16 @@ def _read(given: argparse.Namespace, name: str | None, count: str | None, progre
     return Asked(
         given.model, meshes, hardware, memory, given.batch_norm,
         allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files, files_read(given)),
-        rules_named(given.rules), policies_named(given.policy),
+        rules_named(given.rules), policies_named(given.policy), _micro_batches(given.micro_batches),
     )  # fmt: skip
+
+
+def _micro_batches(text: str) -> int | str:
+    if text == AUTO:
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise BadArgument(f"--micro-batches {text!r} is no number of micro-batches; give 1 or more, or {AUTO}")
+    return int(text)
 
 
 def check_time_limit(seconds: float) -> None:

@@ -15,10 +15,12 @@ from autopar.ir.words import count_of
 from autopar.machine.device import device_type_of, has_expandable_segments, tf32_set
 from autopar.plan import Plan
 from autopar.plan.renamed import names_of, renamed
+from autopar.rewrite.micro_batches import in_rounds
 from autopar.search.command.arguments import Asked, or_bad
 from autopar.search.command.traced import traced
 from autopar.search.context import Progress, Question, ask
 from autopar.search.meshes import SAME, Row, best_mesh, first_look
+from autopar.search.micro_batches import AUTO, best_count
 from autopar.search.pins import pinned
 from autopar.search.problems import Stop
 from autopar.search.request import Request
@@ -51,6 +53,8 @@ class Posing:
         key = statistics, parts_of(statistics, mesh)
         if key not in self._graphs:
             made = graph_of(self.captured, self.asked.precision, parts=key[1], rules=self.asked.rules)
+            count = self.asked.micro_batches
+            made = made if isinstance(count, str) else or_bad(lambda: in_rounds(made, count))
             self._graphs[key] = GraphFacts(made)
         return self._graphs[key]
 
@@ -71,6 +75,12 @@ class Posing:
     def room(self, mesh: Mesh) -> Room:
         """What plans may do with the memory of a device."""
         return room_in(self.asked.memory, self.asked.hardware, mesh.sizes, expandable=has_expandable_segments())
+
+    def of(self, micro_batches: int) -> Posing:
+        """The same, of a step in so many micro-batches."""
+        if micro_batches == self.asked.micro_batches:
+            return self
+        return replace(self, asked=replace(self.asked, micro_batches=micro_batches), _graphs={})
 
 
 def posed(asked: Asked, optimizer: str, captured: Captured | None, progress: Progress) -> Posing:
@@ -111,6 +121,20 @@ class _Found:
     plan: Plan
     problem: Assembled
     simulated: tuple[Plan, ...]
+
+
+def in_best_rounds(posing: Posing, request: Request, progress: Progress, stop: Stop) -> tuple[Posing, Answered]:
+    """`answered`, of as many micro-batches as were asked for, or are best, and the posing that has so many."""
+    if posing.asked.micro_batches != AUTO:
+        return posing, answered(posing, request, progress, stop)
+    whole = posing.graph(posing.asked.batch_norm, posing.asked.meshes[0]).graph
+
+    def find(count: int) -> tuple[Posing, Answered]:
+        progress(f"a step in {count_of(count, 'micro-batch', 'micro-batches')}")
+        in_rounds(whole, count)  # says so where it cannot be
+        return posing.of(count), answered(posing.of(count), request, progress, stop)
+
+    return best_count(whole, find, lambda found: found[1].plan.predicted_seconds, stop)
 
 
 def answered(posing: Posing, request: Request, progress: Progress, stop: Stop) -> Answered:

@@ -16,7 +16,7 @@ from autopar.machine.cli import INTERRUPTED, writable, writing
 from autopar.machine.device import device_type_of
 from autopar.search import sizing, stopping
 from autopar.search.command.arguments import Asked, files_read
-from autopar.search.command.posing import answered, posed
+from autopar.search.command.posing import in_best_rounds, posed
 from autopar.search.context import Progress
 from autopar.search.problems import Stop
 from autopar.search.request import Request
@@ -93,7 +93,8 @@ def _point(
     posing = posed(asked, given.optimizer, captured.get(kind), progress)
     captured[kind] = posing.captured
     try:
-        plan = answered(posing, request_of(given, asked), progress, stop).plan
+        _, best = in_best_rounds(posing, request_of(given, asked), progress, stop)
+        plan = best.plan
     except (Infeasible, NoAnswerInTime) as error:
         if stop():
             return Point(asked.hardware.name, devices, None, NOT_SEARCHED)

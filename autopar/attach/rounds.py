@@ -1,0 +1,131 @@
+"""A step in micro-batches, as it runs: which part of each input a round reads, and how its outputs are put together.
+
+Whatever the plan splits over ranks, a rank cuts what it holds, and nothing is sent for that: the rows of the batch lie
+in as many blocks as any input or output is split into, and each round takes its share of every block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autopar.errors import PlanMismatch
+from autopar.ir.graph import Node, Result
+from autopar.ir.layout import Layout, Shard
+from autopar.ir.mesh import Mesh
+from autopar.ir.rounds import SUM
+from autopar.plan import Plan
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim of which each round has its share, in each of `blocks` equal blocks that a rank holds."""
+
+    dim: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Played:
+    """`inputs`: how a round reads each input of the program that is no parameter; None: whole. `outputs`: how results
+    that are no gradients are put together: cut as they are, added up, or the last one's.
+    """
+
+    count: int
+    inputs: tuple[Cut | None, ...]
+    outputs: tuple[Cut | str, ...]
+
+    def part(self, others: Sequence[Tensor], number: int) -> list[Tensor]:
+        """What the round of that number reads."""
+        return [
+            value
+            if cut is None
+            else _blocks(value, cut, self.count).select(cut.dim + 1, number).flatten(cut.dim, cut.dim + 1)
+            for value, cut in zip(others, self.inputs, strict=True)
+        ]
+
+    def joined(self, rounds: Sequence[Sequence[Tensor | None]]) -> tuple[Tensor | None, ...]:
+        """The results of the step, of those of its rounds."""
+        return tuple(_joined(parts, how) for parts, how in zip(zip(*rounds, strict=True), self.outputs, strict=True))
+
+
+def played(plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, Layout]]) -> Played | None:
+    """How the program of a plan is played, whose `inputs` and `results` these are; None: once. Raises PlanMismatch
+    where backward cannot run behind the forward of each round.
+    """
+    rounds, mesh = plan.graph.rounds, plan.mesh
+    if rounds.count == 1:
+        return None
+    _check_playable(plan)
+    others = [node for node in inputs if node.op != "parameter"]
+    joins = [
+        join
+        for result, join in zip(plan.graph.results, rounds.joined, strict=True)
+        if result.kind != "gradient"
+    ]  # fmt: skip
+    parts_in = [_parts(plan.choices[n.name].gives[0], rounds.cut.get(n.name), mesh) for n in others]
+    parts_out = [
+        _parts(layout, join if isinstance(join, int) else None, mesh)
+        for (_, layout), join in zip(results, joins, strict=True)
+    ]
+    blocks = math.lcm(*parts_in, *parts_out)
+    return Played(
+        rounds.count,
+        tuple(
+            Cut(rounds.cut[node.name], blocks // parts) if node.name in rounds.cut else None
+            for node, parts in zip(others, parts_in, strict=True)
+        ),
+        tuple(
+            Cut(join, blocks // parts) if isinstance(join, int) else join
+            for join, parts in zip(joins, parts_out, strict=True)
+        ),
+    )
+
+
+def _check_playable(plan: Plan) -> None:
+    """Backward begins with the gradient of the loss, which is 1 until the user's own arrives behind the last round."""
+    graph = plan.graph
+    if any(type is not None and type.dtype == "float16" for node in graph.nodes for type in node.outputs):
+        raise PlanMismatch(
+            "float16 needs its loss scaled before backward, and in micro-batches backward runs inside the call, before "
+            "a GradScaler can: compute in bfloat16 (precision='bf16'), or leave micro_batches= out"
+        )
+    tangents = [node for node in graph.nodes if node.op == "tangent"]
+    if len(tangents) == 1 and tangents[0].outputs[0] is not None and not tangents[0].outputs[0].shape:
+        return
+    told = ", ".join(f"output {node.target} ({node.outputs[0]})" for node in tangents) or "none"
+    raise PlanMismatch(
+        f"a step in {graph.rounds.count} micro-batches runs backward behind each of them, from one loss that forward "
+        f"returns; backward of this model begins at {told}: return the loss from forward, or leave micro_batches= out"
+    )
+
+
+def _parts(layout: Layout, dim: int | None, mesh: Mesh) -> int:
+    """Into how many parts the dim is split over ranks."""
+    if dim is None:
+        return 1
+    split = (size for place, size in zip(layout, mesh.sizes, strict=True) if place == Shard(dim))
+    return math.prod(split)
+
+
+def _blocks(value: Tensor, cut: Cut, count: int) -> Tensor:
+    return value.unflatten(cut.dim, (cut.blocks, count, -1))
+
+
+def _joined(parts: Sequence[Tensor | None], how: Cut | str) -> Tensor | None:
+    given = [part for part in parts if part is not None]
+    if not given:
+        return None
+    if isinstance(how, Cut):
+        apart = [part.unflatten(how.dim, (how.blocks, -1)) for part in given]
+        return torch.stack(apart, how.dim + 1).flatten(how.dim, how.dim + 2)
+    if how == SUM:
+        total = given[0].clone()
+        for part in given[1:]:
+            total += part
+        return total
+    return given[-1]

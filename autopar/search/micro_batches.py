@@ -1,0 +1,69 @@
+"""In how many micro-batches a step runs, where the search decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.ir.graph import Graph, batch_size
+from autopar.plan import Plan
+from autopar.rewrite.micro_batches import NotCut
+from autopar.search.problems import Stop, never
+
+AUTO = "auto"
+P = TypeVar("P")
+
+
+def counts_of(graph: Graph) -> list[int]:
+    """1, 2, 4 and so on, as far as they divide the batch."""
+    batch, found = batch_size(graph), [1]
+    while batch and batch % (2 * found[-1]) == 0:
+        found.append(2 * found[-1])
+    return found
+
+
+def best_plan(graph: Graph, find: Callable[[int], Plan]) -> Plan:
+    """`best_count`, of plans."""
+    return best_count(graph, find, lambda plan: plan.predicted_seconds)
+
+
+def best_count(graph: Graph, find: Callable[[int], P], seconds: Callable[[P], float], stop: Stop = never) -> P:
+    """The answer of the number of micro-batches that is the quickest, from one on, as long as twice as many are quicker
+    than half of them, or nothing fits yet. `find`: count -> answer, which takes `seconds` a step. Raises what the last
+    one tried without any answer did.
+
+    More of them need less memory, and so less is recomputed, offloaded or split; each is smaller work, and pays again
+    for what is fetched and summed.
+    """
+    best: P | None = None
+    why: Exception | None = None
+    for count in counts_of(graph):
+        if best is not None and stop():
+            break
+        try:
+            found = find(count)
+        except (Infeasible, NoAnswerInTime) as error:
+            why = error
+            if best is not None:
+                break
+            continue
+        except NotCut:
+            break
+        if best is not None and seconds(found) >= seconds(best):
+            break
+        best = found
+    if best is None:
+        assert why is not None
+        raise why
+    return best
+
+
+def count_like(graph: Graph, first: Graph) -> int:
+    """Micro-batches of a step of another batch: as few as make each no larger than those of the `first` one. `first`
+    is a graph in rounds.
+    """
+    sizes = [first.by_name[name].outputs[0] for name in first.rounds.cut]
+    most = min(type.shape[dim] for type, dim in zip(sizes, first.rounds.cut.values(), strict=True) if type is not None)
+    batch = batch_size(graph)
+    return next(count for count in range(1, batch + 1) if batch % count == 0 and batch // count <= most)
