@@ -148,13 +148,23 @@ def compile(
         "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
         "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "allow": words,
-        "micro_batches": micro_batches, "pin": sorted((pin or {}).items()), "rules": [told(r.identity) for r in brought],
+        "micro_batches": micro_batches, "pin": sorted((pin or {}).items()),
+        "rules": [told(one.identity) for one in brought],
     }  # fmt: skip
     planner = Planner(
-        device_mesh, machine, Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s),
-        optimizer=optimizer, outputs=outputs, inputs=inputs, settings=settings, given=given, cache=cache,
-        is_open=is_open, rules=brought, micro_batches=micro_batches or 1,
-    )  # fmt: skip
+        device_mesh,
+        machine,
+        Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s),
+        optimizer,
+        outputs,
+        inputs,
+        settings,
+        given,
+        cache,
+        is_open,
+        brought,
+        micro_batches or 1,
+    )
     parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s, brought)
     if example_inputs is not None or example_kwargs is not None:
         positional, named = by_name(type(model).forward.__get__(model), example_inputs or (), example_kwargs or {})

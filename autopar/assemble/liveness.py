@@ -165,7 +165,8 @@ class _Liveness:
 
         for place, result in enumerate(self.graph.results):
             if result.ref is not None:
-                use(result.ref, self.at[result.ref.name], self.last, place)
+                is_added = result.kind == "gradient" and self.graph.rounds.count > 1  # to those of the rounds before
+                use(result.ref, self.at[result.ref.name], self.backward_ends if is_added else self.last, place)
         for node in reversed(self.graph.nodes):
             at = self.at[node.name]
             end = at + 1

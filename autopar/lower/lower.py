@@ -160,6 +160,10 @@ class _Program:
         resident = {*self.resident}
         given = dict.fromkeys(buffer for value in self.results.values() for buffer in listing.values[value])
         kept = [buffer for buffer in given if buffer not in resident]
+        if self.graph.rounds.count > 1:  # gradients are added to those so far where backward ends
+            added = [buffer for buffer in kept if buffer.kind in (Kind.GRADIENT, Kind.BUCKET)]
+            listing.keep(added)
+            kept = [buffer for buffer in kept if buffer not in added]
         instructions = listing.with_memory({*resident, *kept}, {"backward": self.tangents})
         instructions[OPTIMIZER] = (*updates, *map(Free, kept))
         return Program(instructions, tuple(self.resident), tuple(listing.values), sources, dict(self.results))
@@ -376,6 +380,10 @@ class _Program:
             assert type is not None
             nbytes, resides = self.listing.values[value][0].nbytes, self.plan.residence.get(node.target, "device")
             gradient = self.results[places[node.target]]
+            if self.graph.rounds.count > 1:
+                so_far = Buffer(pricer.accumulated_bytes(nbytes), Kind.ADDED_UP, f"gradient of {node.target} so far")
+                self.resident.append(so_far)
+                gradient = self.listing.given(so_far)
             parameters.append(Trained(node.target, nbytes, type.dtype, resides, value, gradient))
         updates = Updates(pricer, self.prefetch is not None, self.listing.launches)
         updates.of(parameters)

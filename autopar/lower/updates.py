@@ -58,8 +58,6 @@ class Updates:
         states = self.pricer.state_bytes(parameter.nbytes)
         if states:
             self.resident.append(Buffer(states, Kind.STATES, f"optimizer states of {parameter.name}", tier))
-        if added_up := self.pricer.accumulated_bytes(parameter.nbytes):
-            self.resident.append(Buffer(added_up, Kind.ADDED_UP, f"gradient of {parameter.name} so far"))
         if self.pricer.counter_bytes:
             owner = f"count of updates of {parameter.name}"
             self.resident.append(Buffer(self.pricer.counter_bytes, Kind.COUNT, owner))
@@ -117,9 +115,9 @@ class Updates:
         return Buffer(times * parameter.nbytes, Kind.TEMPORARY, owner, tier)
 
     def _run(self, parameter: Trained, beside: Sequence[Buffer] = ()) -> None:
-        step = self.pricer.update_step(parameter.nbytes, parameter.dtype)
+        steps = self.pricer.update_steps(parameter.nbytes, parameter.dtype, "device")
         self.done += map(Alloc, beside)
-        self.done.append(Run(Update(parameter.name), (step,), (parameter.value, parameter.gradient), ()))
+        self.done.append(Run(Update(parameter.name), steps, (parameter.value, parameter.gradient), ()))
         self.done += map(Free, beside)
 
     def _launch(self, parameter: Trained, step: Move | Compute, reads: tuple[int, ...] = ()) -> Wait:

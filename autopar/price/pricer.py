@@ -212,6 +212,9 @@ class Pricer:
         "host", to which its gradient goes; or with states that "stream" from the host and back.
         """
         match residence:
+            case "device" if self.rounds > 1:
+                added = Compute("accumulate", 0.0, 3.0 * nbytes, dtype, 1, "elementwise")
+                return added, self.update_step(nbytes, dtype)
             case "device":
                 return (self.update_step(nbytes, dtype),)
             case "host":

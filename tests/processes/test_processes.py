@@ -37,6 +37,7 @@ FIRST = {
     ],
     "habits": ["a_script_with_a_seed_for_each_rank"],
     "memory": ["lookups"],
+    "micro_batches": ["policies", "parts_of_each_rank"],
     "norms": ["local_ones_are_those_of_ddp"],
     "operators": ["gradient_scaling"],
     "optimizers": ["one_number_of_all_parameters_is_the_same_on_every_rank", "what_dtensors_do_not_run_says_what_does"],
@@ -63,7 +64,7 @@ def test_all_of_it_on_two_processes(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["api", "norms"])
+@pytest.mark.parametrize("file", ["api", "micro_batches", "norms"])
 def test_all_of_it_on_four_processes(tmp_path: Path, file: str) -> None:
     run_checks(file, 4, tmp_path, limit_s=400)
 

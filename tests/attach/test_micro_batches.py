@@ -1,0 +1,204 @@
+"""A module that is compiled with `micro_batches=` trains with the numbers of plain PyTorch on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+import autopar
+from autopar.errors import PlanMismatch
+from autopar.plan import Plan
+from autopar.rewrite.micro_batches import NotCut
+from tests.attach.test_masked import FORMS, Masked, batch
+from tests.processes.compare import whole
+
+OF_THE_WHOLE = {  # losses that make something of all rows that is no sum of terms: the operator that does
+    "largest": "max.default",
+    "over rows": "pow.Tensor_Scalar",
+    "spread": "sub.Tensor",
+    "logs of what is positive": "div.Tensor",
+    "its inverse": "div.Tensor",
+    "set to a number": "index_put.default",
+}
+
+
+def same(parallel: nn.Module, plain: nn.Module, rtol: float = 1e-9, atol: float = 1e-12) -> None:
+    for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in OF_THE_WHOLE])
+def test_a_loss_is_that_of_the_whole_batch(one: DeviceMesh, name: str, count: int) -> None:
+    torch.manual_seed(0)
+    plain = Masked(FORMS[name]).double()
+    parallel = autopar.compile(plain, one, micro_batches=count)
+    for seed in (1, 2, 3):
+        expected, found = plain(*batch(seed)), parallel(*batch(seed))
+        (expected * 3).backward()
+        (found * 3).backward()
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
+        same(parallel, plain)
+        for model in (plain, parallel):
+            model.zero_grad()
+    assert parallel.plan.graph.rounds.count == count
+
+
+@pytest.mark.parametrize("name", OF_THE_WHOLE)
+def test_what_is_made_of_all_rows_is_named(one: DeviceMesh, name: str) -> None:
+    parallel = autopar.compile(Masked(FORMS[name]).double(), one, micro_batches=2)
+    with pytest.raises(NotCut, match=rf"test_masked.py.*: {OF_THE_WHOLE[name]} works on the whole batch"):
+        parallel(*batch(1))
+
+
+class Net(nn.Module):
+    """Gives its loss, its scores, and the sum of squares of its inputs, which is the same whatever is cut."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last, self.dropout = nn.Linear(12, 16), nn.Linear(16, 5), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        scores = self.last(self.dropout(self.first(x).relu()))
+        return {"loss": F.cross_entropy(scores, y), "scores": scores, "norm": x.square().sum()}
+
+
+def numbers(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 12, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 5, (size,), generator=generator)
+
+
+def pair(mesh: DeviceMesh, **options: object) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = Net().double()
+    return plain, autopar.compile(copy.deepcopy(plain), mesh, **options)
+
+
+def test_a_user_may_add_up_gradients_scale_losses_and_clip(one: DeviceMesh) -> None:
+    plain, parallel = pair(one, micro_batches=4)
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in (plain, parallel)]
+    for step in range(3):
+        for model in (plain, parallel):
+            for part in range(2):
+                loss = model(*numbers(8, 10 * step + part))["loss"]
+                (loss / 2 + 0.1 * loss).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        same(parallel, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.detach()), theirs.detach(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(("size", "count"), [(8, 4), (6, 3), (5, 5), (4, 2), (2, 1), (16, 8)])
+def test_another_batch_has_as_many_as_make_each_no_larger(one: DeviceMesh, size: int, count: int) -> None:
+    plain, parallel = pair(one, micro_batches=4)
+    for rows in (8, size):
+        expected, found = plain(*numbers(rows)), parallel(*numbers(rows))
+        assert {key: tuple(value.shape) for key, value in found.items()} == {
+            key: tuple(value.shape) for key, value in expected.items()
+        }
+        for key, value in expected.items():
+            torch.testing.assert_close(whole(found[key].detach()), value.detach(), rtol=1e-9, atol=1e-12)
+        expected["loss"].backward()
+        found["loss"].backward()
+    same(parallel, plain)
+    counts = [prepared.plan.graph.rounds.count for kept in parallel._autopar.programs.values() for prepared in kept]
+    assert count in counts
+
+
+def test_evaluation_takes_the_whole_batch_at_once(one: DeviceMesh) -> None:
+    plain, parallel = pair(one, micro_batches=4)
+    parallel(*numbers(8))["loss"].backward()
+    with torch.no_grad():
+        for model in (plain, parallel):
+            model.eval()
+        torch.testing.assert_close(parallel(*numbers(7))["scores"], plain(*numbers(7))["scores"], rtol=1e-9, atol=0)
+
+
+def test_backward_comes_once_and_from_the_loss(one: DeviceMesh) -> None:
+    _, parallel = pair(one, micro_batches=2)
+    found = parallel(*numbers(4))
+    found["loss"].backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward ran a second time"):
+        found["loss"].backward()
+    with pytest.raises(RuntimeError, match="a gradient arrives for an output beside the loss"):
+        parallel(*numbers(4))["scores"].sum().backward()
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Halves(Scores):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.half()).float().square().mean()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(12, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x)).square().mean()
+
+
+def test_what_cannot_be_is_said_in_one_sentence(one: DeviceMesh) -> None:
+    x = numbers(8)[0].float()
+    with pytest.raises(PlanMismatch, match=r"from one loss that forward returns; .* output 0 .*: return the loss"):
+        autopar.compile(Scores(), one, micro_batches=2)(x)
+    with pytest.raises(PlanMismatch, match="float16 needs its loss scaled before backward"):
+        autopar.compile(Halves().half(), one, micro_batches=2)(x)
+    with pytest.raises(NotCut, match=r"F.batch_norm.*: _native_batch_norm.* works on the whole batch at once"):
+        autopar.compile(Normed(), one, micro_batches=2)(x)
+    with pytest.raises(NotCut, match=r"a batch of 8 cannot be cut into 3 equal micro-batches; .* divides 8"):
+        autopar.compile(Net(), one, micro_batches=3)(x, numbers(8)[1])
+
+
+@pytest.mark.parametrize("wrong", [0, -2, 2.0, True, "many"])
+def test_a_number_that_is_none_is_refused(one: DeviceMesh, wrong: object) -> None:
+    with pytest.raises(ValueError, match="is no number of micro-batches; give 1 or more, or 'auto'"):
+        autopar.compile(Net(), one, micro_batches=wrong)
+
+
+def test_dropout_is_drawn_anew_for_each(one: DeviceMesh) -> None:
+    parallel = autopar.compile(Net(dropout=0.5).double(), one, micro_batches=2)
+    x, y = numbers(4)
+    scores = parallel(torch.cat([x, x]), torch.cat([y, y]))["scores"]
+    assert not torch.allclose(scores[:4], scores[4:])
+
+
+def test_a_plan_says_how_many_and_is_held_to_it(one: DeviceMesh, tmp_path: Path) -> None:
+    plain, parallel = pair(one, micro_batches=4)
+    parallel(*numbers(8))["loss"].backward()
+    path = tmp_path / "plan.json"
+    parallel.plan.save(path)
+    assert Plan.load(path) == parallel.plan
+    assert "4 micro-batches, one behind the other" in parallel.plan.explain()
+    again = autopar.compile(copy.deepcopy(plain), one, plan=path)
+    again(*numbers(8))["loss"].backward()
+    plain(*numbers(8))["loss"].backward()
+    same(again, plain)
+    assert again.plan.graph.rounds.count == 4
+    with pytest.raises(PlanMismatch, match="micro_batches=2 was asked for, and the plan has 4"):
+        autopar.compile(copy.deepcopy(plain), one, plan=path, micro_batches=2)
+    whole_step = autopar.compile(copy.deepcopy(plain), one)
+    whole_step(*numbers(8))
+    whole_step.plan.save(path)
+    with pytest.raises(PlanMismatch, match="micro_batches=4 was asked for, and the plan has 1"):
+        autopar.compile(copy.deepcopy(plain), one, plan=path, micro_batches=4)
