@@ -36,7 +36,7 @@ from autopar.search import Question, Request, answer, ask
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.memory_options import words_of
 from autopar.search.meshes import best_mesh, meshes_of
-from autopar.search.micro_batches import AUTO, best_plan, count_like
+from autopar.search.micro_batches import AUTO, best_plan, count_near
 from autopar.search.pins import obeyable
 from autopar.search.reserved import held_within, telling
 from autopar.search.same import same_choices
@@ -67,7 +67,7 @@ class Planner:
     are settled, it gives a plan for the graph, the same on every rank.
 
     `micro_batches`: of a step of training, "auto" where the search decides; later calls, with other batches, have as
-    many as make each no larger.
+    many, or as few more as divide the batch.
     `request`: what the user asked for, without what hangs on the graph. `settings`: what must be the same on all ranks.
     `given`: a plan to run without searching. `cache`: a folder of plans. `is_open`: the first plan decides the mesh; of
     `device_mesh` counts how many devices it has. `rules`: of users' packages.
@@ -86,7 +86,8 @@ class Planner:
     rules: tuple[Rules, ...] = ()
     micro_batches: int | str = 1
 
-    def __call__(self, graph: Graph, like: Plan | None, fixed: Mapping[str, Layout]) -> Plan:
+    def __call__(self, graph: Graph, like: Plan | None, fixed: Mapping[str, Layout], *, loosely: bool = False) -> Plan:
+        """`loosely`: nobody trains with this batch yet, so that it need not be cut into as many as were asked for."""
         mesh = self._mesh(like)
         if like is None:
             same_everywhere(self.settings, self.device_mesh)
@@ -103,7 +104,7 @@ class Planner:
         pin = {**self.request.pin, **(words_of(like.residence) if like is not None else {})} if is_training else {}
         request = replace(self.request, pin=pin, fixed=fixed, outputs=self._brought(graph))
         limit = usable if is_training else None  # inference needs no more than training does
-        count = self._count(graph, like) if is_training else 1
+        count = self._count(graph, like, loosely) if is_training else 1
 
         def find(count: int) -> Plan:
             return self._find(in_rounds(graph, count), mesh, like, request, limit)
@@ -116,12 +117,12 @@ class Planner:
             _see_to_the_host(plan)
         return plan
 
-    def _count(self, graph: Graph, like: Plan | None) -> int | str:
-        """Micro-batches of a step of training; behind the first plan as many as make them no larger than its."""
-        if like is None:
-            return self.micro_batches
-        first = like.graph.rounds
-        return 1 if first.count == 1 else count_like(graph, like.graph)
+    def _count(self, graph: Graph, like: Plan | None, loosely: bool) -> int | str:
+        """Micro-batches of a step of training: behind the first plan as many as it has, as far as the batch lets."""
+        wanted = self.micro_batches
+        if like is not None and (wanted == AUTO or self.given is not None):
+            wanted = like.graph.rounds.count
+        return count_near(graph, wanted) if isinstance(wanted, int) and (loosely or like is not None) else wanted
 
     def _mesh(self, like: Plan | None) -> Mesh | None:
         """The mesh of the next plan; None: it decides that."""

@@ -132,8 +132,10 @@ def add_parameter(work: Assembly, node: Node) -> None:
     def states() -> Array:
         return np.array([pricer.state_bytes(int(size)) for size in nbytes], dtype=np.float64)
 
+    dtype = work.type(Ref(node.name)).dtype
+
     def counted() -> Array:
-        added_up = np.array([pricer.accumulated_bytes(int(size)) for size in nbytes], dtype=np.float64)
+        added_up = np.array([pricer.accumulated_bytes(int(size), dtype) for size in nbytes], dtype=np.float64)
         return states() * _is(work, node, "device") + pricer.counter_bytes + added_up
 
     work.held(item, 0, live.instants, work.once(("counted", key), counted))

@@ -29,8 +29,7 @@ from autopar.attach.tensors import (
 )
 from autopar.emit.seeded import seeds
 from autopar.errors import PlanMismatch
-from autopar.ir.graph import Node, whole_shapes
-from autopar.ir.rounds import LAST
+from autopar.ir.graph import Node, input_type, output_types
 from autopar.plan import Plan
 from autopar.trace.calls import Call
 from autopar.trace.outputs import Returned
@@ -175,12 +174,12 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
     """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure."""
     results = [(result, layout) for result, layout in prepared.runner.program.results if result.kind == "output"]
     leaves: dict[int, Any] = dict(prepared.output_constants)
-    shapes = whole_shapes(prepared.plan.graph)
+    types = output_types(prepared.plan.graph)
     rows = _rows(state, prepared) if state.inputs == "local" else 0
     for (result, layout), value in zip(results, outputs, strict=True):
-        if value is None or result.ref is None:
+        if value is None or (type := types[result.target]) is None:
             continue
-        shape = shapes[result.target]
+        shape = type.shape
         if not shape:
             made = value
         elif state.outputs == "sharded":
@@ -199,10 +198,5 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
 
 def _rows(state: State, prepared: Prepared) -> int:
     """Rows of the whole batch: those of the first input that has any."""
-    cut = prepared.plan.graph.rounds
-    shapes = [
-        cut.whole_shape(node.outputs[0].shape, cut.cut.get(node.name, LAST))
-        for node, _, _ in prepared.inputs
-        if node.outputs[0] is not None
-    ]
+    shapes = [input_type(prepared.plan.graph, node).shape for node, _, _ in prepared.inputs]
     return next((shape[0] for shape in shapes if shape), 0)

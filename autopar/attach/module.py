@@ -29,7 +29,6 @@ from autopar.attach.programs import (
     as_user_class,
     found,
     prepare,
-    returned_types,
     varying,
 )
 from autopar.attach.scaling import share_infinities
@@ -49,6 +48,7 @@ from autopar.attach.wrappers import parallel_class
 from autopar.emit import Emitted
 from autopar.errors import PlanMismatch, TraceError
 from autopar.ir.batch_norm import GLOBAL
+from autopar.ir.graph import input_type, output_types
 from autopar.ir.outside import Rules
 from autopar.plan import Plan
 from autopar.trace import flatten_inputs
@@ -145,9 +145,9 @@ class ParallelModule(nn.Module):
         for node, _, layout in self._main().inputs:
             if (value := leaves.get(node.target)) is None:
                 continue
-            if type_of(value) != node.outputs[0]:
+            if type_of(value) != (wanted := input_type(self.plan.graph, node)):
                 raise PlanMismatch(
-                    f"argument {node.target} is {type_of(value)}, the plan was made for {node.outputs[0]}; "
+                    f"argument {node.target} is {type_of(value)}, the plan was made for {wanted}; "
                     "pass whole tensors, not this rank's part"
                 )
             local = local_input(value, layout, state.mesh, state.device_mesh)
@@ -288,13 +288,15 @@ def _caller(parallel: ParallelModule) -> Caller:
     return state.caller
 
 
-def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool) -> None:
-    """`held`: somebody may hold parameters already, so that each has to stay the object that it is."""
+def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool, loosely: bool = False) -> None:
+    """`held`: somebody may hold parameters already, so that each has to stay the object that it is. `loosely`: for a
+    call without gradients.
+    """
     state = parallel._autopar
     if state.seed is None:
         state.seed = int(text_from(0, str(torch.initial_seed()), state.device_mesh))
     training = parallel.training or any(parameter.requires_grad for parameter in parallel.parameters())
-    main = prepare(parallel, state, call, key, training=training)
+    main = prepare(parallel, state, call, key, training=training, loosely=loosely)
     with torch.inference_mode(False):  # parameters made here are trained later
         try:
             _lay_out(parallel, main.plan)
@@ -310,7 +312,7 @@ def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepar
     """The program of a call that none serves. A number that was another one before becomes a tensor, if it can."""
     state = parallel._autopar
     if state.plan is None:
-        _first_program(parallel, call, key._replace(gradients=True), held=True)
+        _first_program(parallel, call, key._replace(gradients=True), held=True, loosely=not key.gradients)
         if (prepared := found(state, key)) is not None:
             return prepared, call
     if paths := varying(state, call):
@@ -321,7 +323,7 @@ def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepar
             again = caller(call.args, call.kwargs)
             key_again = key._replace(call=again.key)
             prepared = found(state, key_again) or prepare(parallel, state, again, key_again, training=parallel.training)
-            if returned_types(prepared) == state.calls[call.shape][1]:
+            if output_types(prepared.plan.graph) == state.calls[call.shape][1]:
                 return prepared, again
         except TraceError:
             pass  # Python's own control flow, or a size, hangs on it: each value has a program of its own

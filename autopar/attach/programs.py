@@ -37,7 +37,7 @@ from autopar.emit.groups import name_groups
 from autopar.emit.seeded import pieces_of
 from autopar.errors import TraceError
 from autopar.ir.batch_norm import parts_of
-from autopar.ir.graph import Graph, Node, whole_shapes
+from autopar.ir.graph import Graph, Node, output_types
 from autopar.ir.layout import Layout, replicated
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
@@ -49,8 +49,9 @@ from autopar.trace.interrupts import interruptible
 from autopar.trace.modules import aliases, tensors_by_name
 from autopar.trace.reads import MISSING
 
-# How a graph becomes a plan: (graph, the training plan if there is one, layouts of the parameters then) -> plan.
-Planner = Callable[[Graph, Plan | None, Mapping[str, Layout]], Plan]
+# How a graph becomes a plan: (graph, the training plan if there is one, layouts of the parameters then) -> plan;
+# `loosely=True`: of a step that nobody takes yet.
+Planner = Callable[..., Plan]
 
 KEPT = 64  # programs of a module; the one that was used longest ago goes first
 STATES = 8  # programs of one way of calling it, for states of the module
@@ -196,8 +197,11 @@ def found(state: State, key: Key) -> Prepared | None:
     return None
 
 
-def prepare(parallel: nn.Module, state: State, call: Call, key: Key, *, training: bool) -> Prepared:
-    """Trace, plan and emit the program of this call; `training`: of the module in train mode.
+def prepare(
+    parallel: nn.Module, state: State, call: Call, key: Key, *, training: bool, loosely: bool = False
+) -> Prepared:
+    """Trace, plan and emit the program of this call; `training`: of the module in train mode. `loosely`: nobody trains
+    with it yet.
 
     Raises what `autopar.compile` says.
     """
@@ -208,7 +212,8 @@ def prepare(parallel: nn.Module, state: State, call: Call, key: Key, *, training
         graph = forward_only(graph)
     with torch.inference_mode(False):  # parameters made here are trained later
         with state.watch.working():
-            plan = state.planner(graph, state.plan, {} if state.plan is None else _layouts(parallel, state))
+            fixed = {} if state.plan is None else _layouts(parallel, state)
+            plan = state.planner(graph, state.plan, fixed, loosely=loosely)
             state.settle(plan.mesh)
         if state.plan is not None and not key.gradients:
             plan = resident(plan, state.plan.residence)
@@ -219,7 +224,7 @@ def prepare(parallel: nn.Module, state: State, call: Call, key: Key, *, training
         _tell_of_traces(kept[0].fits(), len(kept) + 1)
     kept.insert(0, prepared)
     del kept[STATES:]
-    state.calls.setdefault(call.shape, (dict(call.numbers), returned_types(prepared)))
+    state.calls.setdefault(call.shape, (dict(call.numbers), output_types(prepared.plan.graph)))
     if len(state.programs) == KINDS_TOLD_AT and not kept[1:] and _is_first_rank():
         warnings.warn(
             f"calls of {KINDS_TOLD_AT} kinds (shapes, arguments, modes) were traced and planned, each by itself; pad "
@@ -258,12 +263,6 @@ def varying(state: State, call: Call) -> set[str]:
     """Paths of the numbers that were others when a call like this one was traced."""
     known, _ = state.calls.get(call.shape, (call.numbers, []))
     return {path for path, value in call.numbers.items() if known.get(path) != value}
-
-
-def returned_types(prepared: Prepared) -> list[object]:
-    """Shapes and dtypes of the outputs."""
-    graph, shapes = prepared.plan.graph, whole_shapes(prepared.plan.graph)
-    return [r.ref and (shapes[r.target], graph.type_of(r.ref).dtype) for r in graph.results if r.kind == "output"]
 
 
 def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:

@@ -17,7 +17,7 @@ from autopar.errors import PlanMismatch
 from autopar.ir.graph import Node, Result
 from autopar.ir.layout import Layout, Shard
 from autopar.ir.mesh import Mesh
-from autopar.ir.rounds import SUM
+from autopar.ir.rounds import SUM, wide
 from autopar.plan import Plan
 
 
@@ -100,8 +100,15 @@ def _check_playable(plan: Plan) -> None:
     told = ", ".join(f"output {node.target} ({node.outputs[0]})" for node in tangents) or "none"
     raise PlanMismatch(
         f"a step in {graph.rounds.count} micro-batches runs backward behind each of them, from one loss that forward "
-        f"returns; backward of this model begins at {told}: return the loss from forward, or leave micro_batches= out"
+        f"returns; backward of this model begins at {told}: return the loss from forward, and what else has a gradient "
+        "with .detach(), or leave micro_batches= out"
     )
+
+
+def widened(value: Tensor) -> Tensor:
+    """A tensor of its own, to which others are added."""
+    name = str(value.dtype).removeprefix("torch.")
+    return value.to(getattr(torch, wide(name)), copy=True)
 
 
 def _parts(layout: Layout, dim: int | None, mesh: Mesh) -> int:
@@ -124,8 +131,8 @@ def _joined(parts: Sequence[Tensor | None], how: Cut | str) -> Tensor | None:
         apart = [part.unflatten(how.dim, (how.blocks, -1)) for part in given]
         return torch.stack(apart, how.dim + 1).flatten(how.dim, how.dim + 2)
     if how == SUM:
-        total = given[0].clone()
+        total = widened(given[0])
         for part in given[1:]:
             total += part
-        return total
+        return total.to(given[0].dtype)
     return given[-1]

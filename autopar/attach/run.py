@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.attach.rounds import Played
+from autopar.attach.rounds import Played, widened
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
 from autopar.attach.updates import Updates
 from autopar.attach.watch import BACKWARD, Watch
@@ -151,6 +151,7 @@ def _all_rounds(
     program, coordinates = runner.program, runner.coordinates
     results: list[list[Tensor | None]] = []
     added_up: list[Tensor | None] | None = None
+    dtypes: list[torch.dtype | None] = []
     for number in range(played.count):
         seeds = step.seeds[number]
         outputs = program.forward(*pieces, *played.part(step.others, number), *coordinates, *seeds)
@@ -162,11 +163,14 @@ def _all_rounds(
         made = program.backward(saved, *runner.ones(), *coordinates, *seeds)
         settle()
         if added_up is None:
-            added_up = [None if gradient is None else gradient.clone() for gradient in made]
+            dtypes = [None if gradient is None else gradient.dtype for gradient in made]
+            added_up = [None if gradient is None else widened(gradient) for gradient in made]
             continue
         for total, gradient in zip(added_up, made, strict=True):
             if total is not None:
                 total += gradient
+    if added_up is not None:
+        added_up = [total if total is None else total.to(dtype) for total, dtype in zip(added_up, dtypes, strict=True)]
     return played.joined(results), added_up
 
 

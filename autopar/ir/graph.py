@@ -204,14 +204,22 @@ def batch_size(graph: Graph) -> int:
     return max(sizes, key=lambda size: sizes[size], default=0)
 
 
-def whole_shapes(graph: Graph) -> dict[str, tuple[int, ...]]:
-    """Index of an output -> its shape; of several micro-batches, of all of them."""
-    joined = graph.rounds.joined or (LAST,) * len(graph.results)
-    return {
-        result.target: graph.rounds.whole_shape(graph.type_of(result.ref).shape, join)
-        for result, join in zip(graph.results, joined, strict=True)
-        if result.kind == "output" and result.ref is not None
-    }
+def input_type(graph: Graph, node: Node) -> TensorType:
+    """Of an input of the graph, as the step is given it: for all micro-batches, where there are several."""
+    (type,) = node.outputs
+    assert type is not None
+    return TensorType(graph.rounds.whole_shape(type.shape, graph.rounds.cut.get(node.name, LAST)), type.dtype)
+
+
+def output_types(graph: Graph) -> dict[str, TensorType | None]:
+    """Index of an output -> its type; of several micro-batches, of all of them. None: forward gives none."""
+    found: dict[str, TensorType | None] = {}
+    for place, result in enumerate(graph.results):
+        if result.kind == "output":
+            type = None if result.ref is None else graph.type_of(result.ref)
+            join = graph.rounds.joined[place] if graph.rounds.joined else LAST
+            found[result.target] = type and TensorType(graph.rounds.whole_shape(type.shape, join), type.dtype)
+    return found
 
 
 def weights_in(graph: Graph) -> set[str]:

@@ -33,3 +33,8 @@ class Rounds:
 
 
 ONE = Rounds()
+
+
+def wide(dtype: str) -> str:
+    """In what values of a dtype are added up over rounds."""
+    return "float32" if dtype in ("float16", "bfloat16") else dtype

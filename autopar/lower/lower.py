@@ -381,7 +381,9 @@ class _Program:
             nbytes, resides = self.listing.values[value][0].nbytes, self.plan.residence.get(node.target, "device")
             gradient = self.results[places[node.target]]
             if self.graph.rounds.count > 1:
-                so_far = Buffer(pricer.accumulated_bytes(nbytes), Kind.ADDED_UP, f"gradient of {node.target} so far")
+                so_far = Buffer(
+                    pricer.accumulated_bytes(nbytes, type.dtype), Kind.ADDED_UP, f"gradient of {node.target} so far"
+                )
                 self.resident.append(so_far)
                 gradient = self.listing.given(so_far)
             parameters.append(Trained(node.target, nbytes, type.dtype, resides, value, gradient))

@@ -27,6 +27,7 @@ from autopar.measure.report import Measured
 from autopar.measure.twin import measure, traced
 from autopar.plan import Plan
 from autopar.plan.fit import check
+from autopar.rewrite.micro_batches import in_rounds
 from autopar.search.command.factory import Example, build
 from autopar.simulate.timeline import pricer_of
 from autopar.trace.precision import precision_named
@@ -122,7 +123,7 @@ def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None,
         )
     except TypeError as error:
         raise BadArgument(f"{given.model} returned inputs that its model does not take: {error}") from error
-    check(plan, graph, plan.mesh, origin=str(given.plan))
+    check(plan, in_rounds(graph, plan.graph.rounds.count), plan.mesh, origin=str(given.plan))
     return plan, example, hardware, device
 
 

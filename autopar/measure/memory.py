@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -104,3 +104,11 @@ class LiveBytes(TorchDispatchMode):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def one_phase(peaks: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """Peaks by phase; where forward and backward alternate, as they do in several micro-batches, both have one."""
+    if rounds == 1:
+        return {**peaks}
+    most = max(peaks["forward"], peaks["backward"])
+    return {**peaks, "forward": most, "backward": most}

@@ -34,7 +34,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.outside import Rules
 from autopar.lower.program import PHASES
 from autopar.machine.device import device_name, hardware_or_here, processors
-from autopar.measure.memory import LiveBytes
+from autopar.measure.memory import LiveBytes, one_phase
 from autopar.measure.report import Collective, Measured, Moved, Pair, predicted_peaks, predicted_seconds
 from autopar.measure.watch import WAITING, Stopwatch, Traffic, emitted_calls, now
 from autopar.optim import Streamed
@@ -273,6 +273,7 @@ class _Twin:
                 self.step(between)
             if live.host_peak:
                 return traffic, {**peaks, "step": max(peaks.values()), "host": live.host_peak}
+        peaks = one_phase(peaks, self.plan.graph.rounds.count)
         return traffic, {**peaks, "step": max(peaks.values())}
 
     def on_host(self) -> list[Any]:
@@ -293,7 +294,8 @@ class _Twin:
         self, steps: int, pricer: Pricer | None, notes: tuple[str, ...], undisturbed: float,
         spent: Mapping[str | Moved, float], traffic: Traffic, peaks: Mapping[str, int],
     ) -> Measured:  # fmt: skip
-        plan, emitted = self.plan, emitted_calls(self.parallel.program, self.axis_of)
+        plan, rounds = self.plan, self.plan.graph.rounds.count
+        emitted = emitted_calls(self.parallel.program, self.axis_of, rounds)
         planned, calls, nbytes = plan.comm_bytes, traffic.calls, traffic.nbytes
         kinds = sorted({*emitted, *planned})
         calls[OTHER] = sum(count for kind, count in calls.items() if kind not in kinds)
@@ -331,11 +333,10 @@ class _Twin:
 
     def memory(self, pricer: Pricer | None, held: Mapping[str, float]) -> dict[str, Pair]:
         """Bytes are the same on any profile of this kind of device."""
-        plan = self.plan
+        plan, rounds = self.plan, self.plan.graph.rounds.count
         here = Hardware.load("cpu-gloo" if self.device.type == "cpu" else "h100-sxm")
-        room = predicted_peaks(
-            plan, pricer or Pricer.on(plan.mesh, here, plan.optimizer, plan.bucket_bytes, plan.graph.rounds.count)
-        )
+        pricer = pricer or Pricer.on(plan.mesh, here, plan.optimizer, plan.bucket_bytes, rounds)
+        room = one_phase(predicted_peaks(plan, pricer), rounds)
         return {phase: Pair(room.get(phase), nbytes) for phase, nbytes in held.items()}
 
     def largest(self, values: Sequence[float]) -> list[float]:
@@ -385,14 +386,14 @@ def _inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call with real tensors, the same on every rank, each of them a tensor of its own."""
     leaves, spec = flatten_inputs(args, kwargs)
-    node_of = {node.target: node.name for node in plan.graph.nodes if node.op == "input"}
-    below = input_bounds(plan.graph)
+    bounds, node_of = input_bounds(plan.graph), plan.graph.by_name
+    below = {node_of[name].target: bound for name, bound in sorted(bounds.items(), key=lambda one: -one[1])}
     made: list[Any] = []
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         for path, leaf in leaves:
             if isinstance(leaf, Tensor):
-                bound = below.get(node_of.get(path, ""))
+                bound = below.get(path)
                 cpu, device = torch.device("cpu"), torch.device(device_type)
                 leaf = random_tensor(type_of(leaf), cpu, bound).to(device) if leaf.is_meta else leaf.detach().clone()
             made.append(leaf)

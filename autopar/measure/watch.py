@@ -49,14 +49,14 @@ def collective_of(target: Any, args: tuple[Any, ...], axis_of: Mapping[str, str]
     return KINDS.get(name) or name, axis_of.get(str(args[-1]), "an unknown group")
 
 
-def emitted_calls(program: Emitted, axis_of: Mapping[str, str]) -> Counter[Moved]:
-    """How often the program calls each collective."""
+def emitted_calls(program: Emitted, axis_of: Mapping[str, str], rounds: int = 1) -> Counter[Moved]:
+    """How often the program calls each collective in a step of so many rounds."""
     found: Counter[Moved] = Counter()
     for module in (program.forward, program.backward):
         for node in module.graph.nodes if module is not None else ():
             kind = collective_of(node.target, node.args, axis_of) if node.op == "call_function" else None
             if kind is not None and kind[0] != "wait":
-                found[kind] += 1
+                found[kind] += rounds
     return found
 
 

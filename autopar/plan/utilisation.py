@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph, TensorType
-from autopar.ir.rounds import LAST
+from autopar.ir.graph import Graph, input_type
 from autopar.ir.work import flops_of
 from autopar.plan.value import PlanValue
 from autopar.propose.strategies import operand_types
@@ -128,11 +127,7 @@ def _batch(graph: Graph) -> tuple[int | None, int | None]:
     """(samples, tokens) of a step: dim 0 of the inputs where all have the same, and the size of those integer inputs
     that are [samples, length], where all have the same.
     """
-    types = [
-        TensorType(graph.rounds.whole_shape(type.shape, graph.rounds.cut.get(node.name, LAST)), type.dtype)
-        for node in graph.nodes
-        if node.op == "input" and (type := node.outputs[0]) is not None
-    ]
+    types = [input_type(graph, node) for node in graph.nodes if node.op == "input"]
     firsts = {type.shape[0] for type in types if type.shape}
     if len(firsts) != 1:
         return None, None

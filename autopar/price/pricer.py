@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import TensorType
+from autopar.ir.graph import ITEMSIZE, TensorType
 from autopar.ir.layout import REPLICATE, Layout, Partial, local_shape
 from autopar.ir.mesh import Mesh
+from autopar.ir.rounds import wide
 from autopar.price.reshard import Reshard, Resharder, travels_together
 from autopar.propose.strategies import Strategy
 from cost_models.hardware import SLOWS, Hardware
@@ -174,9 +175,11 @@ class Pricer:
         assert shape is not None, (type, layout)
         return TensorType(shape, type.dtype).nbytes
 
-    def accumulated_bytes(self, nbytes: int) -> int:
-        """Bytes in which the gradients of a parameter of `nbytes` are added up, from round to round."""
-        return nbytes if self.rounds > 1 else 0
+    def accumulated_bytes(self, nbytes: int, dtype: str) -> int:
+        """Bytes in which the gradients of a parameter of `nbytes` are added up, from round to round: in float32, where
+        the parameter has less.
+        """
+        return nbytes * ITEMSIZE[wide(dtype)] // ITEMSIZE[dtype] if self.rounds > 1 else 0
 
     def state_bytes(self, nbytes: int) -> int:
         """Bytes of optimizer state for `nbytes` of parameters, kept in the parameter's precision as torch.optim
@@ -213,7 +216,8 @@ class Pricer:
         """
         match residence:
             case "device" if self.rounds > 1:
-                added = Compute("accumulate", 0.0, 3.0 * nbytes, dtype, 1, "elementwise")
+                moved = 1.0 * (nbytes + 2 * self.accumulated_bytes(nbytes, dtype))
+                added = Compute("accumulate", 0.0, moved, wide(dtype), 1, "elementwise")
                 return added, self.update_step(nbytes, dtype)
             case "device":
                 return (self.update_step(nbytes, dtype),)

@@ -18,19 +18,22 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import Arg, Const, Graph, Node, Ref, TensorType, map_refs
+from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, batch_size, map_refs
 from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.rounds import LAST, SUM, Rounds
 from autopar.ir.work import draws
 from autopar.propose.strategies import Signature, Strategy, node_strategies, operand_types, signature_of
+from autopar.rewrite.of_labels import counted
 from autopar.rules.local import localise
 from autopar.rules.table import rule_of
 from solver import Edge, Problem, solve
 
 Array = NDArray[np.float64]
 TIME = "time"
-LOSSES, ADDED_UP = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"), 2
+OFFSET = "+offset"  # the role of what adds a number to a sum over rounds
+OFFSETS = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar", "aten.rsub.Scalar")
+MOST_WHOLE = 0.1  # of what is cut, what may be made whole in every round
 BESIDE = "_of_all"  # what a node is called that is made for the whole batch beside one for its part
 OTHER_DIM = 1.01  # times the cost: of two ways to cut an input, the one along the leading dim
 SHARE, RESHAPE = "share", "reshape"  # bodies that are an operator, or two, of the graph
@@ -53,54 +56,6 @@ def in_rounds(graph: Graph, count: int) -> Graph:
     return _Cut(counted(graph), count).found()
 
 
-def counted(graph: Graph) -> Graph:
-    """The same graph, in which the weights of all labels, by which a loss is divided, are added up by nodes of their
-    own: of the labels alone, and not a second result of the loss.
-    """
-    used = {ref for node in graph.nodes for ref in node.operands if ref.index == 1}
-    used |= {result.ref for result in graph.results if result.ref is not None and result.ref.index == 1}
-    nodes: list[Node] = []
-    instead: dict[Ref, Ref] = {}
-
-    def read(ref: Ref) -> Ref:
-        return instead.get(ref, ref)
-
-    for node in graph.nodes:
-        kwargs = tuple((key, map_refs(arg, read)) for key, arg in node.kwargs)
-        nodes.append(replace(node, args=map_refs(node.args, read), kwargs=kwargs))
-        if node.op in LOSSES and node.args[3] == ADDED_UP and Ref(node.name, 1) in used:
-            nodes += (made := _total_weight(node, graph))
-            instead[Ref(node.name, 1)] = Ref(made[-1].name)
-    results = tuple(replace(r, ref=None if r.ref is None else read(r.ref)) for r in graph.results)
-    return replace(graph, nodes=tuple(nodes), results=results) if instead else graph
-
-
-def _total_weight(loss: Node, graph: Graph) -> list[Node]:
-    """The second result of the loss: how many labels count, or the sum of their weights."""
-    _, target, weight, _, ignored = loss.args
-    (shape, dtype), node_of = (graph.type_of(target).shape, graph.type_of(Ref(loss.name, 1)).dtype), graph.by_name
-    made: list[Node] = []
-
-    def add(op: str, args: tuple[Arg, ...], shape: tuple[int, ...], dtype: str, to: str = "") -> Ref:
-        name = _free(f"{loss.name}_count{len(made)}", node_of)
-        kwargs = (("dtype", Const("dtype", to)),) if to else ()
-        made.append(replace(loss, name=name, op=op, args=args, kwargs=kwargs, outputs=(TensorType(shape, dtype),)))
-        return Ref(name)
-
-    if weight is None:
-        counts = add("aten.ne.Scalar", (target, ignored), shape, "bool")
-        counts = add("aten._to_copy.default", (counts,), shape, dtype, dtype)
-    else:
-        out = add("aten.eq.Scalar", (target, ignored), shape, "bool")
-        known = add("aten.masked_fill.Scalar", (target, out, 0), shape, graph.type_of(target).dtype)
-        column = add("aten.unsqueeze.default", (weight, 1), (*graph.type_of(weight).shape, 1), dtype)
-        counts = add("aten.embedding.default", (column, known), (*shape, 1), dtype)
-        out = add("aten.unsqueeze.default", (out, len(shape)), (*shape, 1), "bool")
-        counts = add("aten.masked_fill.Scalar", (counts, out, 0), (*shape, 1), dtype)
-    add("aten.sum.default", (counts,), (), dtype)
-    return made
-
-
 class _Cut:
     def __init__(self, graph: Graph, count: int) -> None:
         self.graph, self.count = graph, count
@@ -121,9 +76,8 @@ class _Cut:
         self.of_inputs = _of_inputs(graph)
 
     def found(self) -> Graph:
-        self._check_inputs()
         picked = self._picked()
-        if not any(strategy.gives == ((Shard(0),),) for name, strategy in picked.items() if self._is_input(name)):
+        if self._is_idle(picked):
             raise self._refusal()
         return self._written(picked)
 
@@ -136,10 +90,13 @@ class _Cut:
         found = list(node_strategies(node, types, rule_of(node, types), self.mesh))
         if node.op == "aten.scalar_tensor.default" and node.args[0] == 0:  # zeros are terms of zero, too
             found.append(replace(found[0], gives=(TERM,)))
+        if node.op in OFFSETS and isinstance(node.args[1], (int, float)):  # of a number each round adds its share
+            found.append(replace(found[0], roles=(OFFSET,), takes=(TERM,), gives=(TERM,)))
         return tuple(
             one
             for one in found
             if one.body in ("", SHARE, RESHAPE)
+            and not (draws(node) and self._is_whole(one))  # each round would draw other numbers
             and Partial("max") not in [place for layout in (*one.takes, *one.gives) for place in layout]
         )
 
@@ -154,15 +111,27 @@ class _Cut:
     def _is_input(self, name: str) -> bool:
         return self.node_of[name].op == "input"
 
-    def _check_inputs(self) -> None:
+    def _is_idle(self, picked: Mapping[str, Strategy]) -> bool:
+        """Whether a good part of what the forward makes of batch and parameters would be made whole in every round."""
+        made = {True: 0.0, False: 0.0}
+        of_batch = {node.name for node in self.graph.nodes if node.op == "input"}
+        for node in self.graph.nodes:
+            if any(ref.name in of_batch for ref in node.operands):
+                of_batch.add(node.name)
+                if node.name not in self.of_inputs and node.phase == "forward":
+                    whole = all(layout == WHOLE for layout in picked[node.name].gives)
+                    made[whole] += sum(type.numel for type in node.outputs if type is not None)
+        return made[True] > MOST_WHOLE * made[False]
+
+    def _uneven(self) -> NotCut | None:
         """The leading size that most inputs have is the batch, and has to be divided."""
-        sizes = [t.shape[0] for n in self.graph.nodes if n.op == "input" for t in n.outputs if t and t.shape]
-        batch = max(sizes, key=sizes.count, default=0)
-        if batch % self.count:
-            raise NotCut(
-                f"a batch of {batch} cannot be cut into {self.count} equal micro-batches; choose a number that divides "
-                f"{batch}"
-            )
+        batch = batch_size(self.graph)
+        if batch % self.count == 0:
+            return None
+        return NotCut(
+            f"a batch of {batch} cannot be cut into {self.count} equal micro-batches; choose a number that divides "
+            f"{batch}"
+        )
 
     # --- which is chosen ---------------------------------------------------------------------------------------------
 
@@ -196,12 +165,24 @@ class _Cut:
         return not way.roles[0] or way.roles[0].startswith("+")
 
     def _meeting(self, ref: Ref, node: Node, position: int) -> Array:
-        """0 where what is given is what is taken; what is made of inputs may be made whole, too."""
+        """0 where what is given is what is taken. What is made of inputs may be made whole, too; and of what is alike
+        in all rounds, each may take its share.
+        """
         given = [way.gives[ref.index] for way in self.ways[ref.name]]
         taken = [way.takes[position] for way in self.ways[node.name]]
-        whole_too = float(self.graph.type_of(ref).numel) if ref.name in self.of_inputs else np.inf
-        cost = [[0.0 if give == take else whole_too if take == WHOLE else np.inf for take in taken] for give in given]
-        return np.array(cost).reshape(len(given), len(taken))
+        again = float(self.graph.type_of(ref).numel)
+        whole_too = again if ref.name in self.of_inputs else np.inf
+        share = again if self._has_shares(ref) else np.inf
+
+        def cost(give: Layout, take: Layout) -> float:
+            if give == take:
+                return 0.0
+            return whole_too if take == WHOLE else share if (give, take) == (WHOLE, TERM) else np.inf
+
+        return np.array([[cost(give, take) for take in taken] for give in given]).reshape(len(given), len(taken))
+
+    def _has_shares(self, ref: Ref) -> bool:
+        return self.graph.type_of(ref).dtype.startswith(("float", "bfloat", "complex"))
 
     def _tangents(self) -> list[Edge]:
         """A gradient of an output comes as the output goes: whole where the output is a sum over rounds, else cut as it
@@ -221,38 +202,51 @@ class _Cut:
         return found
 
     def _close_results(self, costs: list[Array]) -> None:
-        """A gradient is a sum over rounds; a buffer is the same in all."""
+        """A gradient is a sum over rounds, or alike in all; a buffer is that."""
         for result in self.graph.results:
             if result.ref is None or result.kind == "output":
                 continue
-            wanted = TERM if result.kind == "gradient" else WHOLE
+            wanted = (TERM, WHOLE) if result.kind == "gradient" else (WHOLE,)
             place = self.place[result.ref.name]
-            gives = [way.gives[result.ref.index] == wanted for way in self.ways[result.ref.name]]
+            gives = [way.gives[result.ref.index] in wanted for way in self.ways[result.ref.name]]
             costs[place] = np.where(gives, costs[place], np.inf)
 
     def _refusal(self) -> NotCut:
-        """What first makes something of the whole batch: its operands may be cut, and then it has no way."""
+        """What first makes something of the whole batch: what it reads is cut, or a sum over rounds, and then it has no
+        way. What is made of inputs alone may be whole beside.
+        """
+        if (uneven := self._uneven()) is not None:
+            return uneven
         reach: dict[Ref, set[Layout]] = {}
         for node in self.graph.nodes:
-            if node.is_source:
-                reach[Ref(node.name)] = {way.gives[0] for way in self.ways[node.name]}
-                continue
-            able = [
-                way
-                for way in self.ways[node.name]
-                if all(take in reach[ref] for take, ref in zip(way.takes, node.operands, strict=True))
-            ]
-            cut = any(layout != WHOLE for ref in node.operands for layout in reach[ref])
-            if cut and all(layout == WHOLE for way in able for layout in (*way.takes, *way.gives)):
-                return NotCut(
-                    f"{node.source or node.module or node.name}: {node.op.removeprefix('aten.')} works on the whole "
-                    f"batch at once, so that the step cannot run in {self.count} micro-batches; leave micro-batches out"
-                )
+            ways = [way for way in self.ways[node.name] if self._is_reached(way, node, reach)]
+            if not ways:
+                return self._named(node)
+            if node.name not in self.of_inputs:  # whatever can be cut is
+                ways = [way for way in ways if {*way.takes, *way.gives} != {WHOLE}] or ways
             for index in range(len(node.outputs)):
-                reach[Ref(node.name, index)] = {way.gives[index] for way in able} or {WHOLE}
+                reach[Ref(node.name, index)] = {way.gives[index] for way in ways}
         return NotCut(
             f"the outputs or gradients of this model are no sums over {self.count} micro-batches, nor parts of it: "
             "let forward return a loss that is a sum or a mean over samples, or leave micro-batches out"
+        )
+
+    def _is_reached(self, way: Strategy, node: Node, reach: Mapping[Ref, set[Layout]]) -> bool:
+        return all(
+            take in reach[ref] or (take == TERM and WHOLE in reach[ref] and self._has_shares(ref))
+            for take, ref in zip(way.takes, node.operands, strict=True)
+        )
+
+    def _named(self, node: Node) -> NotCut:
+        where, op = node.source or node.module or node.name, node.op.removeprefix("aten.")
+        if draws(node):
+            return NotCut(
+                f"{where}: {op} draws numbers once for the whole batch, and {self.count} micro-batches would each draw "
+                "their own; leave micro-batches out"
+            )
+        return NotCut(
+            f"{where}: {op} works on the whole batch at once, so that the step cannot run in {self.count} "
+            "micro-batches; leave micro-batches out"
         )
 
     # --- the graph of a round ----------------------------------------------------------------------------------------
@@ -273,8 +267,20 @@ class _Cut:
             among += [replace(node, outputs=outputs)] if node.is_source else self._local(node, way, outputs, picked)
             if node.name in needed:
                 among.append(self._with(node, node.name + BESIDE, lambda ref: self._beside(ref, picked)))
-        joined = tuple(_join(r.ref and picked[r.ref.name].gives[r.ref.index]) for r in self.graph.results)
-        return Graph((*sources, *nodes), self.graph.results, Rounds(self.count, cut, joined))
+        results = tuple(self._result(result, picked, nodes) for result in self.graph.results)
+        joined = tuple(
+            SUM if r.kind == "gradient" else _join(r.ref and picked[r.ref.name].gives[r.ref.index]) for r in results
+        )
+        return Graph((*sources, *nodes), results, Rounds(self.count, cut, joined))
+
+    def _result(self, result: Result, picked: Mapping[str, Strategy], nodes: list[Node]) -> Result:
+        """Of a gradient that is alike in all rounds, each gives its share."""
+        ref = result.ref
+        if result.kind != "gradient" or ref is None or picked[ref.name].gives[ref.index] == TERM:
+            return result
+        share = self._share(ref, f"{ref.name}_{result.target.replace('.', '_')}_share", self.node_of[ref.name])
+        nodes.append(replace(share, phase="backward", target=""))
+        return replace(result, ref=Ref(nodes[-1].name))
 
     def _is_cut(self, ref: Ref, picked: Mapping[str, Strategy]) -> bool:
         return picked[ref.name].gives[ref.index] != WHOLE
@@ -300,10 +306,14 @@ class _Cut:
     def _local(
         self, node: Node, way: Strategy, outputs: Sequence[TensorType | None], picked: Mapping[str, Strategy]
     ) -> list[Node]:
-        taken = iter(way.takes)
+        taken, shares = iter(way.takes), dict[Ref, Node]()
 
         def seen(ref: Ref) -> Ref:
-            return self._beside(ref, picked) if next(taken) == WHOLE else ref
+            take, give = next(taken), picked[ref.name].gives[ref.index]
+            if (give, take) == (WHOLE, TERM):
+                shares[ref] = self._share(ref, f"{node.name}_share{len(shares)}", node)
+                return Ref(shares[ref].name)
+            return self._beside(ref, picked) if take == WHOLE else ref
 
         types = [
             local_type(type, take, self.mesh)
@@ -313,12 +323,19 @@ class _Cut:
         made = self._with(sized, node.name, seen)
         if way.body == SHARE:  # of a mean the round has its share
             part = replace(made, name=f"{node.name}_part")
-            return [part, replace(made, op="aten.div.Tensor", args=(Ref(part.name), self.count), kwargs=())]
+            return [*shares.values(), part, replace(self._share(Ref(part.name), node.name, node), outputs=made.outputs)]
         if way.body == RESHAPE:
             (type,) = outputs
             assert type is not None
             return [replace(made, op="aten.reshape.default", args=(made.args[0], type.shape), kwargs=())]
-        return [made]
+        if way.roles[0] == OFFSET:
+            made = replace(made, args=(made.args[0], made.args[1] / self.count, *made.args[2:]))
+        return [*shares.values(), made]
+
+    def _share(self, ref: Ref, name: str, of: Node) -> Node:
+        """What a round has of what is alike in all of them."""
+        type = self.graph.type_of(ref) if ref.name in self.node_of else None
+        return replace(of, name=name, op="aten.div.Tensor", args=(ref, self.count), kwargs=(), outputs=(type,))
 
 
 def _of_inputs(graph: Graph) -> set[str]:
@@ -345,9 +362,3 @@ def _join(layout: Layout | None) -> str | int:
             return SUM
         case _:
             return LAST
-
-
-def _free(name: str, taken: Mapping[str, Node]) -> str:
-    while name in taken:
-        name += "_"
-    return name

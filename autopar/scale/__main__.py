@@ -90,6 +90,11 @@ def _scale(given: argparse.Namespace) -> int:
             f"{given.plan} runs %{looped} in a loop, and how that grows is not known; make a plan without with "
             "python -m autopar.search ... --policy NAME"
         )
+    if (count := plan.graph.rounds.count) > 1:
+        raise BadArgument(
+            f"{given.plan} runs a step in {count} micro-batches, and how that grows is not known; make a plan with "
+            "python -m autopar.search ... --micro-batches 1"
+        )
     check_rules(plan, str(given.plan))
     hardware = profile_of(plan, given.hardware)
     progress(f"read {given.plan}: {count_of(len(plan.graph.nodes), 'operator')} on {plan.mesh}")

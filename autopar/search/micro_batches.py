@@ -59,11 +59,7 @@ def best_count(graph: Graph, find: Callable[[int], P], seconds: Callable[[P], fl
     return best
 
 
-def count_like(graph: Graph, first: Graph) -> int:
-    """Micro-batches of a step of another batch: as few as make each no larger than those of the `first` one. `first`
-    is a graph in rounds.
-    """
-    sizes = [first.by_name[name].outputs[0] for name in first.rounds.cut]
-    most = min(type.shape[dim] for type, dim in zip(sizes, first.rounds.cut.values(), strict=True) if type is not None)
+def count_near(graph: Graph, wanted: int) -> int:
+    """Micro-batches of a step of this batch, where so many are wanted: as many, or as few more as divide it."""
     batch = batch_size(graph)
-    return next(count for count in range(1, batch + 1) if batch % count == 0 and batch // count <= most)
+    return next((count for count in range(wanted, batch + 1) if batch % count == 0), 1)
