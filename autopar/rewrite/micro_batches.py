@@ -25,6 +25,7 @@ from autopar.ir.rounds import LAST, SUM, Rounds
 from autopar.ir.work import draws
 from autopar.propose.strategies import Signature, Strategy, node_strategies, operand_types, signature_of
 from autopar.rewrite.of_labels import counted
+from autopar.rewrite.rows import INDICES_AT, ROWS, by_rows, counted_rows
 from autopar.rules.local import localise
 from autopar.rules.table import rule_of
 from solver import Edge, Problem, solve
@@ -69,7 +70,7 @@ class _Cut:
             if node.is_source:
                 self.ways[node.name] = tuple(map(_source, self._layouts(node)))
                 continue
-            if key not in known:
+            if key not in known or node.op in INDICES_AT:  # what an index is made of is in no signature
                 known[key] = self._ways(node, types)
             self.ways[node.name] = known[key]
         self.place = {node.name: place for place, node in enumerate(graph.nodes)}
@@ -88,6 +89,8 @@ class _Cut:
         which round it is.
         """
         found = list(node_strategies(node, types, rule_of(node, types), self.mesh))
+        if (rows := by_rows(node, self.graph)) is not None and types[0].shape[0] % self.count == 0:
+            found.append(rows)
         if node.op == "aten.scalar_tensor.default" and node.args[0] == 0:  # zeros are terms of zero, too
             found.append(replace(found[0], gives=(TERM,)))
         if node.op in OFFSETS and isinstance(node.args[1], (int, float)):  # of a number each round adds its share
@@ -328,6 +331,8 @@ class _Cut:
             (type,) = outputs
             assert type is not None
             return [replace(made, op="aten.reshape.default", args=(made.args[0], type.shape), kwargs=())]
+        if way.roles[0] == ROWS:
+            return [*shares.values(), *counted_rows(made, types[0].shape[0], self.graph)]
         if way.roles[0] == OFFSET:
             made = replace(made, args=(made.args[0], made.args[1] / self.count, *made.args[2:]))
         return [*shares.values(), made]
