@@ -136,6 +136,9 @@ class _Again:
         """`shares`: of their price that transfers cost now; `free`: bytes of the device that the plan leaves."""
         question, solved, wanted = self.question, self.solved, self.wanted
         memory = None if wanted.memory is None else wanted.memory - free
+        if memory is not None and memory < 0:
+            self.progress(f"not re-solved: {size(free)} left free would leave nothing")
+            return None
         limits = limits_of(solved.pricer, solved.memory_options, memory)
         priced = posed_of(question, question.strategies, solved.pricer, wanted, solved.tied, shares).within(limits)
         solution = self._solution(priced)

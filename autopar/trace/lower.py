@@ -28,6 +28,7 @@ WITHOUT_RESULT = (
     "aten._assert_scalar.default",
     "aten.sym_constrain_range.default",
 )
+CHECKS = ("aten._assert_async.msg", "aten._assert_async.default")
 
 
 def lower(captured: Captured) -> Graph:
@@ -163,6 +164,12 @@ def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Nod
         raise TraceError(
             f"{fx_node.args[0]} at {_source_line(fx_node)} writes to its arguments (mutates_args), and a plan has only "
             "operators that make new tensors: register one that returns what it writes"
+        )
+    if str(fx_node.target) in CHECKS:
+        told = next((arg for arg in fx_node.args if isinstance(arg, str)), "a condition")
+        raise TraceError(
+            f"forward checks the values of a tensor while it runs ({told!r} at {_source_line(fx_node)}), and a program "
+            "has no such checks: write what is checked without, one_hot(y, n) as (y.unsqueeze(-1) == torch.arange(n))"
         )
     value = fx_node.meta["val"]
     outputs = tuple(_type(v) for v in value) if isinstance(value, (tuple, list)) else (_type(value),)

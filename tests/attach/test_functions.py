@@ -151,3 +151,19 @@ def test_autocast_with_a_backward_of_its_own_is_refused(one: DeviceMesh) -> None
     parallel = autopar.compile(Net("reverse"), one)
     with pytest.raises(TraceError, match="not traced under autocast"), torch.autocast("cpu", torch.bfloat16):
         parallel(torch.randn(4, 6))
+
+
+class OneHot(nn.Module):
+    """What `torch.nn.functional.one_hot` checks, plain PyTorch raises at once, and a program could not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.inner(x) - nn.functional.one_hot(y, 5)).square().mean()
+
+
+def test_a_check_of_values_is_named(one: DeviceMesh) -> None:
+    with pytest.raises(TraceError, match=r"one_hot: Class values .* at .*test_functions.py.*: write what is checked"):
+        autopar.compile(OneHot(), one)(torch.randn(4, 8), torch.tensor([0, 3, 1, 4]))

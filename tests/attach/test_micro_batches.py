@@ -202,3 +202,79 @@ def test_a_plan_says_how_many_and_is_held_to_it(one: DeviceMesh, tmp_path: Path)
     whole_step.plan.save(path)
     with pytest.raises(PlanMismatch, match="micro_batches=4 was asked for, and the plan has 1"):
         autopar.compile(copy.deepcopy(plain), one, plan=path, micro_batches=4)
+
+
+class Terms(nn.Module):
+    """A loss with a number, a term of weights alone, and the sizes of its rows turned round: the batch is dim 1."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = nn.Linear(12, 5), how
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.inner(x)
+        match self.how:
+            case "weights":
+                return F.cross_entropy(scores, y) + 0.1 * self.inner.weight.square().sum() + self.inner.bias.abs().sum()
+            case "number":
+                return 1 - F.cosine_similarity(scores, scores.detach().roll(1, -1)).mean() + 0.5
+            case "mean squared":
+                return F.cross_entropy(scores, y) + scores.mean(0).square().sum()
+            case "mixed":
+                return F.cross_entropy(scores, y) * torch.rand(())
+            case "connections":
+                return F.cross_entropy(F.linear(x, F.dropout(self.inner.weight, 0.5)), y)
+            case _:
+                return F.mse_loss(scores.transpose(0, 1)[0].sum(-1), y.double()) + scores.square().mean()
+
+
+@pytest.mark.parametrize("how", ["weights", "number"])
+def test_what_is_alike_in_all_rounds_counts_once(one: DeviceMesh, how: str) -> None:
+    torch.manual_seed(0)
+    plain = Terms(how).double()
+    parallel = autopar.compile(copy.deepcopy(plain), one, micro_batches=4)
+    expected, found = plain(*numbers(8)), parallel(*numbers(8))
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
+    expected.backward()
+    found.backward()
+    same(parallel, plain)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("mean squared", r"scores.mean\(0\).*: pow.Tensor_Scalar works on the whole batch"),
+        ("mixed", r"torch.rand.*draws numbers once for the whole batch"),
+        ("connections", r"F.dropout.*draws numbers once for the whole batch"),
+    ],
+)
+def test_the_line_that_needs_the_whole_batch_is_named(one: DeviceMesh, how: str, told: str) -> None:
+    with pytest.raises(NotCut, match=told):
+        autopar.compile(Terms(how).double(), one, micro_batches=2)(*numbers(8))
+
+
+def test_gradients_of_bfloat16_are_added_up_in_float32(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = Net().bfloat16()
+    x, y = numbers(256)
+    exact, at_once = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    parallel = autopar.compile(copy.deepcopy(plain), one, micro_batches=256)
+    for model, given in ((exact, x.bfloat16().double()), (at_once, x.bfloat16()), (parallel, x.bfloat16())):
+        model(given, y)["loss"].backward()
+
+    def off(model: nn.Module) -> float:
+        pairs = zip(model.parameters(), exact.parameters(), strict=True)
+        return max((whole(mine.grad).double() - theirs.grad).abs().max().item() for mine, theirs in pairs)
+
+    assert off(parallel) < 2 * off(at_once)
+
+
+def test_evaluation_may_come_first(one: DeviceMesh) -> None:
+    plain, parallel = pair(one, micro_batches=4)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(*numbers(7))["scores"], plain(*numbers(7))["scores"], rtol=1e-9, atol=0)
+    parallel(*numbers(8))["loss"].backward()
+    plain(*numbers(8))["loss"].backward()
+    same(parallel, plain)
+    counts = {prepared.plan.graph.rounds.count for kept in parallel._autopar.programs.values() for prepared in kept}
+    assert 4 in counts
