@@ -151,20 +151,9 @@ def compile(
         "micro_batches": micro_batches, "pin": sorted((pin or {}).items()),
         "rules": [told(one.identity) for one in brought],
     }  # fmt: skip
-    planner = Planner(
-        device_mesh,
-        machine,
-        Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s),
-        optimizer,
-        outputs,
-        inputs,
-        settings,
-        given,
-        cache,
-        is_open,
-        brought,
-        micro_batches or 1,
-    )
+    request = Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s)
+    rest = settings, given, cache, is_open, brought, micro_batches or 1
+    planner = Planner(device_mesh, machine, request, optimizer, outputs, inputs, *rest)
     parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s, brought)
     if example_inputs is not None or example_kwargs is not None:
         positional, named = by_name(type(model).forward.__get__(model), example_inputs or (), example_kwargs or {})

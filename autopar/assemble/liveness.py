@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.graph import Graph, Node, Ref, TensorType
+from autopar.ir.graph import Graph, Node, Ref, Result, TensorType
 from autopar.ir.work import VIEWS
 from autopar.rewrite.expose_choices import LOOK
 
@@ -165,8 +165,7 @@ class _Liveness:
 
         for place, result in enumerate(self.graph.results):
             if result.ref is not None:
-                is_added = result.kind == "gradient" and self.graph.rounds.count > 1  # to those of the rounds before
-                use(result.ref, self.at[result.ref.name], self.backward_ends if is_added else self.last, place)
+                use(result.ref, self.at[result.ref.name], self._until(place, result), place)
         for node in reversed(self.graph.nodes):
             at = self.at[node.name]
             end = at + 1
@@ -174,6 +173,15 @@ class _Liveness:
                 end = max([end, *(found.end for found in self.uses[Ref(node.name)])])
             for position, ref in enumerate(node.operands):
                 use(ref, at, end, (node.name, position))
+
+    def _until(self, place: int, result: Result) -> int:
+        """Until when a result is held: to the end, but in micro-batches, where it goes to those of rounds before."""
+        if result.kind == "gradient" and self.graph.rounds.count > 1:
+            return self.backward_ends
+        if self.graph.rounds.times(place):
+            backward = (at for at, node in enumerate(self.graph.nodes) if node.phase == "backward")
+            return next(backward, self.backward_ends)
+        return self.last
 
     def _value(self, ref: Ref) -> Ref:
         """All results of a view are one value: looks at the same storage."""

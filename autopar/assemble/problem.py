@@ -176,6 +176,8 @@ def _add_results(work: Assembly, whole_outputs: bool) -> None:
         work.changed(edge, at, until, nbytes, room)
         if turn is not None:
             work.taken_over(place, edge, item, turn, type, work.pricer.nbytes(type, layouts), nbytes)
+        if (times := work.graph.rounds.times(place)) > 1:  # of all rounds, beside that of this one
+            work.held(item, 0, work.live.instants, times * work.pricer.nbytes(type, layouts))
         if result.kind == "output" and result.target in tangent_of:
             tangent = work.item_of[tangent_of[result.target]]
             same = [[0.0 if give == layout else np.inf for layout in layouts] for give in work.gives(tangent, 0)]

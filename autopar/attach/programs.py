@@ -140,7 +140,7 @@ class State:
         self.main: Prepared | None = None
         self.programs: OrderedDict[Key, list[Prepared]] = OrderedDict()
         # shape of a call -> the numbers in it, and what comes back
-        self.calls: dict[Hashable, tuple[dict[str, int | float], list[object]]] = {}
+        self.calls: dict[Hashable, tuple[dict[str, int | float], dict[str, Any]]] = {}
         self.wants_tangents: set[Key] = set()
 
     def settle(self, mesh: Mesh) -> None:

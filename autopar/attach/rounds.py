@@ -48,9 +48,23 @@ class Played:
             for value, cut in zip(others, self.inputs, strict=True)
         ]
 
-    def joined(self, rounds: Sequence[Sequence[Tensor | None]]) -> tuple[Tensor | None, ...]:
-        """The results of the step, of those of its rounds."""
-        return tuple(_joined(parts, how) for parts, how in zip(zip(*rounds, strict=True), self.outputs, strict=True))
+    def put(self, so_far: list[Tensor | None], given: Sequence[Tensor | None], number: int) -> None:
+        """Put what a round gives to what the rounds before gave."""
+        for place, (value, how) in enumerate(zip(given, self.outputs, strict=True)):
+            if value is None:
+                continue
+            before = so_far[place]
+            if isinstance(how, Cut):
+                if before is None:
+                    shape = list(value.shape)
+                    shape[how.dim] *= self.count
+                    before = so_far[place] = value.new_empty(shape)
+                part = _blocks(before, how, self.count).select(how.dim + 1, number)
+                part.copy_(value.unflatten(how.dim, (how.blocks, -1)))
+            elif how == SUM:
+                so_far[place] = widened(value) if before is None else before.add_(value)
+            else:
+                so_far[place] = value
 
 
 def played(plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, Layout]]) -> Played | None:
@@ -121,18 +135,3 @@ def _parts(layout: Layout, dim: int | None, mesh: Mesh) -> int:
 
 def _blocks(value: Tensor, cut: Cut, count: int) -> Tensor:
     return value.unflatten(cut.dim, (cut.blocks, count, -1))
-
-
-def _joined(parts: Sequence[Tensor | None], how: Cut | str) -> Tensor | None:
-    given = [part for part in parts if part is not None]
-    if not given:
-        return None
-    if isinstance(how, Cut):
-        apart = [part.unflatten(how.dim, (how.blocks, -1)) for part in given]
-        return torch.stack(apart, how.dim + 1).flatten(how.dim, how.dim + 2)
-    if how == SUM:
-        total = widened(given[0])
-        for part in given[1:]:
-            total += part
-        return total.to(given[0].dtype)
-    return given[-1]

@@ -149,29 +149,43 @@ def _all_rounds(
     of 1 for the loss: gradients are linear in it, and are multiplied by the user's when that arrives.
     """
     program, coordinates = runner.program, runner.coordinates
-    results: list[list[Tensor | None]] = []
+    results: list[Tensor | None] = [None] * len(program.results)
     added_up: list[Tensor | None] | None = None
-    dtypes: list[torch.dtype | None] = []
+    dtypes: list[tuple[torch.dtype | None, ...]] = []
     for number in range(played.count):
         seeds = step.seeds[number]
         outputs = program.forward(*pieces, *played.part(step.others, number), *coordinates, *seeds)
-        results.append(list(outputs[: len(program.results)]))
+        own, saved = outputs[: len(results)], list(outputs[len(results) :])
+        del outputs
+        played.put(results, own, number)
+        dtypes.append(_dtypes(own))
+        del own
         if not trains or program.backward is None:
             continue
-        saved = list(outputs[len(program.results) :])
-        del outputs
-        made = program.backward(saved, *runner.ones(), *coordinates, *seeds)
+        made = list(program.backward(saved, *runner.ones(), *coordinates, *seeds))
         settle()
+        dtypes.append(_dtypes(made))
         if added_up is None:
-            dtypes = [None if gradient is None else gradient.dtype for gradient in made]
             added_up = [None if gradient is None else widened(gradient) for gradient in made]
-            continue
-        for total, gradient in zip(added_up, made, strict=True):
-            if total is not None:
-                total += gradient
-    if added_up is not None:
-        added_up = [total if total is None else total.to(dtype) for total, dtype in zip(added_up, dtypes, strict=True)]
-    return played.joined(results), added_up
+        else:
+            _add(added_up, made)
+        made.clear()  # no round holds the gradients of the one before
+    return tuple(_in(results, dtypes[0])), None if added_up is None else _in(added_up, dtypes[1])
+
+
+def _add(so_far: Sequence[Tensor | None], made: Sequence[Tensor | None]) -> None:
+    for total, gradient in zip(so_far, made, strict=True):
+        if total is not None and gradient is not None:
+            total += gradient
+
+
+def _dtypes(values: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
+    return tuple(None if value is None else value.dtype for value in values)
+
+
+def _in(values: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    """Sums in the dtypes of their terms."""
+    return [None if value is None else value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
 
 
 def _delivered(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

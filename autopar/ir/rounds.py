@@ -25,6 +25,10 @@ class Rounds:
         if self.count < 1:
             raise ValueError(f"a step of {self.count} micro-batches does nothing; give 1 or more")
 
+    def times(self, place: int) -> int:
+        """How many times what a round gives the step gives of a result; 0 where they are not put together."""
+        return self.count if self.joined and isinstance(self.joined[place], int) else 0
+
     def whole_shape(self, shape: tuple[int, ...], join: str | int) -> tuple[int, ...]:
         """Of what a step gives, where each round gives `shape`."""
         if not isinstance(join, int):

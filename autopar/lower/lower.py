@@ -37,6 +37,7 @@ from autopar.lower.program import (
     Transfer,
     Wait,
 )
+from autopar.lower.results import OWNER_OF_RESULT, RESULT_KIND, joined, owner_of, told
 from autopar.lower.schedule import Advance, Facts, Turn, schedule
 from autopar.lower.transfers import changes_of, in_a_bucket, leaves, leaving
 from autopar.lower.updates import Trained, Updates
@@ -49,8 +50,6 @@ from autopar.rules.looped import Offer
 from autopar.rules.patterns import is_pattern, offered
 from cost_models.steps import DEVICE, HOST, Comm, Move
 
-RESULT_KIND = {"gradient": Kind.GRADIENT, "output": Kind.OUTPUT, "buffer": Kind.NEW_BUFFER}
-OWNER_OF_RESULT = {"gradient": "gradient of ", "output": "output ", "buffer": "new "}
 BUCKET = "gradients in a bucket"
 
 
@@ -152,18 +151,16 @@ class _Program:
     def made(self) -> Program:
         sources, listing = self._sources(), self.listing
         phases: tuple[Phase, ...] = ("forward", "backward")
+        gone: list[Buffer] = []
         for phase in phases:
             self._phase(phase)
             listing.ends[phase] = len(listing.done)
+            gone += joined(self.graph, self.results, listing, phase, self.resident)
         listing.keep(self.tangents)
         updates = [] if self.pricer is None else self._update_parameters(self.pricer)
         resident = {*self.resident}
         given = dict.fromkeys(buffer for value in self.results.values() for buffer in listing.values[value])
-        kept = [buffer for buffer in given if buffer not in resident]
-        if self.graph.rounds.count > 1:  # gradients are added to those so far where backward ends
-            added = [buffer for buffer in kept if buffer.kind in (Kind.GRADIENT, Kind.BUCKET)]
-            listing.keep(added)
-            kept = [buffer for buffer in kept if buffer not in added]
+        kept = [buffer for buffer in given if buffer not in resident and buffer not in gone]
         instructions = listing.with_memory({*resident, *kept}, {"backward": self.tangents})
         instructions[OPTIMIZER] = (*updates, *map(Free, kept))
         return Program(instructions, tuple(self.resident), tuple(listing.values), sources, dict(self.results))
@@ -397,14 +394,3 @@ class _Program:
     def _tier_of(self, node: Node) -> str:
         hosted = node.op == STORE or (node.op == "parameter" and self.plan.residence.get(node.target) == HOST)
         return HOST if hosted else DEVICE
-
-
-def owner_of(node: Node) -> str:
-    """Whose memory a node's results are, as a reader is told."""
-    return f"{node.op} {node.target}" if node.is_source else told(node)
-
-
-def told(node: Node) -> str:
-    if node.is_source:
-        return node.target
-    return f"{node.name} ({node.module})" if node.module else node.name

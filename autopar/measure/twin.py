@@ -273,8 +273,7 @@ class _Twin:
                 self.step(between)
             if live.host_peak:
                 return traffic, {**peaks, "step": max(peaks.values()), "host": live.host_peak}
-        peaks = one_phase(peaks, self.plan.graph.rounds.count)
-        return traffic, {**peaks, "step": max(peaks.values())}
+        return traffic, {**one_phase(peaks, self.plan.graph.rounds.count), "step": max(peaks.values())}
 
     def on_host(self) -> list[Any]:
         """What the plan has on the host: parameters, and states of optimizers."""
@@ -335,8 +334,8 @@ class _Twin:
         """Bytes are the same on any profile of this kind of device."""
         plan, rounds = self.plan, self.plan.graph.rounds.count
         here = Hardware.load("cpu-gloo" if self.device.type == "cpu" else "h100-sxm")
-        pricer = pricer or Pricer.on(plan.mesh, here, plan.optimizer, plan.bucket_bytes, rounds)
-        room = one_phase(predicted_peaks(plan, pricer), rounds)
+        on = pricer or Pricer.on(plan.mesh, here, plan.optimizer, plan.bucket_bytes, rounds)
+        room = one_phase(predicted_peaks(plan, on), rounds)
         return {phase: Pair(room.get(phase), nbytes) for phase, nbytes in held.items()}
 
     def largest(self, values: Sequence[float]) -> list[float]:
