@@ -207,8 +207,8 @@ def test_autopar_has_no_import_circle():
 # The pipeline, from what everybody reads to what nobody does. Who stands later may import who stands earlier.
 STAGES = (
     "_version", "_compat", "errors", "ir", "rules", "propose", "price", "rewrite", "assemble", "plan", "lower",
-    "simulate", "page", "decide", "machine", "diff", "trace", "emit", "calibrate", "search", "attach", "optim",
-    "planner", "compile", "measure", "scale", "what_if", "autopar",
+    "simulate", "page", "decide", "machine", "pipeline", "diff", "trace", "emit", "calibrate", "search", "attach",
+    "optim", "planner", "compile", "measure", "scale", "what_if", "autopar",
 )  # fmt: skip
 
 

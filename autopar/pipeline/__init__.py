@@ -1,0 +1,38 @@
+"""Pipeline schedules as plain values: made by name, verified, played; nothing runs a model in stages yet.
+
+schedule = make_schedule("zb-h1", ranks=4, micro_batches=8)
+counts = verify(schedule)                                   # or a sentence that says what is wrong
+played = play(schedule, Durations((1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1), send=(0, 0, 0)))
+played.makespan, played.idle, memory(schedule, nbytes)
+"""
+
+from autopar.pipeline.bound import least_seconds
+from autopar.pipeline.generate import SCHEDULES, make_schedule
+from autopar.pipeline.memory import InFlight, RankMemory, StageBytes, in_flight, memory
+from autopar.pipeline.messages import projected, with_messages
+from autopar.pipeline.play import Durations, Played, play
+from autopar.pipeline.schedule import Action, Schedule, ScheduleError, receiver_of, sender_of
+from autopar.pipeline.verify import verify, violations
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Durations",
+    "InFlight",
+    "Played",
+    "RankMemory",
+    "Schedule",
+    "ScheduleError",
+    "StageBytes",
+    "in_flight",
+    "least_seconds",
+    "make_schedule",
+    "memory",
+    "play",
+    "projected",
+    "receiver_of",
+    "sender_of",
+    "verify",
+    "violations",
+    "with_messages",
+]
