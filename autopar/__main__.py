@@ -13,6 +13,7 @@ COMMANDS = {
     "what-if": ("autopar.what_if", "a plan on hardware that you imagine, and the best plan there"),
     "scale": ("autopar.scale", "how a plan's time and memory grow, from its file"),
     "diff": ("autopar.diff", "compare two plans of one model, and say what costs what"),
+    "pipeline": ("autopar.pipeline", "schedules of pipeline parallelism, played: who does what when, who is idle"),
     "measure": ("autopar.measure", "run a plan, and print predicted beside measured"),
     "calibrate": ("autopar.calibrate", "measure this machine, and write its profile"),
     "solve": ("solver", "solve a problem file"),
