@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
+from solver.backends.quiet import QuietHighs
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -56,8 +58,8 @@ def propose(
     lp.a_matrix_.start_ = np.arange(planes + 1) * (rows + 1)
     lp.a_matrix_.index_ = np.tile(np.arange(rows + 1), planes)
     lp.a_matrix_.value_ = matrix.ravel()
-    highs = highspy.Highs()
-    for name, option in {"output_flag": False, "threads": 1, "random_seed": 1, "presolve": "off"}.items():
+    highs = QuietHighs()
+    for name, option in {"threads": 1, "random_seed": 1, "presolve": "off"}.items():
         highs.setOptionValue(name, option)
     highs.passModel(lp)
     highs.run()

@@ -13,6 +13,7 @@ import numpy as np
 from solver.backends import Budget
 from solver.backends.local import improve
 from solver.backends.lowering import Lowered, MemoryRow, lower, violated
+from solver.backends.quiet import QuietHighs
 from solver.problem import Problem
 from solver.referee import evaluate
 from solver.solution import OPTIMAL_REL_GAP, Outcome, relative_gap
@@ -62,9 +63,8 @@ class Model:
         lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(np.bincount(lowered.columns, minlength=n))))
         lp.a_matrix_.index_ = lowered.rows[order]
         lp.a_matrix_.value_ = lowered.values[order]
-        self.highs = highspy.Highs()
+        self.highs = QuietHighs()
         for name, value in {
-            "output_flag": False,
             "threads": threads,
             "random_seed": 1,
             "mip_rel_gap": MIP_REL_GAP,

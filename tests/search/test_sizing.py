@@ -167,16 +167,16 @@ def test_ctrl_c_leaves_the_points_that_were_found(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     searched: list[int] = []
-    work = sized.answered
+    work = sized.in_best_rounds
 
     def pressing(*args: Any) -> Any:
         found = work(*args)
-        searched.append(found.plan.mesh.ranks)
+        searched.append(found[1].plan.mesh.ranks)
         if len(searched) == 2:
             os.kill(os.getpid(), signal.SIGINT)
         return found
 
-    monkeypatch.setattr(sized, "answered", pressing)
+    monkeypatch.setattr(sized, "in_best_rounds", pressing)
     asked = [model, "--hardware", "h100-sxm", "--devices", "1,2,3", "--quiet"]
     assert main(asked) == 130
     told = capsys.readouterr()
