@@ -79,7 +79,7 @@ THINNED: dict[str, dict[str, int]] = {
     "measure/test_memory.py": {
         "test_local_batch_norms_move_and_hold_what_their_plan_says": 0,
         "test_what_a_step_holds_is_what_its_plan_says": 4,
-        "test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says": 12,
+        "test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says": 4,
     },
     "measure/test_operators.py": {
         "test_equal_layers_are_timed_once_and_names_do_not_count": 0,

@@ -91,7 +91,7 @@ def test_lines_are_compared_by_words_and_near_numbers() -> None:
 @pytest.mark.slow
 def test_the_search_prints_what_the_readme_and_the_guide_show(tmp_path: Path) -> None:
     """The guide's command is the README's with the baselines, which change no plan."""
-    (of_readme, of_memory), (of_guide,) = commands(README), commands(GUIDE)
+    (of_readme, of_memory), (of_guide, *_) = commands(README), commands(GUIDE)
     assert set(of_guide) - set(of_readme) == {"--baselines"} and "--memory" in of_memory
     lines = printed(of_guide, tmp_path).splitlines()
     (block,) = re.findall(r"```\n(mesh .*?)\n```", GUIDE, re.DOTALL)
