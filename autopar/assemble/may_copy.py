@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.ir.graph import Graph, Ref
-from autopar.ir.strides import Shape, Strides, contiguous
+from autopar.ir.strides import Placed, Shape, Strides, contiguous
 from autopar.rewrite import Again
-from autopar.rules.lie import EINSUM, Placed, copied, lie
+from autopar.rules.lie import EINSUM, copied, lie
 
 Ways = tuple[Strides, ...]
 MOST = 8  # ways of one value that are followed up

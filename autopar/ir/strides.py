@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 Shape = tuple[int, ...]
 Strides = tuple[int, ...]
+Placed = tuple[Shape, Strides]  # a tensor: its local shape, and its strides
 
 
 def contiguous(shape: Sequence[int]) -> Strides:

@@ -5,13 +5,14 @@ A layout change leaves what it makes contiguous; else an operator finds its oper
 
 from __future__ import annotations
 
-from autopar.ir.graph import Graph, Ref
+from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.layout import Layout, local_type
-from autopar.ir.strides import contiguous
+from autopar.ir.strides import Placed, Shape, Strides, contiguous
 from autopar.plan.plan import Plan
-from autopar.plan.value import Decision
-from autopar.rules.lie import Placed, copied, lie
-from autopar.rules.patterns import is_pattern
+from autopar.plan.value import Choice, Decision
+from autopar.propose.strategies import operand_types
+from autopar.rules.lie import copied, lie
+from autopar.rules.patterns import is_pattern, offered
 
 
 class Placing:
@@ -63,13 +64,22 @@ class Placing:
                 None if type is None else self._shape(Ref(node.name, index), layout)
                 for index, (type, layout) in enumerate(zip(node.outputs, choice.gives, strict=True))
             ]
-            if choice.body:
-                found = tuple(() if shape is None else contiguous(shape) for shape in shapes)
-            else:
-                found = lie(node, [self.read(node.name, place) for place in range(len(node.operands))], shapes)
+            found = self._strides(node, choice, [self.read(node.name, at) for at in range(len(node.operands))], shapes)
             for index, (shape, strides) in enumerate(zip(shapes, found, strict=True)):
                 if shape is not None:
                     self._given[Ref(node.name, index)] = shape, strides
+
+    def _strides(
+        self, node: Node, choice: Choice, operands: list[Placed], shapes: list[Shape | None]
+    ) -> tuple[Strides, ...]:
+        if not choice.body:
+            return lie(node, operands, shapes)
+        if not is_pattern(choice.body):
+            return tuple(() if shape is None else contiguous(shape) for shape in shapes)
+        offer = offered(node, operand_types(node, self.node_of), self.mesh, choice.body, choice.roles)
+        assert offer is not None, f"%{node.name} has no {choice.body} {choice.roles}"
+        given = iter(offer.loop.lies(operands))
+        return tuple(() if shape is None else next(given) for shape in shapes)
 
     def _is_changed(self, name: str, place: int) -> bool:
         return any(self.mesh.size(change.axis) > 1 for change in self.plan.choices[name].reads[place])

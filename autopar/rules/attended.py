@@ -24,8 +24,10 @@ from autopar.ir.attention import (
 from autopar.ir.graph import Node, Ref, TensorType
 from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, local_shape, local_type
 from autopar.ir.mesh import Mesh
+from autopar.ir.strides import Placed, Strides
 from autopar.ir.work import bytes_moved, flops_of
 from autopar.rules.builder import Value
+from autopar.rules.lie import lie
 from autopar.rules.looped import Do
 from cost_models.steps import Compute, over
 
@@ -164,8 +166,16 @@ def kernel(
     (first, *others) = ((makes.get(name, name), here[name]) for name in of.results)
     return Do(
         "attend", _calling(node, op, len(of.results)), tuple(given.get(name, at) for name, at in of.place.items()),
-        first[0], first[1], step, tuple(others), temporary_bytes(node, operands),
+        first[0], first[1], step, tuple(others), temporary_bytes(node, operands), _lying(node, results),
     )  # fmt: skip
+
+
+def _lying(node: Node, results: Sequence[TensorType | None]) -> Any:
+    def lies(operands: Sequence[Placed]) -> tuple[Strides, ...]:
+        found = lie(node, operands, [None if type is None else type.shape for type in results])
+        return tuple(strides for strides, type in zip(found, results, strict=True) if type is not None)
+
+    return lies
 
 
 def _names(of: Attended) -> tuple[str, ...]:

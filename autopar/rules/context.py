@@ -28,13 +28,14 @@ Not with a bias: a row that large finite numbers hide has them as its lse, in wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.ir.attention import HALF, has_bias, operands_at
 from autopar.ir.graph import Const, Node, TensorType
 from autopar.ir.mesh import Mesh
+from autopar.ir.strides import Placed, Strides, elementwise
 from autopar.rules.attended import GATHERED, RING, Attended, attended, copied, cut, is_causal, kernel
 from autopar.rules.builder import Value
 from autopar.rules.grouped import of_its_head
@@ -119,7 +120,8 @@ class Parts:
         makes = {name: self.called(name) for name in of.results if name not in of.place}
         yield kernel(of, self.is_causal, {**given, "k": k, "v": v}, {**makes, **made, self.made: first}, self.block)
         if self.is_half:
-            yield Do("widen", _cast("float32"), ("part",), "sum", self.sum_type, copied(3, self.of.here[self.made]))
+            step = copied(3, self.of.here[self.made])
+            yield Do("widen", _cast("float32"), ("part",), "sum", self.sum_type, step, lies=_alike)
 
     def attend(self, k: str, v: str, made: dict[str, str], ahead: int = 0) -> Iterator[Part]:
         """Another block. `ahead`: by how many turns more than the segment has."""
@@ -144,7 +146,7 @@ class Parts:
     def finish(self) -> Iterator[Part]:
         if self.is_half:
             made = self.of.here[self.made]
-            yield Do("narrow", _cast(made.dtype), ("sum",), self.called(self.made), made, copied(3, made))
+            yield Do("narrow", _cast(made.dtype), ("sum",), self.called(self.made), made, copied(3, made), lies=_alike)
         yield from self.leave()
 
 
@@ -265,6 +267,12 @@ def _cast(dtype: str) -> Any:
         return b.call("aten._to_copy.default", x, dtype=Const("dtype", dtype))
 
     return write
+
+
+def _alike(operands: Sequence[Placed]) -> tuple[Strides]:
+    """A cast leaves elements in their order."""
+    ((shape, strides),) = operands
+    return (elementwise(shape, [(shape, strides)]),)
 
 
 def _adding(b: Any, turn: int, total: Value, term: Value) -> Value:

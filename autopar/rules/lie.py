@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, kernel_at
 from autopar.ir.equation import EINSUM, Equation, equation_of
 from autopar.ir.graph import Const, Node, TensorType
-from autopar.ir.strides import Shape, Strides, contiguous, elementwise, packed, viewed
+from autopar.ir.strides import Placed, Shape, Strides, contiguous, elementwise, packed, viewed
 from autopar.ir.work import FETCH, STORE
 from autopar.rules.table_pointwise import POINTWISE
 
-Placed = tuple[Shape, Strides]  # a tensor: its local shape, and its strides
 HEADS_INSIDE = (0, 2, 1, 3)  # [batch, heads, sequence, d], of which each row lies with those of the other heads
 
 
@@ -73,7 +72,14 @@ def _product(node: Node, operands: Sequence[Placed]) -> Strides:
     terms = _terms(node)
     sides = zip((terms.left, terms.right), operands, strict=True)
     size = {n: s for letters, (shape, _) in sides for n, s in zip(letters, shape, strict=True)}
-    step = dict(zip(terms.made, contiguous([size[n] for n in terms.made]), strict=True))
+    return product(node, [size.get(n, 1) for n in terms.result])
+
+
+def product(node: Node, shape: Sequence[int]) -> Strides:
+    """Of a product's result of that local shape."""
+    terms = _terms(node)
+    size = dict(zip(terms.result, shape, strict=True))
+    step = dict(zip(terms.made, contiguous([size.get(n, 1) for n in terms.made]), strict=True))
     return tuple(step.get(n, 1) for n in terms.result)
 
 

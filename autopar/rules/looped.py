@@ -9,12 +9,13 @@ a rank sends is called like what it then has from its other neighbour: all ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from autopar.ir.graph import TensorType
 from autopar.ir.layout import Layout
+from autopar.ir.strides import Placed, Strides, contiguous
 from autopar.rules.builder import Value
 from cost_models.steps import COLLECTIVES, Comm, Compute, Loop, Step
 
@@ -27,7 +28,8 @@ class Do:
 
     `type`: of what it makes; None: it writes to what it reads first, and gives that back. `also`: names and types of
     what it makes beside that; its code then returns all of them, in order. `takes`: bytes that it holds while it runs,
-    beside what it reads and makes.
+    beside what it reads and makes. `lies`: strides of all that it makes, given how lies what it reads; None: it is
+    contiguous.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Do:
     step: Compute
     also: tuple[tuple[str, TensorType], ...] = ()
     takes: int = 0
+    lies: Callable[[Sequence[Placed]], Sequence[Strides]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,22 @@ class Looped:
         for turn, parts in enumerate(segments):
             for at, part in enumerate(parts):
                 yield turn, at == len(parts) - 1, part
+
+    def lies(self, operands: Sequence[Placed]) -> tuple[Strides, ...]:
+        """The strides of what it gives, given how its operands lie."""
+        env = {str(place): placed for place, placed in enumerate(operands)}
+        for turn, ends, part in self.turns(rounds=1):
+            made = makes_of(part)
+            if not made:  # written in place: it lies as it lay
+                env[part.makes] = env[reads_of(part)[0]]
+            elif isinstance(part, Do) and part.lies is not None:
+                strides = part.lies([env[name] for name in part.reads])
+                env |= {name: (type.shape, one) for (name, type), one in zip(made, strides, strict=True)}
+            else:
+                env |= {name: (type.shape, contiguous(type.shape)) for name, type in made}
+            if ends and turn == 1 <= self.rounds:
+                env |= {head: env[foot] for head, foot in self.carried}
+        return tuple(env[name][1] for name in self.gives)
 
     def workspace(self, beside: bool) -> int:
         """Bytes that it holds beside operands and results, at most. Until a result is made, others have its room.

@@ -9,9 +9,11 @@ from typing import Any
 from autopar.ir.graph import Node, Ref, TensorType
 from autopar.ir.layout import REPLICATE, Layout, Placement, Shard, local_shape
 from autopar.ir.mesh import Mesh
+from autopar.ir.strides import Placed, Strides
 from autopar.ir.work import bytes_moved, flops_of
 from autopar.rules.attended import copied
 from autopar.rules.builder import Value
+from autopar.rules.lie import product
 from autopar.rules.looped import Do
 from autopar.rules.notation import Dim, Rule
 from autopar.rules.table import rule_of
@@ -94,6 +96,15 @@ def multiplying(node: Node, swapped: bool = False) -> Any:
         return b.call(node.op, *(next(pair) if isinstance(arg, Ref) else arg for arg in node.args))
 
     return write
+
+
+def lying(node: Node, made: TensorType) -> Any:
+    """How the product of `multiplying` lies."""
+
+    def lies(operands: Sequence[Placed]) -> tuple[Strides, ...]:
+        return (product(node, made.shape),)
+
+    return lies
 
 
 def step_of(

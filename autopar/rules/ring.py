@@ -30,6 +30,7 @@ from autopar.rules.products import (
     divide,
     factors,
     laid_out,
+    lying,
     multiplying,
     placing,
     room,
@@ -120,7 +121,7 @@ def _loop(ring: _Ring, takes: Sequence[Layout], gives: Layout) -> Looped:
     pair = (piece, met) if moving == 0 else (met, piece)
     multiply = step_of(ring.node, ring.types, pair, made, turns_among(ring.axis, ring.roles, ring.mesh))
 
-    times = multiplying(ring.node, swapped=moving == 1)
+    times, lies = multiplying(ring.node, swapped=moving == 1), lying(ring.node, made)
 
     def on(mine: str, first: bool) -> Iterator[Part]:
         """What is done with one piece."""
@@ -129,12 +130,12 @@ def _loop(ring: _Ring, takes: Sequence[Layout], gives: Layout) -> Looped:
             yield taking(shared, ranks, there, "met", met)
             other = "met"
         if written is not None:
-            yield Do("multiply", times, (mine, other), "made", made, multiply)
+            yield Do("multiply", times, (mine, other), "made", made, multiply, lies=lies)
             yield placing(written, ranks, "result", "made", made)
         elif first:
-            yield Do("multiply", times, (mine, other), "result", made, multiply)
+            yield Do("multiply", times, (mine, other), "result", made, multiply, lies=lies)
         else:
-            yield Do("multiply", times, (mine, other), "made", made, multiply)
+            yield Do("multiply", times, (mine, other), "made", made, multiply, lies=lies)
             yield adding("result", "made", made)
 
     rooms = () if written is None else (room(here, "result", result),)

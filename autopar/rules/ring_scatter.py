@@ -30,6 +30,7 @@ from autopar.rules.products import (
     divide,
     factors,
     laid_out,
+    lying,
     multiplying,
     step_of,
     taking,
@@ -117,7 +118,7 @@ def _loop(ring: _Ring) -> Looped:
     def term(makes: str) -> Iterator[Part]:
         """Of the piece for which the sum comes in this turn."""
         yield taking(rows, ranks, str(ring.cutting), "rows", piece, ahead=1)
-        yield Do("multiply", times, ("rows", str(1 - ring.cutting)), makes, result, step)
+        yield Do("multiply", times, ("rows", str(1 - ring.cutting)), makes, result, step, lies=lying(ring.node, result))
 
     def turn(makes: str) -> tuple[Part, ...]:
         return Shift("sum", "come", result), *term(makes), adding(makes, "come", result)

@@ -40,6 +40,7 @@ from autopar.rules.products import (
     divide,
     factors,
     first_of_longest,
+    lying,
     multiplying,
     room,
     rule_of_product,
@@ -199,7 +200,7 @@ class _Blocks:
 
         read = tuple(self.panel(place, self.ranks) if place in reads else self.local(place) for place in (0, 1))
         step = step_of(self.node, self.types, read, self.made, self.panels * math.prod(self.mesh.sizes))
-        return Do("multiply", write, names, makes, self.made, step)
+        return Do("multiply", write, names, makes, self.made, step, lies=lying(self.node, self.made))
 
     @property
     def made(self) -> TensorType:

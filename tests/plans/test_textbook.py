@@ -187,7 +187,8 @@ from tests.support.families import family
 from tests.support.machines import machine
 from autopar.search import Request, search
 graph, hardware = family("mlp").graph, machine(1e11, flops=1e11)
-print(json.dumps([outline(search(graph, mesh_of(int(ranks)), hardware, Request(tied=False))) for ranks in sys.argv[1:]]))
+plans = [search(graph, mesh_of(int(ranks)), hardware, Request(tied=False)) for ranks in sys.argv[1:]]
+print(json.dumps([outline(plan) for plan in plans]))
 """
 
 
