@@ -30,7 +30,7 @@ from autopar.assemble.parameters import (
     temporaries,
     update_costs,
 )
-from autopar.ir.graph import Graph
+from autopar.ir.graph import HELD, Graph
 from autopar.ir.layout import REPLICATE, Layout
 from autopar.price.overlap_discounts import Shares, costs_of
 from autopar.price.pricer import Pricer
@@ -152,7 +152,7 @@ def _add_reads(work: Assembly) -> None:
 
 def _add_results(work: Assembly, whole_outputs: bool) -> None:
     mesh = work.pricer.mesh
-    parameter_of = {node.target: node.name for node in work.graph.nodes if node.op == "parameter"}
+    source_of = {node.target: node.name for node in work.graph.nodes if node.op in HELD}
     tangent_of = {node.target: node.name for node in work.graph.nodes if node.op == "tangent"}
     for place, result in enumerate(work.graph.results):
         if result.ref is None:
@@ -161,7 +161,7 @@ def _add_results(work: Assembly, whole_outputs: bool) -> None:
         producer = work.item_of[result.ref.name]
         at, until, turn = work.live.at[result.ref.name], work.live.sent_until[place], work.live.sent_turn.get(place)
         if result.kind == "gradient":
-            add_gradient(work, work.node_of[parameter_of[result.target]], place)
+            add_gradient(work, work.node_of[source_of[result.target]], place)
             continue
         whole = result.kind == "buffer" or not type.shape or whole_outputs
         everywhere: Layout = (REPLICATE,) * len(mesh.sizes)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from autopar.assemble.problem import Assembled, output_name
 from autopar.decide.picks import settled
 from autopar.decide.referee import refereed
-from autopar.ir.graph import Graph, Result
+from autopar.ir.graph import HELD, Graph, Result
 from autopar.ir.layout import REPLICATE
 from autopar.plan import Choice, Delivery, Plan
 from autopar.price.pricer import Pricer
@@ -20,7 +20,7 @@ def choose(
     """Spell every choice out: strategies, and the layout changes between them."""
     node_of = graph.by_name
     strategy_of = {node.name: pick(node.name) for node in graph.nodes}
-    layout_of = {node.target: strategy_of[node.name].gives[0] for node in graph.nodes if node.op == "parameter"}
+    layout_of = {node.target: strategy_of[node.name].gives[0] for node in graph.nodes if node.op in HELD}
     choices: dict[str, Choice] = {}
     for node in graph.nodes:
         strategy = strategy_of[node.name]

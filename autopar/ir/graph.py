@@ -71,6 +71,7 @@ class Const:
 Arg = Any
 
 SOURCES = ("parameter", "buffer", "input", "tangent", "constant")
+HELD = ("parameter", "input")  # sources that may have a gradient, which is laid out as they are
 
 
 @dataclass(frozen=True)

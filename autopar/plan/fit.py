@@ -9,7 +9,7 @@ from dataclasses import replace
 from autopar.errors import PlanMismatch
 from autopar.ir import precision
 from autopar.ir.batch_norm import statistics_of
-from autopar.ir.graph import Arg, Graph, Node, Ref, Result, TensorType, map_refs
+from autopar.ir.graph import HELD, Arg, Graph, Node, Ref, Result, TensorType, map_refs
 from autopar.ir.layout import Partial, Replicate
 from autopar.ir.mesh import Mesh
 from autopar.ir.work import FETCH, STORE
@@ -104,7 +104,7 @@ def _no_strategy(plan: PlanValue) -> str | None:
             return f"%{node.name} ({node.op}) is not computed as its rule says"
         if tuple(map(_untimed, choice.steps)) != right.steps:
             return f"%{node.name} ({node.op}) has other steps than its layouts make"
-    held = {node.target: plan.choices[node.name].gives[0] for node in plan.graph.nodes if node.op == "parameter"}
+    held = {node.target: plan.choices[node.name].gives[0] for node in plan.graph.nodes if node.op in HELD}
     for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
         if delivery is None:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 from collections.abc import Sequence
 
-from autopar.ir.graph import Graph, Node, Ref, TensorType
+from autopar.ir.graph import HELD, Graph, Node, Ref, TensorType
 from autopar.ir.layout import Layout, encode, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.work import FETCH, STORE
@@ -83,16 +83,16 @@ def _check_nodes(graph: Graph) -> None:
 
 
 def _check_results(graph: Graph) -> None:
-    """Each stands once; gradients are those of parameters, and all else is made in forward."""
-    parameters = {node.target: node.outputs[0] for node in graph.nodes if node.op == "parameter"}
+    """Each stands once; gradients are those of parameters or inputs, and all else is made in forward."""
+    held = {node.target: node.outputs[0] for node in graph.nodes if node.op in HELD}
     seen: set[tuple[str, str]] = set()
     for number, result in enumerate(graph.results):
         place, of = f"results[{number}] ({result.kind} {result.target})", None
         if (result.kind, result.target) in seen:
             raise _Flaw(place, "stands there twice")
         seen.add((result.kind, result.target))
-        if result.kind == "gradient" and (of := parameters.get(result.target)) is None:
-            raise _Flaw(place, "is of a parameter that the graph does not have")
+        if result.kind == "gradient" and (of := held.get(result.target)) is None:
+            raise _Flaw(place, "is of a parameter or an input that the graph does not have")
         if result.ref is None:
             continue
         node = graph.by_name[result.ref.name]
@@ -100,7 +100,7 @@ def _check_results(graph: Graph) -> None:
         if type is None:
             raise _Flaw(place, "is a result that does not exist")
         if of is not None and type.shape != of.shape:
-            raise _Flaw(place, f"is {type}, and the parameter is {of}")
+            raise _Flaw(place, f"is {type}, and what it is of is {of}")
         if result.kind != "gradient" and node.phase == "backward" and not node.is_source:
             raise _Flaw(place, "is made in backward")
 

@@ -1,0 +1,405 @@
+"""cut_in_stages: the graphs of pipeline stages, of the graph of one micro-batch.
+
+The forward is cut in its own order of execution: who stands behind a cut is in a later stage. What is made of inputs
+alone (masks, positions), or of parameters alone (casts), is made again in each stage that reads it. Everything else
+that crosses a cut is sent from stage to stage, also to a reader further on.
+
+Backward operators follow: one that reads what forward has left runs where that is; the others run where the least bytes
+cross, which is a small integer program. Gradients only go back. What crosses a cut forwards and what comes back across
+it are pairs of equal shape and dtype, so that one channel carries both and a stage looks like a model of its own: a
+received value is an input with a gradient, a sent one is an output with a tangent.
+
+A parameter that several stages read is in each of them, and each gives its terms of the gradient (`Stage.tied`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, map_refs, weights_in
+from autopar.ir.rounds import LAST, Rounds
+from autopar.ir.work import draws
+from autopar.rewrite.micro_batches import NotCut
+from solver import Edge, Problem, solve
+
+CHANNEL = "%"  # how the target of what crosses a cut begins: no path of an input and no index of an output does
+ADD = "aten.add.Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage as a model of its own.
+
+    graph       of one micro-batch; what it receives are inputs, what it sends are outputs, both called by channels
+    receives    channels from the stage before; `gives_back`: those of them by which a gradient goes back
+    sends       channels to the stage behind; `gets_back`: those by which one comes
+    tied        parameters that other stages hold, too: each gives a term of the gradient
+    """
+
+    graph: Graph
+    receives: tuple[str, ...]
+    gives_back: tuple[str, ...]
+    sends: tuple[str, ...]
+    gets_back: tuple[str, ...]
+    tied: tuple[str, ...]
+
+
+def forward_order(graph: Graph) -> tuple[Node, ...]:
+    """The forward operators that are in one stage each, in the order in which a cut divides them."""
+    free = _free(graph)
+    return tuple(node for node in graph.nodes if _is_placed(node, free) and node.phase == "forward")
+
+
+def cut_in_stages(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of a graph. `ends`: behind how many operators of `forward_order` each stage but the last one ends,
+    ascending. Raises NotCut where a stage would be empty, or where what comes back across a cut is not what went.
+    """
+    return _Stages(graph, ends).found()
+
+
+def channel(ref: Ref) -> str:
+    return f"{CHANNEL}{ref.name}.{ref.index}"
+
+
+class _Stages:
+    def __init__(self, graph: Graph, ends: Sequence[int]) -> None:
+        self.graph, self.node_of, self.free = graph, graph.by_name, _free(graph)
+        self.count = len(ends) + 1
+        order = forward_order(graph)
+        if [*ends] != sorted({*ends}) or not all(0 < end < len(order) for end in ends):
+            raise NotCut(f"cuts behind {[*ends]} of {len(order)} operators leave a stage without any; cut elsewhere")
+        self.stage_of = {node.name: sum(at >= end for end in ends) for at, node in enumerate(order)}
+        self.outputs = [r for r in graph.results if r.kind != "gradient" and r.ref is not None]
+        self.last_read = self._last_reads()
+        self.forwards = [
+            [ref for ref, last in self.last_read.items() if self.stage_of[ref.name] <= cut < last]
+            for cut in range(self.count - 1)
+        ]
+        self.kinds = [{graph.type_of(ref) for ref in went} for went in self.forwards]
+        self.holders = self._holders()
+        self.terms = self._terms()
+        self._place_backward()
+
+    # --- where forward values are ------------------------------------------------------------------------------------
+
+    def _is_sent(self, ref: Ref) -> bool:
+        """Whether a forward value can cross a cut: it is made in one stage."""
+        node = self.node_of[ref.name]
+        return _is_placed(node, self.free) and node.phase == "forward"
+
+    def _last_reads(self) -> dict[Ref, int]:
+        """Of forward values that are sent, the last stage whose forward reads them; what the model gives back is read
+        behind the last one.
+        """
+        found: dict[Ref, int] = {}
+        for node in forward_order(self.graph):
+            for ref in node.operands:
+                if self._is_sent(ref):
+                    found[ref] = max(found.get(ref, 0), self.stage_of[node.name])
+        for result in self.outputs:
+            if result.ref is not None and self._is_sent(result.ref) and result.kind == "output":
+                found[result.ref] = self.count - 1
+        return found
+
+    def _holders(self) -> dict[str, list[int]]:
+        """Parameter -> the stages whose forward reads it; the first one where none does."""
+        below: dict[str, set[str]] = {}
+        found: dict[str, set[int]] = {node.name: set() for node in self.graph.nodes if node.op == "parameter"}
+        for node in self.graph.nodes:
+            if node.phase != "forward":
+                continue
+            read = {name for ref in node.operands for name in below.get(ref.name, ())}
+            if node.op == "parameter":
+                below[node.name] = {node.name}
+            elif node.name in self.free:
+                below[node.name] = read
+            elif not node.is_source:
+                for name in read:
+                    found[name].add(self.stage_of[node.name])
+        self.below = below
+        return {name: sorted(stages) or [0] for name, stages in found.items()}
+
+    def _stages_with(self, ref: Ref) -> set[int]:
+        """Where a backward operator may read a forward value without another message."""
+        if self._is_sent(ref):
+            made = self.stage_of[ref.name]
+            return set(range(made, max(made, self.last_read.get(ref, 0)) + 1))
+        found = set(range(self.count))
+        for name in self.below.get(ref.name, ()):
+            found &= {*self.holders[name]}
+        return found
+
+    # --- where backward runs -----------------------------------------------------------------------------------------
+
+    def _terms(self) -> dict[str, list[Ref]]:
+        """Parameter that several stages read -> the terms of its gradient, each of one stage."""
+        readers: defaultdict[Ref, int] = defaultdict(int)
+        for node in self.graph.nodes:
+            for ref in node.operands:
+                readers[ref] += 1
+        found: dict[str, list[Ref]] = {}
+        name_of = {node.target: node.name for node in self.graph.nodes if node.op == "parameter"}
+        for result in self.graph.results:
+            if result.kind != "gradient" or result.ref is None or len(self.holders[name_of[result.target]]) == 1:
+                continue
+            left, terms = [result.ref], list[Ref]()
+            while left:
+                node = self.node_of[(ref := left.pop()).name]
+                if node.op == ADD and node.phase == "backward" and not node.kwargs and readers[ref] <= 1:
+                    left += [operand for operand in reversed(node.operands)]
+                else:
+                    terms.append(ref)
+            found[name_of[result.target]] = terms
+        return found
+
+    def _place_backward(self) -> None:
+        backward = [node for node in self.graph.nodes if node.phase == "backward" and _is_placed(node, self.free)]
+        at = {node.name: place for place, node in enumerate(backward)}
+        allowed = [self._allowed(node) for node in backward]
+        for result in self.graph.results:
+            if result.kind == "gradient" and result.ref is not None and result.ref.name in at:
+                holders = self.holders[self._parameter(result)]
+                if len(holders) == 1:
+                    allowed[at[result.ref.name]] &= {*holders}
+        for name, terms in self.terms.items():
+            for ref in terms:
+                if ref.name in at:
+                    allowed[at[ref.name]] &= {*self.holders[name]}
+        summed = self._sums()
+        costs = [
+            np.array([0.0 if stage in stages or node.name in summed else np.inf for stage in range(self.count)])
+            for node, stages in zip(backward, allowed, strict=True)
+        ]
+        for node, cost in zip(backward, costs, strict=True):
+            if not np.isfinite(cost).any():
+                raise NotCut(
+                    f"{node.source or node.module or node.name}: the gradients of {node.op} read what different stages "
+                    "hold, so that the model cannot be cut there; cut it elsewhere"
+                )
+        edges: list[Edge] = []
+        for node in backward:
+            if node.name in summed:
+                continue
+            for ref in dict.fromkeys(node.operands):
+                if ref.name in at and ref.name not in summed:
+                    edges.append(Edge(at[ref.name], at[node.name], self._crossing(self.graph.type_of(ref))))
+        solution = solve(Problem(tuple(costs), tuple(edges), names=tuple(node.name for node in backward)))
+        if solution.picks is None:
+            raise NotCut("no order of stages lets gradients only go back across these cuts; cut the model elsewhere")
+        self.stage_of |= {node.name: pick for node, pick in zip(backward, solution.picks, strict=True)}
+        for name in summed:
+            del self.stage_of[name]
+        self.summed = summed
+
+    def _sums(self) -> set[str]:
+        """Operators that only add up terms of different stages: they do not run."""
+        found: set[str] = set()
+        for name, terms in self.terms.items():
+            result = next(r for r in self.graph.results if r.kind == "gradient" and self._parameter(r) == name)
+            assert result.ref is not None
+            left = [result.ref]
+            while left:
+                if (ref := left.pop()) not in terms:
+                    found.add(ref.name)
+                    left += self.node_of[ref.name].operands
+        return found
+
+    def _parameter(self, result: Result) -> str:
+        return next(n.name for n in self.graph.nodes if n.op == "parameter" and n.target == result.target)
+
+    def _allowed(self, node: Node) -> set[int]:
+        if node.op == "tangent":
+            return {self.count - 1}
+        found = set(range(self.count))
+        for ref in node.operands:
+            if self.node_of[ref.name].phase == "forward":
+                found &= self._stages_with(ref)
+        return found
+
+    def _crossing(self, type: TensorType) -> NDArray[np.float64]:
+        """[stage that makes it, stage that reads it]: bytes for each cut on the way back, across which something of
+        its kind went.
+        """
+        cost = np.full((self.count, self.count), np.inf)
+        for made in range(self.count):
+            for read in range(made + 1):
+                if all(type in self.kinds[cut] for cut in range(read, made)):
+                    cost[made, read] = float(type.nbytes) * (made - read)
+        return cost
+
+    # --- the graphs --------------------------------------------------------------------------------------------------
+
+    def found(self) -> tuple[Stage, ...]:
+        backs = [self._coming_back(cut) for cut in range(self.count - 1)]
+        pairs = [self._pairs(went, back) for went, back in zip(self.forwards, backs, strict=True)]
+        return tuple(self._stage(number, self.forwards, pairs) for number in range(self.count))
+
+    def _coming_back(self, cut: int) -> list[Ref]:
+        found: dict[Ref, None] = {}
+        for node in self.graph.nodes:
+            if node.phase == "backward" and self.stage_of.get(node.name, self.count) <= cut:
+                for ref in node.operands:
+                    made = self.node_of[ref.name]
+                    if made.phase == "backward" and self.stage_of.get(ref.name, -1) > cut:
+                        found[ref] = None
+        return [*found]
+
+    def _pairs(self, went: Sequence[Ref], back: Sequence[Ref]) -> dict[Ref, Ref]:
+        """Gradient that comes back -> the value that went, by the channel of which it comes."""
+        left, found = [*went], dict[Ref, Ref]()
+        for ref in back:
+            type = self.graph.type_of(ref)
+            like = next((one for one in left if self.graph.type_of(one) == type), None)
+            if like is None:
+                node = self.node_of[ref.name]
+                raise NotCut(
+                    f"{node.source or node.module or node.name}: a gradient ({type}) comes back across the cut for "
+                    "which nothing of that shape went; cut the model elsewhere"
+                )
+            left.remove(like)
+            found[ref] = like
+        return found
+
+    def _stage(self, number: int, forwards: Sequence[Sequence[Ref]], pairs: Sequence[Mapping[Ref, Ref]]) -> Stage:
+        comes = forwards[number - 1] if number else []
+        back_out = pairs[number - 1] if number else {}
+        goes = forwards[number] if number < self.count - 1 else []
+        back_in = pairs[number] if number < self.count - 1 else {}
+        seen = {ref: Ref(_received(ref)) for ref in comes} | {ref: Ref(_returned(ref)) for ref in back_in}
+        results = self._results(number, goes, back_out, seen)
+        nodes = self._nodes(number, comes, back_in, seen, [r.ref for r, _ in results if r.ref is not None])
+        names = {node.name for node in nodes}
+        rounds, graph = self.graph.rounds, self.graph
+        cut = {name: dim for name, dim in rounds.cut.items() if name in names}
+        joined = tuple(join for _, join in results) if rounds.joined else ()
+        made = Graph(nodes, tuple(result for result, _ in results), Rounds(rounds.count, cut, joined))
+        held = {node.name: node.target for node in nodes if node.op == "parameter"}
+        assert graph.rounds.count == made.rounds.count
+        return Stage(
+            made,
+            tuple(map(channel, comes)),
+            tuple(channel(ref) for ref in back_out.values()),
+            tuple(map(channel, goes)),
+            tuple(channel(ref) for ref in back_in.values()),
+            tuple(target for name, target in held.items() if len(self.holders[name]) > 1),
+        )
+
+    def _results(
+        self, number: int, goes: Sequence[Ref], back_out: Mapping[Ref, Ref], seen: Mapping[Ref, Ref]
+    ) -> list[tuple[Result, str | int]]:
+        """Results of the stage in the stage's own names, each with how those of micro-batches are put together."""
+        found: list[tuple[Result, str | int]] = []
+        joins = self.graph.rounds.joined or (LAST,) * len(self.graph.results)
+        for result, join in zip(self.graph.results, joins, strict=True):
+            if result.kind == "gradient":
+                if number in self.holders[self._parameter(result)]:
+                    found.append((replace(result, ref=self._term(result, number, seen)), join))
+            elif self._gives(result, number):
+                found.append((replace(result, ref=result.ref and seen.get(result.ref, result.ref)), join))
+        found += [(Result("output", channel(ref), seen.get(ref, ref)), LAST) for ref in goes]
+        found += [(Result("gradient", channel(went), seen.get(ref, ref)), LAST) for ref, went in back_out.items()]
+        return found
+
+    def _gives(self, result: Result, number: int) -> bool:
+        """Outputs leave the last stage, buffers the one that makes them."""
+        if result.kind == "output" or result.ref is None or not self._is_sent(result.ref):
+            return number == self.count - 1
+        return self.stage_of[result.ref.name] == number
+
+    def _term(self, result: Result, number: int, seen: Mapping[Ref, Ref]) -> Ref | None:
+        """The stage's part of a gradient."""
+        if result.ref is None:
+            return None
+        terms = self.terms.get(self._parameter(result))
+        if terms is None:
+            return seen.get(result.ref, result.ref)
+        mine = [ref for ref in terms if self.stage_of.get(ref.name) == number]
+        if not mine:
+            return None
+        return mine[0] if len(mine) == 1 else Ref(_summed(result, len(mine) - 1))
+
+    def _nodes(
+        self, number: int, comes: Sequence[Ref], back_in: Mapping[Ref, Ref], seen: Mapping[Ref, Ref],
+        wanted: Sequence[Ref],
+    ) -> tuple[Node, ...]:  # fmt: skip
+        own = [node for node in self.graph.nodes if self.stage_of.get(node.name) == number]
+        needed = {ref.name for node in own for ref in node.operands if ref not in seen} | {ref.name for ref in wanted}
+        for node in reversed(self.graph.nodes):
+            if node.name in needed and node.name in self.free:
+                needed |= {ref.name for ref in node.operands}
+        here = {node.name for node in own}
+        for node in self.graph.nodes:
+            if (node.op == "parameter" and number in self.holders[node.name]) or (
+                node.name in needed and (node.is_source or node.name in self.free) and node.op != "tangent"
+            ):
+                here.add(node.name)
+        received = [self._source("input", ref, _received(ref), channel(ref)) for ref in comes]
+        returned = [self._source("tangent", ref, _returned(ref), channel(went)) for ref, went in back_in.items()]
+        sources, forward, backward = list[Node](), list[Node](), list[Node]()
+        for node in self.graph.nodes:
+            if node.name not in here:
+                continue
+            made = replace(
+                node,
+                args=map_refs(node.args, lambda ref: seen.get(ref, ref)),
+                kwargs=tuple((key, map_refs(arg, lambda ref: seen.get(ref, ref))) for key, arg in node.kwargs),
+            )
+            among = backward if node.phase == "backward" else sources if node.is_source else forward
+            among.append(made)
+        return (*sources, *received, *forward, *returned, *backward, *self._sums_of(number, seen))
+
+    def _source(self, op: str, ref: Ref, name: str, target: str) -> Node:
+        of = self.node_of[ref.name]
+        phase = "backward" if op == "tangent" else "forward"
+        return Node(name, op, (), (), (self.graph.type_of(ref),), phase, target, of.module, of.source, of.outside)
+
+    def _sums_of(self, number: int, seen: Mapping[Ref, Ref]) -> list[Node]:
+        """Of a tied parameter the sum of the stage's own terms."""
+        found: list[Node] = []
+        for result in self.graph.results:
+            if result.kind != "gradient" or self._parameter(result) not in self.terms or result.ref is None:
+                continue
+            mine = [ref for ref in self.terms[self._parameter(result)] if self.stage_of.get(ref.name) == number]
+            so_far, of = (mine or [result.ref])[0], self.node_of[result.ref.name]
+            for place, ref in enumerate(mine[1:], 1):
+                name = _summed(result, place)
+                found.append(replace(of, name=name, args=(seen.get(so_far, so_far), seen.get(ref, ref))))
+                so_far = Ref(name)
+        return found
+
+
+def _free(graph: Graph) -> frozenset[str]:
+    """Forward operators of which each stage that needs them runs its own: of inputs alone, or of parameters alone."""
+    weights = weights_in(graph)
+    of_inputs = {node.name for node in graph.nodes if node.op in ("input", "buffer", "constant")}
+    found: set[str] = set()
+    for node in graph.nodes:
+        if node.is_source or node.phase != "forward" or draws(node):
+            continue
+        if all(ref.name in of_inputs for ref in node.operands):
+            of_inputs.add(node.name)
+            found.add(node.name)
+        elif node.name in weights:
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _is_placed(node: Node, free: frozenset[str]) -> bool:
+    return node.name not in free and (not node.is_source or node.op == "tangent")
+
+
+def _received(ref: Ref) -> str:
+    return f"{ref.name}_{ref.index}_received"
+
+
+def _returned(ref: Ref) -> str:
+    return f"{ref.name}_{ref.index}_returned"
+
+
+def _summed(result: Result, place: int) -> str:
+    return f"{result.target.replace('.', '_')}_terms_{place}"
