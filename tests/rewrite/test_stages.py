@@ -1,4 +1,4 @@
-"""Stages of a pipeline give together what the whole model gives: loss, outputs and every gradient, in double precision."""
+"""Stages of a pipeline give together what the whole model gives: loss, outputs, every gradient, in double precision."""
 
 from __future__ import annotations
 
