@@ -14,7 +14,6 @@ A parameter that several stages read is in each of them, and each gives its term
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,10 +24,10 @@ from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, map_refs, wei
 from autopar.ir.rounds import LAST, Rounds
 from autopar.ir.work import draws
 from autopar.rewrite.micro_batches import NotCut
+from autopar.rewrite.terms import Term, sums_of, terms_of
 from solver import Edge, Problem, solve
 
 CHANNEL = "%"  # how the target of what crosses a cut begins: no path of an input and no index of an output does
-ADD = "aten.add.Tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class Stage:
     receives    channels from the stage before; `gives_back`: those of them by which a gradient goes back
     sends       channels to the stage behind; `gets_back`: those by which one comes
     tied        parameters that other stages hold, too: each gives a term of the gradient
+    copies      operators that stand for one of the whole graph under another name, for terms of such gradients
     """
 
     graph: Graph
@@ -47,6 +47,7 @@ class Stage:
     sends: tuple[str, ...]
     gets_back: tuple[str, ...]
     tied: tuple[str, ...]
+    copies: Mapping[str, str]
 
 
 def forward_order(graph: Graph) -> tuple[Node, ...]:
@@ -66,6 +67,12 @@ def channel(ref: Ref) -> str:
     return f"{CHANNEL}{ref.name}.{ref.index}"
 
 
+def ref_of(channel: str) -> Ref:
+    """What goes forward over a channel."""
+    name, _, index = channel.removeprefix(CHANNEL).rpartition(".")
+    return Ref(name, int(index))
+
+
 class _Stages:
     def __init__(self, graph: Graph, ends: Sequence[int]) -> None:
         self.graph, self.node_of, self.free = graph, graph.by_name, _free(graph)
@@ -82,7 +89,8 @@ class _Stages:
         ]
         self.kinds = [{graph.type_of(ref) for ref in went} for went in self.forwards]
         self.holders = self._holders()
-        self.terms = self._terms()
+        shared = [r for r in graph.results if r.kind == "gradient" and len(self.holders[self._parameter(r)]) > 1]
+        self.terms = {self._parameter(result): terms_of(graph, result) for result in shared}
         self._place_backward()
 
     # --- where forward values are ------------------------------------------------------------------------------------
@@ -136,27 +144,6 @@ class _Stages:
 
     # --- where backward runs -----------------------------------------------------------------------------------------
 
-    def _terms(self) -> dict[str, list[Ref]]:
-        """Parameter that several stages read -> the terms of its gradient, each of one stage."""
-        readers: defaultdict[Ref, int] = defaultdict(int)
-        for node in self.graph.nodes:
-            for ref in node.operands:
-                readers[ref] += 1
-        found: dict[str, list[Ref]] = {}
-        name_of = {node.target: node.name for node in self.graph.nodes if node.op == "parameter"}
-        for result in self.graph.results:
-            if result.kind != "gradient" or result.ref is None or len(self.holders[name_of[result.target]]) == 1:
-                continue
-            left, terms = [result.ref], list[Ref]()
-            while left:
-                node = self.node_of[(ref := left.pop()).name]
-                if node.op == ADD and node.phase == "backward" and not node.kwargs and readers[ref] <= 1:
-                    left += [operand for operand in reversed(node.operands)]
-                else:
-                    terms.append(ref)
-            found[name_of[result.target]] = terms
-        return found
-
     def _place_backward(self) -> None:
         backward = [node for node in self.graph.nodes if node.phase == "backward" and _is_placed(node, self.free)]
         at = {node.name: place for place, node in enumerate(backward)}
@@ -167,10 +154,10 @@ class _Stages:
                 if len(holders) == 1:
                     allowed[at[result.ref.name]] &= {*holders}
         for name, terms in self.terms.items():
-            for ref in terms:
-                if ref.name in at:
-                    allowed[at[ref.name]] &= {*self.holders[name]}
-        summed = self._sums()
+            for term in terms:
+                if term.ref.name in at:
+                    allowed[at[term.ref.name]] &= {*self.holders[name]}
+        summed = {name for terms in self.terms.values() for term in terms for name in (*term.behind, *term.adds)}
         costs = [
             np.array([0.0 if stage in stages or node.name in summed else np.inf for stage in range(self.count)])
             for node, stages in zip(backward, allowed, strict=True)
@@ -194,20 +181,6 @@ class _Stages:
         self.stage_of |= {node.name: pick for node, pick in zip(backward, solution.picks, strict=True)}
         for name in summed:
             del self.stage_of[name]
-        self.summed = summed
-
-    def _sums(self) -> set[str]:
-        """Operators that only add up terms of different stages: they do not run."""
-        found: set[str] = set()
-        for name, terms in self.terms.items():
-            result = next(r for r in self.graph.results if r.kind == "gradient" and self._parameter(r) == name)
-            assert result.ref is not None
-            left = [result.ref]
-            while left:
-                if (ref := left.pop()) not in terms:
-                    found.add(ref.name)
-                    left += self.node_of[ref.name].operands
-        return found
 
     def _parameter(self, result: Result) -> str:
         return next(n.name for n in self.graph.nodes if n.op == "parameter" and n.target == result.target)
@@ -266,31 +239,37 @@ class _Stages:
         return found
 
     def _stage(self, number: int, forwards: Sequence[Sequence[Ref]], pairs: Sequence[Mapping[Ref, Ref]]) -> Stage:
-        comes = forwards[number - 1] if number else []
-        back_out = pairs[number - 1] if number else {}
-        goes = forwards[number] if number < self.count - 1 else []
-        back_in = pairs[number] if number < self.count - 1 else {}
+        none, last = dict[Ref, Ref](), number == self.count - 1
+        comes, back_out = (forwards[number - 1], pairs[number - 1]) if number else (list[Ref](), none)
+        goes, back_in = (list[Ref](), none) if last else (forwards[number], pairs[number])
         seen = {ref: Ref(_received(ref)) for ref in comes} | {ref: Ref(_returned(ref)) for ref in back_in}
-        results = self._results(number, goes, back_out, seen)
-        nodes = self._nodes(number, comes, back_in, seen, [r.ref for r, _ in results if r.ref is not None])
+        sums = sums_of(self.graph, self._own_terms(number), seen, f"of_{number}")
+        results = self._results(number, goes, back_out, seen, sums.ends)
+        made = self._nodes(number, comes, back_in, seen, [r.ref for r, _ in results if r.ref is not None])
+        nodes = (*made, *sums.nodes)
         names = {node.name for node in nodes}
-        rounds, graph = self.graph.rounds, self.graph
+        rounds = self.graph.rounds
         cut = {name: dim for name, dim in rounds.cut.items() if name in names}
         joined = tuple(join for _, join in results) if rounds.joined else ()
-        made = Graph(nodes, tuple(result for result, _ in results), Rounds(rounds.count, cut, joined))
+        whole = Graph(nodes, tuple(result for result, _ in results), Rounds(rounds.count, cut, joined))
         held = {node.name: node.target for node in nodes if node.op == "parameter"}
-        assert graph.rounds.count == made.rounds.count
         return Stage(
-            made,
+            whole,
             tuple(map(channel, comes)),
             tuple(channel(ref) for ref in back_out.values()),
             tuple(map(channel, goes)),
             tuple(channel(ref) for ref in back_in.values()),
             tuple(target for name, target in held.items() if len(self.holders[name]) > 1),
+            sums.copies,
         )
 
     def _results(
-        self, number: int, goes: Sequence[Ref], back_out: Mapping[Ref, Ref], seen: Mapping[Ref, Ref]
+        self,
+        number: int,
+        goes: Sequence[Ref],
+        back_out: Mapping[Ref, Ref],
+        seen: Mapping[Ref, Ref],
+        ends: Mapping[str, Ref | None],
     ) -> list[tuple[Result, str | int]]:
         """Results of the stage in the stage's own names, each with how those of micro-batches are put together."""
         found: list[tuple[Result, str | int]] = []
@@ -298,7 +277,8 @@ class _Stages:
         for result, join in zip(self.graph.results, joins, strict=True):
             if result.kind == "gradient":
                 if number in self.holders[self._parameter(result)]:
-                    found.append((replace(result, ref=self._term(result, number, seen)), join))
+                    ref = ends.get(result.target, result.ref)
+                    found.append((replace(result, ref=ref and seen.get(ref, ref)), join))
             elif self._gives(result, number):
                 found.append((replace(result, ref=result.ref and seen.get(result.ref, result.ref)), join))
         found += [(Result("output", channel(ref), seen.get(ref, ref)), LAST) for ref in goes]
@@ -311,17 +291,13 @@ class _Stages:
             return number == self.count - 1
         return self.stage_of[result.ref.name] == number
 
-    def _term(self, result: Result, number: int, seen: Mapping[Ref, Ref]) -> Ref | None:
-        """The stage's part of a gradient."""
-        if result.ref is None:
-            return None
-        terms = self.terms.get(self._parameter(result))
-        if terms is None:
-            return seen.get(result.ref, result.ref)
-        mine = [ref for ref in terms if self.stage_of.get(ref.name) == number]
-        if not mine:
-            return None
-        return mine[0] if len(mine) == 1 else Ref(_summed(result, len(mine) - 1))
+    def _own_terms(self, number: int) -> dict[str, list[Term]]:
+        """Of the gradients of parameters that several stages hold, the terms that this one makes."""
+        found: dict[str, list[Term]] = {}
+        for result in self.graph.results:
+            if result.kind == "gradient" and (terms := self.terms.get(self._parameter(result))):
+                found[result.target] = [term for term in terms if self.stage_of.get(term.ref.name) == number]
+        return found
 
     def _nodes(
         self, number: int, comes: Sequence[Ref], back_in: Mapping[Ref, Ref], seen: Mapping[Ref, Ref],
@@ -341,36 +317,23 @@ class _Stages:
         received = [self._source("input", ref, _received(ref), channel(ref)) for ref in comes]
         returned = [self._source("tangent", ref, _returned(ref), channel(went)) for ref, went in back_in.items()]
         sources, forward, backward = list[Node](), list[Node](), list[Node]()
+
+        def as_seen(ref: Ref) -> Ref:
+            return seen.get(ref, ref)
+
         for node in self.graph.nodes:
             if node.name not in here:
                 continue
-            made = replace(
-                node,
-                args=map_refs(node.args, lambda ref: seen.get(ref, ref)),
-                kwargs=tuple((key, map_refs(arg, lambda ref: seen.get(ref, ref))) for key, arg in node.kwargs),
-            )
+            kwargs = tuple((key, map_refs(arg, as_seen)) for key, arg in node.kwargs)
+            made = replace(node, args=map_refs(node.args, as_seen), kwargs=kwargs)
             among = backward if node.phase == "backward" else sources if node.is_source else forward
             among.append(made)
-        return (*sources, *received, *forward, *returned, *backward, *self._sums_of(number, seen))
+        return (*sources, *received, *forward, *returned, *backward)
 
     def _source(self, op: str, ref: Ref, name: str, target: str) -> Node:
         of = self.node_of[ref.name]
         phase = "backward" if op == "tangent" else "forward"
         return Node(name, op, (), (), (self.graph.type_of(ref),), phase, target, of.module, of.source, of.outside)
-
-    def _sums_of(self, number: int, seen: Mapping[Ref, Ref]) -> list[Node]:
-        """Of a tied parameter the sum of the stage's own terms."""
-        found: list[Node] = []
-        for result in self.graph.results:
-            if result.kind != "gradient" or self._parameter(result) not in self.terms or result.ref is None:
-                continue
-            mine = [ref for ref in self.terms[self._parameter(result)] if self.stage_of.get(ref.name) == number]
-            so_far, of = (mine or [result.ref])[0], self.node_of[result.ref.name]
-            for place, ref in enumerate(mine[1:], 1):
-                name = _summed(result, place)
-                found.append(replace(of, name=name, args=(seen.get(so_far, so_far), seen.get(ref, ref))))
-                so_far = Ref(name)
-        return found
 
 
 def _free(graph: Graph) -> frozenset[str]:
@@ -399,7 +362,3 @@ def _received(ref: Ref) -> str:
 
 def _returned(ref: Ref) -> str:
     return f"{ref.name}_{ref.index}_returned"
-
-
-def _summed(result: Result, place: int) -> str:
-    return f"{result.target.replace('.', '_')}_terms_{place}"
