@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed._functional_collectives as functional_collectives
 from torch._C._distributed_c10d import HashStore
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -20,6 +21,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group as group_o
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
 from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
+from torch.nn.utils import clip_grad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +46,17 @@ def groups_like(name: str) -> list[list[int]]:
     return [[offset + rank for rank in ranks] for offset in offsets]
 
 
+def total_norm() -> Any:
+    """What `torch.nn.utils.clip_grad_norm_` measures gradients with."""
+    return clip_grad._get_total_norm
+
+
+def replace_total_norm(by: Any) -> None:
+    """Measure them with something else, in `torch.nn.utils.get_total_norm`, too."""
+    clip_grad._get_total_norm = by
+    torch.nn.utils.get_total_norm = by
+
+
 # Operator -> what DTensor does for it instead of looking for layouts: called with (operator, args, kwargs).
 dtensor_handlers = DTensor._op_dispatcher._custom_op_handlers
 
@@ -66,4 +79,6 @@ __all__ = [
     "group_named",
     "groups_like",
     "pytree",
+    "replace_total_norm",
+    "total_norm",
 ]

@@ -16,10 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.attach.agree import agreed
 from autopar.attach.module import ParallelModule, attach, plan_module
+from autopar.attach.pipe import Pipe
 from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
 from autopar.errors import PlanMismatch
 from autopar.ir.batch_norm import STATISTICS
+from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules, told
 from autopar.machine.device import Devices, check_size, hardware_or_here, is_here, memory_bytes, tf32_here
 from autopar.plan import Plan
@@ -30,6 +32,7 @@ from autopar.rules.outside import given as given_rules
 from autopar.search import Request
 from autopar.search.memory_options import allowed
 from autopar.search.micro_batches import AUTO
+from autopar.search.pipelines import PIPE, SCHEDULES, stages_of
 from autopar.search.reserved import check_fits
 from autopar.trace.calls import by_name
 from autopar.trace.precision import precision_named
@@ -64,6 +67,7 @@ def compile(
     patience_s: float = PATIENCE_S,
     rules: Rules | Iterable[Rules] | None = None,
     micro_batches: int | str | None = None,
+    schedule: str | None = None,
 ) -> ParallelModule:
     """Find the fastest plan for training `model` on `device_mesh` that fits in memory, and return a module that runs
     it.
@@ -115,6 +119,10 @@ def compile(
     "auto" leaves the number to the search. Forward must return the loss, and backward runs inside the call, so that
     a loss that is thrown away costs it too. Default: that of the plan, or 1.
 
+    schedule: of a mesh whose first axis is called `pipe`, along which the model is cut into stages: "1f1b", "gpipe", or
+    "auto" for the quicker one, which is the default. A step then has `micro_batches` of them in flight; by default the
+    search decides how many.
+
     rules: an `autopar.Rules`, or several, of packages that bring operators of their own: how these may be split, and
     what they cost. Every rank must be given the same; a plan's file names those that it rests on.
 
@@ -132,6 +140,7 @@ def compile(
     _check_what_is_planned(model, plan, pin)
     precision = precision_named(precision)
     _check_numbers(patience_s, micro_batches)
+    pipe = _pipe_of(device_mesh, mesh, schedule, {"plan": plan, "cache": cache, "profile": profile})
 
     def read() -> tuple[Machine, tuple[str, ...] | None, Plan | None]:
         machine = _machine(hardware, memory, profile, device_mesh.device_type)
@@ -148,17 +157,39 @@ def compile(
         "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
         "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "allow": words,
-        "micro_batches": micro_batches, "pin": sorted((pin or {}).items()),
+        "micro_batches": micro_batches, "schedule": schedule, "pin": sorted((pin or {}).items()),
         "rules": [told(one.identity) for one in brought],
     }  # fmt: skip
     request = Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s)
-    rest = settings, given, cache, is_open, brought, micro_batches or 1
-    planner = Planner(device_mesh, machine, request, optimizer, outputs, inputs, *rest)
-    parallel = attach(model, device_mesh, planner, outputs, backend, precision, inputs, batch_norm, patience_s, brought)
-    if example_inputs is not None or example_kwargs is not None:
-        positional, named = by_name(type(model).forward.__get__(model), example_inputs or (), example_kwargs or {})
+    here, count = (device_mesh, 1) if pipe is None else (pipe.here, AUTO)
+    rest = settings, given, cache, is_open, brought, micro_batches or count, schedule or AUTO
+    planner = Planner(here, machine, request, optimizer, outputs, inputs, *rest)
+    shape = outputs, backend, precision, inputs, batch_norm, patience_s, brought, pipe
+    return _planned(attach(model, here, planner, *shape), model, example_inputs, example_kwargs)
+
+
+def _planned(
+    parallel: ParallelModule, model: nn.Module, args: tuple[Any, ...] | None, kwargs: Mapping[str, Any] | None
+) -> ParallelModule:
+    """Now, where there are examples of what it will be called with."""
+    if args is not None or kwargs is not None:
+        positional, named = by_name(type(model).forward.__get__(model), args or (), kwargs or {})
         plan_module(parallel, positional, named)
     return parallel
+
+
+def _pipe_of(device_mesh: DeviceMesh, mesh: Mesh, schedule: str | None, others: Mapping[str, object]) -> Pipe | None:
+    """The ranks of a pipeline, where the mesh has an axis of stages. `others`: what a pipeline does not have yet."""
+    if PIPE not in mesh.names:
+        if schedule is not None:
+            raise ValueError(f"schedule={schedule!r} is of a pipeline, and the mesh {mesh} has no axis {PIPE!r}")
+        return None
+    stages_of(mesh)
+    _known("schedule", schedule or AUTO, (AUTO, *SCHEDULES))
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ValueError(f"{given[0]}= is not built for a mesh with {PIPE!r}; leave it out, or {PIPE!r}")
+    return Pipe(device_mesh, mesh)
 
 
 def _check_numbers(patience_s: float, micro_batches: int | str | None) -> None:

@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._version import __version__
 from autopar.attach.agree import agreed, found_by_rank_zero, least_of, same_everywhere, text_from
+from autopar.attach.pipe import Pipe
+from autopar.attach.staging import Asked, Staged, staged
 from autopar.attach.tensors import mesh_of
 from autopar.calibrate.operators import profiler
 from autopar.ir.graph import Graph, TensorType
@@ -85,6 +87,7 @@ class Planner:
     is_open: bool = False
     rules: tuple[Rules, ...] = ()
     micro_batches: int | str = 1
+    schedule: str = AUTO
 
     def __call__(self, graph: Graph, like: Plan | None, fixed: Mapping[str, Layout], *, loosely: bool = False) -> Plan:
         """`loosely`: nobody trains with this batch yet, so that it need not be cut into as many as were asked for."""
@@ -116,6 +119,18 @@ class Planner:
         if self.machine.device_type == "cuda" and "host" in plan.residence.values():
             _see_to_the_host(plan)
         return plan
+
+    def in_stages(self, graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, Layout]) -> Staged:
+        """The plans of all stages of a pipeline."""
+        if like is None:
+            same_everywhere(self.settings, pipe.whole)
+        usable = least_of(self.machine.usable, pipe.whole)
+        count = self.micro_batches if isinstance(self.micro_batches, int) else None
+        request = replace(
+            self.request, outputs=self._brought(graph), memory=self.machine.room(usable, pipe.mesh).tensors
+        )
+        asked = Asked(self.machine.hardware, self.optimizer, request, self.schedule, count, self.rules)
+        return staged(graph, pipe, like, fixed, asked)
 
     def _count(self, graph: Graph, like: Plan | None, loosely: bool) -> int | str:
         """Micro-batches of a step of training: behind the first plan as many as it has, as far as the batch lets."""
@@ -226,7 +241,7 @@ def _on_rank_zero(
     find: Callable[[], Plan], graph: Graph, mesh: Mesh | None, device_mesh: DeviceMesh, rules: tuple[Rules, ...]
 ) -> Plan:
     """Rank 0 finds the plan, the others receive it and check it against their graph; an error anywhere reaches all."""
-    if device_mesh.size() == 1:
+    if dist.get_world_size() == 1:
         return find()
     found = found_by_rank_zero(find, device_mesh)
     text = text_from(0, None if found is None else dumps(found), device_mesh)

@@ -1,5 +1,6 @@
 """Every private name of torch that autopar uses, executed once: what breaks first with another version of torch."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -107,6 +108,23 @@ def check_fx_graph_cse() -> None:
     traced = torch.fx.symbolic_trace(lambda x: torch.sin(x) + torch.sin(x))
     merged = torch.fx.GraphModule(torch.nn.Module(), _compat.fx_graph_cse(traced.graph))
     assert sum(node.target is torch.sin for node in merged.graph.nodes) == 1
+
+
+def check_total_norm() -> None:
+    assert _compat.total_norm()([torch.tensor([3.0, 4.0])], 2.0, False, None).item() == 5.0
+
+
+def check_replace_total_norm() -> None:
+    plain, weight = _compat.total_norm(), torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    weight.grad = torch.tensor([6.0, 8.0])
+    try:
+        _compat.replace_total_norm(lambda tensors, *rest: plain(tensors, *rest) * 2)
+        assert torch.nn.utils.clip_grad_norm_([weight], 5.0).item() == 20.0
+        assert weight.grad.norm().item() == pytest.approx(2.5)
+        assert torch.nn.utils.get_total_norm([weight.grad]).item() == pytest.approx(5.0)
+    finally:
+        _compat.replace_total_norm(plain)
+    assert torch.nn.utils.clip_grad_norm_([weight], 5.0).item() == pytest.approx(2.5)
 
 
 def check_default_store() -> None:

@@ -32,7 +32,7 @@ def agreed(work: Callable[[], Result], device_mesh: DeviceMesh) -> Result:
         result = work()
     except Exception as caught:  # raised below, once the others know
         error = caught
-    if device_mesh.size() > 1:
+    if dist.get_world_size() > 1:
         first = torch.tensor(
             dist.get_world_size() if error is None else dist.get_rank(), device=device_mesh.device_type
         )
@@ -51,7 +51,7 @@ def found_by_rank_zero(work: Callable[[], Result], device_mesh: DeviceMesh) -> R
     """What `work` returns on rank 0; None on the others, which wait for it on the store, where no timeout of a process
     group ends them. An error is raised on all ranks.
     """
-    if device_mesh.size() == 1 or dist.get_backend() == "fake":
+    if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return work()
     rank, store = dist.get_rank(), default_store()
     key = f"autopar/found/{store.add(f'autopar/sought/{rank}', 1)}"
@@ -86,7 +86,7 @@ def _is_there(key: str, store: Any) -> bool:
 
 def same_everywhere(settings: Mapping[str, object], device_mesh: DeviceMesh) -> None:
     """Raises ValueError on all ranks where one of them was told something else than rank 0."""
-    if device_mesh.size() == 1:
+    if dist.get_world_size() == 1:
         return
     mine = [[name, repr(value)] for name, value in settings.items()]
     theirs = json.loads(text_from(0, json.dumps(mine), device_mesh))
@@ -104,7 +104,7 @@ def same_everywhere(settings: Mapping[str, object], device_mesh: DeviceMesh) -> 
 
 def text_from(rank: int, text: str | None, device_mesh: DeviceMesh) -> str:
     """That rank's text on every rank (bytes over the wire, nothing pickled)."""
-    if device_mesh.size() == 1:
+    if dist.get_world_size() == 1:
         assert text is not None
         return text
     device = torch.device(device_mesh.device_type)
@@ -120,7 +120,7 @@ def text_from(rank: int, text: str | None, device_mesh: DeviceMesh) -> str:
 
 def least_of(value: float, device_mesh: DeviceMesh) -> float:
     """The smallest of the ranks' values."""
-    if device_mesh.size() == 1:
+    if dist.get_world_size() == 1:
         return value
     least = torch.tensor(value, dtype=torch.float64, device=device_mesh.device_type)
     dist.all_reduce(least, dist.ReduceOp.MIN)

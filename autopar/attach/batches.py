@@ -59,7 +59,7 @@ class SameBatches:
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self._device_mesh = device_mesh
-        self._ranks = device_mesh.size()
+        self._ranks = dist.get_world_size()
         self._calls = 0
         self._left: _Sampled | None = None
 

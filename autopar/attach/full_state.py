@@ -24,8 +24,11 @@ from autopar.attach.tensors import layout_of, mesh_of, part_of, piece_as
 from autopar.ir.layout import local_shape
 
 
-def full_state(state: Mapping[str, Any], device_mesh: DeviceMesh, *, keep: bool) -> dict[str, Any]:
+def full_state(
+    state: Mapping[str, Any], device_mesh: DeviceMesh, *, keep: bool, holders: Mapping[str, DeviceMesh] | None = None
+) -> dict[str, Any]:
     """A state dict whose tensors are whole and on the host, copies of what they are now; {} where `keep` is false.
+    `holders`: of a pipeline, the mesh of the stage from which each parameter is taken.
 
     All ranks have to call it, with the state dict that each of them has. What is one tensor under several names is one
     tensor under them again. Raises RuntimeError for a tensor without values, before anything is sent.
@@ -40,8 +43,11 @@ def full_state(state: Mapping[str, Any], device_mesh: DeviceMesh, *, keep: bool)
     wholes: dict[Any, Tensor | None] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            key = _memory_of(value) or name
-            if key not in wholes:
+            held_by = (holders or {}).get(name)
+            key = (_memory_of(value) if held_by is None else None) or name
+            if key not in wholes and held_by is not None and isinstance(value, DTensor):
+                wholes[key] = _put_together(cast(DTensor, value.detach()), held_by, keep=keep)
+            elif key not in wholes:
                 wholes[key] = whole_on_host(value.detach(), device_mesh, keep=keep)
             value = wholes[key]
         if keep:
@@ -59,8 +65,16 @@ def whole_on_host(held: Tensor, device_mesh: DeviceMesh, *, keep: bool) -> Tenso
         return held.to("cpu", copy=True) if keep else None
     if not any(isinstance(placement, Shard) for placement in held.placements):
         return held.to_local().to("cpu", copy=True) if keep else None
+    return _put_together(held, device_mesh, keep=keep)
+
+
+def _put_together(held: DTensor, device_mesh: DeviceMesh, *, keep: bool) -> Tensor | None:
+    """`device_mesh`: whose ranks send their pieces, to all others."""
     layout, mesh, local = layout_of(held), mesh_of(device_mesh), held.to_local()
     shape = local_shape(tuple(held.shape), layout, mesh)
+    assert shape is not None
+    if device_mesh.get_coordinate() is None:
+        local = torch.empty(shape, dtype=held.dtype)
     assert shape == tuple(local.shape), f"pieces of {list(held.shape)} are not even: {shape}, {list(local.shape)}"
     whole = torch.empty(held.shape, dtype=held.dtype, device="cpu") if keep else None
     splits = [isinstance(placement, Shard) for placement in held.placements]

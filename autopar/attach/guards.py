@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
+from autopar.errors import TraceError
 from autopar.trace.configurations import FEW, own_names
 from autopar.trace.reads import CONTAINERS, MISSING, SCALARS, Cell, Reads, is_users_class, snapshot
 
@@ -164,3 +165,28 @@ def _may_change(value: Any) -> bool:
 
 def _told(value: Any) -> str:
     return "not there" if value is MISSING else repr(value)[:80]
+
+
+def refuse_carried(reads: Reads, before: Sequence[Mapping[tuple[str, str], tuple[Any, Any, str]]]) -> None:
+    """Raise TraceError where forward builds on what an earlier call left: every call would need a program of its own.
+    What it makes once and finds again, as a mask of a length, is no such thing. `before`: what programs of such calls
+    set.
+    """
+    for place, (was, after, line) in reads.written.items():
+        if place not in reads.attributes:
+            continue
+        carried = isinstance(was, Tensor) and isinstance(after, Tensor)
+        for writes in before:
+            earlier = writes.get(place)
+            if earlier is not None and _is_number(was) and _is_number(after):
+                carried = carried or (was != earlier[0] and after != earlier[1])
+        if carried:
+            raise TraceError(
+                f"forward changes {'.'.join(('self', *filter(None, place)))} from call to call at {line}, and each "
+                "value would need a program of its own; make it a buffer (register_buffer) that forward writes with "
+                "copy_, change it outside forward, or pass it as an argument"
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -73,7 +73,7 @@ def parameters_of(prepared: Prepared) -> list[Tensor]:
 
 def _step(state: State, prepared: Prepared, call: Call) -> Step:
     others: list[Tensor] = []
-    for node in prepared.runner.program.inputs:
+    for node in prepared.runner.own_inputs:
         if node.op == "buffer":
             tensors, leaf = prepared.buffers[node.target]
             others.append(_checked_buffer(tensors[leaf], node))
@@ -84,12 +84,17 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
         watched.append(local_input(call.tensors[place], layout, state.mesh, state.device_mesh))
     drawn: list[tuple[Tensor, ...]] = []
     for _ in range(prepared.plan.graph.rounds.count):
+        if not prepared.runner.pieces and state.pipe is None:
+            drawn.append(())
+            continue
+        drawing, stages = state.drawing_calls, 1 if state.pipe is None else state.pipe.count
+        state.drawing_calls += 1  # of a pipeline in every stage, each of which draws other numbers
         if not prepared.runner.pieces:
             drawn.append(())
             continue
         assert state.seed is not None
-        drawn.append((seeds(state.seed, state.drawing_calls, prepared.runner.pieces),))
-        state.drawing_calls += 1
+        number = drawing * stages + (0 if state.pipe is None else state.pipe.place)
+        drawn.append((seeds(state.seed, number, prepared.runner.pieces),))
     return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh)
 
 
@@ -172,9 +177,9 @@ def _lies_on(plan: Plan, parameter: str, device_mesh: DeviceMesh) -> str:
 
 def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | None]) -> Any:
     """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure."""
-    results = [(result, layout) for result, layout in prepared.runner.program.results if result.kind == "output"]
+    results = [(result, layout) for result, layout in prepared.runner.results if result.kind == "output"]
     leaves: dict[int, Any] = dict(prepared.output_constants)
-    types = output_types(prepared.plan.graph)
+    types = output_types(prepared.graph)
     rows = _rows(state, prepared) if state.inputs == "local" else 0
     for (result, layout), value in zip(results, outputs, strict=True):
         if value is None or (type := types[result.target]) is None:
@@ -198,5 +203,6 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
 
 def _rows(state: State, prepared: Prepared) -> int:
     """Rows of the whole batch: those of the first input that has any."""
-    shapes = [input_type(prepared.plan.graph, node).shape for node, _, _ in prepared.inputs]
+    graph = prepared.graph
+    shapes = [input_type(graph, node).shape for node in graph.nodes if node.op == "input"]
     return next((shape[0] for shape in shapes if shape), 0)

@@ -21,6 +21,7 @@ from autopar.attach.hooks import carry
 from autopar.attach.inputs import local_input, type_of
 from autopar.attach.invoke import invoke
 from autopar.attach.optimizers import refuse_optimizers_of
+from autopar.attach.pipe import Pipe
 from autopar.attach.programs import (
     Key,
     Planner,
@@ -32,6 +33,7 @@ from autopar.attach.programs import (
     varying,
 )
 from autopar.attach.scaling import share_infinities
+from autopar.attach.stage_run import StageRunner
 from autopar.attach.tensors import (
     as_dtensor,
     become,
@@ -118,7 +120,8 @@ class ParallelModule(nn.Module):
     @property
     def data_rank(self) -> int:
         """Which of these parts this rank loads: `rank` of a sampler."""
-        return self._autopar.device_mesh.get_rank()
+        pipe = self._autopar.pipe
+        return self._autopar.device_mesh.get_rank() if pipe is None else pipe.rank_within
 
     def from_local(self, batch: Any) -> Any:
         """Each rank's own part of a batch (any structure of tensors) -> DTensors of the whole batch, to call the module
@@ -168,9 +171,9 @@ class ParallelModule(nn.Module):
         All ranks have to call it, and with `rank0_only` only rank 0 gets the tensors, the others {}. A rank that gets
         none holds one piece of one tensor at a time beside its own.
         """
-        keep = not rank0_only or self._autopar.device_mesh.size() == 1 or torch.distributed.get_rank() == 0
+        keep = not rank0_only or torch.distributed.get_world_size() == 1 or torch.distributed.get_rank() == 0
         with self._autopar.watch.call("full_state_dict", alone=True):
-            return full_state(self.state_dict(), self._autopar.device_mesh, keep=keep)
+            return full_state(self.state_dict(), self._autopar.device_mesh, keep=keep, holders=self._holders())
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None = None, strict: bool = True) -> Any:
         """`load_state_dict` of what rank 0 alone has; what other ranks give is not read. All ranks have to call it.
@@ -226,6 +229,14 @@ class ParallelModule(nn.Module):
 
         return kept
 
+    def _holders(self) -> dict[str, DeviceMesh]:
+        """Of a pipeline, the mesh of the first stage that has each parameter; under every name of it."""
+        pipe, staged = self._autopar.pipe, self._autopar.staged
+        if pipe is None or staged is None:
+            return {}
+        found = {name: pipe.meshes[stages[0]] for name, stages in staged.owners.items()}
+        return found | {name: found[first] for name, first in aliases(self).items() if first in found}
+
     def _main(self) -> Prepared:
         main = self._autopar.main
         if main is None:
@@ -244,8 +255,11 @@ def attach(
     batch_norm: str = GLOBAL,
     patience_s: float = PATIENCE_S,
     rules: tuple[Rules, ...] = (),
+    pipe: Pipe | None = None,
 ) -> ParallelModule:
-    """A ParallelModule beside `model`, which stays as it is. Nothing is planned yet."""
+    """A ParallelModule beside `model`, which stays as it is. Nothing is planned yet. `device_mesh`: of a pipeline, that
+    of this rank's stage.
+    """
     share_infinities()
     mend_dtensors()
     draw_whole()
@@ -260,7 +274,9 @@ def attach(
     beside.__class__ = parallel_class(model_class, ParallelModule)
     take_plain_tensors(beside)
     parallel = cast(ParallelModule, beside)
-    state = State(model_class, device_mesh, planner, outputs, inputs, backend, precision, batch_norm, patience_s, rules)
+    state = State(
+        model_class, device_mesh, planner, outputs, inputs, backend, precision, batch_norm, patience_s, rules, pipe
+    )
     state.watch.begin()
     state.own_forward = vars(parallel).pop("forward", None)
     object.__setattr__(parallel, "_autopar", state)
@@ -299,13 +315,16 @@ def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool
     main = prepare(parallel, state, call, key, training=training, loosely=loosely)
     with torch.inference_mode(False):  # parameters made here are trained later
         try:
-            _lay_out(parallel, main.plan)
+            _lay_out(parallel, main)
         except Exception:  # no memory, on some rank: nothing may run on what lies otherwise than it was planned
             state.programs.clear(), state.calls.clear()
             raise
-        if not held and not main.plan.residence and all(map(is_whole, main.plan.parameters.values())):
+        is_plain = state.pipe is None and not main.plan.residence
+        if not held and is_plain and all(map(is_whole, main.plan.parameters.values())):
             _make_plain(parallel)
     state.plan, state.main = main.plan, main
+    if isinstance(main.runner, StageRunner):
+        state.staged = main.runner.staged
 
 
 def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepared, Call]:
@@ -323,7 +342,7 @@ def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepar
             again = caller(call.args, call.kwargs)
             key_again = key._replace(call=again.key)
             prepared = found(state, key_again) or prepare(parallel, state, again, key_again, training=parallel.training)
-            if output_types(prepared.plan.graph) == state.calls[call.shape][1]:
+            if output_types(prepared.graph) == state.calls[call.shape][1]:
                 return prepared, again
         except TraceError:
             pass  # Python's own control flow, or a size, hangs on it: each value has a program of its own
@@ -331,7 +350,7 @@ def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepar
     return prepare(parallel, state, call, key, training=parallel.training), call
 
 
-def _lay_out(parallel: ParallelModule, plan: Plan) -> None:
+def _lay_out(parallel: ParallelModule, main: Prepared) -> None:
     """Every parameter becomes a DTensor in the plan's layout, in place: optimizers that hold it already see the new
     one.
 
@@ -343,12 +362,18 @@ def _lay_out(parallel: ParallelModule, plan: Plan) -> None:
         if not buffer.is_meta:
             buffer.copy_(from_rank_zero(buffer, state.device_mesh))
     done: set[int] = set()
-    for name, layout in plan.parameters.items():
+    whole = main.runner.staged.whole if isinstance(main.runner, StageRunner) else main.plan
+    for name, layout in whole.parameters.items():
         parameter = parameters[name]
         done.add(id(parameter))
-        on_host = plan.residence.get(name) == "host"
-        laid_out = parameter_on(state.mesh, state.device_mesh, parameter, layout, on_host=on_host)
+        on_host = main.plan.residence.get(name) == "host"
+        if isinstance(main.runner, StageRunner) and name not in main.plan.parameters:
+            laid_out = main.runner.pipe.given_to_others(parameter, layout, main.runner.staged.owners[name][0])
+        else:
+            laid_out = parameter_on(state.mesh, state.device_mesh, parameter, layout, on_host=on_host)
         become(parameter, laid_out)
+    if isinstance(main.runner, StageRunner):
+        main.runner.pipe.note(parameters, main.runner.staged.owners)
     for name, parameter in parameters.items():
         if id(parameter) not in done:
             raise AssertionError(f"parameter {name} is not in the plan")

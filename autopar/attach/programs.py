@@ -25,17 +25,19 @@ from autopar._compat import pytree
 from autopar.attach import hooks
 from autopar.attach.agree import agreed
 from autopar.attach.batches import SameBatches
-from autopar.attach.guards import Guards, guards_of
+from autopar.attach.guards import Guards, guards_of, refuse_carried
 from autopar.attach.host_parameters import resident
+from autopar.attach.pipe import Pipe
 from autopar.attach.rounds import played
 from autopar.attach.run import Runner
+from autopar.attach.stage_run import StageRunner
+from autopar.attach.staging import Staged
 from autopar.attach.tensors import layout_of, mesh_of
 from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
 from autopar.emit import Emitted, emit, forward_only
 from autopar.emit.groups import name_groups
 from autopar.emit.seeded import pieces_of
-from autopar.errors import TraceError
 from autopar.ir.batch_norm import parts_of
 from autopar.ir.graph import Graph, Node, output_types
 from autopar.ir.layout import Layout, replicated
@@ -50,8 +52,8 @@ from autopar.trace.modules import aliases, tensors_by_name
 from autopar.trace.reads import MISSING
 
 # How a graph becomes a plan: (graph, the training plan if there is one, layouts of the parameters then) -> plan;
-# `loosely=True`: of a step that nobody takes yet.
-Planner = Callable[..., Plan]
+# `loosely=True`: of a step that nobody takes yet. `in_stages` gives the plans of a pipeline.
+Planner = Any
 
 KEPT = 64  # programs of a module; the one that was used longest ago goes first
 STATES = 8  # programs of one way of calling it, for states of the module
@@ -89,6 +91,11 @@ class Prepared:
     checked: list[tuple[Any, Any]]
     told: str
 
+    @property
+    def graph(self) -> Graph:
+        """Of the whole model; of several micro-batches one of them."""
+        return self.runner.graph
+
     def fits(self) -> str | None:
         """None where this program still means what the module does; else what has changed, in words."""
         if torch.is_grad_enabled():
@@ -119,9 +126,12 @@ class State:
         batch_norm: str,
         patience_s: float = PATIENCE_S,
         rules: tuple[Rules, ...] = (),
+        pipe: Pipe | None = None,
     ):
         self.model_class = model_class
-        self.device_mesh = device_mesh
+        self.device_mesh = device_mesh  # of a pipeline, that of this rank's stage
+        self.pipe = pipe
+        self.staged: Staged | None = None  # the stages of the training step
         self.mesh = mesh_of(device_mesh)
         self.planner = planner
         self.outputs, self.inputs = outputs, inputs
@@ -168,7 +178,9 @@ class State:
             self.batch_norm,
             self.watch.patience_s,
             self.rules,
+            self.pipe,
         )
+        made.staged = self.staged
         made.plan, made.seed, made.drawing_calls = self.plan, self.seed, self.drawing_calls
         made.own_forward = copy.deepcopy(self.own_forward, memo)
         return made
@@ -213,18 +225,23 @@ def prepare(
     with torch.inference_mode(False):  # parameters made here are trained later
         with state.watch.working():
             fixed = {} if state.plan is None else _layouts(parallel, state)
-            plan = state.planner(graph, state.plan, fixed, loosely=loosely)
+            staged = None
+            if state.pipe is not None:
+                staged = state.planner.in_stages(graph, state.pipe, state.staged, fixed)
+                plan = staged.plans[state.pipe.place]
+            else:
+                plan = state.planner(graph, state.plan, fixed, loosely=loosely)
             state.settle(plan.mesh)
         if state.plan is not None and not key.gradients:
             plan = resident(plan, state.plan.residence)
         plan = _with_notes(plan, captured.notes)
-        prepared = _prepared(parallel, state, call, key, captured, plan)
+        prepared = _prepared(parallel, state, call, key, captured, _runner(state, plan, staged))
     kept = state.programs.setdefault(key, [])
     if len(kept) + 1 in (TOLD_AT, STATES):
         _tell_of_traces(kept[0].fits(), len(kept) + 1)
     kept.insert(0, prepared)
     del kept[STATES:]
-    state.calls.setdefault(call.shape, (dict(call.numbers), output_types(prepared.plan.graph)))
+    state.calls.setdefault(call.shape, (dict(call.numbers), output_types(prepared.graph)))
     if len(state.programs) == KINDS_TOLD_AT and not kept[1:] and _is_first_rank():
         warnings.warn(
             f"calls of {KINDS_TOLD_AT} kinds (shapes, arguments, modes) were traced and planned, each by itself; pad "
@@ -286,35 +303,11 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
                 every_tangent=key in state.wants_tangents,
                 device_type=state.device_mesh.device_type,
             )
-        _refuse_state(state, key, captured)
+        refuse_carried(captured.reads, [known.writes for known in state.programs.get(key, ())])
         parts = parts_of(state.batch_norm, state.mesh)
         return captured, graph_of(captured, state.precision, parts=parts, rules=state.rules)
 
     return agreed(trace, state.device_mesh)
-
-
-def _refuse_state(state: State, key: Key, captured: Captured) -> None:
-    """Raise where forward builds on what an earlier call left: every call would need a program of its own. What it
-    makes once and finds again, as a mask of a length, is no such thing.
-    """
-    for place, (before, after, line) in captured.reads.written.items():
-        if place not in captured.reads.attributes:
-            continue
-        carried = isinstance(before, Tensor) and isinstance(after, Tensor)
-        for known in state.programs.get(key, ()):
-            earlier = known.writes.get(place)
-            if earlier is not None and _is_number(before) and _is_number(after):
-                carried = carried or (before != earlier[0] and after != earlier[1])
-        if carried:
-            raise TraceError(
-                f"forward changes {'.'.join(('self', *filter(None, place)))} from call to call at {line}, and each "
-                "value would need a program of its own; make it a buffer (register_buffer) that forward writes with "
-                "copy_, change it outside forward, or pass it as an argument"
-            )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @contextlib.contextmanager
@@ -333,9 +326,8 @@ def as_user_class(parallel: Any) -> Iterator[None]:
         object.__setattr__(parallel, "_autopar", state)
 
 
-def _prepared(parallel: nn.Module, state: State, call: Call, key: Key, captured: Captured, plan: Plan) -> Prepared:
-    runner = _runner(state, plan)
-    program = runner.program
+def _prepared(parallel: nn.Module, state: State, call: Call, key: Key, captured: Captured, runner: Runner) -> Prepared:
+    program, plan = runner.program, runner.plan
     slots, buffers = _slots(parallel, "_parameters"), _slots(parallel, "_buffers")
     leaves, _ = flatten_inputs(call.args, call.kwargs)
     paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
@@ -355,7 +347,7 @@ def _prepared(parallel: nn.Module, state: State, call: Call, key: Key, captured:
         runner,
         tuple(
             (node, places[node.target], plan.choices[node.name].gives[0])
-            for node in program.inputs
+            for node in runner.own_inputs
             if node.op == "input"
         ),
         held,
@@ -386,9 +378,12 @@ def _slots(parallel: nn.Module, kind: str) -> dict[str, Slot]:
     }
 
 
-def _runner(state: State, plan: Plan) -> Runner:
-    groups = name_groups(state.groups, plan.groups(), state.device_mesh, state.mesh)
-    device = state.device_mesh.device_type
+def _runner(state: State, plan: Plan, staged: Staged | None) -> Runner:
+    device, axes = state.device_mesh.device_type, plan.groups()
+    if state.pipe is None or staged is None:
+        groups = name_groups(state.groups, axes, state.device_mesh, state.mesh)
+    else:
+        groups = state.pipe.name_groups(state.groups, {axis for one in staged.plans for axis in one.groups()})
     program: Emitted = emit(plan, groups, device, one_at_a_time=device == "cpu")
     if state.backend == "inductor":
         program = program.compiled()
@@ -396,5 +391,7 @@ def _runner(state: State, plan: Plan) -> Runner:
     assert coordinate is not None
     coordinates = tuple(torch.tensor(index, device=device) for index in state.mesh.indices(coordinate))
     pieces = pieces_of(program.drawing, state.mesh, coordinate)
-    rounds = played(plan, program.inputs, program.results)
-    return Runner(program, state.mesh, coordinates, pieces, state.updates, state.watch, rounds)
+    rest = program, plan, state.mesh, coordinates, pieces, state.updates, state.watch
+    if state.pipe is not None and staged is not None:
+        return StageRunner.of(rest, state.pipe, staged)
+    return Runner(*rest, played(plan, program.inputs, program.results))

@@ -17,7 +17,7 @@ from autopar.errors import PlanMismatch
 from autopar.ir.graph import Node, Result
 from autopar.ir.layout import Layout, Shard
 from autopar.ir.mesh import Mesh
-from autopar.ir.rounds import SUM, wide
+from autopar.ir.rounds import LAST, SUM, wide
 from autopar.plan import Plan
 
 
@@ -71,7 +71,7 @@ def played(plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, L
     """How the program of a plan is played, whose `inputs` and `results` these are; None: once. Raises PlanMismatch
     where backward cannot run behind the forward of each round.
     """
-    rounds, mesh = plan.graph.rounds, plan.mesh
+    rounds = plan.graph.rounds
     if rounds.count == 1:
         return None
     _check_playable(plan)
@@ -81,10 +81,15 @@ def played(plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, L
         for result, join in zip(plan.graph.results, rounds.joined, strict=True)
         if result.kind != "gradient"
     ]  # fmt: skip
+    return _played(plan, others, [layout for _, layout in results], joins)
+
+
+def _played(plan: Plan, others: Sequence[Node], layouts: Sequence[Layout], joins: Sequence[str | int]) -> Played:
+    rounds, mesh = plan.graph.rounds, plan.mesh
     parts_in = [_parts(plan.choices[n.name].gives[0], rounds.cut.get(n.name), mesh) for n in others]
     parts_out = [
         _parts(layout, join if isinstance(join, int) else None, mesh)
-        for (_, layout), join in zip(results, joins, strict=True)
+        for layout, join in zip(layouts, joins, strict=True)
     ]
     blocks = math.lcm(*parts_in, *parts_out)
     return Played(
@@ -98,6 +103,21 @@ def played(plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, L
             for join, parts in zip(joins, parts_out, strict=True)
         ),
     )
+
+
+def played_in_stage(
+    whole: Plan, plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, Layout]]
+) -> Played:
+    """The same of one stage's plan of a pipeline, whose `whole` model's is given: without what crosses cuts, in one
+    micro-batch, too.
+    """
+    if any(node.op == "tangent" for node in whole.graph.nodes):
+        _check_playable(whole)
+    rounds = plan.graph.rounds
+    others = [node for node in inputs if node.op != "parameter"]
+    joined = dict(zip(((r.kind, r.target) for r in plan.graph.results), rounds.joined, strict=False))
+    joins = [joined.get((result.kind, result.target), LAST) for result, _ in results]
+    return _played(plan, others, [layout for _, layout in results], joins)
 
 
 def _check_playable(plan: Plan) -> None:

@@ -18,9 +18,10 @@ from autopar.attach.updates import Updates
 from autopar.attach.watch import BACKWARD, Watch
 from autopar.emit import Emitted
 from autopar.emit.moves import settle
-from autopar.ir.graph import Node
+from autopar.ir.graph import Graph, Node, Result
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
+from autopar.plan import Plan
 from autopar.trace.ambient import without_autocast
 
 
@@ -32,6 +33,7 @@ class Runner:
     """
 
     program: Emitted
+    plan: Plan
     mesh: Mesh
     coordinates: tuple[Tensor, ...]
     pieces: tuple[int, ...]
@@ -44,9 +46,41 @@ class Runner:
         return tuple(node for node in self.program.inputs if node.op == "parameter")
 
     @property
+    def graph(self) -> Graph:
+        """Of the whole model; of several micro-batches one of them."""
+        return self.plan.graph
+
+    @property
+    def results(self) -> tuple[tuple[Result, Layout], ...]:
+        """What a call gives back, and how it lies."""
+        return self.program.results
+
+    @property
+    def differentiable(self) -> frozenset[str]:
+        """Outputs that have a gradient."""
+        return frozenset(node.target for node in self.program.tangents)
+
+    @property
+    def gradients(self) -> tuple[tuple[Result, Layout], ...]:
+        """Those of parameters, as backward gives them."""
+        return self.program.gradients
+
+    @property
+    def own_inputs(self) -> tuple[Node, ...]:
+        """What a call brings."""
+        return self.program.inputs
+
+    def play(
+        self, step: Step, pieces: Sequence[Tensor], trains: bool
+    ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None] | None]:
+        """All of a step that runs inside the call: (results, gradients). `pieces`: parameters, local."""
+        assert self.played is not None
+        return _all_rounds(self, step, pieces, self.played, trains)
+
+    @property
     def outputs(self) -> dict[str, tuple[int, Layout]]:
         """Index of an output -> its place among the results, and its layout."""
-        told = enumerate(self.program.results)
+        told = enumerate(self.results)
         return {result.target: (i, layout) for i, (result, layout) in told if result.kind == "output"}
 
     def __call__(
@@ -60,7 +94,7 @@ class Runner:
             settle()  # what is fetched from the host may be changed there from now on
         outputs: list[Tensor | None] = []
         buffers: list[tuple[str, Tensor]] = []
-        for (result, _), value in zip(self.program.results, found, strict=True):
+        for (result, _), value in zip(self.results, found, strict=True):
             if result.kind == "buffer":
                 assert value is not None
                 buffers.append((result.target, value))
@@ -114,21 +148,21 @@ class _Step(torch.autograd.Function):
         program = runner.program
         ctx.drawn = _random_states(runner) if step.without_tangent else None
         pieces = tuple(map(local_of, parameters))
-        count = len(program.results)
+        count = len(runner.results)
         ctx.added_up = None
         with without_autocast():
             if runner.played is None:
                 outputs = program.forward(*pieces, *step.others, *runner.coordinates, *step.seeds[0])
             else:
-                outputs, ctx.added_up = _all_rounds(runner, step, pieces, runner.played, any(ctx.needs_input_grad))
+                outputs, ctx.added_up = runner.play(step, pieces, any(ctx.needs_input_grad))
         ctx.runner, ctx.step, ctx.parameters, ctx.saved = runner, step, parameters, list(outputs[count:])
         watched = [one for one in (*parameters, *step.watched) if not one.is_inference()]
         ctx.versions = [(one, one._version) for one in watched]
         results = tuple(_own(value, (*pieces, *step.others)) for value in outputs[:count])
-        differentiable = {node.target for node in program.tangents} | step.without_tangent
+        differentiable = runner.differentiable | step.without_tangent
         constant = [
             value
-            for (result, _), value in zip(program.results, results, strict=True)
+            for (result, _), value in zip(runner.results, results, strict=True)
             if value is not None and not (result.kind == "output" and result.target in differentiable)
         ]
         ctx.mark_non_differentiable(*constant)
@@ -168,12 +202,13 @@ def _all_rounds(
         if added_up is None:
             added_up = [None if gradient is None else widened(gradient) for gradient in made]
         else:
-            _add(added_up, made)
+            summed(added_up, made)
         made.clear()  # no round holds the gradients of the one before
-    return tuple(_in(results, dtypes[0])), None if added_up is None else _in(added_up, dtypes[1])
+    return tuple(as_terms(results, dtypes[0])), None if added_up is None else as_terms(added_up, dtypes[1])
 
 
-def _add(so_far: Sequence[Tensor | None], made: Sequence[Tensor | None]) -> None:
+def summed(so_far: Sequence[Tensor | None], made: Sequence[Tensor | None]) -> None:
+    """Add the gradients of a round to those of the rounds before."""
     for total, gradient in zip(so_far, made, strict=True):
         if total is not None and gradient is not None:
             total += gradient
@@ -183,15 +218,15 @@ def _dtypes(values: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:
     return tuple(None if value is None else value.dtype for value in values)
 
 
-def _in(values: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+def as_terms(values: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
     """Sums in the dtypes of their terms."""
     return [None if value is None else value.to(dtype) for value, dtype in zip(values, dtypes, strict=True)]
 
 
 def _delivered(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """What was added up over micro-batches, times the gradient of the loss."""
-    (tangent,) = ctx.runner.program.tangents
-    place, _ = ctx.runner.outputs[tangent.target]
+    (loss,) = ctx.runner.differentiable
+    place, _ = ctx.runner.outputs[loss]
     if any(gradient is not None for at, gradient in enumerate(gradients) if at != place):
         raise RuntimeError(
             "a gradient arrives for an output beside the loss, and in micro-batches backward runs before it is known: "
@@ -245,7 +280,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
 
 def _to_parameters(runner: Runner, names: Mapping[str, Tensor], made: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """What autograd wants of backward: the gradient of each parameter, in order. `names`: the parameters by name."""
-    by_name = {result.target: value for (result, _), value in zip(runner.program.gradients, made, strict=True)}
+    by_name = {result.target: value for (result, _), value in zip(runner.gradients, made, strict=True)}
     return None, None, *(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
 
 

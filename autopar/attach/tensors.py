@@ -149,9 +149,7 @@ def piece_from_rank_zero(
     """
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
-    cuts = [
-        range(size) if isinstance(one, plain.Shard) else range(1) for one, size in zip(layout, mesh.sizes, strict=True)
-    ]
+    cuts = _cuts(layout, mesh)
     here = tuple(index if len(cut) > 1 else 0 for cut, index in zip(cuts, coordinate, strict=True))
 
     def taken() -> tuple[Tensor, Tensor, Tensor]:
@@ -162,7 +160,7 @@ def piece_from_rank_zero(
         return mine, mine.new_empty(largest), host_like(mine) if on_host and mine.is_cuda else mine
 
     mine, room, home = agreed(taken, device_mesh)
-    if device_mesh.size() > 1:
+    if dist.get_world_size() > 1:
         for at in product(*cuts):
             part = part_of(value, layout, mesh, at)
             sent = mine if at == here else room.narrow(0, 0, part.numel()).view(part.shape)
@@ -170,6 +168,30 @@ def piece_from_rank_zero(
                 sent.copy_(part)
             dist.broadcast(sent, src=0)
     return home if home is mine else home.copy_(mine)
+
+
+def take_part(value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> None:
+    """What a rank does while others call `piece_from_rank_zero`, of a value of which it has no piece."""
+    cuts = _cuts(layout, mesh)
+
+    def taken() -> Tensor:
+        largest = part_of(value, layout, mesh, (0,) * len(cuts)).numel()
+        return torch.empty(largest, dtype=value.dtype, device=device_of(device_mesh))
+
+    room = agreed(taken, device_mesh)
+    for at in product(*cuts):
+        part = part_of(value, layout, mesh, at)
+        sent = room.narrow(0, 0, part.numel()).view(part.shape)
+        if dist.get_rank() == 0:
+            sent.copy_(part)
+        dist.broadcast(sent, src=0)
+
+
+def _cuts(layout: Layout, mesh: Mesh) -> list[range]:
+    """Of each axis the places of different pieces."""
+    return [
+        range(size) if isinstance(one, plain.Shard) else range(1) for one, size in zip(layout, mesh.sizes, strict=True)
+    ]
 
 
 def become(held: nn.Parameter, made: nn.Parameter) -> None:
@@ -215,7 +237,7 @@ def relaid(local: Tensor, shape: Sequence[int], before: Layout, after: Layout, d
 
 def from_rank_zero(value: Tensor, device_mesh: DeviceMesh) -> Tensor:
     """Rank 0's values, on this rank's device; where there is no memory for them on one rank, all raise."""
-    if device_mesh.size() == 1:
+    if dist.get_world_size() == 1:
         return value.to(device_mesh.device_type).contiguous()
     sent = agreed(lambda: value.to(device_mesh.device_type).contiguous().clone(), device_mesh)
     dist.broadcast(sent, src=0)
@@ -238,6 +260,10 @@ def _cut_to_layouts(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
         if isinstance(value, DTensor) and not isinstance(held, DTensor):
             state_dict[prefix + name] = value.full_tensor()
         if not isinstance(held, DTensor) or not isinstance(value, Tensor):
+            continue
+        if held.device_mesh.get_coordinate() is None:  # of another stage, whose ranks take it
+            if value.shape == held.shape:
+                state_dict[prefix + name] = held.detach()
             continue
         if getattr(held, "is_borrowed", False):
             become(held, nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad))

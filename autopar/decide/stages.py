@@ -29,6 +29,11 @@ def in_stages(plan: Plan, ends: Sequence[int], pricer: Pricer) -> tuple[tuple[St
     Raises NotCut.
     """
     stages = cut_in_stages(plan.graph, ends)
+    for number, stage in enumerate(stages if plan.graph.trained else ()):
+        if not stage.graph.trained:
+            raise NotCut(
+                f"stage {number} of {len(stages)} would hold no parameter that trains; cut the model elsewhere"
+            )
     lies = {channel: _channel_layout(plan, ref_of(channel)) for stage in stages for channel in stage.sends}
     return tuple((stage, _plan_of(stage, plan, lies, pricer)) for stage in stages)
 

@@ -63,6 +63,20 @@ def cut_in_stages(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
     return _Stages(graph, ends).found()
 
 
+def parameters_read(graph: Graph) -> dict[str, list[str]]:
+    """Forward operator -> the targets of the parameters that it reads, as they are or cast."""
+    free, below, found = _free(graph), dict[str, list[str]](), dict[str, list[str]]()
+    for node in graph.nodes:
+        read = [name for ref in node.operands for name in below.get(ref.name, ())]
+        if node.op == "parameter":
+            below[node.name] = [node.target]
+        elif node.name in free:
+            below[node.name] = read
+        elif node.phase == "forward" and read:
+            found[node.name] = read
+    return found
+
+
 def channel(ref: Ref) -> str:
     return f"{CHANNEL}{ref.name}.{ref.index}"
 

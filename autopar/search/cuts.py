@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph, Ref
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.micro_batches import NotCut
-from autopar.rewrite.stages import Stage, forward_order
+from autopar.rewrite.stages import Stage, forward_order, parameters_read
 from solver import PipelineProblem, Value, additive_stages, chain_cuts, cut_pipeline
 
 Array = NDArray[np.float64]
@@ -119,3 +119,32 @@ def _cut(
     solution = cut_pipeline(problem)
     assert solution.cut is not None, solution.explanation
     return [bounds[stage.last + 1] for stage in solution.cut[:-1]]
+
+
+def cut_by_owner(
+    whole: Plan, owners: Mapping[str, Sequence[int]], count: int, pricer: Pricer
+) -> tuple[list[int], tuple[tuple[Stage, Plan], ...]]:
+    """As `best_cut`, so that each stage reads the parameters that it holds already (`owners`: parameter -> stages) and
+    as little crosses as can. Raises NotCut where the order of the model lets no cut do so.
+    """
+    order, crossing = forward_order(whole.graph), _crossing(whole.graph)
+    held = parameters_read(whole.graph)
+    at, first, last = 0, [len(order)] * count, [-1] * count
+    for place, node in enumerate(order):
+        for name in held.get(node.name, ()):
+            at = next((stage for stage in owners[name] if stage >= at), -1)
+            if at < 0:
+                raise NotCut(f"{node.source or node.name}: {name} is read here, and an earlier stage holds it")
+            first[at], last[at] = min(first[at], place), place
+    ends: list[int] = []
+    for cut in range(count - 1):
+        low = max([*(last[: cut + 1]), *(end - 1 for end in ends)]) + 1
+        high = min([*first[cut + 1 :], len(order) - (count - 1 - cut)])
+        legal = sorted(range(max(low, 1), high + 1), key=lambda end: crossing[end - 1])
+        found = next((end for end in legal if end not in ends and _is_legal(whole, end, pricer)), None)
+        if found is None:
+            raise NotCut(
+                f"the model has no place for the cut between stages {cut} and {cut + 1}, which hold its weights"
+            )
+        ends.append(found)
+    return ends, in_stages(whole, ends, pricer)

@@ -132,8 +132,7 @@ def stages_of(mesh: Mesh) -> int:
 
 def within_stage(mesh: Mesh) -> Mesh:
     """The mesh of one stage."""
-    rest = Mesh(mesh.names[1:], mesh.sizes[1:])
-    return rest if rest.names else Mesh(("data",), (1,))
+    return Mesh(mesh.names[1:], mesh.sizes[1:]) if len(mesh.names) > 1 else Mesh(("data",), (1,))
 
 
 # --- one plan, cut ---------------------------------------------------------------------------------------------------

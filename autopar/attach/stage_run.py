@@ -1,0 +1,248 @@
+"""One rank's part of a pipeline, as it runs: its list of actions, from the first forward to the last gradient.
+
+All of a step runs inside the call, as with micro-batches on one stage (`autopar.attach.run`): the last stage begins
+backward with a gradient of 1 for the loss, and the user's is multiplied in when it arrives. Behind the list, outputs
+and buffers go to all stages, and the gradients of a parameter that several stages hold are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.attach.pipe import Pipe
+from autopar.attach.rounds import Played, played_in_stage, widened
+from autopar.attach.run import Runner, Step, as_terms, summed
+from autopar.attach.staging import Staged
+from autopar.emit.moves import settle
+from autopar.ir.graph import Graph, Node, Result, output_types
+from autopar.ir.layout import Layout, local_shape
+from autopar.pipeline import Action
+from autopar.rewrite.stages import CHANNEL
+
+
+@dataclass(frozen=True)
+class StageRunner(Runner):
+    """`Runner`, of the stage of this rank."""
+
+    pipe: Pipe = field(kw_only=True)
+    staged: Staged = field(kw_only=True)
+
+    @staticmethod
+    def of(rest: tuple[Any, ...], pipe: Pipe, staged: Staged) -> StageRunner:
+        """`rest`: what a `Runner` begins with."""
+        made = StageRunner(*rest, pipe=pipe, staged=staged)
+        own = [one for one in made.program.results if not one[0].target.startswith(CHANNEL)]
+        played = played_in_stage(staged.whole, made.plan, made.own_inputs, own)
+        return replace(made, played=played)
+
+    @property
+    def graph(self) -> Graph:
+        return self.staged.whole.graph
+
+    # --- what it looks like from outside: the whole model ------------------------------------------------------------
+
+    @cached_property
+    def results(self) -> tuple[tuple[Result, Layout], ...]:
+        """What the model gives back, whatever stage makes it."""
+        found: list[tuple[Result, Layout]] = []
+        for _, plan in self._stages:
+            for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
+                if result.kind != "gradient" and not result.target.startswith(CHANNEL):
+                    found.append((result, () if delivery is None else delivery.layout))
+        return tuple(found)
+
+    @property
+    def differentiable(self) -> frozenset[str]:
+        last = self._stages[-1][1].graph
+        return frozenset(node.target for node in last.nodes if node.op == "tangent")
+
+    @property
+    def gradients(self) -> tuple[tuple[Result, Layout], ...]:
+        return tuple(one for one in self.program.gradients if not one[0].target.startswith(CHANNEL))
+
+    @property
+    def own_inputs(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.program.inputs if not node.target.startswith(CHANNEL))
+
+    @property
+    def _stages(self) -> list[tuple[Any, Any]]:
+        return [*zip(self.staged.stages, self.staged.plans, strict=True)]
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def play(
+        self, step: Step, pieces: Sequence[Tensor], trains: bool
+    ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None] | None]:
+        assert self.played is not None
+        part = _Part(self, self.pipe, self.staged, self.played, step, pieces, trains)
+        for action in self.staged.schedule.lists[self.pipe.place]:
+            part.act(action)
+        part.finish_sends()
+        given = part.shared_results()
+        if not trains or self.program.backward is None:
+            return given, None
+        return given, part.gradients()
+
+
+class _Part:
+    """One step of one rank."""
+
+    def __init__(
+        self, runner: StageRunner, pipe: Pipe, staged: Staged, played: Played, step: Step, pieces: Sequence[Tensor],
+        trains: bool,
+    ) -> None:  # fmt: skip
+        self.runner, self.pipe, self.played, self.step, self.trains = runner, pipe, played, step, trains
+        self.staged, self.stage = staged, staged.stages[pipe.place]
+        self.plan, self.pieces = staged.plans[pipe.place], [*pieces]
+        self.came: dict[tuple[str, int], Tensor] = {}  # (channel, micro-batch) -> an activation that is read here
+        self.back: dict[tuple[str, int], Tensor] = {}  # and a gradient
+        self.going: dict[tuple[str, str, int], Tensor] = {}  # ("output" or "gradient", channel, micro-batch)
+        self.saved: dict[int, list[Any]] = {}
+        self.sends: list[tuple[Any, Tensor]] = []
+        program = runner.program
+        self.own = [place for place, (one, _) in enumerate(program.results) if not one.target.startswith(CHANNEL)]
+        self.outputs: list[Tensor | None] = [None] * len(self.own)
+        self.dtypes: list[Any] | None = None
+        self.total: list[Tensor | None] | None = None
+        self.total_dtypes: list[Any] = []
+
+    def act(self, action: Action) -> None:
+        number = action.micro_batch
+        match action.kind:
+            case "F":
+                self._forward(number)
+            case "B":
+                if self.trains and self.runner.program.backward is not None:
+                    self._backward(number)
+            case "SA":
+                self._send(action.stage + 1, "output", self.stage.sends, number)
+            case "RA":
+                self._receive(action.stage - 1, self.stage.receives, self.came, number, "input")
+            case "SG":
+                if self.trains:
+                    self._send(action.stage - 1, "gradient", self.stage.gives_back, number)
+            case "RG":
+                if self.trains:
+                    self._receive(action.stage + 1, self.stage.gets_back, self.back, number, "tangent")
+            case _:
+                raise AssertionError(f"{action} splits backward, and programs have it whole")
+
+    # --- computing ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, number: int) -> None:
+        runner, program = self.runner, self.runner.program
+        others, taken = iter(self.played.part(self.step.others, number)), list[Tensor]()
+        for node in program.inputs[len(self.pieces) :]:
+            is_channel = node.target.startswith(CHANNEL)
+            taken.append(self.came[node.target, number] if is_channel else next(others))
+        made = program.forward(*self.pieces, *taken, *runner.coordinates, *self.step.seeds[number])
+        own, kept = made[: len(program.results)], list(made[len(program.results) :])
+        del made, taken
+        for (result, _), value in zip(program.results, own, strict=True):
+            if result.target.startswith(CHANNEL):
+                assert value is not None
+                self.going["output", result.target, number] = value
+        results = [own[place] for place in self.own]
+        self.dtypes = [None if one is None else one.dtype for one in results]
+        self.played.put(self.outputs, results, number)
+        for channel in self.stage.receives:
+            self.came.pop((channel, number))
+        if self.trains:
+            self.saved[number] = kept
+
+    def _backward(self, number: int) -> None:
+        runner, program = self.runner, self.runner.program
+        assert program.backward is not None
+        tangents = [
+            self.back.pop((node.target, number)) if node.target.startswith(CHANNEL) else one
+            for node, one in zip(program.tangents, runner.ones(), strict=True)
+        ]
+        made = list(program.backward(self.saved.pop(number), *tangents, *runner.coordinates, *self.step.seeds[number]))
+        settle()
+        own: list[Tensor | None] = []
+        for (result, _), value in zip(program.gradients, made, strict=True):
+            if result.target.startswith(CHANNEL):
+                assert value is not None
+                self.going["gradient", result.target, number] = value
+            else:
+                own.append(value)
+        if self.total is None:
+            self.total, self.total_dtypes = [None if one is None else widened(one) for one in own], _dtypes(own)
+        else:
+            summed(self.total, own)
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _send(self, stage: int, kind: str, channels: Sequence[str], number: int) -> None:
+        self.sends = [(work, value) for work, value in self.sends if not work.is_completed()]
+        for channel in channels:
+            value = self.going.pop((kind, channel, number)).contiguous()
+            self.sends.append((self.pipe.send(stage, value), value))
+
+    def _receive(
+        self, stage: int, channels: Sequence[str], into: dict[tuple[str, int], Tensor], number: int, op: str
+    ) -> None:
+        nodes = {node.target: node for node in self.plan.graph.nodes if node.op == op}
+        for channel in channels:
+            node = nodes[channel]
+            (type,) = node.outputs
+            assert type is not None
+            shape = local_shape(type.shape, self.plan.choices[node.name].gives[0], self.plan.mesh)
+            assert shape is not None
+            into[channel, number] = self.pipe.receive(stage, shape, getattr(torch, type.dtype))
+
+    def finish_sends(self) -> None:
+        for work, _ in self.sends:
+            work.wait()
+        self.sends = []
+
+    # --- behind the list ---------------------------------------------------------------------------------------------
+
+    def shared_results(self) -> tuple[Tensor | None, ...]:
+        """Outputs and new buffers, which every stage has then."""
+        mine = iter(as_terms(self.outputs, self.dtypes or []))
+        found: list[Tensor | None] = []
+        for stage, plan in enumerate(self.staged.plans):
+            types = output_types(plan.graph)
+            for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
+                if result.kind == "gradient" or result.target.startswith(CHANNEL):
+                    continue
+                value = next(mine) if stage == self.pipe.place else None
+                if result.ref is None or delivery is None:
+                    found.append(None)
+                    continue
+                if value is None:
+                    type = types[result.target] if result.kind == "output" else plan.graph.type_of(result.ref)
+                    assert type is not None
+                    shape = local_shape(type.shape, delivery.layout, plan.mesh)
+                    assert shape is not None
+                    value = torch.empty(
+                        shape, dtype=getattr(torch, type.dtype), device=self.runner.coordinates[0].device
+                    )
+                found.append(self.pipe.from_stage(stage, value.contiguous()))
+        return tuple(found)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Of the stage's own parameters, in the order of the program's; those of others are theirs."""
+        assert self.total is not None
+        owners, total = self.staged.owners, [*self.total]
+        places = {result.target: at for at, (result, _) in enumerate(self.runner.gradients)}
+        held = {node.target: piece for node, piece in zip(self.runner.parameters, self.pieces, strict=True)}
+        for name in sorted(places):
+            if len(owners[name]) > 1:
+                at, piece = places[name], held[name]
+                if (mine := total[at]) is None:  # all of its terms are made in other stages
+                    mine = widened(torch.zeros_like(piece))
+                    self.total_dtypes[at] = piece.dtype
+                total[at] = self.pipe.sum_over(owners[name], mine)
+        return as_terms(total, self.total_dtypes)
+
+
+def _dtypes(values: Sequence[Tensor | None]) -> list[Any]:
+    return [None if value is None else value.dtype for value in values]

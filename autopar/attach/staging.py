@@ -1,0 +1,145 @@
+"""What a program of a pipeline runs: the plans of all stages, found by rank 0 and known to every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autopar.attach.agree import agreed, found_by_rank_zero, text_from
+from autopar.attach.pipe import Pipe
+from autopar.ir.graph import Graph, batch_size
+from autopar.ir.layout import Layout
+from autopar.ir.outside import Rules
+from autopar.pipeline import Action, Schedule, make_schedule
+from autopar.pipeline.messages import projected
+from autopar.plan import Plan
+from autopar.plan.fit import check
+from autopar.plan.store import dumps
+from autopar.price.pricer import Pricer
+from autopar.rewrite.micro_batches import NotCut, in_rounds
+from autopar.rewrite.stages import Stage, cut_in_stages
+from autopar.search import Request, answer, ask
+from autopar.search.cuts import cut_by_owner
+from autopar.search.pipelines import find_pipeline
+from cost_models.hardware import Hardware
+
+TIMES = (1, 2, 4, 8)  # of the number of stages: micro-batches that are tried where nobody says
+
+
+@dataclass(frozen=True)
+class Staged:
+    """The stages of one program, each with its plan, and what every rank of the pipe does, in order."""
+
+    stages: tuple[Stage, ...]
+    plans: tuple[Plan, ...]
+    schedule: Schedule
+    whole: Plan
+    ends: tuple[int, ...]
+
+    @property
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the stages that hold it."""
+        found: dict[str, tuple[int, ...]] = {}
+        for number, plan in enumerate(self.plans):
+            for name in plan.parameters:
+                found[name] = (*found.get(name, ()), number)
+        return found
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is planned for. `count`: micro-batches of a step of training; None: the search decides."""
+
+    hardware: Hardware
+    optimizer: str
+    request: Request
+    schedule: str
+    count: int | None
+    rules: tuple[Rules, ...]
+
+
+def staged(graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, Layout], asked: Asked) -> Staged:
+    """The stages of a graph, the same on all ranks, which have to call it. `like`: those that the module trains with,
+    which hold the parameters already, laid out as `fixed` says.
+    """
+    trains = any(result.kind == "gradient" for result in graph.results)
+    find = partial(_first, graph, pipe, asked) if like is None else partial(_later, graph, pipe, like, fixed, asked)
+    found = found_by_rank_zero(find, pipe.whole)
+    text = text_from(0, None if found is None else _told(found), pipe.whole)
+
+    def receive() -> Staged:
+        made = found or _read(text, pipe, asked, trains)
+        check(made.whole, in_rounds(graph, made.whole.graph.rounds.count), pipe.inner, origin="the plan of rank 0")
+        return made
+
+    return agreed(receive, pipe.whole)
+
+
+def _first(graph: Graph, pipe: Pipe, asked: Asked) -> Staged:
+    def of(count: int) -> Staged:
+        found = find_pipeline(
+            graph, pipe.mesh, asked.hardware, count, asked.request, schedule=asked.schedule, optimizer=asked.optimizer
+        )
+        seconds[count] = found.step_seconds
+        return Staged(found.stages, found.plans, found.schedule, found.whole, found.ends)
+
+    seconds: dict[int, float] = {}
+    if asked.count is not None:
+        return of(asked.count)
+    batch = batch_size(graph)
+    counts = [pipe.count * times for times in TIMES if batch % (pipe.count * times) == 0]
+    if not counts:
+        raise NotCut(
+            f"a batch of {batch} has no multiple of {pipe.count} equal parts, as {pipe.count} stages want them; give "
+            f"micro_batches= a number that divides {batch}"
+        )
+    made = {count: of(count) for count in counts}
+    return made[min(seconds, key=lambda count: seconds[count])]
+
+
+def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], asked: Asked) -> Staged:
+    """Of another call of the module: a step of another batch, or no step at all."""
+    trains = any(result.kind == "gradient" for result in graph.results)
+    count = _count_near(graph, like.whole.graph.rounds.count) if trains else 1
+    question = ask(in_rounds(graph, count), pipe.inner, asked.hardware, optimizer=asked.optimizer)
+    whole = answer(question, replace(asked.request, fixed=fixed, memory=None, simulation=False))
+    pricer = Pricer.on(pipe.inner, asked.hardware, asked.optimizer, whole.bucket_bytes, count)
+    ends, cut = cut_by_owner(whole, like.owners, pipe.count, pricer)
+    stages, plans = zip(*cut, strict=True)
+    return Staged(stages, plans, _schedule(like.schedule.name, pipe.count, count, trains), whole, tuple(ends))
+
+
+def _count_near(graph: Graph, wanted: int) -> int:
+    batch = batch_size(graph)
+    return next((count for count in range(wanted, batch + 1) if batch % count == 0), 1)
+
+
+def _schedule(name: str, stages: int, count: int, trains: bool) -> Schedule:
+    if trains:
+        return make_schedule(name, stages, count)
+    order: list[Action] = []
+    for stage in range(stages):
+        order += [Action("F", stage, 0), *([Action("SA", stage, 0)] if stage + 1 < stages else [])]
+    return projected("forward", 1, range(stages), order)
+
+
+def _told(found: Staged) -> str:
+    return json.dumps(
+        {
+            "schedule": found.schedule.name,
+            "whole": dumps(found.whole),
+            "plans": list(map(dumps, found.plans)),
+            "ends": found.ends,
+        }
+    )
+
+
+def _read(text: str, pipe: Pipe, asked: Asked, trains: bool) -> Staged:
+    told = json.loads(text)
+    whole = Plan.loads(told["whole"], "rank 0", asked.rules)
+    stages = cut_in_stages(whole.graph, told["ends"])
+    plans = tuple(Plan.loads(one, "rank 0", asked.rules) for one in told["plans"])
+    schedule = _schedule(told["schedule"], pipe.count, whole.graph.rounds.count, trains)
+    return Staged(stages, plans, schedule, whole, tuple(told["ends"]))

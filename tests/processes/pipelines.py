@@ -1,0 +1,111 @@
+"""Pipelines on real processes: stages train, are evaluated, clipped, saved and loaded as one process does it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar.attach.pipe import is_elsewhere
+from tests.processes.worker import Ranks
+from tests.support.families import family
+
+STEPS = 3
+NEAR = 1e-6  # models of transformers make their loss in float32
+
+
+def mesh_of(ranks: Ranks) -> Any:
+    return autopar.init_mesh("cpu", **({"pipe": 2, "data": 2} if ranks.count == 4 else {"pipe": 2}))
+
+
+def loss_of(made: Any) -> torch.Tensor:
+    return made.loss if hasattr(made, "loss") else made
+
+
+def doubled(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    case = family(name)
+    inputs = {key: value.double() if value.is_floating_point() else value for key, value in case.inputs.items()}
+    return copy.deepcopy(case.model).double(), inputs
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def check_steps_are_those_of_one_process(ranks: Ranks) -> None:
+    """Losses, clipped norms and parameters after some steps; a tied weight in both stages (gpt2, t5)."""
+    for name, schedule, count in (("gpt2", "1f1b", 4), ("t5", "gpipe", 2), ("mlp", "auto", None)):
+        model, inputs = doubled(name)
+        plain = copy.deepcopy(model)
+        parallel = autopar.compile(
+            model, mesh_of(ranks), schedule=schedule, micro_batches=count, memory="4GiB", time_limit_s=10
+        )
+        ours, theirs = (torch.optim.SGD(one.parameters(), 1e-1, momentum=0.9) for one in (parallel, plain))
+        for _ in range(STEPS):
+            found, wanted = (loss_of(one(**inputs)) for one in (parallel, plain))
+            found.backward()
+            wanted.backward()
+            torch.testing.assert_close(found.detach(), wanted.detach(), rtol=NEAR, atol=0)
+            norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (parallel, plain)]
+            torch.testing.assert_close(norms[0], norms[1], rtol=NEAR, atol=0)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        right = plain.state_dict()
+        state = parallel.full_state_dict(rank0_only=False)
+        assert state.keys() == right.keys()
+        for key, value in state.items():
+            assert torch.allclose(value, right[key], rtol=NEAR, atol=1e-8), f"{name}: {key}"
+        held = [one for one in parallel.parameters() if not is_elsewhere(one)]
+        assert 0 < len(held) < len([*plain.parameters()]) + 1
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(parallel(**inputs)), loss_of(plain(**inputs)), rtol=NEAR, atol=1e-8)
+
+
+def check_a_state_goes_out_and_in_again(ranks: Ranks) -> None:
+    model, inputs = doubled("gpt2")
+    parallel = autopar.compile(model, mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    first = loss_of(parallel(**inputs)).detach()
+    kept = parallel.full_state_dict(rank0_only=False)
+    with torch.no_grad():
+        for one in parallel.parameters():
+            one.mul_(1.5)
+    assert abs(float(loss_of(parallel(**inputs)).detach()) - float(first)) > 1e-3
+    parallel.load_state_dict(kept)
+    torch.testing.assert_close(loss_of(parallel(**inputs)).detach(), first, rtol=1e-12, atol=0)
+    plain = copy.deepcopy(family("gpt2").model).double()
+    plain.load_state_dict(kept)
+
+
+def check_evaluation_and_other_batches(ranks: Ranks) -> None:
+    """Planned behind the training step: cut where the parameters lie."""
+    model, inputs = doubled("gpt2")
+    plain = copy.deepcopy(model).eval()
+    parallel = autopar.compile(model, mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    loss_of(parallel(**inputs)).backward()
+    parallel.eval()
+    few = {key: value[:2] for key, value in inputs.items()}
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(**few).loss, plain(**few).loss, rtol=NEAR, atol=0)
+        torch.testing.assert_close(whole(parallel(**few).logits), plain(**few).logits, rtol=NEAR, atol=1e-8)
+    parallel.train()
+    more = {key: torch.cat([value, value.flip(0)]) for key, value in inputs.items()}
+    torch.testing.assert_close(loss_of(parallel(**more)), loss_of(plain(**more)), rtol=NEAR, atol=0)
+
+
+def check_what_is_not_built_is_said(ranks: Ranks) -> None:
+    model, _ = doubled("mlp")
+    for keywords, sentence in (
+        ({"schedule": "zb-h1"}, "schedule 'zb-h1' is not known"),
+        ({"cache": "plans"}, "cache= is not built for a mesh with 'pipe'"),
+    ):
+        try:
+            autopar.compile(model, mesh_of(ranks), **keywords)
+        except ValueError as error:
+            assert sentence in str(error), error
+        else:
+            raise AssertionError(sentence)
