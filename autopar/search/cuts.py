@@ -177,8 +177,8 @@ def _seconds(whole: Plan, pricer: Pricer) -> Array:
     read: dict[str, int] = {}  # forward value -> the last operator that reads it
     for node in reversed(graph.nodes):
         if node.phase == "forward":
-            at = place.get(node.name, read.get(node.name))
-            for ref in node.operands if at is not None else ():
+            at = place.get(node.name, read.get(node.name, 0))
+            for ref in node.operands:
                 read[ref.name] = max(read.get(ref.name, 0), at)
     found, last = np.zeros(len(order)), len(order) - 1
     back: dict[str, int] = {}  # backward operator -> the operator whose backward it is part of

@@ -1,6 +1,6 @@
 """A pipeline's file: JSON, versioned, hashed, checked on reading, and never seen half-written.
 
-    {"autopar_pipeline": 1, "digest": ..., "mesh": ..., "ends": ..., "schedule": ..., ..., "whole": ..., "stages": [...]}
+    {"autopar_pipeline": 1, "digest": ..., "mesh": ..., "schedule": ..., ..., "stages": [...], "whole": ...}
 
 `whole` and the plan of each stage are plans as in files of their own (`autopar.plan.store`), each with its digest; the
 schedule's lists are written as `0F0 0SA0 0F1`, a text for each rank. What follows from the rest (times of the played
@@ -14,7 +14,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from autopar.errors import PlanMismatch
 from autopar.ir.mesh import Mesh
@@ -70,14 +70,15 @@ def load(path: str | Path, rules: tuple[Rules, ...] = ()) -> Pipeline:
     Raises PlanMismatch where the file is cut short, edited, of another version or inconsistent, and OSError where there
     is no file to be read.
     """
+    found: Any
     try:
-        content = json.loads(read_whole(path).decode())
+        found = json.loads(read_whole(path).decode())
     except (ValueError, RecursionError) as error:
         raise PlanMismatch(f"{path} is not complete JSON ({shortened(error, 200)}); {AGAIN}") from None
-    if not isinstance(content, dict) or content.get("autopar_pipeline") != VERSION:
+    content = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    if content.pop("autopar_pipeline", None) != VERSION:
         raise PlanMismatch(f"{path} is no pipeline of version {VERSION}; {AGAIN}")
     stored = content.pop("digest", None)
-    del content["autopar_pipeline"]
     if stored != _digest(content):
         raise PlanMismatch(f"{path} was edited or damaged: its content has another digest than it says; {AGAIN}")
     try:
@@ -100,9 +101,7 @@ def _read(content: dict[str, Any], origin: str, rules: tuple[Rules, ...]) -> Pip
     for at, (stage, row, one) in enumerate(zip(stages, content["stages"], plans, strict=True)):
         _check(at, stage, row, one)
     if schedule.micro_batches != whole.graph.rounds.count or schedule.stages != len(stages):
-        raise ValueError(
-            f"its schedule is not one of {len(stages)} stages and {whole.graph.rounds.count} micro-batches"
-        )
+        raise ValueError("its schedule has other numbers of stages or micro-batches than its plan")
     durations = Durations(**{name: entries and tuple(entries) for name, entries in content["durations"].items()})
     nbytes = StageBytes(**{name: tuple(entries) for name, entries in content["bytes"].items()})
     mesh = Mesh(tuple(content["mesh"]["names"]), tuple(content["mesh"]["sizes"]))

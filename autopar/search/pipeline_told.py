@@ -11,11 +11,12 @@ from typing import Any
 
 from autopar.ir.precision import told
 from autopar.ir.words import count_of
+from autopar.ir.work import VIEWS
 from autopar.pipeline import in_flight
 from autopar.plan.axes import words
 from autopar.plan.explain import saving
 from autopar.plan.listing import columns
-from autopar.plan.reading import ms, parameters_of, percent, wrapped
+from autopar.plan.reading import is_weighted, ms, parameters_of, percent, weights_of, wrapped
 from autopar.plan.tell import human
 from autopar.plan.utilisation import Utilisation, utilisation
 from autopar.rewrite.stages import forward_order
@@ -80,14 +81,17 @@ def utilisation_of(pipeline: Pipeline) -> Utilisation:
 
 
 def modules_of(pipeline: Pipeline) -> tuple[str, ...]:
-    """Of each stage, the modules that run in it, in their order: `transformer.wte, transformer.h.0..3`; a layer that
-    is cut is `(part)` in both.
+    """Of each stage, the layers and other modules with parameters that run in it, in their order: `transformer.wte,
+    transformer.h.0..3`; one that is cut is `(part)` in both.
     """
     order = forward_order(pipeline.whole.graph)
     bounds = [0, *pipeline.ends, len(order)]
-    found: list[dict[str, None]] = []
+    weight_of, found = weights_of(pipeline.whole.graph), list[dict[str, None]]()
     for first, last in pairwise(bounds):
-        found.append(dict.fromkeys(_layer(node.module) for node in order[first:last] if node.module))
+        labels = [
+            (_layer(node.module), is_weighted(node, weight_of)) for node in order[first:last] if node.op not in VIEWS
+        ]
+        found.append(dict.fromkeys(one for one, weighted in labels if weighted or re.search(r"\d$", one)))
     shared = [label for one, other in pairwise(found) for label in one if label in other]
     return tuple(", ".join(_ranges(names, shared)) or "-" for names in found)
 

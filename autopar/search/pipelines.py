@@ -6,8 +6,8 @@ micro-batches as are in flight there. Where some stage does not fit, the whole p
 all of them do.
 
 A cut is first that of least step time under 1F1B by `solver.cut_pipeline`, among the places where little crosses, or
-the even one; the schedules are played with the seconds of each stage's own timeline, and then one end after the other is
-moved as long as the played step gets shorter.
+the even one; the schedules are played with the seconds of each stage's own timeline, and then one end after the other
+is moved as long as the played step gets shorter.
 """
 
 from __future__ import annotations
@@ -177,14 +177,13 @@ def pipeline_of(
 def stages_of(mesh: Mesh) -> int:
     """Ranks along the axis of stages. Raises ValueError where that is not the first."""
     if mesh.names[0] != PIPE:
-        raise ValueError(f"{mesh}: stages lie farthest apart, so that {PIPE} is the first axis of a mesh")
+        raise ValueError(f"mesh {mesh}: stages lie farthest apart, so that {PIPE} has to be its first axis")
     return mesh.sizes[0]
 
 
 def within_stage(mesh: Mesh) -> Mesh:
     """The mesh of one stage."""
-    rest = Mesh(mesh.names[1:], mesh.sizes[1:])
-    return rest if rest.names else Mesh(("data",), (1,))
+    return Mesh(mesh.names[1:] or ("data",), mesh.sizes[1:] or (1,))
 
 
 # --- one plan, cut ---------------------------------------------------------------------------------------------------
