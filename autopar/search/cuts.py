@@ -57,6 +57,22 @@ class Cuts:
 
     def best(self) -> tuple[list[int], Cut]:
         """(ends, stages) of the best cut by `solver.cut_pipeline` that is legal. Raises NotCut where there is none."""
+        return self._legal_one(self._quickest)
+
+    def even(self) -> tuple[list[int], Cut] | None:
+        """The cut into as many operators each as legal places allow; None where they coincide."""
+        length = len(self.spent)
+
+        def evenly(places: Sequence[int]) -> list[int]:
+            wanted = [length * at / self.count for at in range(1, self.count)]
+            return sorted({min(places, key=lambda end, one=one: abs(end - one)) for one in wanted})
+
+        try:
+            return self._legal_one(evenly)
+        except NotCut:
+            return None
+
+    def _legal_one(self, choose: Callable[[Sequence[int]], list[int]]) -> tuple[list[int], Cut]:
         if self.count == 1:
             return [], in_stages(self.whole, [], self.pricer)
         why: NotCut | None = None
@@ -64,7 +80,9 @@ class Cuts:
             places = self.places()
             if len(places) < self.count - 1:
                 break
-            ends = self._quickest(places)
+            ends = choose(places)
+            if len(ends) < self.count - 1:
+                break
             try:
                 return ends, in_stages(self.whole, ends, self.pricer)
             except NotCut as error:
@@ -75,14 +93,6 @@ class Cuts:
             f"the model has no {self.count - 1} places where it can be cut into {self.count} stages"
             + (f"; the last one tried: {why}" if why else "; it has too few layers one behind the other")
         )
-
-    def even(self) -> tuple[list[int], Cut] | None:
-        """The cut into as many operators each as the places allow; None where that is not legal."""
-        places, length = self.places(), len(self.spent)
-        if self.count == 1 or not places:
-            return None
-        ends = [min(places, key=lambda end, at=at: abs(end - at * length / self.count)) for at in range(1, self.count)]
-        return self.at(ends)
 
     def at(self, ends: list[int]) -> tuple[list[int], Cut] | None:
         """The cut with these ends; None where it is not legal."""

@@ -132,11 +132,11 @@ def pipeline_of(
     """
     count, limit, began = stages_of(mesh), request.memory, time.perf_counter()
 
-    def whole_within(room: float | None) -> _Cutting:
+    def whole_within(room: float | None) -> Cutting:
         left = max(LEAST_S, request.time_limit_s - (time.perf_counter() - began))
         asked = replace(request, memory=room, simulation=False, time_limit_s=left)
         whole = answer(question, asked, progress=progress)
-        return _Cutting.of(whole, mesh, question.pricer.hardware, schedule, question.pricer, limit)
+        return Cutting.of(whole, mesh, question.pricer.hardware, schedule, limit)
 
     cutting = whole_within(None)
     found = cutting.moved(cutting.first())
@@ -144,7 +144,7 @@ def pipeline_of(
     progress(told)
     if limit is None or found.peak_bytes <= limit:
         return found
-    best: tuple[_Cutting, Pipeline] | None = None
+    best: tuple[Cutting, Pipeline] | None = None
     needed, most, least = found.peak_bytes, float(found.whole.peak_bytes[DEVICE]), 0.0  # room of the whole plan
     for _ in range(TRIES):
         room = (least + most) / 2
@@ -190,7 +190,7 @@ def within_stage(mesh: Mesh) -> Mesh:
 
 
 @dataclass(frozen=True)
-class _Cutting:
+class Cutting:
     """One plan of the whole model, and how good a pipeline of it each cut is."""
 
     whole: Plan
@@ -201,16 +201,16 @@ class _Cutting:
     limit: float | None
 
     @staticmethod
-    def of(whole: Plan, mesh: Mesh, hardware: Hardware, schedule: str, pricer: Pricer, limit: float | None) -> _Cutting:
-        pricer = Pricer.on(pricer.mesh, hardware, whole.optimizer, whole.bucket_bytes, whole.graph.rounds.count)
+    def of(whole: Plan, mesh: Mesh, hardware: Hardware, schedule: str, limit: float | None) -> Cutting:
+        pricer = Pricer.on(whole.mesh, hardware, whole.optimizer, whole.bucket_bytes, whole.graph.rounds.count)
         cuts = Cuts.of(whole, stages_of(mesh), pricer, _sending(mesh, hardware))
-        return _Cutting(whole, mesh, SCHEDULES if schedule == "auto" else (schedule,), pricer, cuts, limit)
+        return Cutting(whole, mesh, SCHEDULES if schedule == "auto" else (schedule,), pricer, cuts, limit)
 
     def first(self) -> Pipeline:
         """Of the best cut by the program's estimate, and the even one."""
         even = self.cuts.even()
-        found = self._pipeline(*self.cuts.best())
-        return found if even is None else min(self._pipeline(*even), found, key=self._order)
+        found = self.pipeline(*self.cuts.best())
+        return found if even is None else min(self.pipeline(*even), found, key=self._order)
 
     def moved(self, best: Pipeline) -> Pipeline:
         """The best that is found by moving one end after the other, where the played step of what that would do to the
@@ -224,7 +224,7 @@ class _Cutting:
             _, ends = min(near)
             seen.add(tuple(ends))
             cut = self.cuts.at(ends)
-            found = None if cut is None else self._pipeline(*cut)
+            found = None if cut is None else self.pipeline(*cut)
             if found is not None and self._order(found) < self._order(best):
                 best = found
         return best
@@ -253,7 +253,8 @@ class _Cutting:
         over = 0.0 if self.limit is None else max(0.0, found.peak_bytes - self.limit)
         return over, found.step_seconds, found.peak_bytes
 
-    def _pipeline(self, ends: Sequence[int], cut: Cut) -> Pipeline:
+    def pipeline(self, ends: Sequence[int], cut: Cut) -> Pipeline:
+        """The better schedule of this cut."""
         count, send = len(cut), self.cuts.send
         stages, plans = tuple(stage for stage, _ in cut), tuple(plan for _, plan in cut)
         timed = [_timed(plan, self.pricer) for plan in plans]
