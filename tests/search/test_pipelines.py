@@ -117,16 +117,16 @@ def test_no_even_cut_is_better(hidden: tuple[int, ...]) -> None:
 
 def test_a_limit_of_memory_holds() -> None:
     """Activations are most of what is held: what is run again makes room for them."""
-    rows = 4096
-    graph = graph_of(capture(Layers(*(256,) * 6), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
-    free = find_pipeline(graph, TWO, FAST, 4)
+    rows, mesh = 4096, Mesh(("pipe",), (2,))
+    graph = graph_of(capture(Layers(*(256,) * 4), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
+    free = find_pipeline(graph, mesh, FAST, 4)
     limit = 0.8 * free.peak_bytes
     request = Request(memory=limit, allow=("recompute",))
-    found = find_pipeline(graph, TWO, FAST, 4, request)
+    found = find_pipeline(graph, mesh, FAST, 4, request)
     assert found.peak_bytes <= limit < free.peak_bytes
     assert found.step_seconds >= free.step_seconds * (1 - 1e-9)
     with pytest.raises(Infeasible, match=r"no pipeline of 2 stages over 4 micro-batches fits in .* per rank") as error:
-        find_pipeline(graph, TWO, FAST, 4, replace(request, memory=0.05 * free.peak_bytes))
+        find_pipeline(graph, mesh, FAST, 4, replace(request, memory=0.05 * free.peak_bytes))
     assert error.value.enough is not None and 0.05 * free.peak_bytes < error.value.enough <= free.peak_bytes
 
 
@@ -139,7 +139,7 @@ def test_a_tied_embedding_is_in_both_stages_that_read_it() -> None:
 
 
 def test_an_encoder_and_a_decoder_are_cut() -> None:
-    found = find_pipeline(family("t5").graph, Mesh(("pipe", "data"), (3, 2)), FAST, 2, ALONE)
+    found = find_pipeline(family("t5").graph, Mesh(("pipe",), (3,)), FAST, 2, ALONE)
     assert len(found.plans) == 3 and found.step_seconds > found.least_seconds
     told = modules_of(found)
     assert "encoder" in told[0] and "decoder" in told[2]
