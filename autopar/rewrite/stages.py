@@ -351,17 +351,19 @@ class _Stages:
 
 
 def _free(graph: Graph) -> frozenset[str]:
-    """Forward operators of which each stage that needs them runs its own: of inputs alone, or of parameters alone."""
+    """Operators of which each stage that needs them runs its own: of inputs alone, also in backward, where all layers
+    may read the one copy of a table (rotary positions); and in forward of parameters alone.
+    """
     weights = weights_in(graph)
     of_inputs = {node.name for node in graph.nodes if node.op in ("input", "buffer", "constant")}
     found: set[str] = set()
     for node in graph.nodes:
-        if node.is_source or node.phase != "forward" or draws(node):
+        if node.is_source or draws(node):
             continue
         if all(ref.name in of_inputs for ref in node.operands):
             of_inputs.add(node.name)
             found.add(node.name)
-        elif node.name in weights:
+        elif node.phase == "forward" and node.name in weights:
             found.add(node.name)
     return frozenset(found)
 

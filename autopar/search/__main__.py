@@ -23,6 +23,7 @@ from autopar.search.baselines import Row, besides, compare, table
 from autopar.search.command.arguments import Asked, parser, read
 from autopar.search.command.posing import Answered, Posing, in_best_rounds, posed, timed
 from autopar.search.command.sized import is_sizing, request_of, sized
+from autopar.search.command.staged import is_staged, staged
 from autopar.search.command.traced import as_ddp
 from autopar.search.document import document
 from autopar.search.limits import size
@@ -99,7 +100,10 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
         if not given.quiet:
             print(f"{time.perf_counter() - started:6.1f} s  {text}", file=sys.stderr, flush=True)
 
+    in_stages = is_staged(given)
     asked, *others = read(given, progress)
+    if in_stages:
+        return staged(given, asked, progress, check)
     if others or is_sizing(given):
         return sized(given, (asked, *others), progress, check)
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer

@@ -1,18 +1,21 @@
-"""Where a model is cut into pipeline stages: the places where little crosses, and the best of them by
-`solver.cut_pipeline`.
+"""Where a model is cut into pipeline stages: the places where little crosses, the best of them by
+`solver.cut_pipeline`, and those beside a cut that is known.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.decide.stages import in_stages
-from autopar.ir.graph import Graph, Ref
+from autopar.ir.graph import Ref
+from autopar.ir.layout import local_type
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.micro_batches import NotCut
@@ -21,46 +24,126 @@ from solver import PipelineProblem, Value, additive_stages, chain_cuts, cut_pipe
 
 Array = NDArray[np.float64]
 Send = Callable[[float], float]  # bytes -> seconds from one stage to the next
+Cut = tuple[tuple[Stage, Plan], ...]
 NARROW = 1.5  # a cut may let so many times the bytes cross that the median narrow place does
 
 
-def best_cut(whole: Plan, count: int, pricer: Pricer, send: Send) -> tuple[list[int], tuple[tuple[Stage, Plan], ...]]:
-    """(ends, stages with their plans) of the best cut that is legal. Raises NotCut where there is none."""
-    graph = whole.graph
-    order = forward_order(graph)
-    if count == 1:
-        return [], in_stages(whole, [], pricer)
-    crossing = _crossing(graph)
-    spent = _seconds(whole, pricer)
-    closed: set[int] = set()
-    why: NotCut | None = None
-    for _ in range(len(order)):
-        places = [one for one in _narrow(crossing, count) if one not in closed]
-        if len(places) < count - 1:
-            break
-        ends = _cut(places, spent, crossing, count, graph.rounds.count, send)
+@dataclass(frozen=True)
+class Cuts:
+    """Cuts of a plan of the whole model into `count` stages. An end is a number of operators of `forward_order`.
+
+    spent      seconds of one micro-batch at each of these operators, with the backward that belongs to it
+    crossing   bytes of a device that cross behind each of them but the last
+    """
+
+    whole: Plan
+    count: int
+    pricer: Pricer
+    send: Send
+    spent: Array
+    crossing: tuple[float, ...]
+    _kinds: tuple[str, ...]  # of each end: places of one kind, in layers that repeat, are legal together
+    _legal: dict[str, bool] = field(default_factory=dict[str, bool], compare=False)
+    _closed: set[int] = field(default_factory=set[int], compare=False)  # ends that were not legal beside others
+
+    @staticmethod
+    def of(whole: Plan, count: int, pricer: Pricer, send: Send) -> Cuts:
+        order = forward_order(whole.graph)
+        crossing = _crossing(whole)
+        named = [f"{node.op} {re.sub(r'[0-9]+', '#', node.module)}" for node in order]
+        pairs = zip(named, named[1:], crossing, strict=False)
+        kinds = tuple(f"{one}; {other}; {nbytes:.0f}" for one, other, nbytes in pairs)
+        return Cuts(whole, count, pricer, send, _seconds(whole, pricer), tuple(crossing), kinds)
+
+    def best(self) -> tuple[list[int], Cut]:
+        """(ends, stages) of the best cut by `solver.cut_pipeline` that is legal. Raises NotCut where there is none."""
+        return self._legal_one(self._quickest)
+
+    def even(self) -> tuple[list[int], Cut] | None:
+        """The cut into as many operators each as legal places allow; None where they coincide."""
+        length = len(self.spent)
+
+        def evenly(places: Sequence[int]) -> list[int]:
+            wanted = [length * at / self.count for at in range(1, self.count)]
+            return sorted({min(places, key=lambda end, one=one: abs(end - one)) for one in wanted})
+
         try:
-            return ends, in_stages(whole, ends, pricer)
-        except NotCut as error:
-            why = error
-        bad = [end for end in ends if not _is_legal(whole, end, pricer)]
-        closed.update(bad or ends[:1])
-    raise NotCut(
-        f"the model has no {count - 1} places where it can be cut into {count} stages"
-        + (f"; the last one tried: {why}" if why else "; it has too few layers one behind the other")
-    )
+            return self._legal_one(evenly)
+        except NotCut:
+            return None
+
+    def _legal_one(self, choose: Callable[[Sequence[int]], list[int]]) -> tuple[list[int], Cut]:
+        if self.count == 1:
+            return [], in_stages(self.whole, [], self.pricer)
+        why: NotCut | None = None
+        for _ in range(len(self.spent)):
+            places = self.places()
+            if len(places) < self.count - 1:
+                break
+            ends = choose(places)
+            if len(ends) < self.count - 1:
+                break
+            try:
+                return ends, in_stages(self.whole, ends, self.pricer)
+            except NotCut as error:
+                why = error
+            if all([self._is_legal(end) for end in ends]):
+                self._closed.add(ends[0])
+        raise NotCut(
+            f"the model has no {self.count - 1} places where it can be cut into {self.count} stages"
+            + (f"; the last one tried: {why}" if why else "; it has too few layers one behind the other")
+        )
+
+    def at(self, ends: list[int]) -> tuple[list[int], Cut] | None:
+        """The cut with these ends; None where it is not legal."""
+        try:
+            return ends, in_stages(self.whole, ends, self.pricer)
+        except NotCut:
+            return None
+
+    def places(self) -> list[int]:
+        """Ends that are narrow and not known to be illegal."""
+        narrow = _narrow(self.crossing, self.count)
+        return [end for end in narrow if end not in self._closed and self._legal.get(self._kinds[end - 1], True)]
+
+    def beside(self, ends: Sequence[int], seconds: Sequence[float]) -> Iterator[tuple[int, list[int]]]:
+        """(which end, ends) with one end elsewhere: at the next place, or where the two stages beside it take the
+        same time. `seconds`: of each stage as it is cut now.
+        """
+        places, total = self.places(), np.concatenate([[0.0], np.cumsum(self.spent)])
+        bounds = [0, *ends, len(self.spent)]
+        for which, end in enumerate(ends):
+            open_ = [one for one in places if bounds[which] < one < bounds[which + 2] and total[one] != total[end]]
+            if not open_:
+                continue
+            want = total[end] + (seconds[which + 1] - seconds[which]) / 2
+            before, behind = [one for one in open_ if one < end], [one for one in open_ if one > end]
+            near = [*before[-1:], *behind[:1], min(open_, key=lambda one: abs(total[one] - want))]
+            for one in dict.fromkeys(near):
+                yield which, [*ends[:which], one, *ends[which + 1 :]]
+
+    def _quickest(self, places: Sequence[int]) -> list[int]:
+        bounds = [0, *places, len(self.spent)]
+        layers = np.array([self.spent[first:last].sum() for first, last in itertools.pairwise(bounds)])
+        nothing = np.zeros((len(layers), 1, 1))
+        table = additive_stages(layers[:, None, None], nothing, nothing)
+        sent = np.array([2 * self.send(self.crossing[end - 1]) for end in places])
+        rounds = self.whole.graph.rounds.count
+        solution = cut_pipeline(PipelineProblem(table, (1,), self.count, rounds, sent, use_all=True))
+        assert solution.cut is not None, solution.explanation
+        return [bounds[stage.last + 1] for stage in solution.cut[:-1]]
+
+    def _is_legal(self, end: int) -> bool:
+        """Whether the model can be cut there in two; then it is known of all places like it."""
+        kind = self._kinds[end - 1]
+        if kind not in self._legal:
+            self._legal[kind] = self.at([end]) is not None
+        return self._legal[kind]
 
 
-def _is_legal(whole: Plan, end: int, pricer: Pricer) -> bool:
-    try:
-        in_stages(whole, [end], pricer)
-    except NotCut:
-        return False
-    return True
-
-
-def _crossing(graph: Graph) -> list[float]:
-    """Bytes that cross behind each forward operator but the last."""
+def _crossing(whole: Plan) -> list[float]:
+    """Bytes of a device that cross behind each forward operator but the last."""
+    graph = whole.graph
     order = forward_order(graph)
     names = {node.name for node in order}
     readers = defaultdict[Ref, list[str]](list)
@@ -68,7 +151,11 @@ def _crossing(graph: Graph) -> list[float]:
         for ref in dict.fromkeys(node.operands):
             if ref.name in names:
                 readers[ref].append(node.name)
-    values = [Value(ref.name, tuple(who), graph.type_of(ref).nbytes) for ref, who in readers.items()]
+
+    def nbytes(ref: Ref) -> int:
+        return local_type(graph.type_of(ref), whole.choices[ref.name].gives[ref.index], whole.mesh).nbytes
+
+    values = [Value(ref.name, tuple(who), nbytes(ref)) for ref, who in readers.items()]
     return chain_cuts([node.name for node in order], values).tolist()
 
 
@@ -90,35 +177,40 @@ def _narrow(crossing: Sequence[float], count: int) -> list[int]:
 
 
 def _seconds(whole: Plan, pricer: Pricer) -> Array:
-    """Of each forward operator for one micro-batch, with its part of backward, which is spread alike."""
-    spent: dict[str, float] = {}
-    total = {"forward": 0.0, "backward": 0.0}
-    for node in whole.graph.nodes:
+    """Of each forward operator for one micro-batch, with its backward. A backward operator belongs to the first one
+    that any of what it reads belongs to: a value of forward to its last reader there, a gradient to that whose
+    backward made it.
+    """
+    graph = whole.graph
+    order = forward_order(graph)
+    place = {node.name: at for at, node in enumerate(order)}
+    read: dict[str, int] = {}  # forward value -> the last operator that reads it
+    for node in reversed(graph.nodes):
+        if node.phase == "forward":
+            at = place.get(node.name, read.get(node.name, 0))
+            for ref in node.operands:
+                read[ref.name] = max(read.get(ref.name, 0), at)
+    found, last = np.zeros(len(order)), len(order) - 1
+    back: dict[str, int] = {}  # backward operator -> the operator whose backward it is part of
+    for node in graph.nodes:
+        if node.phase == "forward":
+            at = place.get(node.name, read.get(node.name, last))
+        else:
+            at = min((back.get(ref.name, read.get(ref.name, last)) for ref in node.operands), default=last)
+            back[node.name] = at
         choice = whole.choices[node.name]
-        steps = [
-            *choice.steps,
-            *(step for read in choice.reads for change in read for step in change.steps(whole.mesh.size(change.axis))),
-        ]
-        spent[node.name] = pricer.seconds(steps) / whole.graph.rounds.count
-        total[node.phase] += spent[node.name]
-    order = forward_order(whole.graph)
-    placed = sum(spent[node.name] for node in order)
-    share = (total["forward"] + total["backward"]) / placed if placed else 1.0
-    return np.array([spent[node.name] * share for node in order])
+        changes = [change for reads in choice.reads for change in reads]
+        steps = [*choice.steps, *(step for one in changes for step in one.steps(whole.mesh.size(one.axis)))]
+        found[at] += pricer.seconds(steps) / graph.rounds.count
+    return found
 
 
-def _cut(
-    places: Sequence[int], spent: Array, crossing: Sequence[float], count: int, micro_batches: int, send: Send
-) -> list[int]:
-    bounds = [0, *places, len(spent)]
-    layers = np.array([spent[first:last].sum() for first, last in itertools.pairwise(bounds)])
-    nothing = np.zeros((len(layers), 1, 1))
-    table = additive_stages(layers[:, None, None], nothing, nothing)
-    sent = np.array([2 * send(crossing[end - 1]) for end in places])
-    problem = PipelineProblem(table, (1,), count, micro_batches, sent, use_all=True)
-    solution = cut_pipeline(problem)
-    assert solution.cut is not None, solution.explanation
-    return [bounds[stage.last + 1] for stage in solution.cut[:-1]]
+def _is_legal_at(whole: Plan, end: int, pricer: Pricer) -> bool:
+    try:
+        in_stages(whole, [end], pricer)
+    except NotCut:
+        return False
+    return True
 
 
 def cut_by_owner(
@@ -127,7 +219,7 @@ def cut_by_owner(
     """As `best_cut`, so that each stage reads the parameters that it holds already (`owners`: parameter -> stages) and
     as little crosses as can. Raises NotCut where the order of the model lets no cut do so.
     """
-    order, crossing = forward_order(whole.graph), _crossing(whole.graph)
+    order, crossing = forward_order(whole.graph), _crossing(whole)
     held = parameters_read(whole.graph)
     at, first, last = 0, [len(order)] * count, [-1] * count
     for place, node in enumerate(order):
@@ -141,7 +233,7 @@ def cut_by_owner(
         low = max([*(last[: cut + 1]), *(end - 1 for end in ends)]) + 1
         high = min([*first[cut + 1 :], len(order) - (count - 1 - cut)])
         legal = sorted(range(max(low, 1), high + 1), key=lambda end: crossing[end - 1])
-        found = next((end for end in legal if end not in ends and _is_legal(whole, end, pricer)), None)
+        found = next((end for end in legal if end not in ends and _is_legal_at(whole, end, pricer)), None)
         if found is None:
             raise NotCut(
                 f"the model has no place for the cut between stages {cut} and {cut + 1}, which hold its weights"

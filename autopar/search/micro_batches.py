@@ -23,6 +23,12 @@ def counts_of(graph: Graph) -> list[int]:
     return found
 
 
+def counts_in_stages(graph: Graph, stages: int) -> list[int]:
+    """1, 2, 4 and 8 times as many as pipeline stages, as far as they divide the batch: the bubble shrinks with them."""
+    batch = batch_size(graph)
+    return [times * stages for times in (1, 2, 4, 8) if batch and batch % (times * stages) == 0]
+
+
 def best_plan(graph: Graph, find: Callable[[int], Plan]) -> Plan:
     """`best_count`, of plans."""
     return best_count(graph, find, lambda plan: plan.predicted_seconds)

@@ -5,28 +5,43 @@ hang on the stage that it is in. What does is memory: a stage holds its own para
 micro-batches as are in flight there. Where some stage does not fit, the whole plan is found again with less room, until
 all of them do.
 
-Cuts are those of least step time under 1F1B by `solver.cut_pipeline`, among the places where little crosses; the
-schedules are then played with the seconds of each stage's own timeline.
+A cut is first that of least step time under 1F1B by `solver.cut_pipeline`, among the places where little crosses, or
+the even one; the schedules are played with the seconds of each stage's own timeline, and then one end after the other
+is moved as long as the played step gets shorter.
 """
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import Infeasible
+from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.graph import Graph
 from autopar.ir.layout import local_type
 from autopar.ir.mesh import Mesh
+from autopar.ir.words import count_of
 from autopar.lower import lower
 from autopar.lower.memory import changes, peaks, resident_bytes
-from autopar.pipeline import Durations, Played, RankMemory, Schedule, StageBytes, make_schedule, memory, play
+from autopar.pipeline import (
+    Durations,
+    Played,
+    RankMemory,
+    Schedule,
+    StageBytes,
+    least_seconds,
+    make_schedule,
+    memory,
+    play,
+)
 from autopar.plan import Plan
+from autopar.plan.tell import human
 from autopar.price.pricer import Pricer
 from autopar.rewrite.micro_batches import in_rounds
 from autopar.rewrite.stages import Stage
-from autopar.search.context import Progress, ask
-from autopar.search.cuts import Send, best_cut
+from autopar.search.context import Progress, Question, ask
+from autopar.search.cuts import Cut, Cuts, Send
 from autopar.search.request import DEFAULT, Request
 from autopar.search.search import answer
 from autopar.simulate.timeline import timeline_of
@@ -36,6 +51,8 @@ from cost_models.steps import DEVICE, Comm
 PIPE = "pipe"  # the axis of stages
 SCHEDULES = ("1f1b", "gpipe")  # in the order of preference
 TRIES, CLOSE = 8, 0.02  # of the room for the whole plan, and how near to the right one it ends
+MOVES, WORTH = 8, 1e-3  # of ends of stages that are tried, and what part of the step one has to promise
+LEAST_S = 1.0  # seconds for each search, however late it is
 
 
 @dataclass(frozen=True)
@@ -48,6 +65,7 @@ class Pipeline:
     memory          bytes of a device of each rank of `pipe`, along its list
     step_seconds    of the schedule, with the updates behind it; simulated
     whole           the plan that was cut
+    nbytes          of a device of each stage, from which `memory` is
     """
 
     mesh: Mesh
@@ -60,11 +78,17 @@ class Pipeline:
     memory: tuple[RankMemory, ...]
     step_seconds: float
     whole: Plan
+    nbytes: StageBytes
 
     @property
     def peak_bytes(self) -> int:
         """Of the device that holds the most."""
         return round(max(rank.peak for rank in self.memory))
+
+    @property
+    def least_seconds(self) -> float:
+        """Below which no order of these stages ends a schedule (`autopar.pipeline.least_seconds`)."""
+        return least_seconds(self.schedule.rank_of, self.schedule.micro_batches, self.durations)
 
     @property
     def bubble(self) -> float:
@@ -84,84 +108,184 @@ def find_pipeline(
     progress: Progress = lambda text: None,
 ) -> Pipeline:
     """The quickest pipeline of `graph`, a step of the whole batch, over the axis `pipe` of the mesh, which is its first
-    one. Raises NotCut where the model cannot be cut into so many micro-batches or stages, Infeasible where no cut fits.
+    one. `schedule`: one of `SCHEDULES`, or auto for the quicker of them.
+
+    Raises NotCut where the model cannot be cut into so many micro-batches or stages, Infeasible where no cut fits.
     """
-    count, inner = stages_of(mesh), within_stage(mesh)
+    stages_of(mesh)
+    inner = within_stage(mesh)
     question = ask(in_rounds(graph, micro_batches), inner, hardware, optimizer=optimizer, progress=progress)
-    limit = request.memory
+    return pipeline_of(question, mesh, request, schedule=schedule, progress=progress)
 
-    def within(room: float | None) -> Pipeline:
-        whole = answer(question, replace(request, memory=room, simulation=False), progress=progress)
-        return _of_plan(whole, mesh, hardware, schedule, count, question.pricer)
 
-    found = within(None)
+def pipeline_of(
+    question: Question,
+    mesh: Mesh,
+    request: Request = DEFAULT,
+    *,
+    schedule: str = "auto",
+    progress: Progress = lambda text: None,
+) -> Pipeline:
+    """`find_pipeline`, of a question already asked: of a step in micro-batches, on the mesh of one stage.
+
+    The time limit is one of all searches together that a memory limit needs, as far as something fits by then.
+    """
+    count, limit, began = stages_of(mesh), request.memory, time.perf_counter()
+
+    def whole_within(room: float | None) -> Cutting:
+        left = max(LEAST_S, request.time_limit_s - (time.perf_counter() - began))
+        asked = replace(request, memory=room, simulation=False, time_limit_s=left)
+        whole = answer(question, asked, progress=progress)
+        return Cutting.of(whole, mesh, question.pricer.hardware, schedule, limit)
+
+    cutting = whole_within(None)
+    found = cutting.moved(cutting.first())
+    told = f"{count_of(count, 'stage')}: {1e3 * found.step_seconds:.3f} ms a step, simulated, {found.schedule.name}"
+    progress(told)
     if limit is None or found.peak_bytes <= limit:
         return found
-    best: Pipeline | None = None
+    best: tuple[Cutting, Pipeline] | None = None
     needed, most, least = found.peak_bytes, float(found.whole.peak_bytes[DEVICE]), 0.0  # room of the whole plan
     for _ in range(TRIES):
         room = (least + most) / 2
-        if most - least < CLOSE * most:
+        late = best is not None and time.perf_counter() - began > request.time_limit_s
+        if most - least < CLOSE * most or late:
             break
         try:
-            found = within(room)
-        except Infeasible:
+            cutting = whole_within(room)
+        except (Infeasible, NoAnswerInTime):
             least = room
             continue
+        found = cutting.first()
         needed = min(needed, found.peak_bytes)
         if found.peak_bytes > limit:
             most = min(room, float(found.whole.peak_bytes[DEVICE]))
             continue
         least = room
-        if best is None or found.step_seconds < best.step_seconds:
-            best = found
+        if best is None or found.step_seconds < best[1].step_seconds:
+            best = cutting, found
     if best is None:
         raise Infeasible(
-            f"no pipeline of {count} stages over {micro_batches} micro-batches fits in {limit:.0f} bytes of each "
-            f"device: the least that was found takes {needed:.0f}; give more micro-batches, stages or devices"
+            f"no pipeline of {count_of(count, 'stage')} over {question.graph.rounds.count} micro-batches fits in "
+            f"{human(limit)} per rank: the least that was found takes {human(needed)}; give more micro-batches, stages "
+            "or devices, or more memory",
+            enough=needed,
         )
-    return best
+    return best[0].moved(best[1])
 
 
 def stages_of(mesh: Mesh) -> int:
     """Ranks along the axis of stages. Raises ValueError where that is not the first."""
     if mesh.names[0] != PIPE:
-        raise ValueError(f"{mesh}: stages lie farthest apart, so that {PIPE} is the first axis of a mesh")
+        raise ValueError(f"mesh {mesh}: stages lie farthest apart, so that {PIPE} has to be its first axis")
     return mesh.sizes[0]
 
 
 def within_stage(mesh: Mesh) -> Mesh:
     """The mesh of one stage."""
-    return Mesh(mesh.names[1:], mesh.sizes[1:]) if len(mesh.names) > 1 else Mesh(("data",), (1,))
+    return Mesh(mesh.names[1:] or ("data",), mesh.sizes[1:] or (1,))
 
 
 # --- one plan, cut ---------------------------------------------------------------------------------------------------
 
 
-def _of_plan(whole: Plan, mesh: Mesh, hardware: Hardware, schedule: str, count: int, pricer: Pricer) -> Pipeline:
-    send = _sending(mesh, hardware)
-    pricer = Pricer.on(pricer.mesh, hardware, whole.optimizer, whole.bucket_bytes, whole.graph.rounds.count)
-    ends, cut = best_cut(whole, count, pricer, send)
-    stages, plans = tuple(stage for stage, _ in cut), tuple(plan for _, plan in cut)
-    timed = [_timed(plan, pricer) for plan in plans]
-    crossing = [_crossing_bytes(stage, plan) for stage, plan in cut[:-1]]
-    durations = Durations(
-        tuple(one.forward for one in timed), tuple(one.backward / 2 for one in timed),
-        tuple(one.backward / 2 for one in timed), tuple(map(send, crossing)),
-    )  # fmt: skip
-    nbytes = StageBytes(
-        tuple(one.fixed for one in timed), tuple(one.saved for one in timed), (0.0,) * count, tuple(crossing)
-    )
-    updates = max(one.update for one in timed)
-    found: list[Pipeline] = []
-    for name in SCHEDULES if schedule == "auto" else (schedule,):
-        lists = make_schedule(name, count, whole.graph.rounds.count)
-        played = play(lists, durations)
-        held = memory(lists, nbytes)
-        found.append(
-            Pipeline(mesh, stages, plans, tuple(ends), lists, durations, played, held, played.makespan + updates, whole)
+@dataclass(frozen=True)
+class Cutting:
+    """One plan of the whole model, and how good a pipeline of it each cut is."""
+
+    whole: Plan
+    mesh: Mesh
+    schedules: tuple[str, ...]
+    pricer: Pricer
+    cuts: Cuts
+    limit: float | None
+
+    @staticmethod
+    def of(whole: Plan, mesh: Mesh, hardware: Hardware, schedule: str, limit: float | None) -> Cutting:
+        pricer = Pricer.on(whole.mesh, hardware, whole.optimizer, whole.bucket_bytes, whole.graph.rounds.count)
+        cuts = Cuts.of(whole, stages_of(mesh), pricer, _sending(mesh, hardware))
+        return Cutting(whole, mesh, SCHEDULES if schedule == "auto" else (schedule,), pricer, cuts, limit)
+
+    def first(self) -> Pipeline:
+        """Of the best cut by the program's estimate, and the even one."""
+        even = self.cuts.even()
+        found = self.pipeline(*self.cuts.best())
+        return found if even is None else min(self.pipeline(*even), found, key=self._order)
+
+    def moved(self, best: Pipeline) -> Pipeline:
+        """The best that is found by moving one end after the other, where the played step of what that would do to the
+        two stages beside it, estimated from their times now, or their bytes, promises something.
+        """
+        seen = {best.ends}
+        for _ in range(MOVES):
+            near = [(promise, ends) for promise, ends in self._promises(best) if tuple(ends) not in seen]
+            if not near:
+                break
+            _, ends = min(near)
+            seen.add(tuple(ends))
+            cut = self.cuts.at(ends)
+            found = None if cut is None else self.pipeline(*cut)
+            if found is not None and self._order(found) < self._order(best):
+                best = found
+        return best
+
+    def _promises(self, now: Pipeline) -> Iterator[tuple[float, list[int]]]:
+        """(estimated seconds, ends) of cuts beside this one; the first are those that make room where that is short."""
+        durations, spent = now.durations, self.cuts.spent
+        taken = [forward + backward for forward, backward in zip(durations.forward, durations.whole, strict=True)]
+        over = self.limit is not None and now.peak_bytes > self.limit
+        peaks = [rank.peak for rank in now.memory]
+        fullest = peaks.index(max(peaks))
+        for which, ends in self.cuts.beside(now.ends, taken):
+            old, new = now.ends[which], ends[which]
+            more = float(spent[old:new].sum() - spent[new:old].sum())  # that the stage before the end takes over
+            grown = [*taken]
+            grown[which], grown[which + 1] = max(0.0, taken[which] + more), max(0.0, taken[which + 1] - more)
+            scale = [one / before if before else 1.0 for one, before in zip(grown, taken, strict=True)]
+            seconds = play(now.schedule, _scaled(durations, scale)).makespan
+            if over and fullest in (which, which + 1):
+                if (more < 0) == (fullest == which):
+                    yield seconds - now.played.makespan, ends
+            elif not over and seconds < now.played.makespan * (1 - WORTH):
+                yield seconds, ends
+
+    def _order(self, found: Pipeline) -> tuple[float, float, int]:
+        over = 0.0 if self.limit is None else max(0.0, found.peak_bytes - self.limit)
+        return over, found.step_seconds, found.peak_bytes
+
+    def pipeline(self, ends: Sequence[int], cut: Cut) -> Pipeline:
+        """The better schedule of this cut."""
+        count, send = len(cut), self.cuts.send
+        stages, plans = tuple(stage for stage, _ in cut), tuple(plan for _, plan in cut)
+        timed = [_timed(plan, self.pricer) for plan in plans]
+        crossing = [_crossing_bytes(stage, plan) for stage, plan in cut[:-1]]
+        halves = tuple(one.backward / 2 for one in timed)
+        durations = Durations(tuple(one.forward for one in timed), halves, halves, tuple(map(send, crossing)))
+        nbytes = StageBytes(
+            tuple(one.fixed for one in timed), tuple(one.saved for one in timed), (0.0,) * count, tuple(crossing)
         )
-    return min(found, key=lambda one: (one.step_seconds * (1 - 1e-9), one.peak_bytes))
+        updates = max(one.update for one in timed)
+        found: list[Pipeline] = []
+        for name in self.schedules:
+            lists = make_schedule(name, count, self.whole.graph.rounds.count)
+            played = play(lists, durations)
+            found.append(
+                Pipeline(
+                    self.mesh, stages, plans, tuple(ends), lists, durations, played, memory(lists, nbytes),
+                    played.makespan + updates, self.whole, nbytes,
+                )
+            )  # fmt: skip
+        fits = [one for one in found if self.limit is None or one.peak_bytes <= self.limit] or found
+        return min(fits, key=lambda one: (round(one.step_seconds, 9), one.peak_bytes))
+
+
+def _scaled(durations: Durations, scale: Sequence[float]) -> Durations:
+    def times(entries: Sequence[float]) -> tuple[float, ...]:
+        return tuple(one * by for one, by in zip(entries, scale, strict=True))
+
+    return Durations(
+        times(durations.forward), times(durations.backward_input), times(durations.backward_weight), durations.send
+    )
 
 
 @dataclass(frozen=True)

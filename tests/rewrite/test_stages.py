@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import cache
 
 import pytest
@@ -53,3 +54,27 @@ def test_stages_together_are_the_model(name: str, count: int) -> None:
         ran = run_stages(stages, plans, case.values(graph), case.seed)
         difference, where = worst_difference(ran, case.wide_reference)
         assert difference < TOLERANCE, (ends, where)
+
+
+def test_llama_can_be_cut_behind_each_of_its_layers() -> None:
+    """Also where the layers share what is made of inputs alone: the rotary positions, which each layer's backward
+    reads, too.
+    """
+    order = forward_order(family("llama").wide_graph)
+    adds = [end for end, node in enumerate(order, 1) if node.op == "aten.add.Tensor" and node.outputs[0] is not None]
+    behind = {order[end - 1].module: end for end in adds if re.search(r"layers?\.\d+$", order[end - 1].module)}
+    assert len(behind) >= 2, behind
+    assert {*behind.values()} <= {*places("llama")}
+
+
+def test_stages_of_rotary_positions_are_the_model() -> None:
+    """Cut where both stages read the positions."""
+    case = family("llama")
+    graph = case.wide_graph
+    order = forward_order(graph)
+    end = next(end for end in places("llama") if order[end].module == "model.layers.1.input_layernorm")
+    stages = cut_in_stages(graph, [end])
+    assert all(any(node.op == "aten.cos.default" for node in stage.graph.nodes) for stage in stages)
+    plans = [PlanSampler(stage.graph, mesh_of(2)).draw(3) for stage in stages]
+    difference, where = worst_difference(run_stages(stages, plans, case.values(graph), case.seed), case.wide_reference)
+    assert difference < TOLERANCE, where

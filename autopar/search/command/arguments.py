@@ -27,6 +27,7 @@ from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.search.memory_options import ALLOWED, NEEDS_OPTIM, allowed
 from autopar.search.meshes import meshes_of
 from autopar.search.micro_batches import AUTO
+from autopar.search.pipelines import PIPE, SCHEDULES
 from autopar.search.policies import NAMED, POLICIES, policy_named
 from autopar.search.search import Progress
 from autopar.search.top import checked
@@ -79,7 +80,8 @@ def _what_is_searched(add: Callable[..., object]) -> None:
     add("model", metavar="MODEL", help="file.py:function or package.module:function; the function returns "
         "(model, args) or (model, args, kwargs), with inputs of the whole (global) batch")  # fmt: skip
     add("--mesh", metavar="NAME=N[,NAME=N...]",
-        help="axes of ranks, outermost first: data=8,tensor=8 is 64 ranks, tensor within a node")  # fmt: skip
+        help="axes of ranks, outermost first: data=8,tensor=8 is 64 ranks, tensor within a node; a first axis called "
+        f"{PIPE} is one of pipeline stages")  # fmt: skip
     add("--devices", metavar="N[,N...]",
         help="in the place of --mesh: so many devices, arranged as is best: all grids of up to three axes are looked "
         "at; several numbers give a table")  # fmt: skip
@@ -98,9 +100,12 @@ def _what_is_searched(add: Callable[..., object]) -> None:
         "device, offload-parameters or offload-optimizer, of a parameter or all of a module's; what a mesh axis splits "
         "of a module's products, as plans call it: 'lm_head=tensor: columns'; names may be patterns: "
         "'h.*.mlp=recompute'")  # fmt: skip
-    add("--micro-batches", metavar="N|auto", default="1",
+    add("--micro-batches", metavar="N|auto",
         help="run a step in so many equal parts of the batch, one behind the other, and add their gradients up; auto: "
-        "in as many as are quickest (default: 1)")  # fmt: skip
+        "in as many as are quickest (default: 1; with stages: auto)")  # fmt: skip
+    add("--schedule", choices=("auto", *SCHEDULES),
+        help=f"of pipeline stages, where the first axis of --mesh is called {PIPE}: in which order their micro-batches "
+        "run (default: auto, the quicker one)")  # fmt: skip
     add(FLAG, metavar=METAVAR, help=HELP)
     add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
@@ -236,11 +241,13 @@ def _read(given: argparse.Namespace, name: str | None, count: str | None, progre
     return Asked(
         given.model, meshes, hardware, memory, given.batch_norm,
         allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files, files_read(given)),
-        rules_named(given.rules), policies_named(given.policy), _micro_batches(given.micro_batches),
+        rules_named(given.rules), policies_named(given.policy), _micro_batches(given.micro_batches, meshes),
     )  # fmt: skip
 
 
-def _micro_batches(text: str) -> int | str:
+def _micro_batches(text: str | None, meshes: Sequence[Mesh]) -> int | str:
+    if text is None:
+        return AUTO if PIPE in meshes[0].names else 1
     if text == AUTO:
         return text
     if not text.isdecimal() or int(text) < 1:

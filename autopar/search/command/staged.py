@@ -1,0 +1,157 @@
+"""The command line where the first axis of the mesh is one of pipeline stages."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from autopar.errors import BadArgument, Infeasible, NoAnswerInTime
+from autopar.ir.graph import batch_size
+from autopar.ir.mesh import Mesh
+from autopar.ir.words import count_of
+from autopar.machine.cli import writing
+from autopar.rewrite.micro_batches import NotCut
+from autopar.search.command.arguments import Asked, or_bad, parser
+from autopar.search.command.posing import Posing, posed, timed
+from autopar.search.command.sized import request_of
+from autopar.search.context import Progress, Question
+from autopar.search.micro_batches import AUTO, counts_in_stages
+from autopar.search.pins import pinned
+from autopar.search.pipeline_file import save
+from autopar.search.pipeline_told import document, explain, summary
+from autopar.search.pipelines import PIPE, Pipeline, pipeline_of, stages_of, within_stage
+from autopar.search.reserved import telling
+from autopar.search.splits import settled
+from cost_models.reserve import Room, room_in
+
+NOT_YET = (
+    "devices", "html", "dot", "trace", "problem", "memory_curve", "baselines", "policy", "profile", "operators", "top",
+    "no_simulation", "price", "tokens", "days", "picture",
+)  # fmt: skip  # by the names of the arguments
+
+
+def is_staged(given: argparse.Namespace) -> bool:
+    """Whether an axis of stages is asked for. Raises BadArgument for what makes no sense with it, or only with it."""
+    names = [part.partition("=")[0].strip() for part in (given.mesh or "").split(",")]
+    if PIPE not in names:
+        if given.schedule is not None:
+            raise BadArgument(
+                f"--schedule {given.schedule} is of pipeline stages; give --mesh a first axis {PIPE}, or leave it out"
+            )
+        return False
+    default = parser().get_default
+    for name in NOT_YET:
+        if getattr(given, name) != default(name):
+            flag = "--" + name.replace("_", "-")
+            raise BadArgument(
+                f"{flag} is not there yet for a step in pipeline stages (--mesh {given.mesh}); leave it out, or plan "
+                f"without the axis {PIPE}"
+            )
+    if "," in (given.hardware or ""):
+        raise BadArgument(
+            f"--hardware {given.hardware} names several machines, and a step in pipeline stages is planned for one; "
+            "leave the others out"
+        )
+    return True
+
+
+@dataclass
+class _Tried:
+    """What each number of micro-batches came to."""
+
+    found: dict[int, Pipeline] = field(default_factory=dict[int, Pipeline])
+    why: dict[int, Exception] = field(default_factory=dict[int, Exception])
+
+    def best(self) -> Pipeline:
+        """The quickest. Raises the reason of the last one where there is none."""
+        if not self.found:
+            raise [*self.why.values()][-1]
+        return min(self.found.values(), key=lambda one: one.step_seconds)
+
+    def told(self) -> list[str]:
+        """A line for each, where there are several."""
+        if len(self.found) + len(self.why) < 2:
+            return []
+        lines = [f"  {summary(one)}" for _, one in sorted(self.found.items())]
+        why = {Infeasible: "does not fit", NoAnswerInTime: "no answer in time"}
+        lines += [
+            f"  {count_of(count, 'micro-batch', 'micro-batches')}: {why.get(type(error), str(error))}"
+            for count, error in sorted(self.why.items())
+        ]
+        return ["numbers of micro-batches that were tried:", *lines]
+
+
+def staged(given: argparse.Namespace, asked: Asked, progress: Progress, check: Callable[[], None]) -> int:
+    """Print the pipeline, and write its file; returns the exit status. Raises as the search of one plan does."""
+    started = time.perf_counter()
+    (mesh,) = asked.meshes
+    or_bad(lambda: stages_of(mesh))
+    inner, tried = within_stage(mesh), _Tried()
+    room = room_in(asked.memory, asked.hardware, mesh.sizes)
+    with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
+        progress(f"mesh {mesh}, {count_of(mesh.ranks, 'rank')} of {asked.hardware.name}")
+        posing = posed(replace(asked, meshes=(inner,)), given.optimizer, None, progress)
+        for count in _counts(posing, stages_of(mesh)):
+            check()
+            progress(f"a step in {count_of(count, 'micro-batch', 'micro-batches')}")
+            try:
+                tried.found[count] = _found(given, posing.of(count), mesh, room, progress)
+            except (Infeasible, NoAnswerInTime) as error:
+                tried.why[count] = error
+    best = tried.best()
+    posing.seconds["total"] = time.perf_counter() - started
+    text = explain(best, room.tensors) + "".join(f"{line}\n" for line in tried.told())
+    if given.json:
+        usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        told = document(given.model, best, room) | {
+            "tried": [
+                {"micro_batches": count, "simulated_seconds": one.step_seconds, "peak_bytes": one.peak_bytes}
+                for count, one in sorted(tried.found.items())
+            ]
+            + [{"micro_batches": count, "why": str(error)} for count, error in sorted(tried.why.items())],
+            "seconds": posing.seconds,
+            "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in usage),
+        }
+        text = json.dumps(told, indent=1, allow_nan=False) + "\n"
+    if (path := asked.paths.get("-o")) is not None:
+        with writing(path):
+            save(best, path)
+        progress(f"wrote {path}")
+    print(text, end="", flush=True)
+    return 0
+
+
+def _counts(posing: Posing, stages: int) -> list[int]:
+    """Numbers of micro-batches to try."""
+    wanted = posing.asked.micro_batches
+    if not isinstance(wanted, str):
+        return [wanted]
+    graph = posing.graph(posing.asked.batch_norm, posing.asked.meshes[0]).graph
+    if counts := counts_in_stages(graph, stages):
+        return counts
+    raise BadArgument(
+        f"a batch of {batch_size(graph)} does not divide into {stages} micro-batches, one for each stage, nor into 2, "
+        f"4 or 8 times as many, and --micro-batches {AUTO} tries no others; give a number that divides the batch"
+    )
+
+
+def _found(given: argparse.Namespace, posing: Posing, mesh: Mesh, room: Room, progress: Progress) -> Pipeline:
+    asked = posing.asked
+    question: Question = posing.question(within_stage(mesh))
+    or_bad(lambda: settled(question, pinned(asked.pin, question.graph).splits))
+    request = replace(request_of(given, asked), memory=room.tensors)
+
+    def find() -> Pipeline:
+        with telling(room):
+            return pipeline_of(question, mesh, request, schedule=given.schedule or "auto", progress=progress)
+
+    try:
+        return timed(posing.seconds, "search", find)
+    except NotCut as error:
+        raise BadArgument(str(error)) from error

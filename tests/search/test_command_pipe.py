@@ -1,0 +1,162 @@
+"""The command line in pipeline stages: what it prints and writes, and what it refuses in one sentence."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from autopar.pipeline import verify
+from autopar.search.__main__ import main
+from autopar.search.command.arguments import parser
+from autopar.search.command.staged import NOT_YET
+from autopar.search.pipeline_file import load
+from cost_models.hardware import Hardware
+from cost_models.reserve import room_in
+
+MODEL = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in layers)
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.mse_loss(x, y)
+
+def build(layers=6, batch=16):
+    print("a model may print")
+    with torch.device("meta"):
+        return Model(range(layers)), (torch.empty(batch, 64), torch.empty(batch, 64))
+
+def one_layer():
+    return build(1)
+
+def odd():
+    return build(batch=15)
+"""
+GIVEN = ("--mesh", "pipe=2,data=2", "--hardware", "h100-sxm")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_it_prints_one_object_and_writes_the_same_pipeline(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["model.py:build", *GIVEN, "--micro-batches", "4", "--schedule", "gpipe", "--memory", "4GiB"]
+    assert main([*arguments, "--quiet", "--json", "-o", "pipeline.json"]) == 0
+    out, err = capsys.readouterr()
+    told, found = json.loads(out), load("pipeline.json")
+    assert "a model may print" in err and {path.name for path in folder.glob("*.json")} == {"pipeline.json"}
+    verify(found.schedule)
+    assert told["schedule"] == found.schedule.name == "gpipe"
+    assert told["micro_batches"] == found.schedule.micro_batches == 4
+    assert told["simulated_seconds"] == found.step_seconds > told["schedule_seconds"] == found.played.makespan
+    assert told["least_schedule_seconds"] == found.least_seconds <= found.played.makespan
+    assert told["peak_bytes"] == found.peak_bytes and told["ends"] == list(found.ends)
+    assert told["mesh"] == {"pipe": 2, "data": 2} and told["parameters"] == 6 * (2 * 64 * 256 + 64 + 256)
+    room = room_in(2**32, Hardware.load("h100-sxm"), (2, 2))
+    assert told["memory_limit"] == 2**32 and told["reserve_bytes"] == room.left
+    assert [row["in_flight"] for row in told["stages"]] == [4, 4]
+    assert told["stages"][0]["sent_bytes"] > 0 and told["stages"][1]["sent_bytes"] is None
+    assert told["seconds"]["total"] >= told["seconds"]["search"] > 0
+
+
+def test_the_text_has_the_step_a_line_per_stage_and_what_was_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model.py:build", *GIVEN, "--quiet"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0] == "mesh pipe=2,data=2 (4 ranks) on h100-sxm, optimizer adamw"
+    text = " ".join(out.split())
+    assert "simulated: 2 stages," in text and "schedule 1f1b, bubble" in text and "memory peak" in text
+    assert "no order of these stages takes less than" in text and "MFU" in text and "samples/s" in text
+    assert [line[2] for line in lines if re.match(r"  \d  ", line)] == ["0", "1"]
+    assert out.index("layers.0") < out.index("\n  1  ") < out.rindex("layers.5" if "layers.5" in out else "..5")
+    tried = text.partition("numbers of micro-batches that were tried:")[2]
+    assert [f" {count} micro-batches" in tried for count in (2, 4, 8, 16)] == [True] * 4
+
+
+def test_the_same_command_writes_the_same_file() -> None:
+    for name in ("one.json", "two.json"):
+        assert main(["model.py:build", *GIVEN, "--micro-batches", "2", "--quiet", "-o", name]) == 0
+    assert Path("one.json").read_bytes() == Path("two.json").read_bytes()
+
+
+def test_what_is_settled_and_asked_holds_in_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--micro-batches", "2", "--quiet", "--optimizer", "sgd", "--precision", "bf16", "--outputs", "global"]
+    pin = ["--pin", "layers.0.0=data: columns", "--allow", "none", "-o", "pipeline.json"]
+    assert main(["model.py:build", *GIVEN, *arguments, *pin]) == 0
+    out, found = capsys.readouterr().out, load("pipeline.json")
+    assert "optimizer sgd" in out and "precision: " in out
+    assert all(plan.optimizer == "sgd" and plan.outputs == "global" for plan in found.plans)
+    product = next(node for node in found.plans[0].graph.nodes if node.module == "layers.0.0" and "einsum" in node.op)
+    assert str(found.plans[0].choices[product.name].takes[1][0]).startswith(("Shard", "S"))
+
+
+def test_one_axis_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model.py:build", "--mesh", "pipe=4", "--hardware", "h100-sxm", "--micro-batches", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert "4 stages, 4 micro-batches" in " ".join(out.split()) and "4 stages: " in err
+
+
+WRONG = [
+    (
+        ["--mesh", "data=2,pipe=2"],
+        "stages lie farthest apart, so that pipe has to be its first axis",
+    ),
+    (
+        ["--mesh", "data=2", "--schedule", "1f1b"],
+        "--schedule 1f1b is of pipeline stages; give --mesh",
+    ),
+    ([*GIVEN, "--micro-batches", "5"], "a batch of 16 cannot be cut into 5 equal micro-batches"),
+    ([*GIVEN, "--schedule", "zb-h1"], "invalid choice: 'zb-h1'"),
+    ([*GIVEN, "--hardware", "h100-sxm,a100-sxm"], "names several machines"),
+    ([*GIVEN, "--pin", "layers.0.0=pipe: columns"], "pipe"),
+    ([*GIVEN, "--micro-batches", "0"], "--micro-batches '0' is no number of micro-batches"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "why"), WRONG)
+def test_bad_arguments_get_one_sentence(
+    folder: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], why: str
+) -> None:
+    given = arguments if "--hardware" in arguments else [*arguments, "--hardware", "h100-sxm"]
+    assert refused(["model.py:build", *given, "-o", "no.json"], capfd, 2).count(why) == 1
+    assert not (folder / "no.json").exists()
+
+
+def refused(arguments: list[str], capfd: pytest.CaptureFixture[str], status: int) -> str:
+    """The one line on stderr."""
+    assert main([*arguments, "--quiet"]) == status
+    out, err = capfd.readouterr()
+    told = err.replace("a model may print\n", "")
+    assert not out and told.count("\n") == 1 and told.startswith("autopar.search: "), (out, err)
+    return told
+
+
+@pytest.mark.parametrize("name", NOT_YET)
+def test_what_is_not_there_yet_is_refused_by_its_name(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    flag = "--" + name.replace("_", "-")
+    taken = next(action for action in parser()._actions if flag in action.option_strings)  # what argparse made of it
+    value = [] if taken.nargs == 0 else ["2"]
+    told = refused(["model.py:build", *GIVEN, flag, *value], capfd, 2)
+    assert told.startswith(f"autopar.search: {flag} is not there yet for a step in pipeline stages")
+
+
+def test_a_model_that_cannot_be_cut_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    given = ["--mesh", "pipe=16", "--hardware", "h100-sxm", "--micro-batches", "2"]
+    assert "has no 15 places where it can be cut into 16 stages" in refused(["model.py:one_layer", *given], capfd, 2)
+    given = ["--mesh", "pipe=2", "--hardware", "h100-sxm"]
+    told = refused(["model.py:odd", *given], capfd, 2)
+    assert "a batch of 15 does not divide into 2 micro-batches" in told
+
+
+def test_where_nothing_fits_it_says_what_would_do(capfd: pytest.CaptureFixture[str]) -> None:
+    assert "fits in" in refused(["model.py:build", *GIVEN, "--micro-batches", "2", "--memory", "1GiB"], capfd, 3)

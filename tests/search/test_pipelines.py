@@ -1,0 +1,207 @@
+"""Pipelines that are planned: played as they say, within memory, balanced, and never worse than an even cut."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import Infeasible, PlanMismatch
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.pipeline import least_seconds, memory, play, verify
+from autopar.plan.utilisation import flops_by_dtype
+from autopar.rewrite.micro_batches import NotCut
+from autopar.search import Request
+from autopar.search.context import ask
+from autopar.search.micro_batches import counts_in_stages
+from autopar.search.pipeline_file import dumps, load, save
+from autopar.search.pipeline_told import document, explain, modules_of, tied_in, utilisation_of
+from autopar.search.pipelines import Cutting, Pipeline, find_pipeline, pipeline_of, within_stage
+from autopar.trace import capture, graph_of
+from tests.support.families import family
+from tests.support.machines import FAST
+
+ALONE = Request(allow=())
+TWO = Mesh(("pipe", "data"), (2, 2))
+
+
+class Layers(nn.Module):
+    """Linear layers with a kink between them, each from and to the width of the one before."""
+
+    def __init__(self, *hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64)) for width in hidden
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.mse_loss(x, y)
+
+
+@cache
+def layers(*hidden: int) -> Graph:
+    return graph_of(capture(Layers(*hidden), (torch.randn(64, 64), torch.randn(64, 64)), {}))
+
+
+EVEN, UNEVEN = (256,) * 8, (64, 64, 64, 64, 64, 64, 512, 1024)
+
+
+@cache
+def piped(hidden: tuple[int, ...], stages: int, micro_batches: int, schedule: str = "auto") -> Pipeline:
+    mesh = Mesh(("pipe", "data"), (stages, 2))
+    return find_pipeline(layers(*hidden), mesh, FAST, micro_batches, ALONE, schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "auto"])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
+def test_a_pipeline_is_what_its_schedule_plays(hidden: tuple[int, ...], stages: int, schedule: str) -> None:
+    found = piped(hidden, stages, 8, schedule)
+    verify(found.schedule)
+    assert found.schedule.stages == len(found.stages) == len(found.plans) == stages
+    assert schedule in ("auto", found.schedule.name)
+    again = play(found.schedule, found.durations)
+    assert again.makespan == found.played.makespan < found.step_seconds  # updates behind it
+    assert found.step_seconds < 1.5 * again.makespan
+    least = least_seconds(found.schedule.rank_of, 8, found.durations)
+    assert 0 < least == found.least_seconds <= again.makespan * (1 + 1e-12)
+    assert found.memory == memory(found.schedule, found.nbytes)
+    assert found.peak_bytes == round(max(one.peak for one in found.memory))
+    assert 0 <= found.bubble < 1 and (found.bubble > 0) == (stages > 1)
+    # all of the model is in the stages, and nothing twice
+    flops = sum(sum(flops_by_dtype(plan.graph).values()) for plan in found.plans)
+    assert flops == pytest.approx(sum(flops_by_dtype(found.whole.graph).values()), rel=1e-12)
+    held = [name for plan in found.plans for name in plan.parameters]
+    assert sorted(held) == sorted(found.whole.parameters)
+
+
+def test_the_quicker_schedule_is_taken() -> None:
+    every = [piped(EVEN, 4, 8, name) for name in ("1f1b", "gpipe")]
+    assert piped(EVEN, 4, 8).step_seconds == min(one.step_seconds for one in every)
+    assert every[0].peak_bytes < every[1].peak_bytes  # fewer in flight
+
+
+def test_more_micro_batches_shrink_the_bubble() -> None:
+    bubbles = [piped(EVEN, 4, count).bubble for count in (4, 8, 16, 32)]
+    assert bubbles == sorted(bubbles, reverse=True) and bubbles[0] > 1.5 * bubbles[-1]
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_unequal_layers_are_balanced(stages: int) -> None:
+    """Most layers are in the first stage, as the last ones are large; an even cut takes far longer."""
+    found = piped(UNEVEN, stages, 8)
+    taken = [forward + back for forward, back in zip(found.durations.forward, found.durations.whole, strict=True)]
+    counts = [sum(name.endswith("0.weight") for name in plan.parameters) for plan in found.plans]
+    assert counts[0] > counts[-1], counts
+    largest = 1024 / sum(UNEVEN) * sum(taken)  # the last layer, which no narrow place divides
+    assert max(taken) < 1.01 * max(sum(taken) / stages, largest), taken
+
+
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN, (1024, 64, 64, 512, 64, 64, 64, 64)])
+def test_no_even_cut_is_better(hidden: tuple[int, ...]) -> None:
+    found = piped(hidden, 4, 8)
+    cutting = Cutting.of(found.whole, found.mesh, FAST, "auto", None)
+    even = cutting.cuts.even()
+    assert even is not None and len(even[0]) == 3
+    assert found.step_seconds <= cutting.pipeline(*even).step_seconds
+    assert found.step_seconds <= cutting.pipeline(*cutting.cuts.best()).step_seconds
+
+
+def test_a_limit_of_memory_holds() -> None:
+    """Activations are most of what is held: what is run again makes room for them."""
+    rows, mesh = 4096, Mesh(("pipe",), (2,))
+    graph = graph_of(capture(Layers(*(256,) * 4), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
+    free = find_pipeline(graph, mesh, FAST, 4)
+    limit = 0.8 * free.peak_bytes
+    request = Request(memory=limit, allow=("recompute",))
+    found = find_pipeline(graph, mesh, FAST, 4, request)
+    assert found.peak_bytes <= limit < free.peak_bytes
+    assert found.step_seconds >= free.step_seconds * (1 - 1e-9)
+    with pytest.raises(Infeasible, match=r"no pipeline of 2 stages over 4 micro-batches fits in .* per rank") as error:
+        find_pipeline(graph, mesh, FAST, 4, replace(request, memory=0.05 * free.peak_bytes))
+    assert error.value.enough is not None and 0.05 * free.peak_bytes < error.value.enough <= free.peak_bytes
+
+
+def test_a_tied_embedding_is_in_both_stages_that_read_it() -> None:
+    found = find_pipeline(family("gpt2").graph, TWO, FAST, 2, ALONE)
+    assert tied_in(found) == {"transformer.wte.weight": [0, 1]}
+    assert all("transformer.wte.weight" in plan.parameters for plan in found.plans)
+    assert "tied: transformer.wte.weight is in stages 0, 1" in explain(found)
+    assert "transformer.wte" in modules_of(found)[0] and "lm_head" in modules_of(found)[1]
+
+
+def test_an_encoder_and_a_decoder_are_cut() -> None:
+    found = find_pipeline(family("t5").graph, Mesh(("pipe",), (3,)), FAST, 2, ALONE)
+    assert len(found.plans) == 3 and found.step_seconds > found.least_seconds
+    told = modules_of(found)
+    assert "encoder" in told[0] and "decoder" in told[2]
+
+
+def test_a_model_of_one_layer_is_refused_in_one_sentence() -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.only = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.only(x).sum()
+
+    graph = graph_of(capture(One(), (torch.randn(8, 8),), {}))
+    with pytest.raises(NotCut, match=r"^the model has no 7 places where it can be cut into 8 stages; .*$"):
+        find_pipeline(graph, Mesh(("pipe",), (8,)), FAST, 2, ALONE)
+
+
+def test_stages_lie_on_the_first_axis() -> None:
+    with pytest.raises(ValueError, match="pipe has to be its first axis"):
+        find_pipeline(layers(*EVEN), Mesh(("data", "pipe"), (2, 2)), FAST, 2, ALONE)
+    assert within_stage(Mesh(("pipe",), (4,))) == Mesh(("data",), (1,))
+    assert counts_in_stages(layers(*EVEN), 4) == [4, 8, 16, 32]
+    assert counts_in_stages(layers(*EVEN), 16) == [16, 32, 64] and counts_in_stages(layers(*EVEN), 3) == []
+
+
+def test_figures_are_of_the_whole_step() -> None:
+    found = piped(EVEN, 4, 8)
+    told = document("layers", found)
+    assert json.loads(json.dumps(told, allow_nan=False)) == told
+    assert told["simulated_seconds"] == found.step_seconds and [row["in_flight"] for row in told["stages"]][-1] == 1
+    assert sum(row["parameters"] for row in told["stages"]) == told["parameters"]
+    used = utilisation_of(found)
+    assert used.samples == 64 and used.ranks == 8
+    assert used.model_flops == pytest.approx(sum(flops_by_dtype(layers(*EVEN)).values()), rel=1e-9)
+
+
+def test_a_file_reads_back_as_it_was_and_no_other_does(tmp_path: Path) -> None:
+    found = piped(UNEVEN, 4, 8)
+    save(found, tmp_path / "one.json")
+    again = load(tmp_path / "one.json")
+    assert dumps(again) == dumps(found)
+    assert (again.ends, again.schedule, again.durations, again.memory) == (
+        found.ends, found.schedule, found.durations, found.memory,
+    )  # fmt: skip
+    assert again.stages == found.stages and again.plans == found.plans and again.whole == found.whole
+    assert again.step_seconds == found.step_seconds and again.played.times == found.played.times
+    text = dumps(found)
+    (tmp_path / "short.json").write_text(text[:-100])
+    (tmp_path / "edited.json").write_text(text.replace('"ends": [', '"ends": [1, ', 1))
+    (tmp_path / "other.json").write_text('{"autopar_plan": 2}')
+    for name, why in (("short", "not complete JSON"), ("edited", "edited or damaged"), ("other", "no pipeline")):
+        with pytest.raises(PlanMismatch, match=why):
+            load(tmp_path / f"{name}.json")
+    elsewhere = replace(found, ends=(found.ends[0] + 1, *found.ends[1:]))
+    save(elsewhere, tmp_path / "elsewhere.json")
+    with pytest.raises(PlanMismatch, match="inconsistent"):
+        load(tmp_path / "elsewhere.json")
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    question = ask(piped(EVEN, 2, 4).whole.graph, Mesh(("data",), (2,)), FAST)
+    texts = {dumps(pipeline_of(question, TWO, ALONE)) for _ in range(2)}
+    assert len(texts) == 1
