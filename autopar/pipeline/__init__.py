@@ -1,4 +1,4 @@
-"""Pipeline schedules as plain values: made by name, verified, played; nothing runs a model in stages yet.
+"""Pipeline schedules as plain values: made by name, verified, played.
 
 schedule = make_schedule("zb-h1", ranks=4, micro_batches=8)
 counts = verify(schedule)                                   # or a sentence that says what is wrong

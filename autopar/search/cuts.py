@@ -102,9 +102,14 @@ class Cuts:
             return None
 
     def places(self) -> list[int]:
-        """Ends that are narrow and not known to be illegal."""
+        """Ends that are narrow and not known to be illegal; between any two of them a parameter that trains is read."""
         narrow = _narrow(self.crossing, self.count)
-        return [end for end in narrow if end not in self._closed and self._legal.get(self._kinds[end - 1], True)]
+        open_ = [end for end in narrow if end not in self._closed and self._legal.get(self._kinds[end - 1], True)]
+        read, found = _trained_before(self.whole), list[int]()
+        for end in open_:
+            if (read[found[-1]] if found else 0) < read[end] < read[-1] or not read[-1]:
+                found.append(end)
+        return found
 
     def beside(self, ends: Sequence[int], seconds: Sequence[float]) -> Iterator[tuple[int, list[int]]]:
         """(which end, ends) with one end elsewhere: at the next place, or where the two stages beside it take the
@@ -139,6 +144,13 @@ class Cuts:
         if kind not in self._legal:
             self._legal[kind] = self.at([end]) is not None
         return self._legal[kind]
+
+
+def _trained_before(whole: Plan) -> list[int]:
+    """In front of each forward operator, and behind the last: how often parameters that train were read."""
+    trained, held = {node.target for node in whole.graph.trained}, parameters_read(whole.graph)
+    reads = (len(trained.intersection(held.get(node.name, ()))) for node in forward_order(whole.graph))
+    return [0, *itertools.accumulate(reads)]
 
 
 def _crossing(whole: Plan) -> list[float]:

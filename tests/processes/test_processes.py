@@ -74,6 +74,10 @@ def test_models_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
     run_checks("families", 4, tmp_path, ["check_random_plans", "check_a_collective_over_both_axes", "check_rings"])
 
 
+def test_a_pipeline_of_two_processes_trains_as_one(tmp_path: Path) -> None:
+    run_checks("pipelines", 2, tmp_path, ["check_a_small_model"])
+
+
 def test_rings_of_two_processes_train_as_one(tmp_path: Path) -> None:
     run_checks("families", 2, tmp_path, ["check_rings"])
 

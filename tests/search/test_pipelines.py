@@ -96,11 +96,11 @@ def test_more_micro_batches_shrink_the_bubble() -> None:
 
 @pytest.mark.parametrize("stages", [2, 4])
 def test_unequal_layers_are_balanced(stages: int) -> None:
-    """Most layers are in the first stage, as the last ones are large; an even cut takes far longer."""
+    """The last stage has few layers, as these are large; an even cut takes far longer."""
     found = piped(UNEVEN, stages, 8)
     taken = [forward + back for forward, back in zip(found.durations.forward, found.durations.whole, strict=True)]
     counts = [sum(name.endswith("0.weight") for name in plan.parameters) for plan in found.plans]
-    assert counts[0] > counts[-1], counts
+    assert counts[-1] < sum(counts) / stages, counts
     largest = 1024 / sum(UNEVEN) * sum(taken)  # the last layer, which no narrow place divides
     assert max(taken) < 1.01 * max(sum(taken) / stages, largest), taken
 
