@@ -120,7 +120,9 @@ class Planner:
             _see_to_the_host(plan)
         return plan
 
-    def in_stages(self, graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, Layout]) -> Staged:
+    def in_stages(
+        self, graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, Layout], *, loosely: bool = False
+    ) -> Staged:
         """The plans of all stages of a pipeline."""
         if like is None:
             same_everywhere(self.settings, pipe.whole)
@@ -129,7 +131,7 @@ class Planner:
         request = replace(
             self.request, outputs=self._brought(graph), memory=self.machine.room(usable, pipe.mesh).tensors
         )
-        asked = Asked(self.machine.hardware, self.optimizer, request, self.schedule, count, self.rules)
+        asked = Asked(self.machine.hardware, self.optimizer, request, self.schedule, count, self.rules, loosely)
         return staged(graph, pipe, like, fixed, asked)
 
     def _count(self, graph: Graph, like: Plan | None, loosely: bool) -> int | str:

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._compat import default_store
 from autopar.errors import Infeasible, NoAnswerInTime, PlanMismatch, TraceError
+from autopar.rewrite.micro_batches import NotCut
 
 Result = TypeVar("Result")
 TELL_S = 60.0  # of waiting, then twice as long, and so on
 
 _KINDS = (
     Infeasible, NoAnswerInTime, PlanMismatch, TraceError, ValueError, TypeError, KeyError, AttributeError, MemoryError,
-    FileNotFoundError, PermissionError, IsADirectoryError, OSError, NotImplementedError, torch.OutOfMemoryError,
+    NotCut, FileNotFoundError, PermissionError, IsADirectoryError, OSError, NotImplementedError, torch.OutOfMemoryError,
 )  # fmt: skip
 KNOWN: dict[str, type[Exception]] = {kind.__name__: kind for kind in _KINDS}
 

@@ -227,7 +227,7 @@ def prepare(
             fixed = {} if state.plan is None else _layouts(parallel, state)
             staged = None
             if state.pipe is not None:
-                staged = state.planner.in_stages(graph, state.pipe, state.staged, fixed)
+                staged = state.planner.in_stages(graph, state.pipe, state.staged, fixed, loosely=loosely)
                 plan = staged.plans[state.pipe.place]
             else:
                 plan = state.planner(graph, state.plan, fixed, loosely=loosely)

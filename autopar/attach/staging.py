@@ -22,6 +22,7 @@ from autopar.rewrite.micro_batches import NotCut, in_rounds
 from autopar.rewrite.stages import Stage, cut_in_stages
 from autopar.search import Request, answer, ask
 from autopar.search.cuts import cut_by_owner
+from autopar.search.micro_batches import count_near
 from autopar.search.pipelines import find_pipeline
 from cost_models.hardware import Hardware
 
@@ -50,7 +51,9 @@ class Staged:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is planned for. `count`: micro-batches of a step of training; None: the search decides."""
+    """What is planned for. `count`: micro-batches of a step of training; None: the search decides. `loosely`: nobody
+    trains with this batch yet, so that it need not be cut into as many.
+    """
 
     hardware: Hardware
     optimizer: str
@@ -58,6 +61,7 @@ class Asked:
     schedule: str
     count: int | None
     rules: tuple[Rules, ...]
+    loosely: bool = False
 
 
 def staged(graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, Layout], asked: Asked) -> Staged:
@@ -86,6 +90,8 @@ def _first(graph: Graph, pipe: Pipe, asked: Asked) -> Staged:
         return Staged(found.stages, found.plans, found.schedule, found.whole, found.ends)
 
     seconds: dict[int, float] = {}
+    if asked.loosely:
+        return of(count_near(graph, asked.count or pipe.count))
     if asked.count is not None:
         return of(asked.count)
     batch = batch_size(graph)
@@ -102,18 +108,13 @@ def _first(graph: Graph, pipe: Pipe, asked: Asked) -> Staged:
 def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], asked: Asked) -> Staged:
     """Of another call of the module: a step of another batch, or no step at all."""
     trains = any(result.kind == "gradient" for result in graph.results)
-    count = _count_near(graph, like.whole.graph.rounds.count) if trains else 1
+    count = count_near(graph, like.whole.graph.rounds.count) if trains else 1
     question = ask(in_rounds(graph, count), pipe.inner, asked.hardware, optimizer=asked.optimizer)
     whole = answer(question, replace(asked.request, fixed=fixed, memory=None, simulation=False))
     pricer = Pricer.on(pipe.inner, asked.hardware, asked.optimizer, whole.bucket_bytes, count)
     ends, cut = cut_by_owner(whole, like.owners, pipe.count, pricer)
     stages, plans = zip(*cut, strict=True)
     return Staged(stages, plans, _schedule(like.schedule.name, pipe.count, count, trains), whole, tuple(ends))
-
-
-def _count_near(graph: Graph, wanted: int) -> int:
-    batch = batch_size(graph)
-    return next((count for count in range(wanted, batch + 1) if batch % count == 0), 1)
 
 
 def _schedule(name: str, stages: int, count: int, trains: bool) -> Schedule:
