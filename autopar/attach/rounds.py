@@ -112,7 +112,7 @@ def played_in_stage(
     micro-batch, too.
     """
     if any(node.op == "tangent" for node in whole.graph.nodes):
-        _check_playable(whole)
+        _check_playable(whole, WITHOUT_PIPE)
     rounds = plan.graph.rounds
     others = [node for node in inputs if node.op != "parameter"]
     joined = dict(zip(((r.kind, r.target) for r in plan.graph.results), rounds.joined, strict=False))
@@ -120,22 +120,25 @@ def played_in_stage(
     return _played(plan, others, [layout for _, layout in results], joins)
 
 
-def _check_playable(plan: Plan) -> None:
+WITHOUT_PIPE = "a mesh without `pipe`"
+
+
+def _check_playable(plan: Plan, instead: str = "leave micro_batches= out") -> None:
     """Backward begins with the gradient of the loss, which is 1 until the user's own arrives behind the last round."""
     graph = plan.graph
     if any(type is not None and type.dtype == "float16" for node in graph.nodes for type in node.outputs):
         raise PlanMismatch(
             "float16 needs its loss scaled before backward, and in micro-batches backward runs inside the call, before "
-            "a GradScaler can: compute in bfloat16 (precision='bf16'), or leave micro_batches= out"
+            f"a GradScaler can: compute in bfloat16 (precision='bf16'), or {instead}"
         )
     tangents = [node for node in graph.nodes if node.op == "tangent"]
     if len(tangents) == 1 and tangents[0].outputs[0] is not None and not tangents[0].outputs[0].shape:
         return
     told = ", ".join(f"output {node.target} ({node.outputs[0]})" for node in tangents) or "none"
     raise PlanMismatch(
-        f"a step in {graph.rounds.count} micro-batches runs backward behind each of them, from one loss that forward "
+        f"a step in micro-batches ({graph.rounds.count}) runs backward behind each of them, from one loss that forward "
         f"returns; backward of this model begins at {told}: return the loss from forward, and what else has a gradient "
-        "with .detach(), or leave micro_batches= out"
+        f"with .detach(), or {instead}"
     )
 
 

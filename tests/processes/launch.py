@@ -22,12 +22,19 @@ ROOT = Path(__file__).parents[2]
 COLLECTIVE_S, CHECK_S = 60, 110
 
 
-def run_checks(file: str, ranks: int, folder: Path, names: Sequence[str] = (), limit_s: float = CHECK_S) -> None:
-    """Run the checks of `tests/processes/<file>.py` (all, or those of these names) on `ranks` processes.
+def run_checks(
+    file: str,
+    ranks: int,
+    folder: Path,
+    names: Sequence[str] = (),
+    limit_s: float = CHECK_S,
+    but: Sequence[str] = (),
+) -> None:
+    """Run the checks of `tests/processes/<file>.py` (those of these names, or all `but` some) on `ranks` processes.
 
     `folder` is theirs to share. Raises AssertionError with the output of the checks that failed.
     """
-    wanted, failed = list(names), list[str]()
+    wanted, failed = list(names) or [f"-{name}" for name in but], list[str]()
     while True:
         with tempfile.TemporaryDirectory() as notes:
             command = [sys.executable, "-m", "tests.processes.worker", file, notes, str(folder), *wanted]

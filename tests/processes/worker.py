@@ -44,7 +44,8 @@ def main(file: str, notes: str, folder: str, *wanted: str) -> None:
         timeout=timedelta(seconds=COLLECTIVE_S),
     )  # fmt: skip
     checks = {name: made for name, made in vars(module).items() if name.startswith("check_")}
-    names = list(wanted or checks)
+    left_out = {name[1:] for name in wanted if name.startswith("-")}
+    names = [name for name in checks if name not in left_out] if left_out or not wanted else list(wanted)
     ranks = Ranks(rank, count, Path(folder))
     started = time.monotonic()
     while names:
