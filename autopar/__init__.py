@@ -14,6 +14,7 @@ from autopar.errors import Infeasible, NoAnswerInTime, PlanMismatch, TraceError
 from autopar.ir.outside import OperatorRule, Rules
 from autopar.machine.device import Devices, init_mesh
 from autopar.plan import Plan
+from autopar.search.pipeline import Pipeline
 
 __all__ = [
     "Devices",
@@ -21,6 +22,7 @@ __all__ = [
     "NoAnswerInTime",
     "OperatorRule",
     "ParallelModule",
+    "Pipeline",
     "Plan",
     "PlanMismatch",
     "Rules",

@@ -26,17 +26,20 @@ from autopar.ir.outside import Rules, told
 from autopar.machine.device import Devices, check_size, hardware_or_here, is_here, memory_bytes, tf32_here
 from autopar.plan import Plan
 from autopar.plan.store import dumps
+from autopar.plan.value import AGAIN
 from autopar.planner import Machine, Planner
 from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.rules.outside import given as given_rules
 from autopar.search import Request
 from autopar.search.memory_options import allowed
 from autopar.search.micro_batches import AUTO
+from autopar.search.pipeline import Pipeline
 from autopar.search.pipelines import PIPE, SCHEDULES, stages_of
 from autopar.search.reserved import check_fits
 from autopar.trace.calls import by_name
 from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware
+from cost_models.steps import DEVICE
 
 OUTPUTS = ("auto", "sharded", "global")
 WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule, ParallelModule)
@@ -50,7 +53,7 @@ def compile(
     *,
     example_inputs: tuple[Any, ...] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    plan: Plan | str | Path | None = None,
+    plan: Plan | Pipeline | str | Path | None = None,
     hardware: str | Path | Hardware | None = None,
     memory: int | float | str | None = None,
     allow: str | Collection[str] | None = None,
@@ -77,7 +80,7 @@ def compile(
     all ranks receive the plan, and rank 0's parameters and buffers as they are then.
 
     example_inputs, example_kwargs: what the module will be called with: whole tensors (any device, or meta).
-    plan: a Plan, or the path of one, to run without searching.
+    plan: a Plan, or for a mesh with an axis `pipe` a Pipeline, or the path of one, to run without searching.
     hardware: profile name, path of a profile, or Hardware. Default: what `python -m autopar.calibrate` measured on this
     machine, else the known profile of its device; the plan's notes say if it was measured.
     memory: bytes of each rank's device that may be used: a number, "70GiB", or a share such as 0.9. Default: what is
@@ -140,21 +143,21 @@ def compile(
     _check_what_is_planned(model, plan, pin)
     precision = precision_named(precision)
     _check_numbers(patience_s, micro_batches)
-    pipe = _pipe_of(device_mesh, mesh, schedule, {"plan": plan, "cache": cache, "profile": profile})
+    pipe = _pipe_of(device_mesh, mesh, schedule, {"profile": profile})
 
-    def read() -> tuple[Machine, tuple[str, ...] | None, Plan | None]:
+    def read() -> tuple[Machine, tuple[str, ...] | None, Plan | Pipeline | None]:
         machine = _machine(hardware, memory, profile, device_mesh.device_type)
-        given = Plan.load(plan, brought) if isinstance(plan, (str, Path)) else plan
+        given = _given(plan, brought, None if pipe is None else mesh)
         if given is not None:
             check_size(given.mesh.sizes if is_open else mesh.sizes, mesh.ranks)
-            _check_asked(given, machine, hardware is not None, memory, optimizer, micro_batches)
+            _check_asked(given, machine, hardware is not None, memory, optimizer, micro_batches, schedule)
         return machine, allowed(allow), given
 
     # files may be other ones on another rank's machine, or not there
     machine, words, given = agreed(read, device_mesh)
-    optimizer = optimizer or ("adamw" if given is None else given.optimizer)
+    optimizer = optimizer or ("adamw" if given is None else _whole(given).optimizer)
     settings: dict[str, object] = {  # hardware is not among them: rank 0 alone searches
-        "a plan of digest": None if given is None else hashlib.sha256(dumps(given).encode()).hexdigest()[:8],
+        "a plan of digest": None if given is None else _digest(given),
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
         "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "allow": words,
         "micro_batches": micro_batches, "schedule": schedule, "pin": sorted((pin or {}).items()),
@@ -229,14 +232,47 @@ def _known(what: str, value: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"{what} {value!r} is not known; choose {', '.join(known)}")
 
 
+def _given(
+    plan: Plan | Pipeline | str | Path | None, rules: tuple[Rules, ...], staged: Mesh | None
+) -> Plan | Pipeline | None:
+    """What runs without a search. `staged`: the mesh, where it has an axis of stages. Raises PlanMismatch where the one
+    has stages and the other none, or others.
+    """
+    if isinstance(plan, (str, Path)):
+        plan = Plan.load(plan, rules) if staged is None else Pipeline.load(plan, rules)
+    if not (plan is None or isinstance(plan, (Plan, Pipeline))):
+        raise ValueError(f"plan= takes a Plan, a Pipeline or the path of one, and was given a {type(plan).__name__}")
+    if staged is None and isinstance(plan, Pipeline):
+        raise PlanMismatch(f"the plan has pipeline stages; give the mesh that it was made for, {plan.mesh}")
+    if staged is not None and isinstance(plan, Plan):
+        raise PlanMismatch(f"the plan has no pipeline stages, and the mesh is {staged}; give its own, {plan.mesh}")
+    if isinstance(plan, Pipeline) and plan.mesh != staged:
+        raise PlanMismatch(
+            f"the pipeline was made for mesh {plan.mesh}, this mesh is {staged}; use a mesh with those names and "
+            f"sizes, or {AGAIN}"
+        )
+    return plan
+
+
+def _whole(given: Plan | Pipeline) -> Plan:
+    return given.whole if isinstance(given, Pipeline) else given
+
+
+def _digest(given: Plan | Pipeline) -> str:
+    told = given.dumps() if isinstance(given, Pipeline) else dumps(given)
+    return hashlib.sha256(told.encode()).hexdigest()[:8]
+
+
 def _check_asked(
-    plan: Plan, machine: Machine, is_named: bool, memory: int | float | str | None, optimizer: str | None,
-    micro_batches: int | str | None,
+    given: Plan | Pipeline, machine: Machine, is_named: bool, memory: int | float | str | None, optimizer: str | None,
+    micro_batches: int | str | None, schedule: str | None,
 ) -> None:  # fmt: skip
     """What is asked for beside a plan is what the plan was made for. `is_named`: the user gave the machine's hardware.
     Raises PlanMismatch, or ValueError for too little memory.
     """
-    again = "leave it out, or run `python -m autopar.search` with it"
+    again, plan = "leave it out, or run `python -m autopar.search` with it", _whole(given)
+    if isinstance(given, Pipeline) and schedule not in (None, AUTO, given.schedule.name):
+        raise PlanMismatch(f"schedule={schedule!r} was asked for, and the plan has {given.schedule.name!r}: {again}")
     if optimizer is not None and optimizer != plan.optimizer:
         raise PlanMismatch(
             f"optimizer={optimizer!r} was asked for, and the plan was made for {plan.optimizer!r}, whose states it has "
@@ -253,7 +289,8 @@ def _check_asked(
             f"{plan.hardware!r} (figures {plan.hardware_digest[:8]}): {again}"
         )
     if memory is not None:
-        check_fits(plan, machine.room(machine.usable, plan.mesh), memory)
+        peak = given.peak_bytes if isinstance(given, Pipeline) else given.peak_bytes[DEVICE]
+        check_fits(peak, machine.room(machine.usable, given.mesh), memory)
 
 
 def _machine(

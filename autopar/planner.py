@@ -40,6 +40,7 @@ from autopar.search.memory_options import words_of
 from autopar.search.meshes import best_mesh, meshes_of
 from autopar.search.micro_batches import AUTO, best_plan, count_near
 from autopar.search.pins import obeyable
+from autopar.search.pipeline import Pipeline
 from autopar.search.reserved import held_within, telling
 from autopar.search.same import same_choices
 from cost_models.hardware import Hardware
@@ -82,7 +83,7 @@ class Planner:
     outputs: str
     inputs: str
     settings: Mapping[str, object]
-    given: Plan | None = None
+    given: Plan | Pipeline | None = None
     cache: str | Path | None = None
     is_open: bool = False
     rules: tuple[Rules, ...] = ()
@@ -94,7 +95,7 @@ class Planner:
         mesh = self._mesh(like)
         if like is None:
             same_everywhere(self.settings, self.device_mesh)
-            if (given := self.given) is not None:
+            if isinstance(given := self.given, Plan):
                 wanted = _outputs_that_matter(self.outputs, graph)
                 count = given.graph.rounds.count
                 agreed(
@@ -131,8 +132,22 @@ class Planner:
         request = replace(
             self.request, outputs=self._brought(graph), memory=self.machine.room(usable, pipe.mesh).tensors
         )
-        asked = Asked(self.machine.hardware, self.optimizer, request, self.schedule, count, self.rules, loosely)
+        given = self.given if isinstance(self.given, Pipeline) else None
+        asked = Asked(
+            self.machine.hardware, self.optimizer, request, self.schedule, count, self.rules, loosely, given,
+            _outputs_that_matter(self.outputs, graph), self._kept_stages(graph, pipe, request, count, loosely),
+            self.machine.is_limited,
+        )  # fmt: skip
         return staged(graph, pipe, like, fixed, asked)
+
+    def _kept_stages(self, graph: Graph, pipe: Pipe, request: Request, count: int | None, loosely: bool) -> Path | None:
+        """Where a pipeline is kept."""
+        if self.cache is None:
+            return None
+        told = self.machine.hardware.digest, self.optimizer, self.schedule, str(count), str(loosely)
+        asked = request if self.machine.is_limited else replace(request, memory=None)
+        limit = str(request.time_limit_s)
+        return Path(self.cache) / f"{_digest(graph, str(pipe.mesh), asked, (*told, limit))}.pipeline.json"
 
     def _count(self, graph: Graph, like: Plan | None, loosely: bool) -> int | str:
         """Micro-batches of a step of training: behind the first plan as many as it has, as far as the batch lets."""

@@ -53,6 +53,7 @@ from autopar.ir.batch_norm import GLOBAL
 from autopar.ir.graph import input_type, output_types
 from autopar.ir.outside import Rules
 from autopar.plan import Plan
+from autopar.search.pipeline import Pipeline
 from autopar.trace import flatten_inputs
 from autopar.trace.ambient import ambient_state
 from autopar.trace.calls import Call, Caller
@@ -101,6 +102,14 @@ class ParallelModule(nn.Module):
     def plan(self) -> Plan:
         """The plan of the training step. Raises RuntimeError before there is one."""
         return self._autopar.plan or self._main().plan
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The training step in stages. Raises RuntimeError before there is one, or where the mesh has no `pipe`."""
+        runner = self._main().runner
+        if not isinstance(runner, StageRunner) or runner.staged.pipeline is None:
+            raise RuntimeError(f"mesh {self._autopar.mesh} has no axis `pipe`: there is a plan, and no pipeline")
+        return runner.staged.pipeline
 
     @property
     def program(self) -> Emitted:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from autopar.attach.agree import agreed, found_by_rank_zero, text_from
 from autopar.attach.pipe import Pipe
@@ -22,7 +24,9 @@ from autopar.rewrite.micro_batches import NotCut, in_rounds
 from autopar.rewrite.stages import Stage, cut_in_stages
 from autopar.search import Request, answer, ask
 from autopar.search.cuts import cut_by_owner
+from autopar.search.kept import keep_plan, kept_pipeline
 from autopar.search.micro_batches import count_near
+from autopar.search.pipeline import Pipeline
 from autopar.search.pipelines import find_pipeline
 from cost_models.hardware import Hardware
 
@@ -38,6 +42,11 @@ class Staged:
     schedule: Schedule
     whole: Plan
     ends: tuple[int, ...]
+    pipeline: Pipeline | None = None  # of a step of training that was searched for
+
+    @staticmethod
+    def of(found: Pipeline) -> Staged:
+        return Staged(found.stages, found.plans, found.schedule, found.whole, found.ends, found)
 
     @property
     def owners(self) -> dict[str, tuple[int, ...]]:
@@ -52,7 +61,9 @@ class Staged:
 @dataclass(frozen=True)
 class Asked:
     """What is planned for. `count`: micro-batches of a step of training; None: the search decides. `loosely`: nobody
-    trains with this batch yet, so that it need not be cut into as many.
+    trains with this batch yet, so that it need not be cut into as many. `given`: what to run without searching;
+    `matters`: how its outputs must leave, if it does.
+    `kept`: the file of a cache where it is kept; `is_limited`: whether the user gave the memory.
     """
 
     hardware: Hardware
@@ -62,6 +73,10 @@ class Asked:
     count: int | None
     rules: tuple[Rules, ...]
     loosely: bool = False
+    given: Pipeline | None = None
+    matters: str | None = None
+    kept: Path | None = None
+    is_limited: bool = False
 
 
 def staged(graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, Layout], asked: Asked) -> Staged:
@@ -69,6 +84,10 @@ def staged(graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, La
     which hold the parameters already, laid out as `fixed` says.
     """
     trains = any(result.kind == "gradient" for result in graph.results)
+    if like is None and (given := asked.given) is not None:  # every rank has read it
+        rounds = in_rounds(graph, given.whole.graph.rounds.count)
+        agreed(lambda: check(given.whole, rounds, pipe.inner, outputs=asked.matters), pipe.whole)
+        return Staged.of(given)
     find = partial(_first, graph, pipe, asked) if like is None else partial(_later, graph, pipe, like, fixed, asked)
     found = found_by_rank_zero(find, pipe.whole)
     text = text_from(0, None if found is None else _told(found), pipe.whole)
@@ -82,14 +101,24 @@ def staged(graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, La
 
 
 def _first(graph: Graph, pipe: Pipe, asked: Asked) -> Staged:
-    def of(count: int) -> Staged:
-        found = find_pipeline(
+    """Of the cache, or found now."""
+    if asked.kept is None:
+        return Staged.of(_found(graph, pipe, asked))
+    known = kept_pipeline(asked.kept, graph, pipe.mesh, asked.hardware, asked.optimizer, asked.rules)
+    fits = known is not None and known.peak_bytes <= (asked.request.memory or math.inf)
+    if known is not None and fits and (asked.is_limited or known.whole.memory_limit is None):
+        return Staged.of(known)  # of one in what was free then there may be a better one in what is free now
+    found = _found(graph, pipe, asked)
+    keep_plan(found, asked.kept)
+    return Staged.of(found)
+
+
+def _found(graph: Graph, pipe: Pipe, asked: Asked) -> Pipeline:
+    def of(count: int) -> Pipeline:
+        return find_pipeline(
             graph, pipe.mesh, asked.hardware, count, asked.request, schedule=asked.schedule, optimizer=asked.optimizer
         )
-        seconds[count] = found.step_seconds
-        return Staged(found.stages, found.plans, found.schedule, found.whole, found.ends)
 
-    seconds: dict[int, float] = {}
     if asked.loosely:
         return of(count_near(graph, asked.count or pipe.count))
     if asked.count is not None:
@@ -101,8 +130,7 @@ def _first(graph: Graph, pipe: Pipe, asked: Asked) -> Staged:
             f"a batch of {batch} has no multiple of {pipe.count} equal parts, as {pipe.count} stages want them; give "
             f"micro_batches= a number that divides {batch}"
         )
-    made = {count: of(count) for count in counts}
-    return made[min(seconds, key=lambda count: seconds[count])]
+    return min(map(of, counts), key=lambda found: found.step_seconds)
 
 
 def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], asked: Asked) -> Staged:
@@ -127,6 +155,8 @@ def _schedule(name: str, stages: int, count: int, trains: bool) -> Schedule:
 
 
 def _told(found: Staged) -> str:
+    if found.pipeline is not None:
+        return found.pipeline.dumps()
     return json.dumps(
         {
             "schedule": found.schedule.name,
@@ -139,6 +169,8 @@ def _told(found: Staged) -> str:
 
 def _read(text: str, pipe: Pipe, asked: Asked, trains: bool) -> Staged:
     told = json.loads(text)
+    if "plans" not in told:
+        return Staged.of(Pipeline.loads(text, "rank 0", asked.rules))
     whole = Plan.loads(told["whole"], "rank 0", asked.rules)
     stages = cut_in_stages(whole.graph, told["ends"])
     plans = tuple(Plan.loads(one, "rank 0", asked.rules) for one in told["plans"])

@@ -201,6 +201,11 @@ def loads(text: str, origin: str, make: type[P], rules: Sequence[Rules] = ()) ->
     """
     content = _parse(text, origin)
     version = content.pop("autopar_plan", None)
+    if "autopar_pipeline" in content:
+        raise PlanMismatch(
+            f"{origin} has a step in pipeline stages, and what is wanted is a plan without; autopar.compile runs it on "
+            "a mesh whose first axis is `pipe`"
+        )
     if version is None:
         raise PlanMismatch(f"{origin} is JSON, but no autopar plan (it has no field autopar_plan); {AGAIN}")
     if type(version) is not int or version != VERSION:

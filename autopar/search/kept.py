@@ -20,6 +20,9 @@ from autopar.plan import Plan
 from autopar.plan.fit import check
 from autopar.plan.value import AGAIN
 from autopar.price.pricer import Pricer
+from autopar.rewrite.micro_batches import in_rounds
+from autopar.search.pipeline import Pipeline
+from autopar.search.pipelines import Cutting, within_stage
 from autopar.simulate.timeline import timeline_of
 from cost_models.hardware import Hardware
 
@@ -51,7 +54,29 @@ def kept_plan(
         return None
 
 
-def keep_plan(plan: Plan, path: Path) -> None:
+def kept_pipeline(
+    path: Path, graph: Graph, mesh: Mesh, hardware: Hardware, optimizer: str, rules: Sequence[Rules] = ()
+) -> Pipeline | None:
+    """What an earlier search of a step in stages has found, as `kept_plan`: its cut, with all that is said of it found
+    again.
+    """
+    try:
+        if not path.is_file():
+            return None
+        known = Pipeline.load(path, rules)
+        check(known.whole, in_rounds(graph, known.whole.graph.rounds.count), within_stage(mesh), origin=str(path))
+        whole = priced_again(known.whole, hardware, optimizer, str(path))
+        cutting = Cutting.of(whole, mesh, hardware, known.schedule.name, None)
+        cut = cutting.cuts.at([*known.ends])
+        return None if cut is None or known.mesh != mesh else cutting.pipeline(*cut)
+    except PlanMismatch:
+        return None
+    except OSError as error:
+        warnings.warn(f"the pipeline kept in {path} cannot be read ({error}); it is found again", stacklevel=2)
+        return None
+
+
+def keep_plan(plan: Plan | Pipeline, path: Path) -> None:
     """For the next time; a warning where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from autopar.errors import PlanMismatch
 from autopar.ir.mesh import Mesh
@@ -24,18 +25,19 @@ from autopar.plan import Plan
 from autopar.plan.store import dumps as plan_text
 from autopar.plan.value import AGAIN, shortened
 from autopar.rewrite.stages import Stage, cut_in_stages
-from autopar.search.pipelines import Pipeline
+from autopar.search.pipeline_value import PipelineValue
 from cost_models.whole_file import read_whole, write_whole
 
+P = TypeVar("P", bound=PipelineValue)
 VERSION = 1
 
 
-def save(pipeline: Pipeline, path: str | Path) -> None:
+def save(pipeline: PipelineValue, path: str | Path) -> None:
     """Write it. Whoever looks at `path` sees the old file or the whole new one, also after a crash."""
     write_whole(path, dumps(pipeline))
 
 
-def dumps(pipeline: Pipeline) -> str:
+def dumps(pipeline: PipelineValue) -> str:
     """The pipeline as text: the same text for the same pipeline, in any process."""
     schedule = pipeline.schedule
     content: dict[str, Any] = {
@@ -64,30 +66,45 @@ def dumps(pipeline: Pipeline) -> str:
 CHANNELS = "receives", "gives_back", "sends", "gets_back", "tied"
 
 
-def load(path: str | Path, rules: tuple[Rules, ...] = ()) -> Pipeline:
-    """Read and check: the stages are those of the whole plan's graph with these ends, the lists are a schedule.
+def load(path: str | Path, make: type[P], rules: Sequence[Rules] = ()) -> P:
+    """Read and check: the stages are those of the whole plan's graph with these ends, the lists are a schedule. `make`:
+    the class of the pipeline; `rules`: of users' packages (`autopar.rules.outside.given`).
 
     Raises PlanMismatch where the file is cut short, edited, of another version or inconsistent, and OSError where there
     is no file to be read.
     """
+    try:
+        text = read_whole(path).decode()
+    except UnicodeDecodeError as error:
+        raise PlanMismatch(f"{path} is not a text file (byte {error.start} is not UTF-8); {AGAIN}") from None
+    return loads(text, str(path), make, rules)
+
+
+def loads(text: str, origin: str, make: type[P], rules: Sequence[Rules] = ()) -> P:
+    """The pipeline in `text`, of the class `make`. `origin` names it in errors: a path, or the rank that sent it."""
     found: Any
     try:
-        found = json.loads(read_whole(path).decode())
+        found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PlanMismatch(f"{path} is not complete JSON ({shortened(error, 200)}); {AGAIN}") from None
+        raise PlanMismatch(f"{origin} is not complete JSON ({shortened(error, 200)}); {AGAIN}") from None
     content = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    if "autopar_plan" in content:
+        raise PlanMismatch(
+            f"{origin} is a plan without pipeline stages; give a mesh without the axis `pipe`, or the file of a search "
+            "with it"
+        )
     if content.pop("autopar_pipeline", None) != VERSION:
-        raise PlanMismatch(f"{path} is no pipeline of version {VERSION}; {AGAIN}")
+        raise PlanMismatch(f"{origin} is no pipeline of version {VERSION}; {AGAIN}")
     stored = content.pop("digest", None)
     if stored != _digest(content):
-        raise PlanMismatch(f"{path} was edited or damaged: its content has another digest than it says; {AGAIN}")
+        raise PlanMismatch(f"{origin} was edited or damaged: its content has another digest than it says; {AGAIN}")
     try:
-        return _read(content, str(path), rules)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise PlanMismatch(f"{path} is inconsistent ({shortened(error, 200)}); {AGAIN}") from error
+        return _read(content, origin, make, rules)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise PlanMismatch(f"{origin} is inconsistent ({shortened(error, 200)}); {AGAIN}") from error
 
 
-def _read(content: dict[str, Any], origin: str, rules: tuple[Rules, ...]) -> Pipeline:
+def _read(content: dict[str, Any], origin: str, make: type[P], rules: Sequence[Rules]) -> P:
     def plan(of: dict[str, Any], what: str) -> Plan:
         return Plan.loads(json.dumps(of), f"{what} of {origin}", rules)
 
@@ -105,7 +122,7 @@ def _read(content: dict[str, Any], origin: str, rules: tuple[Rules, ...]) -> Pip
     durations = Durations(**{name: entries and tuple(entries) for name, entries in content["durations"].items()})
     nbytes = StageBytes(**{name: tuple(entries) for name, entries in content["bytes"].items()})
     mesh = Mesh(tuple(content["mesh"]["names"]), tuple(content["mesh"]["sizes"]))
-    return Pipeline(
+    return make(
         mesh, stages, plans, ends, schedule, durations, play(schedule, durations), memory(schedule, nbytes),
         content["step_seconds"], whole, nbytes,
     )  # fmt: skip

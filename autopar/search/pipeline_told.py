@@ -20,14 +20,14 @@ from autopar.plan.reading import is_weighted, ms, parameters_of, percent, weight
 from autopar.plan.tell import human
 from autopar.plan.utilisation import Utilisation, utilisation
 from autopar.rewrite.stages import forward_order
-from autopar.search.pipelines import Pipeline
+from autopar.search.pipeline_value import PipelineValue
 from cost_models.reserve import Room
 
 HEADINGS = "stage", "parameters", "forward", "backward", "sends", "in flight", "peak", "modules"
 MAX_NOTES = 4
 
 
-def explain(pipeline: Pipeline, limit: float | None = None) -> str:
+def explain(pipeline: PipelineValue, limit: float | None = None) -> str:
     """What it is and takes, and a line for each stage; all times are simulated. `limit`: bytes of tensors per rank."""
     whole = pipeline.whole
     lines = [*wrapped(
@@ -51,7 +51,7 @@ def explain(pipeline: Pipeline, limit: float | None = None) -> str:
     return "\n".join(part for line in lines for part in wrapped(line, "    ")) + "\n"
 
 
-def summary(pipeline: Pipeline) -> str:
+def summary(pipeline: PipelineValue) -> str:
     """The one line that says how good it is."""
     return (
         f"step time {ms(pipeline.step_seconds)}, simulated: {count_of(len(pipeline.stages), 'stage')}, "
@@ -61,7 +61,7 @@ def summary(pipeline: Pipeline) -> str:
     )
 
 
-def _figures(pipeline: Pipeline, limit: float | None) -> Iterator[str]:
+def _figures(pipeline: PipelineValue, limit: float | None) -> Iterator[str]:
     yield from wrapped(summary(pipeline))
     played = pipeline.played.makespan
     yield (
@@ -72,7 +72,7 @@ def _figures(pipeline: Pipeline, limit: float | None) -> Iterator[str]:
         yield f"  {percent(pipeline.peak_bytes, limit)} of the {human(limit)} that tensors may take on each device"
 
 
-def utilisation_of(pipeline: Pipeline) -> Utilisation:
+def utilisation_of(pipeline: PipelineValue) -> Utilisation:
     """What the simulated step makes of all ranks."""
     return replace(utilisation(pipeline.whole), seconds=pipeline.step_seconds, ranks=pipeline.mesh.ranks)
 
@@ -80,7 +80,7 @@ def utilisation_of(pipeline: Pipeline) -> Utilisation:
 # --- stages ----------------------------------------------------------------------------------------------------------
 
 
-def modules_of(pipeline: Pipeline) -> tuple[str, ...]:
+def modules_of(pipeline: PipelineValue) -> tuple[str, ...]:
     """Of each stage, the layers and other modules with parameters that run in it, in their order: `transformer.wte,
     transformer.h.0..3`; one that is cut is `(part)` in both.
     """
@@ -124,7 +124,7 @@ def _ranges(names: dict[str, None], shared: Sequence[str]) -> Iterator[str]:
         yield told()
 
 
-def _rows(pipeline: Pipeline) -> Iterator[tuple[str, ...]]:
+def _rows(pipeline: PipelineValue) -> Iterator[tuple[str, ...]]:
     for row in stages_of(pipeline):
         sends = "-" if row["sent_bytes"] is None else human(row["sent_bytes"])
         yield (
@@ -133,7 +133,7 @@ def _rows(pipeline: Pipeline) -> Iterator[tuple[str, ...]]:
         )  # fmt: skip
 
 
-def stages_of(pipeline: Pipeline) -> list[dict[str, Any]]:
+def stages_of(pipeline: PipelineValue) -> list[dict[str, Any]]:
     """A row for each stage; what is held and sent is of one device."""
     flying, durations = in_flight(pipeline.schedule).most_saved, pipeline.durations
     return [
@@ -153,7 +153,7 @@ def stages_of(pipeline: Pipeline) -> list[dict[str, Any]]:
     ]
 
 
-def tied_in(pipeline: Pipeline) -> dict[str, list[int]]:
+def tied_in(pipeline: PipelineValue) -> dict[str, list[int]]:
     """Parameter that several stages hold -> these."""
     found: dict[str, list[int]] = {}
     for at, stage in enumerate(pipeline.stages):
@@ -165,7 +165,7 @@ def tied_in(pipeline: Pipeline) -> dict[str, list[int]]:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def document(model: str, pipeline: Pipeline, room: Room | None = None) -> dict[str, Any]:
+def document(model: str, pipeline: PipelineValue, room: Room | None = None) -> dict[str, Any]:
     """What --json prints; every figure is predicted, for one rank and one step."""
     whole = pipeline.whole
     return {

@@ -26,11 +26,7 @@ from autopar.lower import lower
 from autopar.lower.memory import changes, peaks, resident_bytes
 from autopar.pipeline import (
     Durations,
-    Played,
-    RankMemory,
-    Schedule,
     StageBytes,
-    least_seconds,
     make_schedule,
     memory,
     play,
@@ -42,6 +38,7 @@ from autopar.rewrite.micro_batches import in_rounds
 from autopar.rewrite.stages import Stage
 from autopar.search.context import Progress, Question, ask
 from autopar.search.cuts import Cut, Cuts, Send
+from autopar.search.pipeline import Pipeline
 from autopar.search.request import DEFAULT, Request
 from autopar.search.search import answer
 from autopar.simulate.timeline import timeline_of
@@ -53,47 +50,6 @@ SCHEDULES = ("1f1b", "gpipe")  # in the order of preference
 TRIES, CLOSE = 8, 0.02  # of the room for the whole plan, and how near to the right one it ends
 MOVES, WORTH = 8, 1e-3  # of ends of stages that are tried, and what part of the step one has to promise
 LEAST_S = 1.0  # seconds for each search, however late it is
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """A step in stages.
-
-    stages, plans   of each stage: its graph with what crosses its cuts, and how it runs on the mesh of one stage
-    ends            behind how many forward operators of the whole plan's graph each stage but the last one ends
-    schedule        what every rank of `pipe` does, in order; `played`: when, for one micro-batch of `durations`
-    memory          bytes of a device of each rank of `pipe`, along its list
-    step_seconds    of the schedule, with the updates behind it; simulated
-    whole           the plan that was cut
-    nbytes          of a device of each stage, from which `memory` is
-    """
-
-    mesh: Mesh
-    stages: tuple[Stage, ...]
-    plans: tuple[Plan, ...]
-    ends: tuple[int, ...]
-    schedule: Schedule
-    durations: Durations
-    played: Played
-    memory: tuple[RankMemory, ...]
-    step_seconds: float
-    whole: Plan
-    nbytes: StageBytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Of the device that holds the most."""
-        return round(max(rank.peak for rank in self.memory))
-
-    @property
-    def least_seconds(self) -> float:
-        """Below which no order of these stages ends a schedule (`autopar.pipeline.least_seconds`)."""
-        return least_seconds(self.schedule.rank_of, self.schedule.micro_batches, self.durations)
-
-    @property
-    def bubble(self) -> float:
-        """The share of the schedule in which the mean rank computes nothing."""
-        return sum(self.played.idle) / len(self.played.idle) / self.played.makespan
 
 
 def find_pipeline(

@@ -128,11 +128,11 @@ def telling(room: Room) -> Generator[None]:
         raise Infeasible(told, *ends) from None
 
 
-def check_fits(plan: Plan, room: Room, memory: object) -> None:
-    """Raises ValueError for a plan that needs more than the user allows."""
-    needs = room.taken(plan.peak_bytes[DEVICE])
+def check_fits(peak: int, room: Room, memory: object) -> None:
+    """Raises ValueError for a plan whose tensors, `peak` bytes, need more than the user allows."""
+    needs = room.taken(peak)
     if needs > room.limit * (1 + 1e-9):
-        beside = f", {human(needs - plan.peak_bytes[DEVICE])} of it for {WHAT}" if room.left else ""
+        beside = f", {human(needs - peak)} of it for {WHAT}" if room.left else ""
         raise ValueError(
             f"the plan needs {human(needs)} of each rank's device{beside}, and memory={memory!r} allows "
             f"{human(room.limit)}; give more, or search for a plan within it (--memory)"

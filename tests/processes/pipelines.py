@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unittest.mock
 from typing import Any
 
 import torch
@@ -105,15 +106,58 @@ def check_evaluation_and_other_batches(ranks: Ranks) -> None:
     torch.testing.assert_close(loss_of(parallel(**more)), loss_of(plain(**more)), rtol=NEAR, atol=0)
 
 
+def check_a_pipeline_is_given_or_kept(ranks: Ranks) -> None:
+    """As a value, as a file and from a cache it is the one that was searched for, and nothing is searched again."""
+    model, inputs = doubled("gpt2")
+    asked = {"memory": "4GiB", "time_limit_s": 10}
+    found = autopar.compile(copy.deepcopy(model), mesh_of(ranks), cache=ranks.folder / "plans", **asked)
+    first = loss_of(found(**inputs)).detach()
+    path, pipeline = ranks.folder / "pipeline.json", found.pipeline
+    if ranks.rank == 0:
+        pipeline.save(path)
+        assert len([*(ranks.folder / "plans").glob("*.pipeline.json")]) == 1
+        assert "stage" in pipeline.explain()
+    torch.distributed.barrier()
+    with unittest.mock.patch("autopar.attach.staging.find_pipeline", side_effect=AssertionError("searched again")):
+        for keywords in ({"plan": path}, {"plan": pipeline}, {"cache": ranks.folder / "plans"} | asked):
+            again = autopar.compile(copy.deepcopy(model), mesh_of(ranks), **keywords)
+            loss = loss_of(again(**inputs))
+            loss.backward()
+            assert float(loss) == float(first), keywords
+            assert again.pipeline.dumps() == pipeline.dumps(), keywords
+    for keywords, sentence in (
+        ({"plan": path, "schedule": "gpipe" if pipeline.schedule.name == "1f1b" else "1f1b"}, "schedule="),
+        ({"plan": path, "micro_batches": 1}, "micro_batches=1 was asked for"),
+        ({"plan": path, "optimizer": "sgd"}, "optimizer='sgd' was asked for"),
+        ({"plan": path, "memory": "1KiB"}, "memory='1KiB' allows 1.00 KiB"),
+        ({"plan": found.plan}, "the plan has no pipeline stages"),
+    ):
+        _refused(model, mesh_of(ranks), keywords, sentence)
+    flat = autopar.init_mesh("cpu", data=ranks.count)
+    _refused(model, flat, {"plan": path}, "has a step in pipeline stages, and what is wanted is a plan without")
+    _refused(model, flat, {"plan": pipeline}, "the plan has pipeline stages; give the mesh that it was made for")
+    other = copy.deepcopy(model)
+    other.lm_head = nn.Linear(other.lm_head.in_features, other.lm_head.out_features, dtype=torch.float64)
+    _refused(other, mesh_of(ranks), {"plan": path}, "was made for", inputs)
+
+
+def _refused(
+    model: nn.Module, mesh: Any, keywords: dict[str, Any], sentence: str, inputs: dict[str, Any] | None = None
+) -> None:
+    try:
+        made = autopar.compile(model, mesh, **keywords)
+        if inputs is not None:
+            made(**inputs)
+    except (ValueError, autopar.PlanMismatch) as error:
+        assert sentence in str(error), error
+    else:
+        raise AssertionError(sentence)
+
+
 def check_what_is_not_built_is_said(ranks: Ranks) -> None:
     model, _ = doubled("mlp")
     for keywords, sentence in (
         ({"schedule": "zb-h1"}, "schedule 'zb-h1' is not known"),
-        ({"cache": "plans"}, "cache= is not built for a mesh with 'pipe'"),
+        ({"profile": 1.0}, "profile= is not built for a mesh with 'pipe'"),
     ):
-        try:
-            autopar.compile(model, mesh_of(ranks), **keywords)
-        except ValueError as error:
-            assert sentence in str(error), error
-        else:
-            raise AssertionError(sentence)
+        _refused(model, mesh_of(ranks), keywords, sentence)

@@ -10,7 +10,7 @@ from autopar.pipeline import verify
 from autopar.search.__main__ import main
 from autopar.search.command.arguments import parser
 from autopar.search.command.staged import NOT_YET
-from autopar.search.pipeline_file import load
+from autopar.search.pipeline import Pipeline
 from cost_models.hardware import Hardware
 from cost_models.reserve import room_in
 
@@ -53,7 +53,7 @@ def test_it_prints_one_object_and_writes_the_same_pipeline(folder: Path, capsys:
     arguments = ["model.py:build", *GIVEN, "--micro-batches", "4", "--schedule", "gpipe", "--memory", "4GiB"]
     assert main([*arguments, "--quiet", "--json", "-o", "pipeline.json"]) == 0
     out, err = capsys.readouterr()
-    told, found = json.loads(out), load("pipeline.json")
+    told, found = json.loads(out), Pipeline.load("pipeline.json")
     assert "a model may print" in err and {path.name for path in folder.glob("*.json")} == {"pipeline.json"}
     verify(found.schedule)
     assert told["schedule"] == found.schedule.name == "gpipe"
@@ -93,7 +93,7 @@ def test_what_is_settled_and_asked_holds_in_stages(capsys: pytest.CaptureFixture
     arguments = ["--micro-batches", "2", "--quiet", "--optimizer", "sgd", "--precision", "bf16", "--outputs", "global"]
     pin = ["--pin", "layers.0.0=data: columns", "--allow", "none", "-o", "pipeline.json"]
     assert main(["model.py:build", *GIVEN, *arguments, *pin]) == 0
-    out, found = capsys.readouterr().out, load("pipeline.json")
+    out, found = capsys.readouterr().out, Pipeline.load("pipeline.json")
     assert "optimizer sgd" in out and "precision: " in out
     assert all(plan.optimizer == "sgd" and plan.outputs == "global" for plan in found.plans)
     product = next(node for node in found.plans[0].graph.nodes if node.module == "layers.0.0" and "einsum" in node.op)

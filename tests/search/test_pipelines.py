@@ -15,15 +15,18 @@ from autopar.errors import Infeasible, PlanMismatch
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.pipeline import least_seconds, memory, play, verify
+from autopar.plan import Plan
 from autopar.plan.utilisation import flops_by_dtype
 from autopar.rewrite.micro_batches import NotCut
 from autopar.search import Request
 from autopar.search.context import ask
+from autopar.search.kept import keep_plan, kept_pipeline
 from autopar.search.micro_batches import counts_in_stages
-from autopar.search.pipeline_file import dumps, load, save
+from autopar.search.pipeline import Pipeline
 from autopar.search.pipeline_told import document, explain, modules_of, tied_in, utilisation_of
-from autopar.search.pipelines import Cutting, Pipeline, find_pipeline, pipeline_of, within_stage
+from autopar.search.pipelines import Cutting, find_pipeline, pipeline_of, within_stage
 from autopar.trace import capture, graph_of
+from cost_models.hardware import Hardware
 from tests.support.families import family
 from tests.support.machines import FAST
 
@@ -180,28 +183,58 @@ def test_figures_are_of_the_whole_step() -> None:
 
 def test_a_file_reads_back_as_it_was_and_no_other_does(tmp_path: Path) -> None:
     found = piped(UNEVEN, 4, 8)
-    save(found, tmp_path / "one.json")
-    again = load(tmp_path / "one.json")
-    assert dumps(again) == dumps(found)
+    found.save(tmp_path / "one.json")
+    again = Pipeline.load(tmp_path / "one.json")
+    assert again.dumps() == found.dumps()
     assert (again.ends, again.schedule, again.durations, again.memory) == (
         found.ends, found.schedule, found.durations, found.memory,
     )  # fmt: skip
     assert again.stages == found.stages and again.plans == found.plans and again.whole == found.whole
     assert again.step_seconds == found.step_seconds and again.played.times == found.played.times
-    text = dumps(found)
+    text = found.dumps()
     (tmp_path / "short.json").write_text(text[:-100])
     (tmp_path / "edited.json").write_text(text.replace('"ends": [', '"ends": [1, ', 1))
-    (tmp_path / "other.json").write_text('{"autopar_plan": 2}')
+    (tmp_path / "other.json").write_text('{"autopar_pipe": 2}')
     for name, why in (("short", "not complete JSON"), ("edited", "edited or damaged"), ("other", "no pipeline")):
         with pytest.raises(PlanMismatch, match=why):
-            load(tmp_path / f"{name}.json")
+            Pipeline.load(tmp_path / f"{name}.json")
     elsewhere = replace(found, ends=(found.ends[0] + 1, *found.ends[1:]))
-    save(elsewhere, tmp_path / "elsewhere.json")
+    elsewhere.save(tmp_path / "elsewhere.json")
     with pytest.raises(PlanMismatch, match="inconsistent"):
-        load(tmp_path / "elsewhere.json")
+        Pipeline.load(tmp_path / "elsewhere.json")
+
+
+def test_a_plan_is_no_pipeline_and_a_pipeline_no_plan(tmp_path: Path) -> None:
+    found = piped(EVEN, 2, 4)
+    found.save(tmp_path / "pipeline.json")
+    found.whole.save(tmp_path / "plan.json")
+    with pytest.raises(PlanMismatch, match="has a step in pipeline stages, and what is wanted is a plan without"):
+        Plan.load(tmp_path / "pipeline.json")
+    with pytest.raises(PlanMismatch, match="is a plan without pipeline stages; give a mesh without the axis `pipe`"):
+        Pipeline.load(tmp_path / "plan.json")
+
+
+def test_what_is_kept_is_found_again_or_searched_for(tmp_path: Path) -> None:
+    mesh, path, graph = Mesh(("pipe", "data"), (4, 2)), tmp_path / "plans" / "one.json", layers(*UNEVEN)
+    assert kept_pipeline(path, graph, mesh, FAST, "adamw") is None
+    found = piped(UNEVEN, 4, 8)
+    keep_plan(found, path)
+    again = kept_pipeline(path, graph, mesh, FAST, "adamw")
+    assert again is not None and again.dumps() == found.dumps()
+    claimed = replace(found, step_seconds=found.step_seconds / 2)  # what a file says that it takes counts for nothing
+    keep_plan(claimed, path)
+    again = kept_pipeline(path, graph, mesh, FAST, "adamw")
+    assert again is not None and again.step_seconds == found.step_seconds
+    slower = Hardware.load("h100-sxm")
+    assert kept_pipeline(path, graph, mesh, slower, "adamw") is None
+    assert kept_pipeline(path, graph, mesh, FAST, "sgd") is None
+    assert kept_pipeline(path, layers(*EVEN), mesh, FAST, "adamw") is None
+    assert kept_pipeline(path, graph, Mesh(("pipe", "data"), (2, 4)), FAST, "adamw") is None
+    path.write_text(path.read_text()[:-9])
+    assert kept_pipeline(path, graph, mesh, FAST, "adamw") is None
 
 
 def test_the_same_question_has_the_same_answer() -> None:
     question = ask(piped(EVEN, 2, 4).whole.graph, Mesh(("data",), (2,)), FAST)
-    texts = {dumps(pipeline_of(question, TWO, ALONE)) for _ in range(2)}
+    texts = {pipeline_of(question, TWO, ALONE).dumps() for _ in range(2)}
     assert len(texts) == 1

@@ -23,9 +23,9 @@ from autopar.search.command.sized import request_of
 from autopar.search.context import Progress, Question
 from autopar.search.micro_batches import AUTO, counts_in_stages
 from autopar.search.pins import pinned
-from autopar.search.pipeline_file import save
+from autopar.search.pipeline import Pipeline
 from autopar.search.pipeline_told import document, explain, summary
-from autopar.search.pipelines import PIPE, Pipeline, pipeline_of, stages_of, within_stage
+from autopar.search.pipelines import PIPE, pipeline_of, stages_of, within_stage
 from autopar.search.reserved import telling
 from autopar.search.splits import settled
 from cost_models.reserve import Room, room_in
@@ -121,7 +121,7 @@ def staged(given: argparse.Namespace, asked: Asked, progress: Progress, check: C
         text = json.dumps(told, indent=1, allow_nan=False) + "\n"
     if (path := asked.paths.get("-o")) is not None:
         with writing(path):
-            save(best, path)
+            best.save(path)
         progress(f"wrote {path}")
     print(text, end="", flush=True)
     return 0
