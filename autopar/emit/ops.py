@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from autopar.emit.attention import KERNELS, Asked, kernel_for
-from autopar.ir.equation import equation_of
+from autopar.ir.equation import equation_of, read
 
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     """The product of `autopar.ir.equation`: one product of matrices (batched if a letter stands in all three), without
     copies of views.
     """
-    terms = equation_of(equation)
+    terms = read(equation) if torch.compiler.is_compiling() else equation_of(equation)  # Dynamo warns of caches
     named = (*zip(terms.left, a.shape, strict=True), *zip(terms.right, b.shape, strict=True))
     size = {n: s for n, s in named if n != "1"}
     flat_a, flat_b = (

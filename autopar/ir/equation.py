@@ -38,8 +38,8 @@ class Equation:
         return (*self.shared, *self.rows, *self.columns)
 
 
-@lru_cache(maxsize=4096)  # emitted code asks at every call
-def equation_of(text: str) -> Equation:
+def read(text: str) -> Equation:
+    """The equation in this text; `equation_of` knows it the next time."""
     operands, result = (side.split(",") for side in text.split("->"))
     (left, right), (out,) = (tuple(tuple(term.split()) for term in terms) for terms in (operands, result))
     ours, theirs, made = set(left) - {"1"}, set(right) - {"1"}, set(out)
@@ -52,3 +52,6 @@ def equation_of(text: str) -> Equation:
         summed=tuple(n for n in left if n in (ours & theirs) - made),
         columns=tuple(n for n in right if n in theirs - ours),
     )
+
+
+equation_of = lru_cache(maxsize=4096)(read)  # emitted code asks at every call

@@ -39,7 +39,7 @@ def test_three_steps_agree_with_one_process_and_leave_every_file(tmp_path: Path)
     assert "first  3 steps" in ran.stdout and "--long (make demo ARGS=--long) trains for 200 steps" in ran.stdout
     assert not ran.stderr, "a newcomer sees no warnings"
     written = {path.name for path in out.iterdir()}
-    assert written == {"plan.json", "plan.dot", "loss.png", "losses.csv", "checkpoint", "model.pt"}
+    assert written == {"plan.json", "plan.dot", "plan.html", "loss.png", "losses.csv", "checkpoint", "model.pt"}
 
     plan = Plan.load(out / "plan.json")
     assert plan.mesh.ranks == 2
