@@ -75,15 +75,20 @@ torch.library.register_autograd("autopar::attention", _backward, setup_context=_
 
 
 def keep_attention(module: torch.fx.GraphModule) -> None:
-    """Put our operator in the place of torch's, in an exported module and those inside of it."""
+    """Put our operator in the place of torch's, in an exported module and those inside of it.
+
+    What lies behind a kernel as the queries do (torch 2.11) was exported without the copy that a layout of our own
+    needs before a view: there each view may be one.
+    """
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
             for node in part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention):
                 raise TraceError(f"the model uses flex_attention{line_of_node(node)}. {FLEX}")
-            for node in part.graph.find_nodes(
-                op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
-            ):
+            kept = part.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
+            for node in kept:
                 node.target = attention
+            for node in part.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default) if kept else ():
+                node.target = torch.ops.aten.reshape.default
             part.recompile()
 
 

@@ -130,7 +130,7 @@ class _Watch(TorchFunctionMode):
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (rows := rows_of(func, args, kwargs, self.origins)) is not None:
             return rows
-        result = func(*args, **kwargs)
+        result = _with_states_as_given(func, args, func(*args, **kwargs))
         self.origins.made(func, args, kwargs, result)
         for value in pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
@@ -143,6 +143,14 @@ class _Watch(TorchFunctionMode):
 
     def _is_strange(self, value: torch.Tensor) -> bool:
         return id(value) not in self.known and value.requires_grad and value.is_leaf
+
+
+def _with_states_as_given(func: Any, args: Any, result: Any) -> Any:
+    """An LSTM's states have the shape of those that it was given. Taken apart by torch 2.11 they have a dim more."""
+    if func is not torch.lstm or not isinstance(args[1], (tuple, list)):
+        return result
+    output, *states = result
+    return output, *(made.reshape(given.shape) for made, given in zip(states, args[1], strict=True))
 
 
 def no_unknown_constants(exported: torch.export.ExportedProgram) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -329,11 +330,11 @@ def test_a_chance_that_is_none_is_refused() -> None:
 
 
 def test_transformers_is_left_as_it_was() -> None:
-    masking = sys.modules["transformers.masking_utils"]
+    masking = importlib.import_module("transformers.masking_utils")
     before = masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], masking.find_packed_sequence_indices
     capture(llama(), (), _text())
     with pytest.raises(TraceError):
-        capture(llama(), (), {"input_ids": torch.zeros(4, 12)})  # of no whole numbers
+        capture(llama(), (), {"inputs_embeds": torch.randn(4, 12, 7)})  # of no such width
     assert before == (masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"], masking.find_packed_sequence_indices)
     assert not masking.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping
 
