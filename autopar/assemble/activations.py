@@ -255,6 +255,7 @@ def _find_looks(work: Assembly) -> None:
 
     gone = {by: share for by, share in live.gone.items() if is_last(by)}
     work.live = replace(live, gone=gone)
+    work.stay = kept | looks
 
 
 def _is_view(node: Node) -> bool:

@@ -15,9 +15,11 @@ from autopar.ir.layout import Layout, Partial, local_type
 from autopar.ir.work import temporary_bytes
 from autopar.price.overlap_discounts import GRADIENTS, WEIGHTS, Shares, cheaper
 from autopar.price.pricer import Pricer
-from autopar.propose.strategies import Strategy, operand_types
+from autopar.propose.strategies import Strategy, operand_types, signature_of
 from autopar.rewrite import Again
+from autopar.rules.bodies import BODIES
 from autopar.rules.patterns import is_pattern
+from autopar.rules.sizes import bytes_in_body
 from solver import EdgeUsage, Usage
 
 Array = NDArray[np.float64]
@@ -35,6 +37,7 @@ class Sizes:
         self.size_of: dict[object, Array] = {}
         self.resident: dict[object, tuple[Strategy, ...]] = {}
         self.kept: dict[int, tuple[Strategy, ...]] = {}
+        self.in_bodies: dict[object, int] = {}
 
     def number(self, options: tuple[Strategy, ...]) -> int:
         """Of these very options, and of no others ever."""
@@ -87,6 +90,7 @@ class Assembly:
         self.kept: list[object] = []  # what ids in keys belong to
         self.last_read: dict[str, int] = {}  # forward node -> when the forward reads it last
         self.needed: dict[Ref, int] = {}  # what views look at when they run again -> until when somebody needs it
+        self.stay: set[Ref] = set()  # what backward or a view that runs again may need behind its last reader
         self.readers: dict[str, Any] = {}  # of parameters (`autopar.assemble.parameters`)
 
     def add_item(self, name: str, options: tuple[Strategy, ...], cost: Array) -> int:
@@ -152,6 +156,10 @@ class Assembly:
         found = np.array(held, dtype=np.float64)
         for place in copied:
             found = found + self.taken_sizes(node, place, item)
+        if any(strategy.body in BODIES for strategy in self.options[item]):
+            signature, last = signature_of(node, types), self._last_reads(node)
+            held = [self._in_body(node, (signature, last), types, strategy, last) for strategy in self.options[item]]
+            found = found + np.array(held, dtype=np.float64)
         if not temporary_bytes(node, types):
             return found
         local = (
@@ -163,6 +171,28 @@ class Assembly:
             for strategy, given in zip(self.options[item], local, strict=True)
         )
         return found + np.array([*made], dtype=np.float64)
+
+    def _last_reads(self, node: Node) -> tuple[int, ...]:
+        """The places of operands of which nothing is needed behind the node."""
+        behind, made = self.live.at[node.name] + 1, self.live.made
+        return tuple(
+            place
+            for place, ref in enumerate(node.operands)
+            if ref in made and made[ref][1] == behind and ref not in self.stay and node.operands.count(ref) == 1
+        )
+
+    def _in_body(
+        self, node: Node, about: object, types: Sequence[TensorType], strategy: Strategy, last: tuple[int, ...]
+    ) -> int:
+        """Bytes that a local body holds beside operands and results. `about`: what they hang on but the strategy."""
+        if strategy.body not in BODIES:
+            return 0
+        key = about, strategy.body, strategy.takes, strategy.gives
+        if key not in self.known.in_bodies:
+            self.known.in_bodies[key] = bytes_in_body(
+                strategy.body, node, types, strategy.takes, strategy.gives, self.pricer.mesh, last=last
+            )
+        return self.known.in_bodies[key]
 
     def made(
         self,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Loop, Run, Wait
 from cost_models.steps import DEVICE
+
+InBody = Callable[[Collection[int]], Buffer]  # places of operands that nobody needs any more -> what it takes
 
 
 class Listing:
@@ -21,6 +24,7 @@ class Listing:
         self._made_at: dict[int, list[Buffer]] = {}  # instruction -> buffers that it makes or takes
         self._maker_of: dict[Buffer, int] = {}  # and the other way round
         self._needed: dict[Buffer, int] = {}
+        self._bodies: dict[int, InBody] = {}
 
     # --- values --------------------------------------------------------------------------------------------------
 
@@ -47,8 +51,15 @@ class Listing:
 
     # --- instructions --------------------------------------------------------------------------------------------
 
-    def do(self, instruction: Instruction, makes: Sequence[int | None] = (), takes: Sequence[Buffer] = ()) -> None:
-        """Issue an instruction; what it makes in buffers of its own, and takes, is allocated for it."""
+    def do(
+        self, instruction: Instruction, makes: Sequence[int | None] = (), takes: Sequence[Buffer] = (),
+        in_body: InBody | None = None,
+    ) -> None:  # fmt: skip
+        """Issue an instruction; what it makes in buffers of its own, and takes, is allocated for it. `in_body`: what it
+        takes besides, which hangs on the operands that nobody needs behind it.
+        """
+        if in_body is not None:
+            self._bodies[len(self.done)] = in_body
         at, needed = len(self.done), self._needed
         new = [*takes]
         for value in makes:
@@ -122,7 +133,21 @@ class Listing:
             issued: list[Instruction] = [*map(Alloc, opens.get(phase, ()))]
             for at in range(start, end):
                 issued += map(Alloc, self._made_at.get(at, ()))
-                issued.append(self.done[at])
+                issued += self._with_body(at, last.get(at, ()))
                 issued += map(Free, last.get(at, ()))
             found[phase], start = tuple(issued), end
         return found
+
+    def _with_body(self, at: int, freed: Sequence[Buffer]) -> list[Instruction]:
+        """An instruction with what it takes besides."""
+        run = self.done[at]
+        if at not in self._bodies or not isinstance(run, Run):
+            return [run]
+        dies = [
+            bool(self.values[value]) and run.reads.count(value) == 1 and all(one in freed for one in self.values[value])
+            for value in run.reads
+        ]
+        taken = self._bodies[at]([place for place, does in enumerate(dies) if does])
+        if isinstance(taken.nbytes, int) and not taken.nbytes:
+            return [run]
+        return [Alloc(taken), replace(run, takes=(*run.takes, taken)), Free(taken)]

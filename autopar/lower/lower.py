@@ -7,7 +7,7 @@ what makes it and freed behind the last instruction that needs it. Nothing is pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from autopar.assemble.liveness import holds_storage
 from autopar.ir.graph import Node, Phase, Ref, TensorType
 from autopar.ir.layout import Layout, local_type
-from autopar.ir.work import STORE, temporary_bytes
+from autopar.ir.work import STORE
 from autopar.lower.listing import Listing
 from autopar.lower.loops import lowered
 from autopar.lower.placed import Placing
@@ -39,6 +39,7 @@ from autopar.lower.program import (
 )
 from autopar.lower.results import OWNER_OF_RESULT, RESULT_KIND, joined, owner_of, told
 from autopar.lower.schedule import Advance, Facts, Turn, schedule
+from autopar.lower.taken import in_body_of, takes_of
 from autopar.lower.transfers import changes_of, in_a_bucket, leaves, leaving
 from autopar.lower.updates import Trained, Updates
 from autopar.plan.plan import Plan
@@ -66,14 +67,14 @@ class Lowering:
     """`lower` of one plan, as often as one likes: what is the same each time is found out once.
 
     Where sizes are forms, they do not say all: `workspaces`, node -> bytes that it takes while it runs; `placing`, how
-    values lie in memory.
+    values lie in memory; `number`: what a form comes to.
     """
 
     def __init__(
         self, plan: Decision | Plan, pricer: Pricer | None = None, workspaces: Mapping[str, Any] | None = None,
-        placing: Placing | None = None,
+        placing: Placing | None = None, number: Callable[[Any], float] = float,
     ) -> None:  # fmt: skip
-        self.plan, self.pricer, self.facts = plan, pricer, Facts(plan)
+        self.plan, self.pricer, self.facts, self.number = plan, pricer, Facts(plan), number
         self.workspaces, self.placing = workspaces or {}, placing or Placing(plan)
         self.parts_of: dict[Reshard, tuple[Part, ...]] = {}
         self.bytes_of: dict[tuple[TensorType, Layout], Any] = {}
@@ -102,13 +103,10 @@ class Lowering:
     def workspace(self, node: Node) -> Any:
         """Bytes that a node takes while it runs, copies of its operands among them."""
         if node.name not in self.taken:
-            types, mesh = operand_types(node, self.plan.graph.by_name), self.plan.mesh
-            takes, nbytes = self.plan.choices[node.name].takes, self.workspaces.get(node.name, 0)
-            if node.name not in self.workspaces and temporary_bytes(node, types):  # few have some in any layout
-                nbytes = temporary_bytes(node, [local_type(*one, mesh) for one in zip(types, takes, strict=True)])
-            for place in self.placing.copied(node.name):
-                nbytes += self.nbytes(types[place], takes[place])
-            self.taken[node.name] = nbytes
+            given = self.workspaces.get(node.name)
+            self.taken[node.name] = takes_of(node, self.plan) if given is None else given
+            types, takes = operand_types(node, self.plan.graph.by_name), self.plan.choices[node.name].takes
+            self.taken[node.name] += sum(self.nbytes(types[at], takes[at]) for at in self.placing.copied(node.name))
         return self.taken[node.name]
 
     def nbytes(self, type: TensorType, layout: Layout) -> Any:
@@ -230,7 +228,8 @@ class _Program:
             self.value_of[Ref(node.name, index)] = value
         steps = tuple(step for step in choice.steps if not isinstance(step, Comm) or step.ranks > 1)
         takes = (Buffer(size, Kind.WORKSPACE, owner_of(node)),) if (size := self.lowering.workspace(node)) else ()
-        self.listing.do(Run(Operator(node.name), steps, tuple(reads), tuple(makes), takes=takes), makes, takes)
+        run = Run(Operator(node.name), steps, tuple(reads), tuple(makes), takes=takes)
+        self.listing.do(run, makes, takes, in_body_of(node, self.plan, self.lowering.number))
 
     def _loop(self, node: Node, pattern: str, reads: Sequence[int]) -> None:
         offer = self.lowering.offer(node, pattern)

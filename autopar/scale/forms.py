@@ -234,7 +234,11 @@ def totals_of(
     placing: Placing | None = None,
 ) -> Totals:  # fmt: skip
     """Totals of a plan whose sizes are forms, or numbers. `pricer`: one of its mesh; the rest is as in `Lowering`."""
-    program = Lowering(there, pricer, workspaces, placing).program(None)
+
+    def number(form: Any) -> float:
+        return float(at(form, here))
+
+    program = Lowering(there, pricer, workspaces, placing, number).program(None)
     return Totals(work_of(_all_steps(program), there.mesh), _peaks(program), here)
 
 

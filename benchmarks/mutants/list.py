@@ -68,7 +68,7 @@ MUTANTS = (
            "return tuple(change.axis for change in delivery.changes), delivery.changes[0].local.dtype, leaves(plan, place)",
            'return tuple(change.axis for change in delivery.changes), "", leaves(plan, place)', LOWER),
     Mutant("copies of products take nothing", "autopar/lower/lower.py",
-           "                nbytes += self.nbytes(types[place], takes[place])\n", "                pass\n", LOWER),
+           "            self.taken[node.name] += sum(", "            _ = sum(", LOWER),
     Mutant("layout changes leave values as they lay", "autopar/lower/placed.py",
            "return shape, contiguous(shape)", "return shape, self.given(ref)[1]", LOWER),
     Mutant("gradients that are one value stay one", "autopar/lower/lower.py", "            taken.add(buffer)\n", "", LOWER),

@@ -20,6 +20,7 @@ from autopar.ir.graph import Const, Node, Ref, TensorType, map_refs
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
 from autopar.rules.notation import Rule
+from autopar.rules.sizes import Sized, Sizing, followed
 from autopar.rules.table import rule_of
 
 
@@ -208,6 +209,7 @@ class LockStep:
         self.shards = math.prod(axes[place].size for place in self.mine)
         self.factor_size = math.prod(rule.sizes[name] for name, other in rule.bodies.items() if other == body)
         self.moved: list[tuple[str, int]] = []
+        self.types: list[Any] = []
 
     def call(self, op: str, *args: Any, **kwargs: Any) -> Any:
         results = [
@@ -218,6 +220,7 @@ class LockStep:
             )
             for rank in range(len(self.coordinates))
         ]
+        self.types.append(type_of(results[0][0]) if len(results[0]) == 1 else "several")
         return Ranks(one[0] if len(one) == 1 else one for one in results)
 
     def get(self, value: Any, index: int) -> Any:
@@ -243,7 +246,26 @@ class LockStep:
         for at, one in zip(self.coordinates, value, strict=True):
             groups.setdefault(others(at), []).append(one)
         whole = {key: together(group) for key, group in groups.items()}
+        self.types.append(type_of(value[0]))
         return Ranks(whole[others(at)] for at in self.coordinates)
+
+
+class Told(Sizing):
+    """The same with sizes alone."""
+
+    def __init__(self, *about: Any) -> None:
+        super().__init__(*about)
+        self.types: list[Any] = []
+
+    def call(self, op: str, *args: Any, **kwargs: Any) -> Any:
+        made = super().call(op, *args, **kwargs)
+        self.types.append(made.type if isinstance(made, Sized) else "several")
+        return made
+
+    def all_reduce(self, value: Any, op: str) -> Any:
+        made = super().all_reduce(value, op)
+        self.types.append(made.type)
+        return made
 
 
 Types = Sequence[TensorType]
@@ -277,6 +299,9 @@ def run_split(call: Call, rule: Rule, axes: Sequence[Axis]) -> dict[tuple[int, .
         assert tuple(b.moved) == tuple(BODIES[name].comm(call.node, types, outputs)), (
             "comm() differs from what emit() moved"
         )
+        told = Told(call.node.op, types, outputs)
+        assert followed(name, call.node, told) >= 0
+        assert told.types == b.types, "what a body holds is counted with other sizes than it has"
         ran = {at: [None if one is None else one[rank] for one in values] for rank, at in enumerate(b.coordinates)}
     for at, results in ran.items():
         assert len(results) >= len(outputs)
