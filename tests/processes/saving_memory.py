@@ -339,9 +339,9 @@ def in_bfloat16(ranks: Ranks, name: str) -> None:
 # --- what takes longer -----------------------------------------------------------------------------------------------
 
 
-def check_every_model_searched_in_little_memory(ranks: Ranks) -> None:
+def check_more_are_searched_in_little_memory(ranks: Ranks) -> None:
     """At 0.4 of what the fastest plan takes, or where nothing fits there, closer to it."""
-    for name in NETS:
+    for name in ("half-frozen", "experts", "resnet"):
         searched(ranks, name, 0.6 if name == "experts" else 0.4)
 
 
@@ -354,6 +354,7 @@ def check_more_loops(ranks: Ranks) -> None:
 
 def check_more_bits(ranks: Ranks) -> None:
     in_bfloat16(ranks, "half-frozen")
-    for name in ("gpt", "half-frozen", "experts", "resnet"):
-        same_bits(ranks, name, 3)
+    for name in ("gpt", "experts"):
+        same_bits(ranks, name, 2)
+    for name in ("half-frozen", "resnet"):
         in_double_precision(ranks, name)

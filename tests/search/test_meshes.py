@@ -32,8 +32,8 @@ CASES = [("mlp", "even", 6), ("mlp", "slow-between", 8), ("block", "slow-between
 CASES = [pytest.param(*case, id="-".join(map(str, case))) for case in CASES]
 PLACES = (("slow-between", 4), ("even", 6), ("slow-between", 8), ("h100", 12), ("slow-between", 16))
 # Each model in two places, each place with four models: the first half of all fifty took 25 minutes of two busy cores.
-# Three that take 200 to 1,300 CPU seconds each are left out: Llama where nodes matter, BERT on 4 of such.
-LONG = {("llama", "slow-between"), ("bert", "slow-between")}
+# Four that take 60 to 1,300 CPU seconds each are left out: Llama where nodes matter, BERT on 4 of such, T5 on 12 H100.
+LONG = {("llama", "slow-between"), ("bert", "slow-between"), ("t5", "h100")}
 CASES += [
     pytest.param(name, *PLACES[at], id=f"{name}-{PLACES[at][0]}-{PLACES[at][1]}-slow", marks=pytest.mark.slow)
     for number, name in enumerate(TEN)
