@@ -49,7 +49,16 @@ def mend_dtensors() -> None:
 
 def _item(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> int | float | complex | bool:
     (number,) = args
-    return op(number.full_tensor())
+    return op(_whole(number))
+
+
+def _whole(number: DTensor) -> torch.Tensor:
+    if number.device_mesh.get_coordinate() is None:
+        raise RuntimeError(
+            "a number is asked for that comes of parameters of another pipeline stage, of which this rank has no "
+            "elements; ask parallel.full_state_dict(), called on all ranks, or leave those of other stages out"
+        )
+    return number.full_tensor()
 
 
 def _set_data(held: DTensor, value: torch.Tensor) -> None:
@@ -84,7 +93,7 @@ def _arithmetic(plain: Any) -> Any:
     @functools.wraps(plain)
     def method(held: DTensor, other: Any) -> Any:
         if held.ndim == 0 and isinstance(other, torch.Tensor) and not isinstance(other, DTensor):
-            return plain(held.full_tensor(), other)
+            return plain(_whole(held), other)
         return plain(held, other)
 
     return method

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import replace_total_norm, total_norm
+from autopar.attach.foreach import mend_lists
 from autopar.attach.tensors import device_of, over_pieces, placements_of, take_part
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -49,6 +50,7 @@ class Pipe:
         self.copies: list[weakref.ref[nn.Parameter]] = []  # those of them that an earlier stage counts
         PIPES.add(self)
         _count_all_stages()
+        mend_lists()
 
     @property
     def count(self) -> int:
@@ -115,7 +117,8 @@ class Pipe:
     def elsewhere(self, held: nn.Parameter, layout: Layout, stage: int) -> nn.Parameter:
         """A parameter of another stage, of which this rank has no elements."""
         device = "meta" if held.is_meta else device_of(self.whole)
-        nothing = torch.empty(0, dtype=held.dtype, device=device)
+        # For a number torch has a number there, too: a detached one would have no elements in its shape.
+        nothing = torch.zeros(0 if held.dim() else (), dtype=held.dtype, device=device)
         made = over_pieces(nothing, held.shape, placements_of(layout), self.meshes[stage])
         return nn.Parameter(made, requires_grad=held.requires_grad)
 

@@ -65,11 +65,11 @@ Slot = tuple[dict[str, Any], str]  # a module's own dict of parameters or buffer
 class Prepared:
     """A program with all that a call of it needs.
 
-    `inputs`: for each input of the program its place among the tensors of a call, and its layout. `parameters`,
-    `buffers`: where they are found, in the order of the program. `trained`: which parameters required grad. `same`:
-    slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there were. `without_tangent`:
-    outputs whose gradient the program does not take. `writes`: attributes that forward sets, as `Reads.written` has
-    them; `sets`: where, and to what, those that are no tensors. `told`: the call in words.
+    `inputs`: for each input of the program its place among the tensors of a call, and its layout. `parameters`: where
+    they are found, in the order of the program; `buffers`: all that the module has. `trained`: which parameters
+    required grad. `same`: slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there
+    were. `without_tangent`: outputs whose gradient the program does not take. `writes`: attributes that forward sets,
+    as `Reads.written` has them; `sets`: where, and to what, those that are no tensors. `told`: the call in words.
     """
 
     plan: Plan
@@ -351,7 +351,7 @@ def _prepared(parallel: nn.Module, state: State, call: Call, key: Key, captured:
             if node.op == "input"
         ),
         held,
-        {node.target: buffers[node.target] for node in program.inputs if node.op == "buffer"},
+        buffers,
         {name: value.to(state.device_mesh.device_type) for name, value in captured.constants.items()},
         captured.out_spec,
         captured.output_constants,

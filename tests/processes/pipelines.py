@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unittest
 import unittest.mock
 from typing import Any
 
@@ -35,6 +36,52 @@ def doubled(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 def whole(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+class Scaled(nn.Module):
+    """Batch norms in every stage, and a parameter that is one number, which the last stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) * self.scale - y).square().mean()
+
+
+def check_numbers_buffers_and_averages(ranks: Ranks) -> None:
+    """Of what other stages have: buffers that forward writes, a parameter of one number, averages of all weights by
+    operators on lists; a number of what this rank has no elements of is refused.
+    """
+    plain = Scaled().double()
+    inputs = [dict(zip("xy", torch.randn(2, 8, 8, dtype=torch.float64), strict=True)) for _ in range(STEPS)]
+    parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), micro_batches=1, memory="4GiB", time_limit_s=10)
+    models = (parallel, plain)
+    averaged = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    averages = [torch.optim.swa_utils.AveragedModel(plain, multi_avg_fn=averaged)]
+    optimizers = [torch.optim.SGD(one.parameters(), 1e-1) for one in models]
+    for step, given in enumerate(inputs):
+        for optimizer, model in zip(optimizers, models, strict=True):
+            model(**given).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 0:
+            averages = [torch.optim.swa_utils.AveragedModel(one, multi_avg_fn=averaged) for one in models]
+        for average, model in zip(averages, models, strict=True):
+            average.update_parameters(model)
+    for ours, theirs in (models, [one.module for one in averages]):
+        assert isinstance(ours, autopar.ParallelModule)
+        state, right = ours.full_state_dict(rank0_only=False), theirs.state_dict()
+        assert state.keys() == right.keys() and state["scale"].shape == ()
+        for key, value in state.items():
+            torch.testing.assert_close(
+                value, right[key], rtol=1e-10, atol=1e-12, msg=lambda told, key=key: f"{key}: {told}"
+            )
+    other = next(one for one in parallel.parameters() if is_elsewhere(one))
+    with unittest.TestCase().assertRaisesRegex(RuntimeError, "of another pipeline stage, of which this rank has no"):
+        other.norm().item()
 
 
 def check_a_small_model(ranks: Ranks) -> None:

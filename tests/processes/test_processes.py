@@ -41,7 +41,11 @@ FIRST = {
     "norms": ["local_ones_are_those_of_ddp"],
     "operators": ["gradient_scaling"],
     "optimizers": ["one_number_of_all_parameters_is_the_same_on_every_rank", "what_dtensors_do_not_run_says_what_does"],
-    "pipelines": ["steps_are_those_of_one_process", "evaluation_and_other_batches"],
+    "pipelines": [
+        "steps_are_those_of_one_process",
+        "numbers_buffers_and_averages",
+        "evaluation_and_other_batches",
+    ],
     "residence": ["clipping"],
     "saving_memory": ["the_step_of_the_host", "micro_batches"],
     "state": ["a_whole_state_dict_is_what_the_plain_model_loads", "no_rank_holds_two_whole_tensors"],

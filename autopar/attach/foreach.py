@@ -1,0 +1,64 @@
+"""Lists of parameters of all stages of a pipeline, in torch's operators on lists (`torch._foreach_*`).
+
+torch takes the mesh of the first DTensor of a list for that of all, and where this rank is not in it, it does nothing
+for the whole list: an average of weights would leave out every stage but the first parameter's. These operators work
+element by element, so each rank does them to the pieces that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+
+from autopar._compat import dtensor_handlers
+from autopar.attach.tensors import over_pieces
+
+REDUCE = ("norm", "max", "powsum")  # give numbers, and not lists of what they take
+
+
+def mend_lists() -> None:
+    """From now on such operators do each rank's pieces, whatever stages they are of."""
+    for op in _operators():
+        dtensor_handlers.setdefault(op, _on_pieces)
+
+
+def _operators() -> Iterator[Any]:
+    for name in dir(torch.ops.aten):
+        kind = name.removeprefix("_foreach_")
+        if kind != name and kind.rstrip("_") not in REDUCE:
+            packet = getattr(torch.ops.aten, name)
+            yield from (getattr(packet, overload) for overload in packet.overloads() if "out" not in overload)
+
+
+def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = cast("list[Any]", args[0])
+    pieces = [_piece(one, None) for one in first]
+
+    def local(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(isinstance(one, DTensor) for one in cast("list[Any]", value)):
+            return [_piece(one, like) for one, like in zip(cast("list[Any]", value), first, strict=True)]
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    made = op(pieces, *map(local, args[1:]), **{key: local(value) for key, value in kwargs.items()})
+    if made is None or op._schema.is_mutable:
+        return None if made is None else first
+    return [
+        over_pieces(one, like.shape, like.placements, like.device_mesh) if isinstance(like, DTensor) else one
+        for one, like in zip(made, first, strict=True)
+    ]
+
+
+def _piece(held: Any, like: Any) -> Any:
+    """This rank's piece of one of the list, laid out as its counterpart in the first list."""
+    if not isinstance(held, DTensor):
+        return held
+    placements = (like if isinstance(like, DTensor) else held).placements
+    if any(isinstance(one, Partial) for one in placements):
+        raise RuntimeError(
+            f"an operator on lists takes terms of a sum (a tensor {list(held.shape)}, {held.placements}); call "
+            ".full_tensor() first"
+        )
+    return (held if held.placements == placements else held.redistribute(placements=placements)).to_local()
