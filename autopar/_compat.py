@@ -1,6 +1,6 @@
 """Every private name of torch that autopar uses, under our own names. Nothing else imports from `torch._*`.
 
-Tried on torch 2.11.0, 2.12.0 and 2.13.0. Each entry is executed by tests/test_compat.py.
+Tried on torch 2.11.0, 2.12.0, 2.12.1 and 2.13.0. Each entry is executed by tests/test_compat.py.
 """
 
 from __future__ import annotations

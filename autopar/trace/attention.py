@@ -77,19 +77,47 @@ torch.library.register_autograd("autopar::attention", _backward, setup_context=_
 def keep_attention(module: torch.fx.GraphModule) -> None:
     """Put our operator in the place of torch's, in an exported module and those inside of it.
 
-    What lies behind a kernel as the queries do (torch 2.11) was exported without the copy that a layout of our own
-    needs before a view: there each view may be one.
+    What torch's kernels give may lie as the queries do, and ours lies in one way. A copy that torch did not need before
+    a view was not exported: behind attention each view may copy, and `as_strided` asks how its operand lies.
     """
-    for part in module.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            for node in part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention):
-                raise TraceError(f"the model uses flex_attention{line_of_node(node)}. {FLEX}")
-            kept = part.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
-            for node in kept:
-                node.target = attention
-            for node in part.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default) if kept else ():
-                node.target = torch.ops.aten.reshape.default
-            part.recompile()
+    parts = [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+    kept = [node for part in parts for node in _kept(part)]
+    for node in kept:
+        node.target = attention
+    for part in parts if kept else ():
+        _free_of_layout(part.graph)
+        part.recompile()
+
+
+def _kept(part: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    for node in part.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention):
+        raise TraceError(f"the model uses flex_attention{line_of_node(node)}. {FLEX}")
+    found = part.graph.find_nodes(op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default)
+    return list(found)
+
+
+def _free_of_layout(graph: torch.fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    for target in (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            x = exported = node.args[0]
+            while "val" not in exported.meta:  # a cast that was put in, which leaves strides as they are
+                exported = exported.args[0]
+            with graph.inserting_before(node):
+                asked = graph.call_function(as_exported, (x, exported.meta["val"].stride(), line_of_node(node)))
+            node.args = (asked, *node.args[1:])
+
+
+def as_exported(x: Tensor, strides: tuple[int, ...], line: str) -> Tensor:
+    """`x`, if it lies as it did in the export. Raises TraceError."""
+    if any(a != b for size, a, b in zip(x.shape, x.stride(), strides, strict=True) if size > 1):
+        raise TraceError(
+            f"as_strided{line} counts places in memory: behind torch's own attention its operand has strides "
+            f"{tuple(strides)}, in a program {x.stride()}; give it x.clone(memory_format=torch.contiguous_format), or "
+            "write it with slices or indices"
+        )
+    return x
 
 
 def attention(

@@ -232,6 +232,8 @@ def capture(
         naming_autocast(device_type, setting.under_its_autocast),
     ):  # fmt: skip
         stack.enter_context(one_tf32_setting())
+        # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
+        stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
         exported, functions = _exported(setting, copy, inputs)
         no_unknown_constants(exported)
         check_device(exported.graph_module, device_type)
@@ -289,12 +291,9 @@ def _fake_inputs(setting: _Setting, leaves: list[tuple[str, Any]], spec: pytree.
 
 def _exported(setting: _Setting, copy: _Watched, inputs: _Inputs) -> tuple[torch.export.ExportedProgram, list[Any]]:
     """The copy's forward, exported while it is watched, and the autograd functions that it calls."""
-    # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
-    without_onednn = torch.backends.mkldnn.flags(False, None, None, None)  # type: ignore[arg-type]
     with (
         autocast_as(setting.autocast),
         autocast_as_asked(setting.device_type),
-        without_onednn,
         watching(copy.model, copy.reads),
         functions_kept() as functions,
         distributions_as_they_come(),

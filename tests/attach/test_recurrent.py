@@ -44,6 +44,25 @@ def test_the_state_goes_out_and_in_again(one: DeviceMesh, case: str) -> None:
     same_gradients(plain, parallel)
 
 
+@pytest.mark.parametrize("batched", [True, False])
+def test_an_lstm_reads_inputs_as_they_come(one: DeviceMesh, batched: bool) -> None:
+    """Where no layer is in front torch keeps it whole in an export."""
+
+    class Straight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(6, 8, num_layers=2, bidirectional=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made, (h, c) = self.inner(x)
+            return made.square().mean() + h.sin().mean() + c.cos().mean()
+
+    plain = Straight()
+    parallel = autopar.compile(plain, one)
+    same_steps(plain, parallel, {"x": torch.randn(5, 4, 6) if batched else torch.randn(5, 6)}, steps=2)
+    assert not [node.op for node in parallel.plan.graph.nodes if "mkldnn" in node.op or "lstm" in node.op]
+
+
 @pytest.mark.parametrize("planned_first", [True, False], ids=["plain tensors", "DTensors"])
 def test_a_second_program_a_copy_and_a_loaded_state_are_right(one: DeviceMesh, planned_first: bool) -> None:
     plain, other = made("lstm"), made("lstm", seed=5)
