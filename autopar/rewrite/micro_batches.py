@@ -229,6 +229,12 @@ class _Cut:
                 ways = [way for way in ways if {*way.takes, *way.gives} != {WHOLE}] or ways
             for index in range(len(node.outputs)):
                 reach[Ref(node.name, index)] = {way.gives[index] for way in ways}
+        for result in self.graph.results:
+            if result.kind == "buffer" and result.ref is not None and WHOLE not in reach[result.ref]:
+                return NotCut(
+                    f"forward writes the buffer {result.target} from the whole batch, and {self.count} micro-batches "
+                    "would each write their own; leave micro-batches out"
+                )
         return NotCut(
             f"the outputs or gradients of this model are no sums over {self.count} micro-batches, nor parts of it: "
             "let forward return a loss that is a sum or a mean over samples, or leave micro-batches out"
