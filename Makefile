@@ -1,11 +1,12 @@
 # Every target sets itself up: on a fresh clone it first makes .venv (Python 3.11 or newer, with venv and pip).
 PYTHON ?= python3
+PART ?= 0
 BIN := .venv/bin
 READY := .venv/.ready
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format types bench clean
+.PHONY: help setup demo test test-part test-all lint format types bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +26,9 @@ demo: $(READY) ## see autopar find and run a plan, 2 minutes (ARGS=--long: 200 s
 
 test: $(READY) ## tests that are not marked slow
 	$(PYTEST) -m "not slow"
+
+test-part: $(READY) ## what `make test` runs and a third of the slow tests (PART=0, 1 or 2)
+	$(PYTEST) --part $(PART)/3
 
 test-all: $(READY) ## all tests
 	$(PYTEST) --durations=40

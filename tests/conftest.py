@@ -6,6 +6,7 @@ torch is not imported here: tests of solver/, cost_models/ and the plain values 
 import os
 import random
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +26,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="of the slow tests only the K-th of N parts, K from 0")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seen = Counter[tuple[str, str]]()
     for item in items:
         file = item.path.relative_to(Path(__file__).parent).as_posix()
@@ -35,6 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if every is not None and (every == 0 or seen[file, name] % every):
             item.add_marker(pytest.mark.slow)
         seen[file, name] += 1
+    if (part := config.getoption("--part")) is not None:
+        chosen, count = map(int, part.split("/"))
+        runs = {one: is_in_part(one.nodeid, chosen, count) or not one.get_closest_marker("slow") for one in items}
+        config.hook.pytest_deselected(items=[one for one in items if not runs[one]])
+        items[:] = [one for one in items if runs[one]]
+
+
+def is_in_part(name: str, part: int, count: int) -> bool:
+    """Which part a slow test is in hangs on its name alone."""
+    if not 0 <= part < count:
+        raise pytest.UsageError(f"--part {part}/{count}: of {count} parts the first is 0, the last {count - 1}")
+    return zlib.crc32(name.encode()) % count == part
 
 
 @pytest.fixture(autouse=True)
