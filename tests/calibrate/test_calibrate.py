@@ -75,19 +75,24 @@ def test_a_second_run_shows_what_drifted_and_a_broken_profile_is_replaced(writte
 def test_interrupted_it_writes_nothing_and_leaves_no_process(tmp_path):
     path = tmp_path / "mine.toml"
     process = subprocess.Popen(
-        [*COMMAND, "-o", str(path), "--processes", "2"],
+        # What a shell starts in the background ignores Ctrl-C, and so would all that tests start there.
+        ["env", "--default-signal=INT", *COMMAND, "-o", str(path), "--processes", "2"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "ranks at once" in line:
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(30) == 130
-    process.stderr.close()
+    with process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if "ranks at once" in line:
+                    break
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(30) == 130
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
     assert not path.exists() and list(tmp_path.iterdir()) == []
     until = time.monotonic() + 5
     while time.monotonic() < until:
