@@ -21,6 +21,7 @@ from autopar.plan import Plan
 from autopar.search import curve, meshes, stopping
 from autopar.search.baselines import Row, besides, compare, table
 from autopar.search.command.arguments import Asked, parser, read
+from autopar.search.command.arranged import arranged
 from autopar.search.command.posing import Answered, Posing, in_best_rounds, posed, timed
 from autopar.search.command.sized import is_sizing, request_of, sized
 from autopar.search.command.staged import is_staged, staged
@@ -103,7 +104,7 @@ def _search(given: argparse.Namespace, check: Callable[[], None]) -> int:
     in_stages = is_staged(given)
     asked, *others = read(given, progress)
     if in_stages:
-        return staged(given, asked, progress, check)
+        return (staged if given.stages is None else arranged)(given, asked, progress, check)
     if others or is_sizing(given):
         return sized(given, (asked, *others), progress, check)
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer

@@ -32,6 +32,7 @@ from autopar.pipeline import (
     play,
 )
 from autopar.plan import Plan
+from autopar.plan.renamed import names_of, renamed
 from autopar.plan.tell import human
 from autopar.price.pricer import Pricer
 from autopar.rewrite.micro_batches import in_rounds
@@ -80,11 +81,14 @@ def pipeline_of(
     request: Request = DEFAULT,
     *,
     schedule: str = "auto",
+    moved: bool = True,
+    named: bool = False,
     progress: Progress = lambda text: None,
 ) -> Pipeline:
     """`find_pipeline`, of a question already asked: of a step in micro-batches, on the mesh of one stage.
 
-    The time limit is one of all searches together that a memory limit needs, as far as something fits by then.
+    `moved`: ends of stages are moved where that is quicker. `named`: the axes are called by what they do. The time
+    limit is one of all searches together that a memory limit needs, as far as something fits by then.
     """
     count, limit, began = stages_of(mesh), request.memory, time.perf_counter()
 
@@ -92,10 +96,17 @@ def pipeline_of(
         left = max(LEAST_S, request.time_limit_s - (time.perf_counter() - began))
         asked = replace(request, memory=room, simulation=False, time_limit_s=left)
         whole = answer(question, asked, progress=progress)
-        return Cutting.of(whole, mesh, question.pricer.hardware, schedule, limit)
+        if not named:
+            return Cutting.of(whole, mesh, question.pricer.hardware, schedule, limit)
+        whole = renamed(whole, names_of(whole))
+        called = Mesh((PIPE, *whole.mesh.names[: len(mesh.names) - 1]), mesh.sizes)
+        return Cutting.of(whole, called, question.pricer.hardware, schedule, limit)
+
+    def ended(cutting: Cutting, found: Pipeline) -> Pipeline:
+        return cutting.moved(found) if moved else found
 
     cutting = whole_within(None)
-    found = cutting.moved(cutting.first())
+    found = ended(cutting, cutting.first())
     told = f"{count_of(count, 'stage')}: {1e3 * found.step_seconds:.3f} ms a step, simulated, {found.schedule.name}"
     progress(told)
     if limit is None or found.peak_bytes <= limit:
@@ -127,7 +138,7 @@ def pipeline_of(
             "or devices, or more memory",
             enough=needed,
         )
-    return best[0].moved(best[1])
+    return ended(*best)
 
 
 def stages_of(mesh: Mesh) -> int:

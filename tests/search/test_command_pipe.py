@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.pipeline import verify
+from autopar.plan import Plan
 from autopar.search.__main__ import main
 from autopar.search.command.arguments import parser
 from autopar.search.command.staged import NOT_YET
@@ -160,3 +161,58 @@ def test_a_model_that_cannot_be_cut_is_refused(capfd: pytest.CaptureFixture[str]
 
 def test_where_nothing_fits_it_says_what_would_do(capfd: pytest.CaptureFixture[str]) -> None:
     assert "fits in" in refused(["model.py:build", *GIVEN, "--micro-batches", "2", "--memory", "1GiB"], capfd, 3)
+
+
+# --- how many stages -------------------------------------------------------------------------------------------------
+
+DEVICES = ("--devices", "4", "--hardware", "a100-40gb")
+
+
+def test_the_number_of_stages_is_searched_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model.py:build", *DEVICES, "--stages", "auto", "--quiet", "--json", "-o", "best.json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    rows = told["arrangements"]
+    assert [row["mesh"] for row in rows[1:] if "pipe" in row["mesh"]] and "pipe" not in rows[0]["mesh"]
+    assert Plan.load("best.json").predicted_seconds == told["simulated_seconds"] == rows[0]["simulated_seconds"]
+    assert all(row["why"].startswith("skipped: every step takes") or row["simulated_seconds"] for row in rows)
+
+
+def test_stages_that_are_named_are_the_only_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--stages", "2,4", "--micro-batches", "8", "--schedule", "gpipe", "-o", "best.json"]
+    assert main(["model.py:build", *DEVICES, *given]) == 0
+    out, err = capsys.readouterr()
+    found = Pipeline.load("best.json")
+    assert len(found.plans) in (2, 4) and found.schedule.micro_batches == 8 and found.schedule.name == "gpipe"
+    rows = out.partition("arrangements of 4 devices, simulated: one training step")[2].splitlines()[2:]
+    assert sorted(row.split()[0].partition(",")[0] for row in rows) == ["pipe=2", "pipe=4"]
+    assert rows[0].split()[0] == str(found.mesh) and f"{found.step_seconds * 1e3:.3f}" in rows[0]
+    assert "at a first look" in err and "searching" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--mesh", "data=4", "--stages", "2"], "--stages 2 goes with --devices and one number of them"),
+        (["--devices", "4,8", "--stages", "2"], "--stages 2 goes with --devices and one number of them"),
+        (["--devices", "4", "--stages", "3"], "--stages '3' does not divide 4 devices; give numbers that do"),
+        (["--devices", "4", "--stages", "two"], "--stages 'two' does not divide 4 devices"),
+        (["--devices", "4", "--stages", "0"], "--stages '0' does not divide 4 devices"),
+        (["--devices", "4", "--stages", "2", "--html", "no.html"], "--html is not there yet"),
+        (["--devices", "4", "--stages", "2", "--pin", "layers.0.0=data: columns"], "names a mesh axis"),
+        (["--devices", "4", "--stages", "2", "--micro-batches", "5"], "cannot be cut into 5 equal micro-batches"),
+    ],
+)
+def test_wrong_numbers_of_stages_get_one_sentence(
+    capfd: pytest.CaptureFixture[str], arguments: list[str], why: str
+) -> None:
+    assert why in refused(["model.py:build", *arguments, "--hardware", "h100-sxm"], capfd, 2)
+
+
+def test_a_batch_that_goes_with_no_stages_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    told = refused(["model.py:odd", "--devices", "4", "--stages", "2", "--hardware", "h100-sxm"], capfd, 2)
+    assert "the batch divides into no number of micro-batches that goes with so many stages" in told
+
+
+def test_where_no_arrangement_fits_it_says_what_would_do(capfd: pytest.CaptureFixture[str]) -> None:
+    given = ["--devices", "4", "--stages", "2,4", "--memory", "512MiB", "--hardware", "h100-sxm"]
+    assert "of 2 arrangements of 4 devices in stages none fits" in refused(["model.py:build", *given], capfd, 3)

@@ -103,9 +103,12 @@ def _what_is_searched(add: Callable[..., object]) -> None:
     add("--micro-batches", metavar="N|auto",
         help="run a step in so many equal parts of the batch, one behind the other, and add their gradients up; auto: "
         "in as many as are quickest (default: 1; with stages: auto)")  # fmt: skip
+    add("--stages", metavar="N[,N...]|auto",
+        help="with --devices: in how many pipeline stages the model may be cut; 1 is without, auto any number that "
+        "divides the devices")  # fmt: skip
     add("--schedule", choices=("auto", *SCHEDULES),
-        help=f"of pipeline stages, where the first axis of --mesh is called {PIPE}: in which order their micro-batches "
-        "run (default: auto, the quicker one)")  # fmt: skip
+        help=f"of pipeline stages (--stages, or a first axis of --mesh called {PIPE}): in which order their micro-"
+        "batches run (default: auto, the quicker one)")  # fmt: skip
     add(FLAG, metavar=METAVAR, help=HELP)
     add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip

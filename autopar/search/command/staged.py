@@ -37,21 +37,30 @@ NOT_YET = (
 
 
 def is_staged(given: argparse.Namespace) -> bool:
-    """Whether an axis of stages is asked for. Raises BadArgument for what makes no sense with it, or only with it."""
+    """Whether stages are asked for: by an axis of the mesh, or by --stages. Raises BadArgument for what makes no sense
+    with them, or only with them.
+    """
     names = [part.partition("=")[0].strip() for part in (given.mesh or "").split(",")]
-    if PIPE not in names:
+    if PIPE not in names and given.stages is None:
         if given.schedule is not None:
             raise BadArgument(
                 f"--schedule {given.schedule} is of pipeline stages; give --mesh a first axis {PIPE}, or leave it out"
             )
         return False
+    if given.stages is not None and (given.devices is None or "," in given.devices):
+        raise BadArgument(
+            f"--stages {given.stages} goes with --devices and one number of them; with --mesh the first axis says how "
+            f"many stages there are: {PIPE}=4,data=2"
+        )
+    here = f"--mesh {given.mesh}" if given.stages is None else f"--stages {given.stages}"
+    without = f"the axis {PIPE}" if given.stages is None else "--stages"
     default = parser().get_default
     for name in NOT_YET:
-        if getattr(given, name) != default(name):
+        if getattr(given, name) != default(name) and not (name == "devices" and given.stages is not None):
             flag = "--" + name.replace("_", "-")
             raise BadArgument(
-                f"{flag} is not there yet for a step in pipeline stages (--mesh {given.mesh}); leave it out, or plan "
-                f"without the axis {PIPE}"
+                f"{flag} is not there yet for a step in pipeline stages ({here}); leave it out, or plan without "
+                f"{without}"
             )
     if "," in (given.hardware or ""):
         raise BadArgument(
