@@ -122,9 +122,9 @@ def compile(
     "auto" leaves the number to the search. Forward must return the loss, and backward runs inside the call, so that
     a loss that is thrown away costs it too. Default: that of the plan, or 1.
 
-    schedule: of a mesh whose first axis is called `pipe`, along which the model is cut into stages: "1f1b", "gpipe", or
-    "auto" for the quicker one, which is the default. A step then has `micro_batches` of them in flight; by default the
-    search decides how many.
+    schedule: of a mesh whose first axis is called `pipe`, along which the model is cut into stages: "1f1b", "gpipe",
+    "zb-h1", "zb-h2" (zero bubble: backward in two parts), or "auto" for the quickest, which is the default. A step then
+    has `micro_batches` of them in flight; by default the search decides how many.
 
     rules: an `autopar.Rules`, or several, of packages that bring operators of their own: how these may be split, and
     what they cost. Every rank must be given the same; a plan's file names those that it rests on.

@@ -385,13 +385,14 @@ def _runner(state: State, plan: Plan, staged: Staged | None) -> Runner:
     else:
         groups = state.pipe.name_groups(state.groups, {axis for one in staged.plans for axis in one.groups()})
     program: Emitted = emit(plan, groups, device, one_at_a_time=device == "cpu")
+    halves = None if state.pipe is None or staged is None else staged.halves(program, state.pipe.place)
     if state.backend == "inductor":
-        program = program.compiled()
+        program, halves = program.compiled(), halves and halves.compiled()
     coordinate = state.device_mesh.get_coordinate()
     assert coordinate is not None
     coordinates = tuple(torch.tensor(index, device=device) for index in state.mesh.indices(coordinate))
     pieces = pieces_of(program.drawing, state.mesh, coordinate)
     rest = program, plan, state.mesh, coordinates, pieces, state.updates, state.watch
     if state.pipe is not None and staged is not None:
-        return StageRunner.of(rest, state.pipe, staged)
+        return StageRunner.of(rest, state.pipe, staged, halves)
     return Runner(*rest, played(plan, program.inputs, program.results))

@@ -7,7 +7,7 @@ and buffers go to all stages, and the gradients of a parameter that several stag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from autopar.attach.pipe import Pipe
 from autopar.attach.rounds import Played, played_in_stage, widened
 from autopar.attach.run import Runner, Step, as_terms, summed
 from autopar.attach.staging import Staged
+from autopar.emit.halves import Halves
 from autopar.emit.moves import settle
 from autopar.ir.graph import Graph, Node, Result, output_types
 from autopar.ir.layout import Layout, local_shape
@@ -32,11 +33,12 @@ class StageRunner(Runner):
 
     pipe: Pipe = field(kw_only=True)
     staged: Staged = field(kw_only=True)
+    halves: Halves | None = field(kw_only=True)
 
     @staticmethod
-    def of(rest: tuple[Any, ...], pipe: Pipe, staged: Staged) -> StageRunner:
-        """`rest`: what a `Runner` begins with."""
-        made = StageRunner(*rest, pipe=pipe, staged=staged)
+    def of(rest: tuple[Any, ...], pipe: Pipe, staged: Staged, halves: Halves | None) -> StageRunner:
+        """`rest`: what a `Runner` begins with; `halves`: its backward in two, where the schedule has that."""
+        made = StageRunner(*rest, pipe=pipe, staged=staged, halves=halves)
         own = [one for one in made.program.results if not one[0].target.startswith(CHANNEL)]
         played = played_in_stage(staged.whole, made.plan, made.own_inputs, own)
         return replace(made, played=played)
@@ -104,6 +106,7 @@ class _Part:
         self.back: dict[tuple[str, int], Tensor] = {}  # and a gradient
         self.going: dict[tuple[str, str, int], Tensor] = {}  # ("output" or "gradient", channel, micro-batch)
         self.saved: dict[int, list[Any]] = {}
+        self.left: dict[int, list[Any]] = {}  # of a backward whose first half has run, what the second needs
         self.sends: list[tuple[Any, Tensor]] = []
         program = runner.program
         self.own = [place for place, (one, _) in enumerate(program.results) if not one.target.startswith(CHANNEL)]
@@ -120,6 +123,12 @@ class _Part:
             case "B":
                 if self.trains and self.runner.program.backward is not None:
                     self._backward(number)
+            case "I":
+                if self.trains and self.runner.halves is not None:
+                    self._input_gradients(number, self.runner.halves)
+            case "W":
+                if self.trains and self.runner.halves is not None:
+                    self._weight_gradients(number, self.runner.halves)
             case "SA":
                 self._send(action.stage + 1, "output", self.stage.sends, number)
             case "RA":
@@ -130,18 +139,16 @@ class _Part:
             case "RG":
                 if self.trains:
                     self._receive(action.stage + 1, self.stage.gets_back, self.back, number, "tangent")
-            case _:
-                raise AssertionError(f"{action} splits backward, and programs have it whole")
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def _forward(self, number: int) -> None:
-        runner, program = self.runner, self.runner.program
+        program = self.runner.program
         others, taken = iter(self.played.part(self.step.others, number)), list[Tensor]()
         for node in program.inputs[len(self.pieces) :]:
             is_channel = node.target.startswith(CHANNEL)
             taken.append(self.came[node.target, number] if is_channel else next(others))
-        made = program.forward(*self.pieces, *taken, *runner.coordinates, *self.step.seeds[number])
+        made = program.forward(*self.pieces, *taken, *self._ranks_own(number))
         own, kept = made[: len(program.results)], list(made[len(program.results) :])
         del made, taken
         for (result, _), value in zip(program.results, own, strict=True):
@@ -157,21 +164,43 @@ class _Part:
             self.saved[number] = kept
 
     def _backward(self, number: int) -> None:
-        runner, program = self.runner, self.runner.program
-        assert program.backward is not None
-        tangents = [
-            self.back.pop((node.target, number)) if node.target.startswith(CHANNEL) else one
-            for node, one in zip(program.tangents, runner.ones(), strict=True)
-        ]
-        made = list(program.backward(self.saved.pop(number), *tangents, *runner.coordinates, *self.step.seeds[number]))
+        backward = self.runner.program.backward
+        assert backward is not None
+        made = backward(self.saved.pop(number), *self._tangents(number), *self._ranks_own(number))
         settle()
+        self._give(range(len(made)), made, number)
+
+    def _input_gradients(self, number: int, halves: Halves) -> None:
+        made = halves.inputs(self.saved[number], *self._tangents(number), *self._ranks_own(number))
+        settle()
+        self.left[number] = list(made[len(halves.first) :])
+        self._give(halves.first, made[: len(halves.first)], number)
+
+    def _weight_gradients(self, number: int, halves: Halves) -> None:
+        made = halves.weights(self.left.pop(number), self.saved.pop(number), *self._ranks_own(number))
+        settle()
+        places = [place for place in range(len(self.runner.program.gradients)) if place not in halves.first]
+        self._give(places, made, number)
+
+    def _tangents(self, number: int) -> list[Tensor]:
+        nodes = zip(self.runner.program.tangents, self.runner.ones(), strict=True)
+        return [self.back.pop((node.target, number)) if node.target.startswith(CHANNEL) else one for node, one in nodes]
+
+    def _ranks_own(self, number: int) -> tuple[Tensor, ...]:
+        return *self.runner.coordinates, *self.step.seeds[number]
+
+    def _give(self, places: Iterable[int], made: Sequence[Tensor | None], number: int) -> None:
+        """Gradients that were made: of what came over a cut, to be sent; of parameters, added to those before."""
         own: list[Tensor | None] = []
-        for (result, _), value in zip(program.gradients, made, strict=True):
+        for place, value in zip(places, made, strict=True):
+            result, _ = self.runner.program.gradients[place]
             if result.target.startswith(CHANNEL):
                 assert value is not None
                 self.going["gradient", result.target, number] = value
             else:
                 own.append(value)
+        if not own:
+            return
         if self.total is None:
             self.total, self.total_dtypes = [None if one is None else widened(one) for one in own], _dtypes(own)
         else:

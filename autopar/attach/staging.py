@@ -11,6 +11,9 @@ from pathlib import Path
 
 from autopar.attach.agree import agreed, found_by_rank_zero, text_from
 from autopar.attach.pipe import Pipe
+from autopar.decide.stages import in_stages
+from autopar.emit import Emitted
+from autopar.emit.halves import Halves, halved
 from autopar.ir.graph import Graph, batch_size
 from autopar.ir.layout import Layout
 from autopar.ir.outside import Rules
@@ -47,6 +50,12 @@ class Staged:
     @staticmethod
     def of(found: Pipeline) -> Staged:
         return Staged(found.stages, found.plans, found.schedule, found.whole, found.ends, found)
+
+    def halves(self, program: Emitted, stage: int) -> Halves | None:
+        """The backward of a stage in two, where the schedule runs it so."""
+        if program.backward is None or not self.schedule.splits_backward:
+            return None
+        return halved(program, self.stages[stage].gives_back)
 
     @property
     def owners(self) -> dict[str, tuple[int, ...]]:
@@ -140,9 +149,11 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
     question = ask(in_rounds(graph, count), pipe.inner, asked.hardware, optimizer=asked.optimizer)
     whole = answer(question, replace(asked.request, fixed=fixed, memory=None, simulation=False))
     pricer = Pricer.on(pipe.inner, asked.hardware, asked.optimizer, whole.bucket_bytes, count)
-    ends, cut = cut_by_owner(whole, like.owners, pipe.count, pricer)
+    schedule = _schedule(like.schedule.name, pipe.count, count, trains)
+    ends, _ = cut_by_owner(whole, like.owners, pipe.count, pricer)
+    cut = in_stages(whole, ends, pricer, inputs_first=schedule.splits_backward)
     stages, plans = zip(*cut, strict=True)
-    return Staged(stages, plans, _schedule(like.schedule.name, pipe.count, count, trains), whole, tuple(ends))
+    return Staged(stages, plans, schedule, whole, tuple(ends))
 
 
 def _schedule(name: str, stages: int, count: int, trains: bool) -> Schedule:
@@ -172,7 +183,7 @@ def _read(text: str, pipe: Pipe, asked: Asked, trains: bool) -> Staged:
     if "plans" not in told:
         return Staged.of(Pipeline.loads(text, "rank 0", asked.rules))
     whole = Plan.loads(told["whole"], "rank 0", asked.rules)
-    stages = cut_in_stages(whole.graph, told["ends"])
-    plans = tuple(Plan.loads(one, "rank 0", asked.rules) for one in told["plans"])
     schedule = _schedule(told["schedule"], pipe.count, whole.graph.rounds.count, trains)
+    stages = cut_in_stages(whole.graph, told["ends"], inputs_first=schedule.splits_backward)
+    plans = tuple(Plan.loads(one, "rank 0", asked.rules) for one in told["plans"])
     return Staged(stages, plans, schedule, whole, tuple(told["ends"]))

@@ -24,11 +24,13 @@ from autopar.rewrite.stages import Stage, cut_in_stages, ref_of
 from autopar.rules.table import rule_of
 
 
-def in_stages(plan: Plan, ends: Sequence[int], pricer: Pricer) -> tuple[tuple[Stage, Plan], ...]:
+def in_stages(
+    plan: Plan, ends: Sequence[int], pricer: Pricer, *, inputs_first: bool = False
+) -> tuple[tuple[Stage, Plan], ...]:
     """The stages of a plan's graph (`autopar.rewrite.stages.cut_in_stages`), each with its own plan, priced by itself.
     Raises NotCut.
     """
-    stages = cut_in_stages(plan.graph, ends)
+    stages = cut_in_stages(plan.graph, ends, inputs_first=inputs_first)
     for number, stage in enumerate(stages if plan.graph.trained else ()):
         if not stage.graph.trained:
             raise NotCut(

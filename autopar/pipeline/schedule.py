@@ -85,6 +85,11 @@ class Schedule:
         """Most stages that a rank holds."""
         return max(self.rank_of.count(rank) for rank in range(self.ranks))
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward runs in two, I and W."""
+        return any(action.kind == "I" for row in self.lists for action in row)
+
     def crosses(self, stage: int) -> bool:
         """Whether the stage behind `stage` is on another rank, so that messages cross that cut."""
         return self.rank_of[stage] != self.rank_of[stage + 1]

@@ -10,6 +10,8 @@ it are pairs of equal shape and dtype, so that one channel carries both and a st
 received value is an input with a gradient, a sent one is an output with a tangent.
 
 A parameter that several stages read is in each of them, and each gives its terms of the gradient (`Stage.tied`).
+
+Where backward is to run in two halves, what the gradients of a stage's inputs need comes first in it (`inputs_first`).
 """
 
 from __future__ import annotations
@@ -56,11 +58,29 @@ def forward_order(graph: Graph) -> tuple[Node, ...]:
     return tuple(node for node in graph.nodes if _is_placed(node, free) and node.phase == "forward")
 
 
-def cut_in_stages(graph: Graph, ends: Sequence[int]) -> tuple[Stage, ...]:
+def cut_in_stages(graph: Graph, ends: Sequence[int], *, inputs_first: bool = False) -> tuple[Stage, ...]:
     """The stages of a graph. `ends`: behind how many operators of `forward_order` each stage but the last one ends,
-    ascending. Raises NotCut where a stage would be empty, or where what comes back across a cut is not what went.
+    ascending. `inputs_first`: backward has what the gradients of inputs need in front of the rest, for schedules that
+    run the two apart. Raises NotCut where a stage would be empty, or where what comes back across a cut is not what
+    went.
     """
-    return _Stages(graph, ends).found()
+    stages = _Stages(graph, ends).found()
+    return tuple(map(_inputs_first, stages)) if inputs_first else stages
+
+
+def _inputs_first(stage: Stage) -> Stage:
+    """The same stage, with another order of backward."""
+    graph = stage.graph
+    given = {result.ref for result in graph.results if result.kind == "gradient" and result.target in stage.gives_back}
+    needed = {ref.name for ref in given if ref is not None}
+    backward = [node for node in graph.nodes if node.phase == "backward"]
+    for node in reversed(backward):
+        if node.name in needed:
+            needed |= {ref.name for ref in node.operands}
+    first = [node for node in backward if node.name in needed or node.is_source]
+    rest = [node for node in backward if node.name not in needed and not node.is_source]
+    others = [node for node in graph.nodes if node.phase != "backward"]
+    return replace(stage, graph=replace(graph, nodes=(*others, *first, *rest)))
 
 
 def parameters_read(graph: Graph) -> dict[str, list[str]]:

@@ -113,7 +113,7 @@ def _read(content: dict[str, Any], origin: str, make: type[P], rules: Sequence[R
     lists = tuple(tuple(_action(text) for text in row.split()) for row in given["lists"])
     schedule = Schedule(given["name"], given["micro_batches"], tuple(given["rank_of"]), lists)
     verify(schedule)
-    stages = cut_in_stages(whole.graph, ends)
+    stages = cut_in_stages(whole.graph, ends, inputs_first=schedule.splits_backward)
     plans = tuple(plan(row["plan"], f"stage {at}") for at, row in enumerate(content["stages"]))
     for at, (stage, row, one) in enumerate(zip(stages, content["stages"], plans, strict=True)):
         _check(at, stage, row, one)

@@ -13,41 +13,34 @@ is moved as long as the played step gets shorter.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.decide.stages import in_stages
 from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.graph import Graph
-from autopar.ir.layout import local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.words import count_of
-from autopar.lower import lower
-from autopar.lower.memory import changes, peaks, resident_bytes
-from autopar.pipeline import (
-    Durations,
-    StageBytes,
-    make_schedule,
-    memory,
-    play,
-)
+from autopar.pipeline import Durations, StageBytes, make_schedule, memory, play
 from autopar.plan import Plan
 from autopar.plan.renamed import names_of, renamed
 from autopar.plan.tell import human
 from autopar.price.pricer import Pricer
 from autopar.rewrite.micro_batches import in_rounds
-from autopar.rewrite.stages import Stage
 from autopar.search.context import Progress, Question, ask
 from autopar.search.cuts import Cut, Cuts, Send
+from autopar.search.micro_batches import AUTO
 from autopar.search.pipeline import Pipeline
 from autopar.search.request import DEFAULT, Request
 from autopar.search.search import answer
-from autopar.simulate.timeline import timeline_of
+from autopar.search.stage_prices import price_of
 from cost_models.hardware import Hardware
 from cost_models.steps import DEVICE, Comm
 
 PIPE = "pipe"  # the axis of stages
-SCHEDULES = ("1f1b", "gpipe")  # in the order of preference
+WHOLE = ("1f1b", "gpipe")  # schedules, in the order of preference
+IN_HALVES = ("zb-h1", "zb-h2")  # backward runs in two: of inputs, which the stage before waits for, and of weights
+SCHEDULES = (*WHOLE, *IN_HALVES)
 TRIES, CLOSE = 8, 0.02  # of the room for the whole plan, and how near to the right one it ends
 MOVES, WORTH = 8, 1e-3  # of ends of stages that are tried, and what part of the step one has to promise
 LEAST_S = 1.0  # seconds for each search, however late it is
@@ -103,7 +96,8 @@ def pipeline_of(
         return Cutting.of(whole, called, question.pricer.hardware, schedule, limit)
 
     def ended(cutting: Cutting, found: Pipeline) -> Pipeline:
-        return cutting.moved(found) if moved else found
+        found = cutting.moved(found) if moved else found
+        return cutting.in_halves(found) if schedule == AUTO else found
 
     cutting = whole_within(None)
     found = ended(cutting, cutting.first())
@@ -171,7 +165,7 @@ class Cutting:
     def of(whole: Plan, mesh: Mesh, hardware: Hardware, schedule: str, limit: float | None) -> Cutting:
         pricer = Pricer.on(whole.mesh, hardware, whole.optimizer, whole.bucket_bytes, whole.graph.rounds.count)
         cuts = Cuts.of(whole, stages_of(mesh), pricer, _sending(mesh, hardware))
-        return Cutting(whole, mesh, SCHEDULES if schedule == "auto" else (schedule,), pricer, cuts, limit)
+        return Cutting(whole, mesh, WHOLE if schedule == AUTO else (schedule,), pricer, cuts, limit)
 
     def first(self) -> Pipeline:
         """Of the best cut by the program's estimate, and the even one."""
@@ -195,6 +189,12 @@ class Cutting:
             if found is not None and self._order(found) < self._order(best):
                 best = found
         return best
+
+    def in_halves(self, best: Pipeline) -> Pipeline:
+        """The best of the same cut, where backward may run in two halves, too."""
+        cut = tuple(zip(best.stages, best.plans, strict=True))
+        found = replace(self, schedules=IN_HALVES).pipeline(best.ends, cut)
+        return found if self._order(found) < self._order(best) else best
 
     def _promises(self, now: Pipeline) -> Iterator[tuple[float, list[int]]]:
         """(estimated seconds, ends) of cuts beside this one; the first are those that make room where that is short."""
@@ -222,28 +222,37 @@ class Cutting:
 
     def pipeline(self, ends: Sequence[int], cut: Cut) -> Pipeline:
         """The better schedule of this cut."""
-        count, send = len(cut), self.cuts.send
-        stages, plans = tuple(stage for stage, _ in cut), tuple(plan for _, plan in cut)
-        timed = [_timed(plan, self.pricer) for plan in plans]
-        crossing = [_crossing_bytes(stage, plan) for stage, plan in cut[:-1]]
-        halves = tuple(one.backward / 2 for one in timed)
-        durations = Durations(tuple(one.forward for one in timed), halves, halves, tuple(map(send, crossing)))
-        nbytes = StageBytes(
-            tuple(one.fixed for one in timed), tuple(one.saved for one in timed), (0.0,) * count, tuple(crossing)
-        )
-        updates = max(one.update for one in timed)
         found: list[Pipeline] = []
-        for name in self.schedules:
-            lists = make_schedule(name, count, self.whole.graph.rounds.count)
-            played = play(lists, durations)
-            found.append(
-                Pipeline(
-                    self.mesh, stages, plans, tuple(ends), lists, durations, played, memory(lists, nbytes),
-                    played.makespan + updates, self.whole, nbytes,
-                )
-            )  # fmt: skip
+        for inputs_first in (False, True):
+            names = [name for name in self.schedules if (name in IN_HALVES) == inputs_first]
+            if names:
+                as_run = in_stages(self.whole, ends, self.pricer, inputs_first=True) if inputs_first else cut
+                found += self._played(ends, as_run, names)
         fits = [one for one in found if self.limit is None or one.peak_bytes <= self.limit] or found
         return min(fits, key=lambda one: (round(one.step_seconds, 9), one.peak_bytes))
+
+    def _played(self, ends: Sequence[int], cut: Cut, names: Sequence[str]) -> Iterator[Pipeline]:
+        """Under each of the schedules."""
+        stages, plans = tuple(stage for stage, _ in cut), tuple(plan for _, plan in cut)
+        priced = [price_of(stage, plan, self.pricer) for stage, plan in cut]
+        weights = tuple(one.backward - one.inputs for one in priced)
+        crossing = tuple(one.sent for one in priced[:-1])
+        durations = Durations(
+            tuple(one.forward for one in priced), tuple(one.inputs for one in priced), weights,
+            tuple(map(self.cuts.send, crossing)), tuple(one.backward for one in priced),
+        )  # fmt: skip
+        nbytes = StageBytes(
+            tuple(one.fixed for one in priced), tuple(one.saved for one in priced),
+            tuple(one.pending for one in priced), crossing,
+        )  # fmt: skip
+        updates = max(one.update for one in priced)
+        for name in names:
+            lists = make_schedule(name, len(cut), self.whole.graph.rounds.count)
+            played = play(lists, durations)
+            yield Pipeline(
+                self.mesh, stages, plans, tuple(ends), lists, durations, played, memory(lists, nbytes),
+                played.makespan + updates, self.whole, nbytes,
+            )  # fmt: skip
 
 
 def _scaled(durations: Durations, scale: Sequence[float]) -> Durations:
@@ -251,57 +260,9 @@ def _scaled(durations: Durations, scale: Sequence[float]) -> Durations:
         return tuple(one * by for one, by in zip(entries, scale, strict=True))
 
     return Durations(
-        times(durations.forward), times(durations.backward_input), times(durations.backward_weight), durations.send
-    )
-
-
-@dataclass(frozen=True)
-class _Timed:
-    """Seconds of one micro-batch, and of the updates; bytes of a device: always, and per micro-batch in flight."""
-
-    forward: float
-    backward: float
-    update: float
-    fixed: float
-    saved: float
-
-
-def _timed(plan: Plan, pricer: Pricer) -> _Timed:
-    timeline, rounds = timeline_of(plan, pricer, plan.prefetch), plan.graph.rounds.count
-    spent = defaultdict[str, float](float)
-    for phase, begin, end in timeline.phases:
-        spent[phase] += end - begin
-    program = lower(plan, plan.prefetch, pricer)
-    resident = resident_bytes(program).get(DEVICE, 0)
-    saved = sum(
-        sign * buffer.nbytes for phase, buffer, sign in changes(program) if phase == "forward" and buffer.tier == DEVICE
-    )
-    received = sum(
-        local_type(node.outputs[0], plan.choices[node.name].gives[0], plan.mesh).nbytes
-        for node in plan.graph.nodes
-        if node.op == "input" and node.target.startswith("%") and node.outputs[0] is not None
-    )
-    update = timeline.seconds - spent["forward"] - spent["backward"]
-    fixed = peaks(program)[DEVICE] - saved - received
-    return _Timed(
-        spent["forward"] / rounds, spent["backward"] / rounds, update, max(fixed, resident - received), saved + received
-    )
-
-
-def _crossing_bytes(stage: Stage, plan: Plan) -> float:
-    """That a device sends over the cut behind a stage, one way."""
-    layout = {
-        result.target: delivery.layout
-        for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True)
-        if result.kind == "output" and delivery is not None
-    }
-    refs = {result.target: result.ref for result in plan.graph.results if result.kind == "output"}
-    found = 0
-    for channel in stage.sends:
-        ref = refs[channel]
-        assert ref is not None
-        found += local_type(plan.graph.type_of(ref), layout[channel], plan.mesh).nbytes
-    return float(found)
+        times(durations.forward), times(durations.backward_input), times(durations.backward_weight), durations.send,
+        times(durations.whole),
+    )  # fmt: skip
 
 
 def _sending(mesh: Mesh, hardware: Hardware) -> Send:

@@ -62,14 +62,17 @@ def seconds_of(found: Answer) -> float:
     return found.step_seconds if isinstance(found, Pipeline) else found.predicted_seconds
 
 
-def least_of_stages(work_s: float, stages: int, micro_batches: int) -> float:
+def least_of_stages(work_s: float, stages: int, micro_batches: int, *, in_halves: bool = False) -> float:
     """Seconds below which no step is, of `work_s` seconds of computing in all micro-batches together, on whatever mesh
     each stage has, wherever the model is cut, in every schedule of one stage per rank.
 
+    `in_halves`: backward may run in two. Then it is only known that the busiest rank does its part of the work. Else:
     Stage s of t_s seconds a micro-batch begins behind the forwards of those before it, and ends before their backwards:
     a step takes m t_s + t_0 + ... + t_{s-1} or more. The cut for which the largest of these is smallest has all of them
     equal, t_s = (1 - 1/m)^s t_0; of W = work / m seconds, that is W / (1 - (1 - 1/m)^p).
     """
+    if in_halves:
+        return work_s / stages
     return work_s / micro_batches / (1 - (1 - 1 / micro_batches) ** stages)
 
 
@@ -97,15 +100,17 @@ def best_arranged(
     floor: Floor,
     request: Request,
     *,
+    in_halves: bool = True,
     progress: Progress = lambda text: None,
     stop: Stop = never,
 ) -> tuple[Arranged, ...]:
-    """Rows of all arrangements, the quickest first. `unstaged`: the one without stages, where that was searched.
+    """Rows of all arrangements, the quickest first. `unstaged`: the one without stages, where that was searched;
+    `in_halves`: whether `find` may run backward in two.
 
     The first looks may take the request's time limit together, and so may the searches. Raises Infeasible, or
     NoAnswerInTime, where none has an answer.
     """
-    contest = _Contest(find, floor, request, progress, stop)
+    contest = _Contest(find, floor, request, in_halves, progress, stop)
     contest.look(rows, [] if unstaged is None else [unstaged])
     contest.search()
     found = contest.rows
@@ -121,6 +126,7 @@ class _Contest:
     find: Find
     floor: Floor
     request: Request
+    in_halves: bool
     progress: Progress
     stop: Stop
     rows: list[Arranged] = field(default_factory=list[Arranged])
@@ -166,7 +172,10 @@ class _Contest:
     def _worth(self, row: Arranged) -> tuple[Arranged, list[int]]:
         """The row, and its numbers of micro-batches that may be quicker than the best so far."""
         best = min((one.seconds for one in self.rows), default=math.inf)
-        least = {count: least_of_stages(self.floor(row.mesh, count), row.mesh.sizes[0], count) for count in row.counts}
+        least = {
+            count: least_of_stages(self.floor(row.mesh, count), row.mesh.sizes[0], count, in_halves=self.in_halves)
+            for count in row.counts
+        }
         return replace(row, least_s=min(least.values())), [count for count in row.counts if least[count] < best]
 
     def _tried(self, row: Arranged, count: int, asked: Request, *, moved: bool) -> Arranged:

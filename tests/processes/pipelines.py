@@ -89,7 +89,11 @@ def check_a_small_model(ranks: Ranks) -> None:
 
 
 def check_steps_are_those_of_one_process(ranks: Ranks) -> None:
-    _check_steps(ranks, (("gpt2", "1f1b", 4), ("t5", "gpipe", 2)))
+    _check_steps(ranks, (("gpt2", "1f1b", 4), ("t5", "zb-h1", 4)))
+
+
+def check_other_schedules(ranks: Ranks) -> None:
+    _check_steps(ranks, (("t5", "gpipe", 2), ("gpt2", "zb-h2", 4), ("llama", "zb-h1", 4)))
 
 
 def _check_steps(ranks: Ranks, cases: tuple[tuple[str, str, int | None], ...]) -> None:
@@ -204,7 +208,7 @@ def _refused(
 def check_what_is_not_built_is_said(ranks: Ranks) -> None:
     model, _ = doubled("mlp")
     for keywords, sentence in (
-        ({"schedule": "zb-h1"}, "schedule 'zb-h1' is not known"),
+        ({"schedule": "zb-v"}, "schedule 'zb-v' is not known"),
         ({"profile": 1.0}, "profile= is not built for a mesh with 'pipe'"),
     ):
         _refused(model, mesh_of(ranks), keywords, sentence)

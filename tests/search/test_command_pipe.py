@@ -76,7 +76,7 @@ def test_the_text_has_the_step_a_line_per_stage_and_what_was_tried(capsys: pytes
     lines = out.splitlines()
     assert lines[0] == "mesh pipe=2,data=2 (4 ranks) on h100-sxm, optimizer adamw"
     text = " ".join(out.split())
-    assert "simulated: 2 stages," in text and "schedule 1f1b, bubble" in text and "memory peak" in text
+    assert "simulated: 2 stages," in text and re.search(r"schedule \S+, bubble", text) and "memory peak" in text
     assert "no order of these stages takes less than" in text and "MFU" in text and "samples/s" in text
     assert [line[2] for line in lines if re.match(r"  \d  ", line)] == ["0", "1"]
     assert out.index("layers.0") < out.index("\n  1  ") < out.rindex("layers.5" if "layers.5" in out else "..5")
@@ -117,7 +117,7 @@ WRONG = [
         "--schedule 1f1b is of pipeline stages; give --mesh",
     ),
     ([*GIVEN, "--micro-batches", "5"], "a batch of 16 cannot be cut into 5 equal micro-batches"),
-    ([*GIVEN, "--schedule", "zb-h1"], "invalid choice: 'zb-h1'"),
+    ([*GIVEN, "--schedule", "zb-v"], "invalid choice: 'zb-v'"),
     ([*GIVEN, "--hardware", "h100-sxm,a100-sxm"], "names several machines"),
     ([*GIVEN, "--pin", "layers.0.0=pipe: columns"], "pipe"),
     ([*GIVEN, "--micro-batches", "0"], "--micro-batches '0' is no number of micro-batches"),

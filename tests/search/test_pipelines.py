@@ -24,7 +24,7 @@ from autopar.search.kept import keep_plan, kept_pipeline
 from autopar.search.micro_batches import counts_in_stages
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipeline_told import document, explain, modules_of, tied_in, utilisation_of
-from autopar.search.pipelines import Cutting, find_pipeline, pipeline_of, within_stage
+from autopar.search.pipelines import SCHEDULES, Cutting, find_pipeline, pipeline_of, within_stage
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from tests.support.families import family
@@ -63,7 +63,7 @@ def piped(hidden: tuple[int, ...], stages: int, micro_batches: int, schedule: st
     return find_pipeline(layers(*hidden), mesh, FAST, micro_batches, ALONE, schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "auto"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "auto"])
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
 def test_a_pipeline_is_what_its_schedule_plays(hidden: tuple[int, ...], stages: int, schedule: str) -> None:
@@ -87,9 +87,24 @@ def test_a_pipeline_is_what_its_schedule_plays(hidden: tuple[int, ...], stages: 
 
 
 def test_the_quicker_schedule_is_taken() -> None:
-    every = [piped(EVEN, 4, 8, name) for name in ("1f1b", "gpipe")]
+    every = [piped(EVEN, 4, 8, name) for name in SCHEDULES]
     assert piped(EVEN, 4, 8).step_seconds == min(one.step_seconds for one in every)
     assert every[0].peak_bytes < every[1].peak_bytes  # fewer in flight
+
+
+def test_backward_in_halves_fills_the_bubble() -> None:
+    """Gradients of weights run where a rank would wait; what they need is held for longer."""
+    whole, half, eager = (piped(EVEN, 4, 8, name) for name in ("1f1b", "zb-h1", "zb-h2"))
+    assert half.bubble < 0.6 * whole.bubble and eager.bubble <= half.bubble
+    assert whole.peak_bytes < half.peak_bytes < eager.peak_bytes
+    for one in (half, eager):
+        assert one.schedule.splits_backward and one.durations.backward_input[0] == 0.0  # nobody waits for the first
+        split = zip(one.durations.backward_input, one.durations.backward_weight, one.durations.whole, strict=True)
+        assert all(first + second == pytest.approx(both) for first, second, both in split)
+        assert all(
+            0.2 < first / both < 0.8
+            for first, both in zip(one.durations.backward_input[1:], one.durations.whole[1:], strict=True)
+        )
 
 
 def test_more_micro_batches_shrink_the_bubble() -> None:

@@ -23,7 +23,7 @@ from autopar.search.document import document as plan_document
 from autopar.search.micro_batches import AUTO, counts_in_stages
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipeline_told import document, explain
-from autopar.search.pipelines import pipeline_of, within_stage
+from autopar.search.pipelines import IN_HALVES, pipeline_of, within_stage
 from autopar.search.problems import Stop
 from autopar.search.request import Request
 from autopar.search.reserved import telling
@@ -129,7 +129,8 @@ def _rows(
     def floor(mesh: Mesh, count: int) -> float:
         return floor_s(within(count).question(within_stage(mesh)), None)
 
-    return best_arranged(rows, unstaged, find, floor, request, progress=progress, stop=stop)
+    in_halves = given.schedule in (None, AUTO, *IN_HALVES)
+    return best_arranged(rows, unstaged, find, floor, request, in_halves=in_halves, progress=progress, stop=stop)
 
 
 def _room(posing: Posing, mesh: Mesh) -> Room:
