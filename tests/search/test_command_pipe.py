@@ -12,6 +12,7 @@ from autopar.search.__main__ import main
 from autopar.search.command.arguments import parser
 from autopar.search.command.staged import NOT_YET
 from autopar.search.pipeline import Pipeline
+from autopar.search.stage_policies import STAGED
 from cost_models.hardware import Hardware
 from cost_models.reserve import room_in
 
@@ -120,6 +121,9 @@ WRONG = [
     ([*GIVEN, "--schedule", "zb-v"], "invalid choice: 'zb-v'"),
     ([*GIVEN, "--hardware", "h100-sxm,a100-sxm"], "names several machines"),
     ([*GIVEN, "--pin", "layers.0.0=pipe: columns"], "pipe"),
+    ([*GIVEN, "--policy", "fsdp"], "--policy 'fsdp' is not known in pipeline stages; choose some of gpipe, 1f1b"),
+    ([*GIVEN, "--policy", "1f1b,1f1b"], "--policy '1f1b,1f1b' names '1f1b' twice"),
+    (["--mesh", "data=2", "--policy", "gpipe"], "no policy 'gpipe'"),
     ([*GIVEN, "--micro-batches", "0"], "--micro-batches '0' is no number of micro-batches"),
 ]
 
@@ -163,6 +167,23 @@ def test_where_nothing_fits_it_says_what_would_do(capfd: pytest.CaptureFixture[s
     assert "fits in" in refused(["model.py:build", *GIVEN, "--micro-batches", "2", "--memory", "1GiB"], capfd, 3)
 
 
+def test_what_people_do_by_hand_stands_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["model.py:build", *GIVEN, "--micro-batches", "4", "--quiet"]
+    assert main([*given, "--baselines", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["policy"] for row in told["baselines"]] == [*STAGED]
+    assert all(row["to_this_plan"] >= 1 and row["peak_bytes"] > 0 and not row["why"] for row in told["baselines"])
+    assert main([*given, "--policy", "megatron-3d"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("megatron-3d") == 1 and "baselines, simulated: one training step on pipe=2,data=2" in out
+    alone = ["model.py:build", "--mesh", "pipe=4", "--hardware", "h100-sxm", "--micro-batches", "4", "--quiet"]
+    assert main([*alone, "--policy", "megatron-3d,1f1b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if "megatron-3d" in line).endswith(
+        "a stage has one rank, and megatron-3d splits weights over the last axis of its mesh"
+    )
+
+
 # --- how many stages -------------------------------------------------------------------------------------------------
 
 DEVICES = ("--devices", "4", "--hardware", "a100-40gb")
@@ -198,6 +219,7 @@ def test_stages_that_are_named_are_the_only_ones(capsys: pytest.CaptureFixture[s
         (["--devices", "4", "--stages", "two"], "--stages 'two' does not divide 4 devices"),
         (["--devices", "4", "--stages", "0"], "--stages '0' does not divide 4 devices"),
         (["--devices", "4", "--stages", "2", "--html", "no.html"], "--html is not there yet"),
+        (["--devices", "4", "--stages", "2", "--baselines"], "--baselines is not there yet"),
         (["--devices", "4", "--stages", "2", "--pin", "layers.0.0=data: columns"], "names a mesh axis"),
         (["--devices", "4", "--stages", "2", "--micro-batches", "5"], "cannot be cut into 5 equal micro-batches"),
     ],

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from autopar.errors import Infeasible, PlanMismatch
 from autopar.ir.graph import Graph
+from autopar.ir.layout import Replicate
 from autopar.ir.mesh import Mesh
 from autopar.pipeline import least_seconds, memory, play, verify
 from autopar.plan import Plan
 from autopar.plan.utilisation import flops_by_dtype
-from autopar.rewrite.micro_batches import NotCut
+from autopar.rewrite.micro_batches import NotCut, in_rounds
 from autopar.search import Request
 from autopar.search.context import ask
 from autopar.search.kept import keep_plan, kept_pipeline
@@ -25,6 +26,7 @@ from autopar.search.micro_batches import counts_in_stages
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipeline_told import document, explain, modules_of, tied_in, utilisation_of
 from autopar.search.pipelines import SCHEDULES, Cutting, find_pipeline, pipeline_of, within_stage
+from autopar.search.stage_policies import STAGED, compare_staged
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from tests.support.families import family
@@ -131,6 +133,21 @@ def test_no_even_cut_is_better(hidden: tuple[int, ...]) -> None:
     assert even is not None and len(even[0]) == 3
     assert found.step_seconds <= cutting.pipeline(*even).step_seconds
     assert found.step_seconds <= cutting.pipeline(*cutting.cuts.best()).step_seconds
+
+
+@pytest.mark.parametrize("hidden", [EVEN, UNEVEN])
+def test_no_policy_of_all_stages_is_quicker(hidden: tuple[int, ...]) -> None:
+    found, mesh = piped(hidden, 4, 8), Mesh(("pipe", "data"), (4, 2))
+    question = ask(in_rounds(layers(*hidden), 8), within_stage(mesh), FAST)
+    rows = compare_staged(question, mesh, ALONE, [*STAGED])
+    assert [row.policy for row in rows] == ["gpipe", "1f1b", "megatron-3d"]
+    for row in rows:
+        assert row.found is not None and row.found.schedule.name == {"gpipe": "gpipe"}.get(row.policy, "1f1b")
+        assert row.found.step_seconds >= found.step_seconds * (1 - 1e-9)
+    first = rows[0].found
+    assert first is not None and all(layout == (Replicate(),) for layout in first.whole.parameters.values())
+    (small,) = compare_staged(question, mesh, replace(ALONE, memory=first.peak_bytes - 1), ["gpipe"])
+    assert small.found is None and small.why.startswith("does not fit (needs ")
 
 
 def test_a_limit_of_memory_holds() -> None:

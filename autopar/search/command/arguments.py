@@ -30,6 +30,7 @@ from autopar.search.micro_batches import AUTO
 from autopar.search.pipelines import PIPE, SCHEDULES
 from autopar.search.policies import NAMED, POLICIES, policy_named
 from autopar.search.search import Progress
+from autopar.search.stage_policies import STAGED
 from autopar.search.top import checked
 from autopar.trace.precision import precision_named
 from cost_models.hardware import TF32_KINDS, Hardware, known_hardware
@@ -151,7 +152,10 @@ def _what_is_told(add: Callable[..., object]) -> None:
     add(
         "--policy",
         metavar="NAME[,NAME...]",
-        help="compare with these, in the place of --baselines or beside them: " + ", ".join({**POLICIES, **NAMED}),
+        help="compare with these, in the place of --baselines or beside them: "
+        + ", ".join({**POLICIES, **NAMED})
+        + "; in pipeline stages: "
+        + ", ".join(STAGED),
     )
     add("--memory-curve", nargs="?", const="", metavar="FILE",
         help="also find the plans for less memory and for more, and print step time over memory; FILE is an SVG "
@@ -244,7 +248,7 @@ def _read(given: argparse.Namespace, name: str | None, count: str | None, progre
     return Asked(
         given.model, meshes, hardware, memory, given.batch_norm,
         allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files, files_read(given)),
-        rules_named(given.rules), policies_named(given.policy), _micro_batches(given.micro_batches, meshes),
+        rules_named(given.rules), policies_named(given.policy, meshes), _micro_batches(given.micro_batches, meshes),
     )  # fmt: skip
 
 
@@ -361,10 +365,16 @@ def pins_given(text: str | None) -> dict[str, str]:
     return settled
 
 
-def policies_named(text: str | None) -> tuple[str, ...]:
-    """Those with which a plan is to be compared. Raises BadArgument."""
+def policies_named(text: str | None, meshes: Sequence[Mesh]) -> tuple[str, ...]:
+    """Those with which a plan is to be compared; in stages there are others. Raises BadArgument."""
     words = [] if text is None else _listed(text, "--policy")
-    return tuple(dict.fromkeys(or_bad(lambda word=word: policy_named(word)) for word in words))
+    if PIPE not in meshes[0].names:
+        return tuple(dict.fromkeys(or_bad(lambda word=word: policy_named(word)) for word in words))
+    if unknown := [word for word in words if word not in STAGED]:
+        raise BadArgument(
+            f"--policy {unknown[0]!r} is not known in pipeline stages; choose some of {', '.join(STAGED)}"
+        )
+    return tuple(dict.fromkeys(words))
 
 
 def _paths(named: Mapping[str, str | None], read: Sequence[str]) -> dict[str, Path]:

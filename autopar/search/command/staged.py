@@ -17,6 +17,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.words import count_of
 from autopar.machine.cli import writing
 from autopar.rewrite.micro_batches import NotCut
+from autopar.search import stage_policies
 from autopar.search.command.arguments import Asked, or_bad, parser
 from autopar.search.command.posing import Posing, posed, timed
 from autopar.search.command.sized import request_of
@@ -28,10 +29,11 @@ from autopar.search.pipeline_told import document, explain, summary
 from autopar.search.pipelines import PIPE, pipeline_of, stages_of, within_stage
 from autopar.search.reserved import telling
 from autopar.search.splits import settled
+from autopar.search.stage_policies import STAGED, StagedRow, compare_staged
 from cost_models.reserve import Room, room_in
 
 NOT_YET = (
-    "devices", "html", "dot", "trace", "problem", "memory_curve", "baselines", "policy", "profile", "operators", "top",
+    "devices", "html", "dot", "trace", "problem", "memory_curve", "profile", "operators", "top",
     "no_simulation", "price", "tokens", "days", "picture",
 )  # fmt: skip  # by the names of the arguments
 
@@ -55,7 +57,7 @@ def is_staged(given: argparse.Namespace) -> bool:
     here = f"--mesh {given.mesh}" if given.stages is None else f"--stages {given.stages}"
     without = f"the axis {PIPE}" if given.stages is None else "--stages"
     default = parser().get_default
-    for name in NOT_YET:
+    for name in (*NOT_YET, *(("baselines", "policy") if given.stages is not None else ())):
         if getattr(given, name) != default(name) and not (name == "devices" and given.stages is not None):
             flag = "--" + name.replace("_", "-")
             raise BadArgument(
@@ -113,9 +115,11 @@ def staged(given: argparse.Namespace, asked: Asked, progress: Progress, check: C
                 tried.found[count] = _found(given, posing.of(count), mesh, room, progress)
             except (Infeasible, NoAnswerInTime) as error:
                 tried.why[count] = error
+        rows = _compared(given, posing, mesh, tried.best(), room, progress)
     best = tried.best()
     posing.seconds["total"] = time.perf_counter() - started
     text = explain(best, room.tensors) + "".join(f"{line}\n" for line in tried.told())
+    text += f"\n{stage_policies.table(best, rows)}" if rows else ""
     if given.json:
         usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         told = document(given.model, best, room) | {
@@ -124,6 +128,7 @@ def staged(given: argparse.Namespace, asked: Asked, progress: Progress, check: C
                 for count, one in sorted(tried.found.items())
             ]
             + [{"micro_batches": count, "why": str(error)} for count, error in sorted(tried.why.items())],
+            "baselines": stage_policies.documents(best, rows),
             "seconds": posing.seconds,
             "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in usage),
         }
@@ -148,6 +153,22 @@ def _counts(posing: Posing, stages: int) -> list[int]:
         f"a batch of {batch_size(graph)} does not divide into {stages} micro-batches, one for each stage, nor into 2, "
         f"4 or 8 times as many, and --micro-batches {AUTO} tries no others; give a number that divides the batch"
     )
+
+
+def _compared(
+    given: argparse.Namespace, posing: Posing, mesh: Mesh, best: Pipeline, room: Room, progress: Progress
+) -> tuple[StagedRow, ...]:
+    """The baselines that were asked for, in as many micro-batches as the best."""
+    named = tuple(dict.fromkeys((*(STAGED if given.baselines else ()), *posing.asked.policies)))
+    if not named:
+        return ()
+    request = replace(request_of(given, posing.asked), memory=room.tensors)
+    question = posing.of(best.schedule.micro_batches).question(within_stage(mesh))
+
+    def compare() -> tuple[StagedRow, ...]:
+        return compare_staged(question, mesh, request, named, progress=progress)
+
+    return timed(posing.seconds, "baselines", compare)
 
 
 def _found(given: argparse.Namespace, posing: Posing, mesh: Mesh, room: Room, progress: Progress) -> Pipeline:
