@@ -130,6 +130,13 @@ def play(schedule: Schedule, durations: Durations) -> Played:
     """Play the lists. Raises ValueError for durations of another number of stages, ScheduleError for lists that end
     waiting for each other.
     """
+    number_of, timeline = simulated(schedule, durations)
+    spans = zip(timeline.starts, timeline.ends, strict=True)
+    return Played(schedule, dict(zip(number_of, spans, strict=True)))
+
+
+def simulated(schedule: Schedule, durations: Durations) -> tuple[dict[Action, int], simulator.Timeline]:
+    """`play`, as (the event of each action, their timeline), with a stream for each rank and link."""
     if durations.stages != schedule.stages:
         raise ValueError(
             f"the durations are those of {count_of(durations.stages, 'stage')}, but {schedule.name} has "
@@ -137,21 +144,26 @@ def play(schedule: Schedule, durations: Durations) -> Played:
         )
     events: list[simulator.Event] = []
     number_of: dict[Action, int] = {}
-    last_on: dict[int, int] = {}  # rank -> its last event of computing
+    last_on: dict[str, int] = {}  # rank -> its last event of computing
     for action, needed in walk(schedule):
-        rank = schedule.rank_of[action.stage]
+        rank = _stream(schedule, schedule.rank_of[action.stage])
         after = [] if needed is None else [number_of[needed]]
         if action.kind in SENDS:
             stream = f"{rank} to {schedule.rank_of[receiver_of(action).stage]}"
             after += [last_on[rank]] if rank in last_on else []
         else:
-            stream = f"{rank}"
+            stream = rank
             last_on[rank] = len(events)
         number_of[action] = len(events)
-        events.append(simulator.Event(str(action), stream, durations.of(action), tuple(after), by=action))
-    timeline = simulator.play(events, main="0")
-    spans = zip(timeline.starts, timeline.ends, strict=True)
-    return Played(schedule, dict(zip(number_of, spans, strict=True)))
+        about = ("stage", action.stage), ("micro-batch", action.micro_batch)
+        seconds = durations.of(action)
+        events.append(simulator.Event(str(action), stream, seconds, tuple(after), about=about, by=action))
+    return number_of, simulator.play(events, main=_stream(schedule, 0))
+
+
+def _stream(schedule: Schedule, rank: int) -> str:
+    """Of what a rank computes: of equal length, so that names are in the order of ranks."""
+    return f"rank {rank:0{len(str(schedule.ranks - 1))}}"
 
 
 def walk(schedule: Schedule) -> list[tuple[Action, Action | None]]:

@@ -86,7 +86,7 @@ def _ms(found: Pipeline | None) -> str:
 
 def table(chosen: Pipeline, rows: Sequence[StagedRow]) -> str:
     """The comparison as text, one line per policy."""
-    lines = [("policy", "ms per step", "bubble", "peak per rank", "to this plan", "fits")]
+    lines: list[tuple[str, ...]] = [("policy", "ms per step", "bubble", "peak per rank", "to this plan", "fits")]
     for name, found, why in [("this plan", chosen, ""), *((row.policy, row.found, row.why) for row in rows)]:
         if found is None:
             lines.append((name, *"-" * 4, why))

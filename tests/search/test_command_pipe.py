@@ -2,11 +2,13 @@
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from autopar.pipeline import verify
+from autopar.pipeline.schedule import COMPUTES
 from autopar.plan import Plan
 from autopar.search.__main__ import main
 from autopar.search.command.arguments import parser
@@ -165,6 +167,27 @@ def test_a_model_that_cannot_be_cut_is_refused(capfd: pytest.CaptureFixture[str]
 
 def test_where_nothing_fits_it_says_what_would_do(capfd: pytest.CaptureFixture[str]) -> None:
     assert "fits in" in refused(["model.py:build", *GIVEN, "--micro-batches", "2", "--memory", "1GiB"], capfd, 3)
+
+
+def test_the_picture_has_a_cluster_for_each_stage_and_the_trace_a_row() -> None:
+    given = ["model.py:build", *GIVEN, "--micro-batches", "4", "--quiet"]
+    assert main([*given, "-o", "found.json", "--dot", "found.dot", "--trace", "found.trace.json"]) == 0
+    found = Pipeline.load("found.json")
+    drawn = Path("found.dot").read_text()
+    assert drawn.count("subgraph") == 2 and "stage0 -> stage1" in drawn and drawn.count("{") == drawn.count("}")
+    assert "layers.0" in drawn and found.schedule.name in drawn
+    told = json.loads(Path("found.trace.json").read_text())
+    names = {one["tid"]: one["args"]["name"] for one in told["traceEvents"] if one["name"] == "thread_name"}
+    assert {"rank 0", "rank 1", "rank 0 to 1", "rank 1 to 0"} <= {*names.values()}
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for one in told["traceEvents"]:
+        if one["ph"] == "X" and one["cat"] != "phase":
+            rows.setdefault(names[one["tid"]], []).append((one["ts"], one["ts"] + one["dur"]))
+    for rank, actions in enumerate(found.schedule.lists):
+        spans = sorted(rows[f"rank {rank}"])
+        assert len(spans) == sum(found.durations.of(one) > 0 for one in actions if one.kind in COMPUTES)
+        assert all(end <= start + 1e-6 for (_, end), (start, _) in pairwise(spans))
+    assert max(end for spans in rows.values() for _, end in spans) == pytest.approx(1e6 * found.played.makespan, abs=1)
 
 
 def test_what_people_do_by_hand_stands_beside_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from autopar.errors import BadArgument, Infeasible, NoAnswerInTime
 from autopar.ir.graph import batch_size
@@ -25,15 +26,17 @@ from autopar.search.context import Progress, Question
 from autopar.search.micro_batches import AUTO, counts_in_stages
 from autopar.search.pins import pinned
 from autopar.search.pipeline import Pipeline
+from autopar.search.pipeline_files import to_dot, to_trace
 from autopar.search.pipeline_told import document, explain, summary
 from autopar.search.pipelines import PIPE, pipeline_of, stages_of, within_stage
 from autopar.search.reserved import telling
 from autopar.search.splits import settled
 from autopar.search.stage_policies import STAGED, StagedRow, compare_staged
 from cost_models.reserve import Room, room_in
+from cost_models.whole_file import write_whole
 
 NOT_YET = (
-    "devices", "html", "dot", "trace", "problem", "memory_curve", "profile", "operators", "top",
+    "devices", "html", "problem", "memory_curve", "profile", "operators", "top",
     "no_simulation", "price", "tokens", "days", "picture",
 )  # fmt: skip  # by the names of the arguments
 
@@ -57,7 +60,7 @@ def is_staged(given: argparse.Namespace) -> bool:
     here = f"--mesh {given.mesh}" if given.stages is None else f"--stages {given.stages}"
     without = f"the axis {PIPE}" if given.stages is None else "--stages"
     default = parser().get_default
-    for name in (*NOT_YET, *(("baselines", "policy") if given.stages is not None else ())):
+    for name in (*NOT_YET, *(("baselines", "policy", "dot", "trace") if given.stages is not None else ())):
         if getattr(given, name) != default(name) and not (name == "devices" and given.stages is not None):
             flag = "--" + name.replace("_", "-")
             raise BadArgument(
@@ -133,12 +136,22 @@ def staged(given: argparse.Namespace, asked: Asked, progress: Progress, check: C
             "cpu_seconds": sum(one.ru_utime + one.ru_stime for one in usage),
         }
         text = json.dumps(told, indent=1, allow_nan=False) + "\n"
-    if (path := asked.paths.get("-o")) is not None:
-        with writing(path):
-            best.save(path)
-        progress(f"wrote {path}")
+    write(asked, best, progress)
     print(text, end="", flush=True)
     return 0
+
+
+def write(asked: Asked, found: Pipeline, progress: Progress) -> None:
+    """The files that were asked for."""
+    files: dict[str, Callable[[Path], None]] = {
+        "-o": found.save,
+        "--dot": lambda path: write_whole(path, to_dot(found)),
+        "--trace": lambda path: to_trace(found, path),
+    }
+    for flag, path in asked.paths.items():
+        with writing(path):
+            files[flag](path)
+        progress(f"wrote {path}")
 
 
 def _counts(posing: Posing, stages: int) -> list[int]:
