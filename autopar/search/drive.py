@@ -59,12 +59,12 @@ def _of_policy(question: Question, policy: str, wanted: Wanted, progress: Progre
 
 def without_overlap(question: Question, wanted: Wanted, progress: Progress) -> Solved:
     """The best plan that keeps everything on the device if the best of all is one, which is soon found out."""
-    if wanted.memory is None:
+    if not wanted.is_limited:
         return solved_within(question, None, wanted.unlimited, progress)
     if not wanted.memory_options.ways:
         return solved_within(question, None, wanted, progress)
     free = _free(question, wanted, progress)
-    if free.plan.peak_bytes[DEVICE] <= wanted.memory:
+    if wanted.memory is not None and not wanted.saved and free.plan.peak_bytes[DEVICE] <= wanted.memory:
         limits = limits_of(free.pricer, free.memory_options, wanted.memory)
         limited = replace(free.assembled, problem=replace(free.assembled.problem, limits=limits))
         plan = replace(free.plan, memory_limit=wanted.memory)

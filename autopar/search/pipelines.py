@@ -13,7 +13,7 @@ is moved as long as the played step gets shorter.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.decide.stages import in_stages
@@ -21,7 +21,7 @@ from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.words import count_of
-from autopar.pipeline import Durations, StageBytes, make_schedule, memory, play
+from autopar.pipeline import Durations, StageBytes, in_flight, make_schedule, memory, play
 from autopar.plan import Plan
 from autopar.plan.renamed import names_of, renamed
 from autopar.plan.tell import human
@@ -43,6 +43,7 @@ IN_HALVES = ("zb-h1", "zb-h2")  # backward runs in two: of inputs, which the sta
 SCHEDULES = (*WHOLE, *IN_HALVES)
 TRIES, CLOSE = 8, 0.02  # of the room for the whole plan, and how near to the right one it ends
 MOVES, WORTH = 8, 1e-3  # of ends of stages that are tried, and what part of the step one has to promise
+Saved = tuple[tuple[frozenset[str], float], ...]
 LEAST_S = 1.0  # seconds for each search, however late it is
 
 
@@ -85,9 +86,9 @@ def pipeline_of(
     """
     count, limit, began = stages_of(mesh), request.memory, time.perf_counter()
 
-    def whole_within(room: float | None) -> Cutting:
+    def whole_within(room: float | None, saved: Saved = ()) -> Cutting:
         left = max(LEAST_S, request.time_limit_s - (time.perf_counter() - began))
-        asked = replace(request, memory=room, simulation=False, time_limit_s=left)
+        asked = replace(request, memory=room, saved=saved, simulation=False, time_limit_s=left)
         whole = answer(question, asked, progress=progress)
         if not named:
             return Cutting.of(whole, mesh, question.pricer.hardware, schedule, limit)
@@ -95,16 +96,25 @@ def pipeline_of(
         called = Mesh((PIPE, *whole.mesh.names[: len(mesh.names) - 1]), mesh.sizes)
         return Cutting.of(whole, called, question.pricer.hardware, schedule, limit)
 
-    def ended(cutting: Cutting, found: Pipeline) -> Pipeline:
-        found = cutting.moved(found) if moved else found
+    def in_halves(cutting: Cutting, found: Pipeline) -> Pipeline:
         return cutting.in_halves(found) if schedule == AUTO else found
 
+    def ended(cutting: Cutting, found: Pipeline) -> Pipeline:
+        return in_halves(cutting, cutting.moved(found) if moved else found)
+
     cutting = whole_within(None)
-    found = ended(cutting, cutting.first())
+    free = replace(cutting, limit=None)
+    quickest = free.moved(free.first()) if moved else free.first()
+    found = in_halves(free, quickest)
     told = f"{count_of(count, 'stage')}: {1e3 * found.step_seconds:.3f} ms a step, simulated, {found.schedule.name}"
     progress(told)
     if limit is None or found.peak_bytes <= limit:
         return found
+    fitting = [ended(cutting, cutting.first())]  # as the cut and the schedule alone make room
+    if (less := _saving_less(quickest, limit, lambda saved: whole_within(None, saved), progress)) is not None:
+        fitting.append(ended(*less))
+    if fitting := [one for one in fitting if one.peak_bytes <= limit]:
+        return min(fitting, key=lambda one: one.step_seconds)
     best: tuple[Cutting, Pipeline] | None = None
     needed, most, least = found.peak_bytes, float(found.whole.peak_bytes[DEVICE]), 0.0  # room of the whole plan
     for _ in range(TRIES):
@@ -133,6 +143,44 @@ def pipeline_of(
             enough=needed,
         )
     return ended(*best)
+
+
+def _saving_less(
+    found: Pipeline, limit: float, whole_saving: Callable[[Saved], Cutting], progress: Progress
+) -> tuple[Cutting, Pipeline] | None:
+    """The pipeline with the same cut whose stages save so much less of each micro-batch in flight that they fit; None
+    where that does not do. What is held once is more where values are run again, so the first answer may be too large
+    yet.
+    """
+    names = [
+        frozenset(node.name for node in stage.graph.nodes if node.phase == "forward" and not node.is_source)
+        for stage in found.stages
+    ]
+    names = [
+        own.difference(*names[:at]) for at, own in enumerate(names)
+    ]  # masks, positions: of the first that has them
+    rooms = [*found.nbytes.saved]
+    for _ in range(TRIES):
+        flying = in_flight(found.schedule).most_saved
+        over = [held.peak - limit for held in found.memory]
+        rooms = [
+            room - more / count if more > 0 or count == 0 else room
+            for room, more, count in zip(rooms, over, flying, strict=True)
+        ]
+        if min(rooms) <= 0:
+            return None
+        try:
+            cutting = whole_saving(tuple(zip(names, rooms, strict=True)))
+        except (Infeasible, NoAnswerInTime):
+            return None
+        cut = cutting.cuts.at([*found.ends])
+        if cut is None:
+            return None
+        found = cutting.pipeline(*cut)
+        progress(f"saving less: {found.step_seconds * 1e3:.3f} ms a step, {human(found.peak_bytes)}")
+        if found.peak_bytes <= limit:
+            return cutting, found
+    return None
 
 
 def stages_of(mesh: Mesh) -> int:

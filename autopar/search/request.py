@@ -19,6 +19,8 @@ class Request:
     is what makes sense on the hardware.
     pin: module or parameter -> what is settled of it (`autopar.search.pins`), for policies, too.
     policy: only plans of this baseline (`autopar.search.policies`).
+    saved: of forward values by name, how many bytes of a device forward may leave of all of them together to backward;
+    no value is in two of these. What is over is recomputed or offloaded, as `allow` has it.
     tied: one choice for repeated layers; None is only where the problem is large.
     simulation: the plan whose simulated step is the quickest of several (`autopar.search.overlap_loop`), not the
     optimum without overlap.
@@ -31,6 +33,7 @@ class Request:
     allow: Collection[str] | None = None
     pin: Mapping[str, str] = field(default_factory=dict[str, str])
     policy: str | None = None
+    saved: tuple[tuple[frozenset[str], float], ...] = ()
     tied: bool | None = None
     simulation: bool = False
     time_limit_s: float = 60.0

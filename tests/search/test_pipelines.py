@@ -19,7 +19,7 @@ from autopar.pipeline import least_seconds, memory, play, verify
 from autopar.plan import Plan
 from autopar.plan.utilisation import flops_by_dtype
 from autopar.rewrite.micro_batches import NotCut, in_rounds
-from autopar.search import Request
+from autopar.search import Request, search
 from autopar.search.context import ask
 from autopar.search.kept import keep_plan, kept_pipeline
 from autopar.search.micro_batches import counts_in_stages
@@ -163,6 +163,32 @@ def test_a_limit_of_memory_holds() -> None:
     with pytest.raises(Infeasible, match=r"no pipeline of 2 stages over 4 micro-batches fits in .* per rank") as error:
         find_pipeline(graph, mesh, FAST, 4, replace(request, memory=0.05 * free.peak_bytes))
     assert error.value.enough is not None and 0.05 * free.peak_bytes < error.value.enough <= free.peak_bytes
+
+
+def test_where_micro_batches_in_flight_are_too_much_each_leaves_less_to_backward() -> None:
+    """The first stage has two in flight and runs again what it would save; the cut stays where it is quick."""
+    rows, mesh = 4096, Mesh(("pipe",), (2,))
+    graph = graph_of(capture(Layers(*(256,) * 4), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
+    free = find_pipeline(graph, mesh, FAST, 4, schedule="1f1b")
+    limit = 0.9 * free.peak_bytes
+    found = find_pipeline(graph, mesh, FAST, 4, Request(memory=limit, allow=("recompute",)), schedule="1f1b")
+    assert found.peak_bytes <= limit and found.ends == free.ends
+    assert found.nbytes.saved[0] < free.nbytes.saved[0] and found.nbytes.saved[1] <= free.nbytes.saved[1]
+    assert free.step_seconds < found.step_seconds < 1.1 * free.step_seconds
+
+
+def test_what_forward_leaves_has_a_limit_of_its_own() -> None:
+    """Of the values of one half of the layers; those of the other stay saved."""
+    graph = in_rounds(layers(*EVEN), 4)
+    values = [node for node in graph.nodes if node.phase == "forward" and not node.is_source]
+    first = frozenset(node.name for node in values if node.module.startswith(("layers.0", "layers.1", "layers.2")))
+    mesh = Mesh(("data",), (1,))
+    free = search(graph, mesh, FAST, Request(allow=("recompute",)))
+    less = search(graph, mesh, FAST, Request(saved=((first, 0.0),), allow=("recompute",)))
+    assert less.step_seconds > free.step_seconds
+    again = {name.removesuffix("_again") for name in less.graph.by_name if name.endswith("_again")}
+    kinks = {node.name for node in values if node.op.startswith("aten.relu")}
+    assert kinks & first and kinks & again == kinks & first  # those that are large
 
 
 def test_a_tied_embedding_is_in_both_stages_that_read_it() -> None:
