@@ -115,12 +115,20 @@ def pipeline_of(
         fitting.append(ended(*less))
     if fitting := [one for one in fitting if one.peak_bytes <= limit]:
         return min(fitting, key=lambda one: one.step_seconds)
+    return ended(
+        *_with_less_room(found, limit, whole_within, lambda: time.perf_counter() - began > request.time_limit_s)
+    )
+
+
+def _with_less_room(
+    found: Pipeline, limit: float, whole_within: Callable[[float], Cutting], is_late: Callable[[], bool]
+) -> tuple[Cutting, Pipeline]:
+    """The quickest that fits of plans of the whole model with less room, by bisection. Raises Infeasible."""
     best: tuple[Cutting, Pipeline] | None = None
     needed, most, least = found.peak_bytes, float(found.whole.peak_bytes[DEVICE]), 0.0  # room of the whole plan
     for _ in range(TRIES):
         room = (least + most) / 2
-        late = best is not None and time.perf_counter() - began > request.time_limit_s
-        if most - least < CLOSE * most or late:
+        if most - least < CLOSE * most or (best is not None and is_late()):
             break
         try:
             cutting = whole_within(room)
@@ -137,12 +145,12 @@ def pipeline_of(
             best = cutting, found
     if best is None:
         raise Infeasible(
-            f"no pipeline of {count_of(count, 'stage')} over {question.graph.rounds.count} micro-batches fits in "
-            f"{human(limit)} per rank: the least that was found takes {human(needed)}; give more micro-batches, stages "
-            "or devices, or more memory",
+            f"no pipeline of {count_of(len(found.plans), 'stage')} over {found.schedule.micro_batches} micro-batches "
+            f"fits in {human(limit)} per rank: the least that was found takes {human(needed)}; give more "
+            "micro-batches, stages or devices, or more memory",
             enough=needed,
         )
-    return ended(*best)
+    return best
 
 
 def _saving_less(
@@ -156,9 +164,8 @@ def _saving_less(
         frozenset(node.name for node in stage.graph.nodes if node.phase == "forward" and not node.is_source)
         for stage in found.stages
     ]
-    names = [
-        own.difference(*names[:at]) for at, own in enumerate(names)
-    ]  # masks, positions: of the first that has them
+    # masks and positions are of the first that has them
+    names = [own.difference(*names[:at]) for at, own in enumerate(names)]
     rooms = [*found.nbytes.saved]
     for _ in range(TRIES):
         flying = in_flight(found.schedule).most_saved

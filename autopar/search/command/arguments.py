@@ -248,7 +248,8 @@ def _read(given: argparse.Namespace, name: str | None, count: str | None, progre
     return Asked(
         given.model, meshes, hardware, memory, given.batch_norm,
         allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files, files_read(given)),
-        rules_named(given.rules), policies_named(given.policy, meshes), _micro_batches(given.micro_batches, meshes),
+        rules_named(given.rules), policies_named(given.policy, staged=PIPE in meshes[0].names),
+        _micro_batches(given.micro_batches, meshes),
     )  # fmt: skip
 
 
@@ -365,10 +366,10 @@ def pins_given(text: str | None) -> dict[str, str]:
     return settled
 
 
-def policies_named(text: str | None, meshes: Sequence[Mesh]) -> tuple[str, ...]:
+def policies_named(text: str | None, *, staged: bool = False) -> tuple[str, ...]:
     """Those with which a plan is to be compared; in stages there are others. Raises BadArgument."""
     words = [] if text is None else _listed(text, "--policy")
-    if PIPE not in meshes[0].names:
+    if not staged:
         return tuple(dict.fromkeys(or_bad(lambda word=word: policy_named(word)) for word in words))
     if unknown := [word for word in words if word not in STAGED]:
         raise BadArgument(
