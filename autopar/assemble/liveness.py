@@ -179,7 +179,8 @@ class _Liveness:
         if result.kind == "gradient" and self.graph.rounds.count > 1:
             return self.backward_ends
         if self.graph.rounds.times(place):
-            backward = (at for at, node in enumerate(self.graph.nodes) if node.phase == "backward")
+            work = ((at, node) for at, node in enumerate(self.graph.nodes) if not node.is_source)
+            backward = (at for at, node in work if node.phase == "backward")
             return next(backward, self.backward_ends)
         return self.last
 

@@ -20,7 +20,7 @@ from autopar.ir.graph import Node, Ref
 from autopar.price.overlap_discounts import seconds_of
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy
-from cost_models.steps import Move
+from cost_models.steps import Move, Step
 
 
 def resident_options(work: Assembly, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
@@ -46,29 +46,40 @@ def _is(work: Assembly, node: Node, *residences: str) -> Array:
 
 
 def _sizes(work: Assembly, node: Node) -> Array:
-    """Bytes of the parameter in each option."""
-    item, ref = work.item_of[node.name], Ref(node.name)
-    return work.sizes(work.type(ref), item, "parameter", lambda: work.gives(item, 0))
+    """Bytes of the parameter, as it is stored, in each option."""
+    item = work.item_of[node.name]
+    return work.sizes(work.graph.stored_type(node), item, "parameter", lambda: work.gives(item, 0))
+
+
+def _sizes_read(work: Assembly, node: Node) -> Array | None:
+    """Bytes of what micro-batches read in the place of the parameter; None: they read the parameter."""
+    if node.name not in work.graph.rounds.stored:
+        return None
+    item = work.item_of[node.name]
+    return work.sizes(work.type(Ref(node.name)), item, "as it is read", lambda: work.gives(item, 0))
 
 
 def update_costs(work: Assembly, node: Node) -> Array:
-    """Seconds of the optimizer's pass over the parameter, if it has a gradient, and of fetching it from the host."""
-    type = work.type(Ref(node.name))
-    count = len(work.strategies[node.name])
-    local = [work.pricer.local_bytes(type, strategy.gives[0]) for strategy in work.strategies[node.name]]
-    trained = node.target in work.live.update_at
-    key = "update", tuple(local), type.dtype, trained
+    """Seconds of the optimizer's pass over the parameter, if it has a gradient, of the cast that is made once a step,
+    and of fetching it from the host.
+    """
+    type, read = work.graph.stored_type(node), work.type(Ref(node.name))
+    layouts = [strategy.gives[0] for strategy in work.strategies[node.name]]
+    local = [work.pricer.local_bytes(type, layout) for layout in layouts]
+    trained, is_cast = node.target in work.live.update_at, type != read
+    key = "update", tuple(local), type.dtype, trained, is_cast and read.dtype
 
     def made() -> Array:
-        if not trained:
-            return np.zeros(count * len(work.residences))
-        return np.array(
-            [
-                seconds_of(work.pricer, work.shares, work.pricer.update_steps(n, type.dtype, r))
-                for r in work.residences
-                for n in local
-            ]
-        )
+        steps = [list[Step]() for _ in local]
+        if is_cast:
+            casts = [work.pricer.local_bytes(read, layout) for layout in layouts]
+            steps = [[work.pricer.cast_step(n, m, type.dtype)] for n, m in zip(local, casts, strict=True)]
+        found = [
+            [*cast, *(work.pricer.update_steps(n, type.dtype, r) if trained else ())]
+            for r in work.residences
+            for n, cast in zip(local, steps, strict=True)
+        ]
+        return np.array([seconds_of(work.pricer, work.shares, one) for one in found])
 
     cost = work.once(key, made)
     if "host" not in work.residences:
@@ -123,6 +134,8 @@ def add_parameter(work: Assembly, node: Node) -> None:
         return work.once((what, key, residences), lambda: make() * _is(work, node, *residences))
 
     work.held(item, 0, live.instants, only("parameter", lambda: nbytes, "device", "stream"))
+    if (read := _sizes_read(work, node)) is not None:
+        work.held(item, 0, live.gathered_at + 1, read)
     if "host" in work.residences:
         work.held(item, 0, live.instants, only("parameter", lambda: nbytes, "host"), HOST)
         _add_fetches(work, node, only("parameter", lambda: nbytes, "host"))
@@ -132,7 +145,7 @@ def add_parameter(work: Assembly, node: Node) -> None:
     def states() -> Array:
         return np.array([pricer.state_bytes(int(size)) for size in nbytes], dtype=np.float64)
 
-    dtype = work.type(Ref(node.name)).dtype
+    dtype = work.graph.stored_type(node).dtype
 
     def counted() -> Array:
         added_up = np.array([pricer.accumulated_bytes(int(size), dtype) for size in nbytes], dtype=np.float64)

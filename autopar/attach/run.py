@@ -70,6 +70,16 @@ class Runner:
         """What a call brings."""
         return self.program.inputs
 
+    def as_read(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Parameters as the program reads them: cast, where all micro-batches of a step read one cast."""
+        stored = self.plan.graph.rounds.stored
+        if not stored:
+            return pieces
+        types = [node.outputs[0] if node.name in stored else None for node in self.parameters]
+        return tuple(
+            one if type is None else one.to(getattr(torch, type.dtype)) for one, type in zip(pieces, types, strict=True)
+        )
+
     def play(
         self, step: Step, pieces: Sequence[Tensor], trains: bool
     ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None] | None]:
@@ -147,7 +157,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, runner: Runner, step: Step, *parameters: Tensor) -> tuple[Tensor | None, ...]:
         program = runner.program
         ctx.drawn = _random_states(runner) if step.without_tangent else None
-        pieces = tuple(map(local_of, parameters))
+        pieces = runner.as_read(tuple(map(local_of, parameters)))
         count = len(runner.results)
         ctx.added_up = None
         with without_autocast():

@@ -262,13 +262,14 @@ class _Part:
         assert self.total is not None
         owners, total = self.staged.owners, [*self.total]
         places = {result.target: at for at, (result, _) in enumerate(self.runner.gradients)}
-        held = {node.target: piece for node, piece in zip(self.runner.parameters, self.pieces, strict=True)}
+        held = {node.target: at for at, node in enumerate(self.runner.parameters)}
         for name in sorted(places):
             if len(owners[name]) > 1:
-                at, piece = places[name], held[name]
+                at = places[name]
                 if (mine := total[at]) is None:  # all of its terms are made in other stages
-                    mine = widened(torch.zeros_like(piece))
-                    self.total_dtypes[at] = piece.dtype
+                    stored = self.plan.graph.stored_type(self.runner.parameters[held[name]])
+                    self.total_dtypes[at] = getattr(torch, stored.dtype)
+                    mine = widened(torch.zeros_like(self.pieces[held[name]], dtype=self.total_dtypes[at]))
                 total[at] = self.pipe.sum_over(owners[name], mine)
         return as_terms(total, self.total_dtypes)
 

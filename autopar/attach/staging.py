@@ -23,7 +23,8 @@ from autopar.plan import Plan
 from autopar.plan.fit import check
 from autopar.plan.store import dumps
 from autopar.price.pricer import Pricer
-from autopar.rewrite.micro_batches import NotCut, in_rounds
+from autopar.rewrite.cast_once import in_rounds_of_stages
+from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.stages import Stage, cut_in_stages
 from autopar.search import Request, answer, ask
 from autopar.search.cuts import cut_by_owner
@@ -94,7 +95,7 @@ def staged(graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, La
     """
     trains = any(result.kind == "gradient" for result in graph.results)
     if like is None and (given := asked.given) is not None:  # every rank has read it
-        rounds = in_rounds(graph, given.whole.graph.rounds.count)
+        rounds = in_rounds_of_stages(graph, given.whole.graph.rounds.count)
         agreed(lambda: check(given.whole, rounds, pipe.inner, outputs=asked.matters), pipe.whole)
         return Staged.of(given)
     find = partial(_first, graph, pipe, asked) if like is None else partial(_later, graph, pipe, like, fixed, asked)
@@ -103,7 +104,8 @@ def staged(graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, La
 
     def receive() -> Staged:
         made = found or _read(text, pipe, asked, trains)
-        check(made.whole, in_rounds(graph, made.whole.graph.rounds.count), pipe.inner, origin="the plan of rank 0")
+        rounds = in_rounds_of_stages(graph, made.whole.graph.rounds.count)
+        check(made.whole, rounds, pipe.inner, origin="the plan of rank 0")
         return made
 
     return agreed(receive, pipe.whole)
@@ -146,7 +148,7 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
     """Of another call of the module: a step of another batch, or no step at all."""
     trains = any(result.kind == "gradient" for result in graph.results)
     count = count_near(graph, like.whole.graph.rounds.count) if trains else 1
-    question = ask(in_rounds(graph, count), pipe.inner, asked.hardware, optimizer=asked.optimizer)
+    question = ask(in_rounds_of_stages(graph, count), pipe.inner, asked.hardware, optimizer=asked.optimizer)
     whole = answer(question, replace(asked.request, fixed=fixed, memory=None, simulation=False))
     pricer = Pricer.on(pipe.inner, asked.hardware, asked.optimizer, whole.bucket_bytes, count)
     schedule = _schedule(like.schedule.name, pipe.count, count, trains)

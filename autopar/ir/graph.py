@@ -151,6 +151,9 @@ class Graph:
         for name, dim in self.rounds.cut.items():
             if dim >= len(shapes.get(name, ())):
                 raise ValueError(f"micro-batches cut %{name} along dim {dim}, and no input of that name has one")
+        for name in self.rounds.stored:
+            if name not in self.by_name or self.by_name[name].op != "parameter":
+                raise ValueError(f"micro-batches read a cast of %{name}, and no parameter has that name")
         if len(self.rounds.joined) != len(self.results):
             raise ValueError(f"{len(self.rounds.joined)} of {len(self.results)} results say what micro-batches give")
 
@@ -168,6 +171,12 @@ class Graph:
         found = self.by_name[ref.name].outputs[ref.index]
         assert found is not None, ref
         return found
+
+    def stored_type(self, node: Node) -> TensorType:
+        """Of a parameter, as it is stored."""
+        (type,) = node.outputs
+        assert type is not None, node
+        return TensorType(type.shape, self.rounds.stored.get(node.name, type.dtype))
 
     def under(self, rules: Sequence[Rules]) -> Graph:
         """The same graph, planned with these rules of users' packages and no others."""
@@ -194,6 +203,7 @@ class Graph:
         ends = [(r.kind, r.target, _plain(r.ref)) for r in self.results]
         rules = sorted(one.identity for one in self.outside)
         rounds = [self.rounds.count, sorted(self.rounds.cut.items()), self.rounds.joined]
+        rounds += [sorted(self.rounds.stored.items())] if self.rounds.stored else []
         whole = [told, ends, *([rules] if rules else []), *([rounds] if self.rounds.count > 1 else [])]
         return hashlib.sha256(json.dumps(whole, separators=(",", ":")).encode()).hexdigest()
 

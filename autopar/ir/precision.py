@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Ref
 from autopar.ir.work import FETCH
 
 CAST, TO_REDUCE_DTYPE = "aten._to_copy.default", "autopar.to_reduce_dtype"
@@ -12,6 +12,8 @@ def told(graph: Graph) -> str:
     """The precision in words; "" where every parameter computes in the dtype in which it is stored."""
     node_of = graph.by_name
     casts: dict[str, None] = {}
+    for name, dtype in graph.rounds.stored.items():
+        casts[f"{dtype} parameters compute in {graph.type_of(Ref(name)).dtype}"] = None
     for node in graph.nodes:
         if node.op != CAST or node.phase != "forward" or (made := node.outputs[0]) is None:
             continue

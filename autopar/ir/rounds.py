@@ -14,12 +14,14 @@ class Rounds:
 
     `cut`: name of an input node -> the dim along which each round takes its part, in order; an input that is left out
     is whole in every round. `joined`: per result of the graph what the step gives: `SUM` of the rounds, what the `LAST`
-    one gives (all give the same), or the dim along which they are put together.
+    one gives (all give the same), or the dim along which they are put together. `stored`: name of a parameter node ->
+    the dtype in which it is stored, where all rounds read one cast of it, which is made in front of them.
     """
 
     count: int = 1
     cut: Mapping[str, int] = field(default_factory=dict[str, int])
     joined: tuple[str | int, ...] = ()
+    stored: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         if self.count < 1:

@@ -66,7 +66,7 @@ def held_between(program: Program, graph: Graph, end: int, targets: Collection[s
                 if buffer not in read:
                     held.pop(buffer, None)
     counted = (buffer for buffer in held if buffer.kind is not Kind.TANGENT or buffer in read)
-    return sum(buffer.nbytes for buffer in counted if buffer.tier == DEVICE)
+    return sum(buffer.nbytes for buffer in counted if buffer.tier == DEVICE and buffer.kind is not Kind.CAST)
 
 
 def _makes(one: Instruction) -> Iterator[int]:

@@ -8,7 +8,7 @@ what makes it and freed behind the last instruction that needs it. Nothing is pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -41,7 +41,7 @@ from autopar.lower.results import OWNER_OF_RESULT, RESULT_KIND, joined, owner_of
 from autopar.lower.schedule import Advance, Facts, Turn, schedule
 from autopar.lower.taken import in_body_of, takes_of
 from autopar.lower.transfers import changes_of, in_a_bucket, leaves, leaving
-from autopar.lower.updates import Trained, Updates
+from autopar.lower.updates import Trained, Updates, casts_of
 from autopar.plan.plan import Plan
 from autopar.plan.value import Decision
 from autopar.price.pricer import Pricer
@@ -144,6 +144,7 @@ class _Program:
         self.results: dict[int, int] = {}
         self.resident = [Buffer(self.mesh.coordinate_bytes, Kind.COORDINATES, "coordinates")]
         self.tangents: list[Buffer] = []
+        self.casts: list[Buffer] = []
         self.given = self._given_as_made()
 
     def made(self) -> Program:
@@ -154,12 +155,12 @@ class _Program:
             self._phase(phase)
             listing.ends[phase] = len(listing.done)
             gone += joined(self.graph, self.results, listing, phase, self.resident)
-        listing.keep(self.tangents)
+        listing.keep([*self.tangents, *self.casts])
         updates = [] if self.pricer is None else self._update_parameters(self.pricer)
         resident = {*self.resident}
         given = dict.fromkeys(buffer for value in self.results.values() for buffer in listing.values[value])
         kept = [buffer for buffer in given if buffer not in resident and buffer not in gone]
-        instructions = listing.with_memory({*resident, *kept}, {"backward": self.tangents})
+        instructions = listing.with_memory({*resident, *kept}, {"forward": self.casts, "backward": self.tangents})
         instructions[OPTIMIZER] = (*updates, *map(Free, kept))
         return Program(instructions, tuple(self.resident), tuple(listing.values), sources, dict(self.results))
 
@@ -181,9 +182,16 @@ class _Program:
             if node.is_source and node.outputs[0] is not None:
                 nbytes = self.lowering.nbytes(node.outputs[0], self.plan.choices[node.name].gives[0])
                 buffer = Buffer(nbytes, Kind(node.op), owner_of(node), self._tier_of(node))
-                (self.resident if buffer.kind in GIVEN else self.tangents).append(buffer)
+                if node.name in self.graph.rounds.stored:
+                    self.resident.append(replace(buffer, nbytes=self._stored_bytes(node)))
+                    self.casts.append(buffer := replace(buffer, kind=Kind.CAST, owner=f"{buffer.owner} as it is read"))
+                else:
+                    (self.resident if buffer.kind in GIVEN else self.tangents).append(buffer)
                 found[node.name] = self.value_of[Ref(node.name)] = self.listing.given(buffer)
         return found
+
+    def _stored_bytes(self, node: Node) -> Any:
+        return self.lowering.nbytes(self.graph.stored_type(node), self.plan.choices[node.name].gives[0])
 
     def _given_as_made(self) -> dict[Ref, tuple[Kind, str]]:
         """What is a result as it is made: for what, and whose."""
@@ -372,21 +380,18 @@ class _Program:
         places = {result.target: place for place, result in enumerate(self.graph.results) if result.kind == "gradient"}
         parameters: list[Trained] = []
         for node in self.graph.trained:
-            type, value = node.outputs[0], self.value_of[Ref(node.name)]
-            assert type is not None
-            nbytes, resides = self.listing.values[value][0].nbytes, self.plan.residence.get(node.target, "device")
+            type, value = self.graph.stored_type(node), self.value_of[Ref(node.name)]
+            nbytes, resides = self._stored_bytes(node), self.plan.residence.get(node.target, "device")
             gradient = self.results[places[node.target]]
             if self.graph.rounds.count > 1:
-                so_far = Buffer(
-                    pricer.accumulated_bytes(nbytes, type.dtype), Kind.ADDED_UP, f"gradient of {node.target} so far"
-                )
-                self.resident.append(so_far)
-                gradient = self.listing.given(so_far)
+                added_up = pricer.accumulated_bytes(nbytes, type.dtype)
+                self.resident.append(Buffer(added_up, Kind.ADDED_UP, f"gradient of {node.target} so far"))
+                gradient = self.listing.given(self.resident[-1])
             parameters.append(Trained(node.target, nbytes, type.dtype, resides, value, gradient))
         updates = Updates(pricer, self.prefetch is not None, self.listing.launches)
         updates.of(parameters)
         self.resident += updates.resident
-        return updates.done
+        return [*casts_of(self.graph, self.plan.choices, self.lowering.nbytes, pricer), *updates.done]
 
     # --- small ones --------------------------------------------------------------------------------------------------
 

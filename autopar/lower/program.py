@@ -28,6 +28,7 @@ class Kind(Enum):
     """What a buffer is for."""
 
     PARAMETER = "parameter"
+    CAST = "parameter as it is read"  # in micro-batches, where it is stored in another dtype
     BUFFER = "buffer"
     CONSTANT = "constant"
     INPUT = "input"

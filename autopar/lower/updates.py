@@ -6,11 +6,14 @@ the host: so does `autopar.optim.Streamed`. Where copies overlap with compute, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from autopar.ir.graph import Graph, Ref, TensorType
+from autopar.ir.layout import Layout
 from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Run, Update, Wait
+from autopar.plan.value import Choice
 from autopar.price.pricer import Pricer
 from cost_models.steps import DEVICE, HOST, Compute, Move
 
@@ -27,6 +30,19 @@ class Trained:
     resides: str
     value: int
     gradient: int
+
+
+def casts_of(
+    graph: Graph, choices: Mapping[str, Choice], nbytes: Callable[[TensorType, Layout], Any], pricer: Pricer
+) -> Iterator[Run]:
+    """What makes of parameters what all micro-batches of a step read. It runs in front of them, and is told with the
+    updates, as it is done as often. `nbytes`: of a rank's piece.
+    """
+    for node in graph.nodes:
+        if node.name in graph.rounds.stored:
+            stored, layout = graph.stored_type(node), choices[node.name].gives[0]
+            step = pricer.cast_step(nbytes(stored, layout), nbytes(graph.type_of(Ref(node.name)), layout), stored.dtype)
+            yield Run(Update(node.target), (step,), (), ())
 
 
 @dataclass

@@ -178,7 +178,8 @@ def _rounds(ours: Graph, theirs: Graph) -> tuple[str, str] | None:
 
     def told(graph: Graph) -> tuple[object, ...]:
         rounds, node_of = graph.rounds, graph.by_name
-        return rounds.count, sorted((node_of[name].target, dim) for name, dim in rounds.cut.items()), rounds.joined
+        stored = {node_of[name].target for name in rounds.stored}
+        return rounds.count, sorted((node_of[n].target, dim) for n, dim in rounds.cut.items()), rounds.joined, stored
 
     if told(ours) == told(theirs):
         return None
@@ -187,6 +188,8 @@ def _rounds(ours: Graph, theirs: Graph) -> tuple[str, str] | None:
 
 
 def _types(graph: Graph, op: str) -> dict[str, TensorType | None]:
+    if op == "parameter":
+        return {node.target: graph.stored_type(node) for node in graph.nodes if node.op == op}
     return {node.target: node.outputs[0] for node in graph.nodes if node.op == op}
 
 

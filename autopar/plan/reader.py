@@ -221,6 +221,9 @@ class Reader:
             self.types[told] = type
         return self.types[told]
 
+    def dtype(self, value: Json, place: str) -> str:
+        return self.one_of(tuple(ITEMSIZE), value, place)
+
     def layout(self, value: Json, place: str) -> Layout:
         told = self.text(value, place)
         if told not in self.layouts:
@@ -297,11 +300,12 @@ class Reader:
         )
 
     def rounds(self, value: Json, place: str) -> Rounds:
-        row = self.row(value, place, ("count", "cut", "joined"))
+        row = self.row(value, place, ("count", "cut", "joined"), ("stored",))
         count = self.natural(row["count"], f"{place}.count")
         cut = self.table(row["cut"], f"{place}.cut", self.natural)
         joined = self.items(row["joined"], f"{place}.joined", self.join)
-        return self.making(place, lambda: Rounds(count, cut, joined))
+        stored = self.table(row.get("stored", {}), f"{place}.stored", self.dtype)
+        return self.making(place, lambda: Rounds(count, cut, joined, stored))
 
     def join(self, value: Json, place: str) -> str | int:
         return self.one_of((SUM, LAST), value, place) if isinstance(value, str) else self.natural(value, place)

@@ -69,9 +69,8 @@ def is_weighted(node: Node, weight_of: Mapping[str, str]) -> bool:
 def parameters_of(plan: PlanValue) -> list[tuple[Node, TensorType]]:
     found: list[tuple[Node, TensorType]] = []
     for node in plan.graph.nodes:
-        type = node.outputs[0] if node.op == "parameter" else None
-        if type is not None:
-            found.append((node, type))
+        if node.op == "parameter":
+            found.append((node, plan.graph.stored_type(node)))
     return found
 
 

@@ -166,7 +166,8 @@ def _changes(changes: Sequence[Reshard]) -> list[Json]:
 
 
 def _rounds(rounds: Rounds) -> Json:
-    return {"count": rounds.count, "cut": dict(sorted(rounds.cut.items())), "joined": list(rounds.joined)}
+    told = {"count": rounds.count, "cut": dict(sorted(rounds.cut.items())), "joined": list(rounds.joined)}
+    return {**told, **({"stored": dict(sorted(rounds.stored.items()))} if rounds.stored else {})}
 
 
 def _result(result: Result, delivery: Delivery | None) -> dict[str, Json]:

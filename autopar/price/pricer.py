@@ -210,6 +210,10 @@ class Pricer:
         passes = 0 if self.optimizer == "none" else 3 + 2 * states
         return Compute(OPTIMIZER, 0.0, 1.0 * passes * nbytes, dtype, 1 if passes else 0, kind)
 
+    def cast_step(self, stored: int, read: int, dtype: str) -> Compute:
+        """Once a step, in front of its micro-batches: `stored` bytes of a parameter of `dtype` become `read` bytes."""
+        return Compute(OPTIMIZER, 0.0, 1.0 * (stored + read), dtype, 1, "elementwise")
+
     def update_steps(self, nbytes: int, dtype: str, residence: str) -> tuple[Step, ...]:
         """All that updating a parameter takes, where it resides (`autopar.plan.RESIDENCES`): on the "device"; on the
         "host", to which its gradient goes; or with states that "stream" from the host and back.

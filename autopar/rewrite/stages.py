@@ -281,11 +281,11 @@ class _Stages:
         results = self._results(number, goes, back_out, seen, sums.ends)
         made = self._nodes(number, comes, back_in, seen, [r.ref for r, _ in results if r.ref is not None])
         nodes = (*made, *sums.nodes)
-        names = {node.name for node in nodes}
-        rounds = self.graph.rounds
+        rounds, names = self.graph.rounds, {node.name for node in nodes}
         cut = {name: dim for name, dim in rounds.cut.items() if name in names}
         joined = tuple(join for _, join in results) if rounds.joined else ()
-        whole = Graph(nodes, tuple(result for result, _ in results), Rounds(rounds.count, cut, joined))
+        stored = {name: dtype for name, dtype in rounds.stored.items() if name in names}
+        whole = Graph(nodes, tuple(result for result, _ in results), Rounds(rounds.count, cut, joined, stored))
         held = {node.name: node.target for node in nodes if node.op == "parameter"}
         return Stage(
             whole,

@@ -20,7 +20,7 @@ from autopar.plan import Plan
 from autopar.plan.fit import check
 from autopar.plan.value import AGAIN
 from autopar.price.pricer import Pricer
-from autopar.rewrite.micro_batches import in_rounds
+from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipelines import Cutting, within_stage
 from autopar.simulate.timeline import timeline_of
@@ -64,7 +64,8 @@ def kept_pipeline(
         if not path.is_file():
             return None
         known = Pipeline.load(path, rules)
-        check(known.whole, in_rounds(graph, known.whole.graph.rounds.count), within_stage(mesh), origin=str(path))
+        rounds = in_rounds_of_stages(graph, known.whole.graph.rounds.count)
+        check(known.whole, rounds, within_stage(mesh), origin=str(path))
         whole = priced_again(known.whole, hardware, optimizer, str(path))
         cutting = Cutting.of(whole, mesh, hardware, known.schedule.name, None)
         cut = cutting.cuts.at([*known.ends])

@@ -26,7 +26,7 @@ from autopar.plan import Plan
 from autopar.plan.renamed import names_of, renamed
 from autopar.plan.tell import human
 from autopar.price.pricer import Pricer
-from autopar.rewrite.micro_batches import in_rounds
+from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.search.context import Progress, Question, ask
 from autopar.search.cuts import Cut, Cuts, Send
 from autopar.search.micro_batches import AUTO
@@ -65,7 +65,7 @@ def find_pipeline(
     """
     stages_of(mesh)
     inner = within_stage(mesh)
-    question = ask(in_rounds(graph, micro_batches), inner, hardware, optimizer=optimizer, progress=progress)
+    question = ask(in_rounds_of_stages(graph, micro_batches), inner, hardware, optimizer=optimizer, progress=progress)
     return pipeline_of(question, mesh, request, schedule=schedule, progress=progress)
 
 

@@ -234,5 +234,5 @@ def _with_measured_noted(plan: Plan, question: Question) -> Plan:
 
 
 def _bucket_bytes(question: Question, memory: float | None) -> int:
-    gradients = sum(type.nbytes for node in question.graph.trained for type in node.outputs if type is not None)
+    gradients = sum(question.graph.stored_type(node).nbytes for node in question.graph.trained)
     return bucket_bytes(question.pricer, gradients, memory)

@@ -10,7 +10,7 @@ from autopar.ir.layout import local_type
 from autopar.lower import lower
 from autopar.lower.halves import first_half, held_between
 from autopar.lower.memory import changes, peaks, resident_bytes
-from autopar.lower.program import Instruction, Loop, Program
+from autopar.lower.program import Instruction, Kind, Loop, Program
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.stages import Stage
@@ -45,7 +45,9 @@ def price_of(stage: Stage, plan: Plan, pricer: Pricer) -> StagePrice:
         spent[phase] += end - begin
     resident = resident_bytes(program).get(DEVICE, 0)
     saved = sum(
-        sign * buffer.nbytes for phase, buffer, sign in changes(program) if phase == "forward" and buffer.tier == DEVICE
+        sign * buffer.nbytes
+        for phase, buffer, sign in changes(program)
+        if phase == "forward" and buffer.tier == DEVICE and buffer.kind is not Kind.CAST
     )
     received = sum(
         local_type(node.outputs[0], plan.choices[node.name].gives[0], plan.mesh).nbytes

@@ -29,6 +29,7 @@ from tests.support.nets import batch_of, made
 from tests.support.plans import PlanSampler
 from tests.support.sends import send_beside_work
 from tests.support.sent import skip_unless_places_arrive
+from tests.support.traced import traced_once
 
 MACHINE = Hardware.load("cpu-gloo")
 OVER, UNDER = 1.05, 0.98  # how far a prediction may lie from what is measured
@@ -59,8 +60,19 @@ def plans(graph: Graph, sizes: tuple[int, ...], seeds: int) -> Iterator[tuple[st
         yield f"random {seed}", sampler.draw(seed)
 
 
+@pytest.fixture
+def of_one_trace() -> Iterator[None]:
+    with traced_once():
+        yield
+
+
 @pytest.mark.parametrize(("name", "sizes"), CASES)
-def test_what_a_step_holds_is_what_its_plan_says(fake_mesh: Ranks, name: str, sizes: tuple[int, ...]) -> None:
+def test_what_a_step_holds_is_what_its_plan_says(
+    fake_mesh: Ranks,
+    of_one_trace: None,
+    name: str,
+    sizes: tuple[int, ...],
+) -> None:
     model, inputs, graph = case(name)
     seeds = 0 if name == "t5" else 3  # it looks places up that it sends, and what a fake group sends is no place
     for label, plan in plans(graph, sizes, seeds):
@@ -90,6 +102,7 @@ def test_local_batch_norms_move_and_hold_what_their_plan_says(fake_mesh: Ranks, 
 def test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says(
     fake_mesh: Ranks,
     monkeypatch: pytest.MonkeyPatch,
+    of_one_trace: None,
     name: str,
     sizes: tuple[int, ...],
 ) -> None:

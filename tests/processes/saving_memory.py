@@ -33,6 +33,7 @@ from tests.processes.worker import Ranks
 from tests.support.machines import FAST
 from tests.support.nets import NETS, Batch, batch_of, made
 from tests.support.residence import ResidenceSampler, random_modes, random_residence
+from tests.support.traced import traced_once
 
 LOSS = 1e-6  # relative
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # of every entry of every gradient and parameter
@@ -182,12 +183,13 @@ def check_twenty_plans_give_the_same_bits(ranks: Ranks) -> None:
 def same_bits(ranks: Ranks, name: str, count: int, precision: Any = None) -> None:
     """At the same layouts, the same kernels do the same, whatever is recomputed or offloaded."""
     kept, seen = fastest(name, ranks.count, precision=precision), set[str]()
-    wanted = list(told(ranks.mesh(), name, kept, precision))
-    for seed in range(ALL, ALL + count):
-        plan = saving_memory(kept, seed)
-        seen |= ways_of(plan)
-        found = list(told(ranks.mesh(), name, plan, precision))
-        assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), (name, seed)
+    with traced_once():
+        wanted = list(told(ranks.mesh(), name, kept, precision))
+        for seed in range(ALL, ALL + count):
+            plan = saving_memory(kept, seed)
+            seen |= ways_of(plan)
+            found = list(told(ranks.mesh(), name, plan, precision))
+            assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), (name, seed)
     assert seen == {*WAYS}
 
 

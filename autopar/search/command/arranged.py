@@ -94,7 +94,7 @@ def _rows(
     of_count: dict[int, Posing] = {}
 
     def within(count: int) -> Posing:
-        return of_count.setdefault(count, posing.of(count))
+        return of_count.setdefault(count, posing.of(count, in_stages=True))
 
     def find(mesh: Mesh, count: int, request: Request, moved: bool) -> Pipeline:
         room, question = _room(posing, mesh), within(count).question(within_stage(mesh))

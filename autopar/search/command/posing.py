@@ -15,6 +15,7 @@ from autopar.ir.words import count_of
 from autopar.machine.device import device_type_of, has_expandable_segments, tf32_set
 from autopar.plan import Plan
 from autopar.plan.renamed import names_of, renamed
+from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import in_rounds
 from autopar.search.command.arguments import Asked, or_bad
 from autopar.search.command.traced import traced
@@ -39,13 +40,16 @@ def _silent(text: str) -> None:
 
 @dataclass(frozen=True)
 class Posing:
-    """What was asked, of a model that was `captured`. `seconds`: of each part of the work, which goes on."""
+    """What was asked, of a model that was `captured`. `seconds`: of each part of the work, which goes on. `in_stages`:
+    the step runs in pipeline stages.
+    """
 
     asked: Asked
     captured: Captured
     optimizer: str
     progress: Progress
     seconds: dict[str, float] = field(default_factory=dict[str, float])
+    in_stages: bool = False
     _graphs: dict[tuple[str, int], GraphFacts] = field(default_factory=dict[tuple[str, int], GraphFacts])
 
     def graph(self, statistics: str, mesh: Mesh) -> GraphFacts:
@@ -54,7 +58,8 @@ class Posing:
         if key not in self._graphs:
             made = graph_of(self.captured, self.asked.precision, parts=key[1], rules=self.asked.rules)
             count = self.asked.micro_batches
-            made = made if isinstance(count, str) else or_bad(lambda: in_rounds(made, count))
+            cut = in_rounds_of_stages if self.in_stages else in_rounds
+            made = made if isinstance(count, str) else or_bad(lambda: cut(made, count))
             self._graphs[key] = GraphFacts(made)
         return self._graphs[key]
 
@@ -76,11 +81,12 @@ class Posing:
         """What plans may do with the memory of a device."""
         return room_in(self.asked.memory, self.asked.hardware, mesh.sizes, expandable=has_expandable_segments())
 
-    def of(self, micro_batches: int) -> Posing:
-        """The same, of a step in so many micro-batches."""
-        if micro_batches == self.asked.micro_batches:
+    def of(self, micro_batches: int, *, in_stages: bool = False) -> Posing:
+        """The same, of a step in so many micro-batches; or of one in pipeline stages."""
+        if micro_batches == self.asked.micro_batches and in_stages == self.in_stages:
             return self
-        return replace(self, asked=replace(self.asked, micro_batches=micro_batches), _graphs={})
+        asked = replace(self.asked, micro_batches=micro_batches)
+        return replace(self, asked=asked, in_stages=in_stages, _graphs={})
 
 
 def posed(asked: Asked, optimizer: str, captured: Captured | None, progress: Progress) -> Posing:

@@ -115,7 +115,7 @@ def staged(given: argparse.Namespace, asked: Asked, progress: Progress, check: C
             check()
             progress(f"a step in {count_of(count, 'micro-batch', 'micro-batches')}")
             try:
-                tried.found[count] = _found(given, posing.of(count), mesh, room, progress)
+                tried.found[count] = _found(given, posing.of(count, in_stages=True), mesh, room, progress)
             except (Infeasible, NoAnswerInTime) as error:
                 tried.why[count] = error
         rows = _compared(given, posing, mesh, tried.best(), room, progress)
@@ -176,7 +176,7 @@ def _compared(
     if not named:
         return ()
     request = replace(request_of(given, posing.asked), memory=room.tensors)
-    question = posing.of(best.schedule.micro_batches).question(within_stage(mesh))
+    question = posing.of(best.schedule.micro_batches, in_stages=True).question(within_stage(mesh))
 
     def compare() -> tuple[StagedRow, ...]:
         return compare_staged(question, mesh, request, named, progress=progress)
