@@ -79,7 +79,7 @@ def update_costs(work: Assembly, node: Node) -> Array:
             for r in work.residences
             for n, cast in zip(local, steps, strict=True)
         ]
-        return np.array([seconds_of(work.pricer, work.shares, one) for one in found])
+        return np.array([seconds_of(work.pricer, work.shares, one) for one in found], dtype=np.float64)
 
     cost = work.once(key, made)
     if "host" not in work.residences:
