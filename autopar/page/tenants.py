@@ -12,8 +12,8 @@ from cost_models.simulator import Change, Timeline, changes
 SAVED = "saved for backward"
 FOR = {
     Kind.PARAMETER: "parameters", Kind.BUFFER: "parameters", Kind.CONSTANT: "parameters",
-    Kind.NEW_BUFFER: "parameters", Kind.STATES: "optimizer states", Kind.COUNT: "optimizer states",
-    Kind.ADDED_UP: "gradients",
+    Kind.NEW_BUFFER: "parameters", Kind.CAST: "parameters", Kind.ADDED_UP: "gradients",
+    Kind.STATES: "optimizer states", Kind.COUNT: "optimizer states",
     Kind.STREAMED: "optimizer states", Kind.GRADIENT: "gradients", Kind.BUCKET: "gradients",
     Kind.VALUE: "activations in use", Kind.TANGENT: "activations in use", Kind.RESHARDED: "gathered or resharded",
     Kind.WORKSPACE: "workspace", Kind.TEMPORARY: "workspace", Kind.COORDINATES: "inputs, outputs",

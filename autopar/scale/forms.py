@@ -38,7 +38,9 @@ from cost_models.steps import COLLECTIVES, Comm, Compute, Move, Step
 Payload = Mapping[tuple[str, str], Any]  # (collective, axis) -> bytes that one rank passes to it
 
 STATES, ACTIVATIONS = "parameters, gradients, optimizer states", "activations and temporaries"
-KINDS_OF_STATES = {Kind.PARAMETER, Kind.BUFFER, Kind.GRADIENT, Kind.STATES, Kind.COUNT, Kind.ADDED_UP}
+KINDS_OF_STATES = {
+    Kind.PARAMETER, Kind.CAST, Kind.BUFFER, Kind.GRADIENT, Kind.STATES, Kind.COUNT, Kind.ADDED_UP,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ from tests.support.machines import FAST
 from tests.support.plans import PlanSampler
 from tests.support.rounds import run_rounds
 
-NAMES = ["mlp", "gpt2", pytest.param("llama", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)]
+SLOW = pytest.mark.slow
+NAMES = ["mlp", "llama", pytest.param("gpt2", marks=SLOW), pytest.param("t5", marks=SLOW)]
 H100 = Hardware.load("h100-sxm")
 
 
