@@ -90,7 +90,7 @@ def plans(model: nn.Module, kwargs: Mapping[str, Tensor], mesh: Mesh, hardware: 
         found[f"links {latency:g}x waiting, {rate:g}x rate"] = other
     seen: list[tuple[Any, Any]] = []
     for name, plan in found.items():
-        pricer = Pricer.on(mesh, hardware, plan.optimizer, plan.bucket_bytes, plan.graph.rounds.count)
+        pricer = Pricer.on(mesh, hardware, plan.optimizer, plan.bucket_bytes, plan.graph.rounds)
         priced = refereed(
             graph, plan.choices, plan.deliveries, pricer, objective=None, bound=0.0, memory=None, outputs=plan.outputs
         )

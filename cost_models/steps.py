@@ -127,13 +127,14 @@ class Comm:
 
     `nbytes` is the payload on one rank: all_gather: the gathered output; reduce_scatter: the full input;
     all_reduce: the tensor; all_to_all: the local tensor; broadcast: the tensor; shift, mirror: what a rank passes
-    on.
+    on. `once`: in a step of several micro-batches, it runs behind them, and not in each.
     """
 
     collective: str
     axis: str
     ranks: int
     nbytes: int
+    once: bool = False
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:

@@ -230,8 +230,11 @@ class Assembly:
         )
         if key not in self.prices:
             gives = self.gives(producer, index)
-            made = self.made(type, (producer, index), gives, (parameter, "stored"), stored, by)
-            self.prices[key] = self.of_gradients.deliver(type, gives, stored), *made
+            nbytes, room = self.made(type, (producer, index), gives, (parameter, "stored"), stored, by)
+            if self.pricer.rounds.reduces_once:  # what is added up as it is made stays as it is
+                stays = [[bool(self.pricer.summed_once(type, give, take)) for take in stored] for give in gives]
+                nbytes, room = np.where(stays, 0.0, nbytes), np.where(stays, 0.0, room)
+            self.prices[key] = self.of_gradients.deliver(type, gives, stored), nbytes, room
         return self.prices[key]
 
     def brought_once(

@@ -394,5 +394,5 @@ def _runner(state: State, plan: Plan, staged: Staged | None) -> Runner:
     pieces = pieces_of(program.drawing, state.mesh, coordinate)
     rest = program, plan, state.mesh, coordinates, pieces, state.updates, state.watch
     if state.pipe is not None and staged is not None:
-        return StageRunner.of(rest, state.pipe, staged, halves)
+        return StageRunner.of(rest, state.pipe, staged, halves, groups)
     return Runner(*rest, played(plan, program.inputs, program.results))

@@ -7,7 +7,7 @@ and buffers go to all stages, and the gradients of a parameter that several stag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autopar.attach.pipe import Pipe
 from autopar.attach.rounds import Played, played_in_stage, widened
+from autopar.attach.rows import Rows
 from autopar.attach.run import Runner, Step, as_terms, summed
 from autopar.attach.staging import Staged
 from autopar.emit.halves import Halves
@@ -34,11 +35,16 @@ class StageRunner(Runner):
     pipe: Pipe = field(kw_only=True)
     staged: Staged = field(kw_only=True)
     halves: Halves | None = field(kw_only=True)
+    groups: Mapping[str, str] = field(kw_only=True)
 
     @staticmethod
-    def of(rest: tuple[Any, ...], pipe: Pipe, staged: Staged, halves: Halves | None) -> StageRunner:
-        """`rest`: what a `Runner` begins with; `halves`: its backward in two, where the schedule has that."""
-        made = StageRunner(*rest, pipe=pipe, staged=staged, halves=halves)
+    def of(
+        rest: tuple[Any, ...], pipe: Pipe, staged: Staged, halves: Halves | None, groups: Mapping[str, str]
+    ) -> StageRunner:
+        """`rest`: what a `Runner` begins with; `halves`: its backward in two, where the schedule has that; `groups`:
+        axis of the mesh -> process group.
+        """
+        made = StageRunner(*rest, pipe=pipe, staged=staged, halves=halves, groups=groups)
         own = [one for one in made.program.results if not one[0].target.startswith(CHANNEL)]
         played = played_in_stage(staged.whole, made.plan, made.own_inputs, own)
         return replace(made, played=played)
@@ -67,6 +73,10 @@ class StageRunner(Runner):
     @property
     def gradients(self) -> tuple[tuple[Result, Layout], ...]:
         return tuple(one for one in self.program.gradients if not one[0].target.startswith(CHANNEL))
+
+    @cached_property
+    def rows(self) -> Rows:
+        return Rows.of(self.plan, [result.target for result, _ in self.gradients], self.groups)
 
     @property
     def own_inputs(self) -> tuple[Node, ...]:
@@ -113,6 +123,7 @@ class _Part:
         self.outputs: list[Tensor | None] = [None] * len(self.own)
         self.dtypes: list[Any] | None = None
         self.total: list[Tensor | None] | None = None
+        self.rows: list[Tensor] = []  # in which of these are summed over ranks
         self.total_dtypes: list[Any] = []
 
     def act(self, action: Action) -> None:
@@ -202,7 +213,8 @@ class _Part:
         if not own:
             return
         if self.total is None:
-            self.total, self.total_dtypes = [None if one is None else widened(one) for one in own], _dtypes(own)
+            self.total_dtypes = _dtypes(own)
+            self.total, self.rows = self.runner.rows.begun(own)
         else:
             summed(self.total, own)
 
@@ -260,6 +272,7 @@ class _Part:
     def gradients(self) -> list[Tensor | None]:
         """Of the stage's own parameters, in the order of the program's; those of others are theirs."""
         assert self.total is not None
+        self.runner.rows.sum(self.rows)
         owners, total = self.staged.owners, [*self.total]
         places = {result.target: at for at, (result, _) in enumerate(self.runner.gradients)}
         held = {node.target: at for at, node in enumerate(self.runner.parameters)}

@@ -148,9 +148,10 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
     """Of another call of the module: a step of another batch, or no step at all."""
     trains = any(result.kind == "gradient" for result in graph.results)
     count = count_near(graph, like.whole.graph.rounds.count) if trains else 1
-    question = ask(in_rounds_of_stages(graph, count), pipe.inner, asked.hardware, optimizer=asked.optimizer)
+    rounds = in_rounds_of_stages(graph, count)
+    question = ask(rounds, pipe.inner, asked.hardware, optimizer=asked.optimizer)
     whole = answer(question, replace(asked.request, fixed=fixed, memory=None, simulation=False))
-    pricer = Pricer.on(pipe.inner, asked.hardware, asked.optimizer, whole.bucket_bytes, count)
+    pricer = Pricer.on(pipe.inner, asked.hardware, asked.optimizer, whole.bucket_bytes, rounds.rounds)
     schedule = _schedule(like.schedule.name, pipe.count, count, trains)
     ends, _ = cut_by_owner(whole, like.owners, pipe.count, pricer)
     cut = in_stages(whole, ends, pricer, inputs_first=schedule.splits_backward)

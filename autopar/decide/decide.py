@@ -39,6 +39,8 @@ def choose(
             reads,
         )
 
+    trained = {node.target for node in graph.trained}
+
     def deliver(result: Result) -> Delivery | None:
         if result.ref is None:
             return None
@@ -46,6 +48,8 @@ def choose(
         match result.kind:
             case "gradient":
                 layout = layout_of[result.target]
+                if result.target in trained and (once := pricer.summed_once(type, gives, layout)):
+                    return Delivery((), gives, once)
                 return Delivery(pricer.delivery(type, gives, layout), layout)
             case "output":
                 layout = pick(output_name(result.target)).gives[0]

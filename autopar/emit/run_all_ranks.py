@@ -99,7 +99,8 @@ def unshard(pieces: Mapping[int, Tensor], layout: Layout, mesh: Mesh) -> Tensor:
                 case Shard(dim):
                     merged[rank] = torch.cat(parts, dim)
                 case Partial():
-                    raise AssertionError("a result of a program is never partial")
+                    assert placement.op == "sum", "a result of a program is never partial but in sums"
+                    merged[rank] = torch.stack(parts).sum(0)
                 case _:
                     for part in parts[1:]:
                         assert torch.equal(part.nan_to_num(), parts[0].nan_to_num()), (
@@ -144,7 +145,11 @@ def run(
             done += zip(program.gradients, gradients, strict=True)
             assert not saved, "the backward leaves saved values behind"
     whole: dict[tuple[str, str], Tensor | None] = {}
+    told = zip(plan.graph.results, plan.deliveries, strict=True)
+    summed = [result for result, delivery in told if delivery is not None and delivery.once]
     for (result, layout), value in done:
+        if any(isinstance(placement, Partial) for placement in layout):
+            assert result in summed, f"{result.kind} {result.target} is partial, and nobody sums it"
         whole[_key(result)] = None if value is None else unshard(_pieces(value, mesh), layout, mesh)
     return Ran(whole)
 

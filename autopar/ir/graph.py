@@ -204,6 +204,7 @@ class Graph:
         rules = sorted(one.identity for one in self.outside)
         rounds = [self.rounds.count, sorted(self.rounds.cut.items()), self.rounds.joined]
         rounds += [sorted(self.rounds.stored.items())] if self.rounds.stored else []
+        rounds += ["reduces once"] if self.rounds.reduces_once else []
         whole = [told, ends, *([rules] if rules else []), *([rounds] if self.rounds.count > 1 else [])]
         return hashlib.sha256(json.dumps(whole, separators=(",", ":")).encode()).hexdigest()
 

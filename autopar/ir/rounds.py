@@ -16,12 +16,15 @@ class Rounds:
     is whole in every round. `joined`: per result of the graph what the step gives: `SUM` of the rounds, what the `LAST`
     one gives (all give the same), or the dim along which they are put together. `stored`: name of a parameter node ->
     the dtype in which it is stored, where all rounds read one cast of it, which is made in front of them.
+    `reduces_once`: gradients of parameters that are partial sums are added up as they are made, and summed over ranks
+    behind the last round.
     """
 
     count: int = 1
     cut: Mapping[str, int] = field(default_factory=dict[str, int])
     joined: tuple[str | int, ...] = ()
     stored: Mapping[str, str] = field(default_factory=dict[str, str])
+    reduces_once: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 1:

@@ -45,7 +45,7 @@ def bucket_bytes(pricer: Pricer, gradients: int, memory: float | None) -> int:
     for axis, ranks in zip(pricer.mesh.names, pricer.mesh.sizes, strict=True):
 
         def rate(nbytes: int, axis: str = axis, ranks: int = ranks) -> float:
-            return nbytes * pricer.rounds / pricer.seconds((Comm("all_reduce", axis, ranks, nbytes),))
+            return nbytes * pricer.rounds.count / pricer.seconds((Comm("all_reduce", axis, ranks, nbytes),))
 
         while ranks > 1 and size < largest and rate(2 * size) > 1.02 * rate(size):
             size *= 2

@@ -39,6 +39,7 @@ from autopar.lower.program import (
 )
 from autopar.lower.results import OWNER_OF_RESULT, RESULT_KIND, joined, owner_of, told
 from autopar.lower.schedule import Advance, Facts, Turn, schedule
+from autopar.lower.sums import summed_once
 from autopar.lower.taken import in_body_of, takes_of
 from autopar.lower.transfers import changes_of, in_a_bucket, leaves, leaving
 from autopar.lower.updates import Trained, Updates, casts_of
@@ -378,22 +379,21 @@ class _Program:
 
     def _update_parameters(self, pricer: Pricer) -> list[Instruction]:
         places = {result.target: place for place, result in enumerate(self.graph.results) if result.kind == "gradient"}
-        parameters: list[Trained] = []
+        parameters, gradients = list[Trained](), dict(self.results)
         for node in self.graph.trained:
-            type, value = self.graph.stored_type(node), self.value_of[Ref(node.name)]
+            type, value, place = self.graph.stored_type(node), self.value_of[Ref(node.name)], places[node.target]
             nbytes, resides = self._stored_bytes(node), self.plan.residence.get(node.target, "device")
-            gradient = self.results[places[node.target]]
             if self.graph.rounds.count > 1:
                 added_up = pricer.accumulated_bytes(nbytes, type.dtype)
                 self.resident.append(Buffer(added_up, Kind.ADDED_UP, f"gradient of {node.target} so far"))
-                gradient = self.listing.given(self.resident[-1])
-            parameters.append(Trained(node.target, nbytes, type.dtype, resides, value, gradient))
-        updates = Updates(pricer, self.prefetch is not None, self.listing.launches)
+                gradients[place] = self.listing.given(self.resident[-1])
+            parameters.append(Trained(node.target, place, nbytes, type.dtype, resides, value))
+        sums = summed_once(self.plan, self.listing, gradients, beside=self.prefetch is not None)
+        done = [*casts_of(self.graph, self.plan.choices, self.lowering.nbytes, pricer), *sums]
+        updates = Updates(pricer, self.prefetch is not None, gradients, self.listing.launches)
         updates.of(parameters)
         self.resident += updates.resident
-        return [*casts_of(self.graph, self.plan.choices, self.lowering.nbytes, pricer), *updates.done]
-
-    # --- small ones --------------------------------------------------------------------------------------------------
+        return [*done, *updates.done]
 
     def _tier_of(self, node: Node) -> str:
         hosted = node.op == STORE or (node.op == "parameter" and self.plan.residence.get(node.target) == HOST)

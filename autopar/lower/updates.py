@@ -20,16 +20,16 @@ from cost_models.steps import DEVICE, HOST, Compute, Move
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A parameter with its gradient: `nbytes` and `dtype` of its local piece, where it `resides` (`Plan.residence`),
-    and the values of both.
+    """A parameter: the place of its gradient among the graph's results, `nbytes` and `dtype` of its local piece, where
+    it `resides` (`Plan.residence`), and its value.
     """
 
     name: str
+    place: int
     nbytes: Any
     dtype: str
     resides: str
     value: int
-    gradient: int
 
 
 def casts_of(
@@ -47,10 +47,13 @@ def casts_of(
 
 @dataclass
 class Updates:
-    """The optimizer's phase, and the buffers that it keeps from step to step. `launches`: so many there were before."""
+    """The optimizer's phase, and the buffers that it keeps from step to step. `gradients`: the value of each, by its
+    place; `launches`: so many there were before.
+    """
 
     pricer: Pricer
     beside: bool
+    gradients: Mapping[int, int]
     launches: int
     resident: list[Buffer] = field(default_factory=list[Buffer])
     done: list[Instruction] = field(default_factory=list[Instruction])
@@ -100,7 +103,7 @@ class Updates:
         self.done += map(Alloc, most)
         for parameter in parameters:
             step = self.pricer.update_step(parameter.nbytes, parameter.dtype, HOST)
-            wait = self._launch(parameter, step, (parameter.gradient,))
+            wait = self._launch(parameter, step, (self.gradients[parameter.place],))
             if self.beside:
                 waits.append(wait)
             else:
@@ -133,7 +136,7 @@ class Updates:
     def _run(self, parameter: Trained, beside: Sequence[Buffer] = ()) -> None:
         steps = self.pricer.update_steps(parameter.nbytes, parameter.dtype, "device")
         self.done += map(Alloc, beside)
-        self.done.append(Run(Update(parameter.name), steps, (parameter.value, parameter.gradient), ()))
+        self.done.append(Run(Update(parameter.name), steps, (parameter.value, self.gradients[parameter.place]), ()))
         self.done += map(Free, beside)
 
     def _launch(self, parameter: Trained, step: Move | Compute, reads: tuple[int, ...] = ()) -> Wait:

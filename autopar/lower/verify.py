@@ -21,6 +21,7 @@ from autopar.lower.program import (
     Buffer,
     Free,
     Instruction,
+    Kind,
     Launch,
     Loop,
     Program,
@@ -40,6 +41,8 @@ def verify(program: Program) -> None:
     resident = frozenset(program.resident)
     state = _State(program, {*resident}, resident)
     state.ready = {value for value in program.sources.values() if {*program.values[value]} <= resident}
+    added_up = {buffer for buffer in resident if buffer.kind is Kind.ADDED_UP}
+    state.ready |= {program.values.index((buffer,)) for buffer in added_up}  # the first; others are its sums
     for phase, instructions in program.instructions.items():
         for number, instruction in enumerate(instructions):
             state.where = f"{phase} {number}: {type(instruction).__name__}"
@@ -159,7 +162,8 @@ class _State:
     def _overwrite(self, reads: Sequence[int], makes: Sequence[int]) -> None:
         written = {buffer for value in makes for buffer in self._lies_in(value)}
         read = {buffer for value in reads for buffer in self._lies_in(value)}
-        self.demand(written <= read and not written & self.resident, "writes in place what it does not read")
+        given = {buffer for buffer in self.resident if buffer.kind is not Kind.ADDED_UP}
+        self.demand(written <= read and not written & given, "writes in place what it does not read")
         self.overwritten |= {value for value in self.ready if written & {*self._lies_in(value)}}
 
     def _free(self, buffer: Buffer) -> None:

@@ -334,7 +334,7 @@ class _Twin:
         """Bytes are the same on any profile of this kind of device."""
         plan, rounds = self.plan, self.plan.graph.rounds.count
         here = Hardware.load("cpu-gloo" if self.device.type == "cpu" else "h100-sxm")
-        on = pricer or Pricer.on(plan.mesh, here, plan.optimizer, plan.bucket_bytes, rounds)
+        on = pricer or Pricer.on(plan.mesh, here, plan.optimizer, plan.bucket_bytes, plan.graph.rounds)
         room = one_phase(predicted_peaks(plan, on), rounds)
         return {phase: Pair(room.get(phase), nbytes) for phase, nbytes in held.items()}
 

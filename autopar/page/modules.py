@@ -15,6 +15,7 @@ from autopar.plan.tell import (
     backward_homes,
     comms_in,
     comms_of_changes,
+    comms_of_delivery,
     comms_of_node,
     deliveries_of,
     home,
@@ -119,7 +120,7 @@ def _add_forward(plan: PlanValue, found: dict[str, _Found]) -> None:
                 ] or ["repeated on every rank"]
     for kind in ("output", "buffer"):
         for ref, delivery in deliveries_of(plan, kind).values():
-            found[home(node_of[ref.name])].sends["own"] += comms_of_changes(plan, delivery.changes)
+            found[home(node_of[ref.name])].sends["own"] += comms_of_delivery(plan, delivery)
 
 
 def _add_parameters(plan: PlanValue, found: dict[str, _Found]) -> None:
@@ -129,7 +130,7 @@ def _add_parameters(plan: PlanValue, found: dict[str, _Found]) -> None:
         of, name = found[home(node)], node.target.rpartition(".")[2]
         of.weights.append((name, str(type), layout, RESIDES.get(plan.residence.get(node.target, ""), "")))
         if node.target in gradients:
-            of.sends["gradients"] += comms_of_changes(plan, gradients[node.target][1].changes)
+            of.sends["gradients"] += comms_of_delivery(plan, gradients[node.target][1])
 
 
 def _add_backward(plan: PlanValue, found: dict[str, _Found]) -> None:

@@ -16,7 +16,7 @@ from autopar.plan.picture import Box, Edge, Picture, Tree, tree_of
 from autopar.plan.tell import (
     Run,
     backward_homes,
-    comms_of_changes,
+    comms_of_delivery,
     comms_of_node,
     deliveries_of,
     human,
@@ -151,7 +151,7 @@ class _Text:
             told = self.picture.told_layout(self.picture.gives(node), type.shape)
             comms: list[Comm] = []
             if node.target in self.gradients:
-                comms = comms_of_changes(self.plan, self.gradients[node.target][1].changes)
+                comms = comms_of_delivery(self.plan, self.gradients[node.target][1])
             where = RESIDES.get(self.plan.residence.get(node.target, ""), "")
             key = _shape(type.shape), told, tuple(self._sent("", comm) for comm in comms), where
             alike.setdefault(key, []).append(node.target.removeprefix(f"{path}.") if path else node.target)

@@ -109,11 +109,12 @@ def _no_strategy(plan: PlanValue) -> str | None:
         if delivery is None:
             continue
         told = f"the {result.kind} {result.target} is delivered as nobody expects it"
-        if result.kind == "gradient" and delivery.layout != held.get(result.target):
+        layout = delivery.lies(mesh)
+        if result.kind == "gradient" and layout != held.get(result.target):
             return told
-        if any(isinstance(placement, Partial) for placement in delivery.layout):
+        if any(isinstance(placement, Partial) for placement in layout):
             return told
-        is_whole = all(isinstance(placement, Replicate) for placement in delivery.layout)
+        is_whole = all(isinstance(placement, Replicate) for placement in layout)
         if not is_whole and (result.kind == "buffer" or (result.kind == "output" and plan.outputs == "global")):
             return told
     return None
@@ -179,7 +180,8 @@ def _rounds(ours: Graph, theirs: Graph) -> tuple[str, str] | None:
     def told(graph: Graph) -> tuple[object, ...]:
         rounds, node_of = graph.rounds, graph.by_name
         stored = {node_of[name].target for name in rounds.stored}
-        return rounds.count, sorted((node_of[n].target, dim) for n, dim in rounds.cut.items()), rounds.joined, stored
+        cut = sorted((node_of[name].target, dim) for name, dim in rounds.cut.items())
+        return rounds.count, cut, rounds.joined, stored, rounds.reduces_once
 
     if told(ours) == told(theirs):
         return None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import keyword
 from collections.abc import Sequence
 
-from autopar.ir.graph import HELD, Graph, Node, Ref, TensorType
+from autopar.ir.graph import HELD, Graph, Node, Ref, Result, TensorType
 from autopar.ir.layout import Layout, encode, local_shape
 from autopar.ir.mesh import Mesh
+from autopar.ir.rounds import wide
 from autopar.ir.work import FETCH, STORE
-from autopar.plan.value import NO_CALL, RESIDENCES, Choice, PlanValue
+from autopar.plan.value import NO_CALL, RESIDENCES, Choice, Delivery, PlanValue
 from autopar.price.reshard import Reshard, neighbours
 from autopar.rules.bodies import BODIES
 from autopar.rules.patterns import is_pattern, offered, patterns_of
@@ -61,6 +62,21 @@ def _check_parts(plan: PlanValue) -> None:
             raise _Flaw(place, "has a value or a delivery, but not both")
         if result.ref is not None and delivery is not None:
             _check_way(plan.mesh, *given[result.ref], delivery.changes, delivery.layout, place)
+            _check_once(plan, result, delivery, place)
+
+
+def _check_once(plan: PlanValue, result: Result, delivery: Delivery, place: str) -> None:
+    """Behind all micro-batches gradients of parameters are summed, in the dtype in which they are added up."""
+    if not delivery.once or result.ref is None:
+        return
+    trained = {node.target for node in plan.graph.trained}
+    if not plan.graph.rounds.reduces_once or result.kind != "gradient" or result.target not in trained:
+        raise _Flaw(place, "is summed behind all micro-batches, and is no gradient that may be")
+    if any(change.kind != "all_reduce" for change in delivery.once):
+        raise _Flaw(place, "has another layout change than a sum behind all micro-batches")
+    type = plan.graph.type_of(result.ref)
+    added_up = TensorType(type.shape, wide(type.dtype))
+    _check_way(plan.mesh, added_up, delivery.layout, delivery.once, delivery.lies(plan.mesh), place)
 
 
 def _check_nodes(graph: Graph) -> None:

@@ -17,6 +17,7 @@ from autopar.plan.tell import (
     Run,
     comms_in,
     comms_of_changes,
+    comms_of_delivery,
     comms_of_node,
     home,
     layer_of,
@@ -180,7 +181,7 @@ class Picture:
                 box = self._new_box("")
                 box.nodes.append(Node(f"output {result.target}", "output", (), (), (type,), target=result.target))
                 self.fill_of[box.name] = self.told_layout(delivery.layout, type.shape)
-                comms = comms_of_changes(self.plan, delivery.changes)
+                comms = comms_of_delivery(self.plan, delivery)
                 for source in self._sources(result.ref.name):
                     self._add_edge(source, box.name, comms)
                     comms = []

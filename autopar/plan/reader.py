@@ -300,12 +300,13 @@ class Reader:
         )
 
     def rounds(self, value: Json, place: str) -> Rounds:
-        row = self.row(value, place, ("count", "cut", "joined"), ("stored",))
+        row = self.row(value, place, ("count", "cut", "joined"), ("stored", "reduces_once"))
         count = self.natural(row["count"], f"{place}.count")
         cut = self.table(row["cut"], f"{place}.cut", self.natural)
         joined = self.items(row["joined"], f"{place}.joined", self.join)
         stored = self.table(row.get("stored", {}), f"{place}.stored", self.dtype)
-        return self.making(place, lambda: Rounds(count, cut, joined, stored))
+        once = self.a(bool, row.get("reduces_once", False), f"{place}.reduces_once")
+        return self.making(place, lambda: Rounds(count, cut, joined, stored, once))
 
     def join(self, value: Json, place: str) -> str | int:
         return self.one_of((SUM, LAST), value, place) if isinstance(value, str) else self.natural(value, place)
@@ -342,7 +343,7 @@ class Reader:
         return change
 
     def result(self, value: Json, place: str) -> tuple[Result, Delivery | None]:
-        row = self.row(value, place, ("kind", "target"), ("ref", "layout", "changes"))
+        row = self.row(value, place, ("kind", "target"), ("ref", "layout", "changes", "once"))
         kind = row["kind"]
         if kind not in ("output", "gradient", "buffer"):
             self.fail(f"{place}.kind", f"is {cut(kind)}, not output, gradient or buffer")
@@ -354,11 +355,18 @@ class Reader:
         if "layout" in row or "changes" in row:
             self.row(row, place, ("layout", "changes"), row)
             layout = self.layout(row["layout"], f"{place}.layout")
-            delivery = Delivery(self.changes(row["changes"], f"{place}.changes"), layout)
+            once = self.changes(row.get("once", []), f"{place}.once")
+            delivery = Delivery(self.changes(row["changes"], f"{place}.changes"), layout, once)
         return Result(kind, self.text(row["target"], f"{place}.target"), ref), delivery
 
 
-_SPELLED: dict[object, str] = {int: "a whole number", str: "a text", list: "a list", dict: "an object"}
+_SPELLED: dict[object, str] = {
+    int: "a whole number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+    bool: "true or false",
+}
 _FIELDS = (
     "mesh", "hardware", "hardware_digest", "optimizer", "memory_limit", "outputs", "step_seconds", "bound",
     "peak_bytes", "seconds_by", "notes", "prefetch", "bucket_bytes", "search", "choices", "nodes", "results",

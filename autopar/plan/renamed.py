@@ -79,8 +79,8 @@ def renamed(plan: P, names: tuple[str, ...]) -> P:
         mesh=Mesh(names, plan.mesh.sizes),
         choices={name: done[id(one)] for name, one in plan.choices.items()},
         deliveries=tuple(
-            None if delivery is None else replace(delivery, changes=changes(delivery.changes))
-            for delivery in plan.deliveries
+            None if one is None else replace(one, changes=changes(one.changes), once=changes(one.once))
+            for one in plan.deliveries
         ),
         seconds_by=_keys(plan.seconds_by, COMM, to),
         search=_keys(plan.search, EXPOSED, to),

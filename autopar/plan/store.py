@@ -167,7 +167,8 @@ def _changes(changes: Sequence[Reshard]) -> list[Json]:
 
 def _rounds(rounds: Rounds) -> Json:
     told = {"count": rounds.count, "cut": dict(sorted(rounds.cut.items())), "joined": list(rounds.joined)}
-    return {**told, **({"stored": dict(sorted(rounds.stored.items()))} if rounds.stored else {})}
+    told |= {"stored": dict(sorted(rounds.stored.items()))} if rounds.stored else {}
+    return told | ({"reduces_once": True} if rounds.reduces_once else {})
 
 
 def _result(result: Result, delivery: Delivery | None) -> dict[str, Json]:
@@ -177,6 +178,7 @@ def _result(result: Result, delivery: Delivery | None) -> dict[str, Json]:
     if delivery is not None:
         row["layout"] = encode(delivery.layout)
         row["changes"] = _changes(delivery.changes)
+        row |= {"once": _changes(delivery.once)} if delivery.once else {}
     return row
 
 

@@ -41,6 +41,10 @@ def comms_of_changes(plan: PlanValue, changes: Sequence[Reshard]) -> list[Comm]:
     return comms_in(step for change in changes for step in change.steps(plan.mesh.size(change.axis)))
 
 
+def comms_of_delivery(plan: PlanValue, delivery: Delivery) -> list[Comm]:
+    return comms_of_changes(plan, (*delivery.changes, *delivery.once))
+
+
 def comms_of_node(plan: PlanValue, node: Node) -> list[Comm]:
     """What a node makes one rank send: to bring its operands into the layouts it takes, then in its own body."""
     choice = plan.choices[node.name]
@@ -62,7 +66,7 @@ def traffic_by_part(plan: PlanValue) -> dict[str, Traffic]:
         parts[node.phase] += comms_of_node(plan, node)
     for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
         if delivery is not None:
-            parts["gradients" if result.kind == "gradient" else "outputs"] += comms_of_changes(plan, delivery.changes)
+            parts["gradients" if result.kind == "gradient" else "outputs"] += comms_of_delivery(plan, delivery)
     return {part: traffic(comms) for part, comms in parts.items()}
 
 

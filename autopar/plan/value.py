@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 
 from autopar.ir.batch_norm import statistics_of
 from autopar.ir.graph import Graph, Node, Ref
@@ -53,10 +54,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """How one result of the graph leaves it: the layout changes, and the layout it arrives in."""
+    """How one result of the graph leaves it: the layout changes, and the layout it arrives in.
+
+    `once`: of a gradient that a step's micro-batches add up in that layout, the layout changes behind all of them.
+    """
 
     changes: tuple[Reshard, ...]
     layout: Layout
+    once: tuple[Reshard, ...] = ()
+
+    def lies(self, mesh: Mesh) -> Layout:
+        """The layout in which a step gives the result."""
+        return reduce(lambda layout, change: change.applied(layout, mesh), self.once, self.layout)
 
 
 @dataclass(frozen=True)
@@ -192,6 +201,7 @@ class PlanValue:
         for delivery in self.deliveries:
             if delivery is not None:
                 found += self._comms(delivery.changes)
+                found += [replace(comm, once=True) for comm in self._comms(delivery.once)]
         return [comm for comm in found if comm.ranks > 1]
 
     def _comms(self, changes: tuple[Reshard, ...]) -> list[Comm]:
@@ -202,7 +212,8 @@ class PlanValue:
         """(collective, axis) -> bytes that one rank receives in a step."""
         total: dict[tuple[str, str], int] = defaultdict(int)
         for comm in self.comms():
-            total[comm.collective, comm.axis] += received_bytes(comm) * self.graph.rounds.count
+            times = 1 if comm.once else self.graph.rounds.count
+            total[comm.collective, comm.axis] += received_bytes(comm) * times
         return dict(sorted(total.items()))
 
 

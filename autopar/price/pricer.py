@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autopar.ir.graph import ITEMSIZE, TensorType
 from autopar.ir.layout import REPLICATE, Layout, Partial, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.rounds import wide
+from autopar.ir.rounds import ONE, Rounds, wide
 from autopar.price.reshard import Reshard, Resharder, travels_together
 from autopar.propose.strategies import Strategy
 from cost_models.hardware import SLOWS, Hardware
@@ -59,10 +59,11 @@ OPTIMIZER_TEMPORARIES = {
 class Pricer:
     """Everything that turns steps and layouts into seconds and bytes, on one mesh, machine and optimizer.
 
-    `rounds`: how often a step runs its graph, and so all but the updates (`autopar.ir.rounds`): seconds are those of a
-    whole step. `crowding`: how many times longer compute ("matrix", "memory") takes among the ranks of a node than the
-    profile says of few; `hardware` has it in its figures already. `bucket_bytes`: the size up to which gradients that
-    are summed whole gather, to be summed at once (docs/design/0006).
+    `rounds`: how often a step runs its graph, and so all but the updates, and whether gradients are summed behind them
+    (`autopar.ir.rounds`): seconds are those of a whole step. `crowding`: how many times longer compute ("matrix",
+    "memory") takes among the ranks of a node than the profile says of few; `hardware` has it in its figures already.
+    `bucket_bytes`: the size up to which gradients that are summed whole gather, to be summed at once
+    (docs/design/0006).
     """
 
     mesh: Mesh
@@ -71,17 +72,17 @@ class Pricer:
     resharder: Resharder
     crowding: Mapping[str, float] = field(default_factory=dict[str, float])
     bucket_bytes: int = 0
-    rounds: int = 1
+    rounds: Rounds = ONE
 
     @staticmethod
-    def on(mesh: Mesh, hardware: Hardware, optimizer: str, bucket_bytes: int = 0, rounds: int = 1) -> Pricer:
+    def on(mesh: Mesh, hardware: Hardware, optimizer: str, bucket_bytes: int = 0, rounds: Rounds = ONE) -> Pricer:
         if optimizer not in OPTIMIZER_STATES:
             raise ValueError(f"no optimizer {optimizer!r}; known: {', '.join(OPTIMIZER_STATES)}")
         links = links_of(hardware, mesh.names, mesh.sizes)
         busy = min(mesh.ranks, hardware.ranks_per_node)
         crowding = {what: hardware.slowed_by(what, busy) for what in SLOWS}
         hardware = hardware.crowded(busy)
-        resharder = Resharder(mesh, hardware, links, rounds)
+        resharder = Resharder(mesh, hardware, links, rounds.count)
         return Pricer(mesh, hardware, optimizer, resharder, crowding, bucket_bytes, rounds)
 
     def seconds(self, steps: Sequence[Step]) -> float:
@@ -89,7 +90,8 @@ class Pricer:
         return sum(seconds(step, self.hardware, self.resharder.links) * self._times(step) for step in steps)
 
     def _times(self, step: Step) -> int:
-        return 1 if isinstance(step, Compute) and step.op == OPTIMIZER else self.rounds
+        is_once = step.op == OPTIMIZER if isinstance(step, Compute) else isinstance(step, Comm) and step.once
+        return 1 if is_once else self.rounds.count
 
     def costs(self, strategies: tuple[Strategy, ...]) -> Array:
         return np.array([self.seconds(strategy.steps) for strategy in strategies])
@@ -113,9 +115,25 @@ class Pricer:
         price = self.reshard(type, gives, takes)
         for i, give in enumerate(gives):
             for j, take in enumerate(takes):
-                if travels_together(self._sums(type, give, take), self.mesh, self.bucket_bytes):
+                if once := self.summed_once(type, give, take):
+                    price[i, j] = sum(s for _, s in self.delivered(once, once=True))
+                elif travels_together(self._sums(type, give, take), self.mesh, self.bucket_bytes):
                     price[i, j] = sum(s for _, s in self.delivered(self.delivery(type, give, take)))
         return price
+
+    def summed_once(self, type: TensorType, give: Layout, take: Layout) -> tuple[Reshard, ...]:
+        """The layout changes behind all rounds that bring a gradient to its parameter, which it is added up for in the
+        layout in which it is made: sums alone, as then nothing else lies there meanwhile. None where it is otherwise.
+        """
+        if not self.rounds.reduces_once:
+            return ()
+        added_up = replace(type, dtype=wide(type.dtype))
+        sums = self._sums(added_up, give, take)
+        if not sums or self.mesh.size(sums[0].axis) == 1:
+            return ()
+        usual = self.resharder.path(added_up, give, take)
+        ways = [sums, *([usual] if all(change.kind == "all_reduce" for change in usual) else [])]
+        return min(ways, key=lambda changes: sum(s for _, s in self.delivered(changes, once=True)))
 
     def delivery(self, type: TensorType, give: Layout, take: Layout) -> tuple[Reshard, ...]:
         """The layout changes that bring a gradient to its parameter."""
@@ -126,17 +144,22 @@ class Pricer:
             return sums
         return min((sums, usual), key=lambda changes: sum(s for _, s in self.delivered(changes)))
 
-    def delivered(self, changes: Sequence[Reshard]) -> list[tuple[Step, float]]:
-        """The steps of a gradient's delivery, with their seconds: in a row with others, its share of a full row."""
+    def delivered(self, changes: Sequence[Reshard], *, once: bool = False) -> list[tuple[Step, float]]:
+        """The steps of a gradient's delivery, with their seconds: in a row with others, its share of a full row. Those
+        that are added up (`once`) lie in such rows from the start.
+        """
         if not travels_together(changes, self.mesh, self.bucket_bytes):
             steps = [step for change in changes for step in change.steps(self.mesh.size(change.axis))]
-            return [(step, self.seconds((step,))) for step in steps]
+            told = (replace(step, once=True) if once and isinstance(step, Comm) else step for step in steps)
+            return [(step, self.seconds((step,))) for step in told]
         local = changes[0].local
-        row = Compute("reorder", 0.0, 2.0 * local.nbytes, local.dtype, 1, "elementwise")
-        found: list[tuple[Step, float]] = [(row, self.seconds((row,)))]
+        found: list[tuple[Step, float]] = []
+        if not once:
+            row = Compute("reorder", 0.0, 2.0 * local.nbytes, local.dtype, 1, "elementwise")
+            found.append((row, self.seconds((row,))))
         for change in changes:
             ranks = self.mesh.size(change.axis)
-            one = Comm("all_reduce", change.axis, ranks, local.nbytes)
+            one = Comm("all_reduce", change.axis, ranks, local.nbytes, once)
             found.append((one, self.share(one)))
         return found
 
@@ -179,7 +202,7 @@ class Pricer:
         """Bytes in which the gradients of a parameter of `nbytes` are added up, from round to round: in float32, where
         the parameter has less.
         """
-        return nbytes * ITEMSIZE[wide(dtype)] // ITEMSIZE[dtype] if self.rounds > 1 else 0
+        return nbytes * ITEMSIZE[wide(dtype)] // ITEMSIZE[dtype] if self.rounds.count > 1 else 0
 
     def state_bytes(self, nbytes: int) -> int:
         """Bytes of optimizer state for `nbytes` of parameters, kept in the parameter's precision as torch.optim
@@ -219,7 +242,7 @@ class Pricer:
         "host", to which its gradient goes; or with states that "stream" from the host and back.
         """
         match residence:
-            case "device" if self.rounds > 1:
+            case "device" if self.rounds.count > 1:
                 moved = 1.0 * (nbytes + 2 * self.accumulated_bytes(nbytes, dtype))
                 added = Compute("accumulate", 0.0, moved, wide(dtype), 1, "elementwise")
                 return added, self.update_step(nbytes, dtype)

@@ -17,8 +17,9 @@ from autopar.rewrite.micro_batches import in_rounds
 
 
 def in_rounds_of_stages(graph: Graph, count: int) -> Graph:
-    """`in_rounds`, for a step in pipeline stages. Raises NotCut."""
-    return cast_once(in_rounds(graph, count))
+    """`in_rounds`, for a step in pipeline stages: what can be done once a step is. Raises NotCut."""
+    graph = cast_once(in_rounds(graph, count))
+    return graph if count == 1 else replace(graph, rounds=replace(graph.rounds, reduces_once=True))
 
 
 def cast_once(graph: Graph) -> Graph:

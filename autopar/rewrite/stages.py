@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, map_refs, weights_in
-from autopar.ir.rounds import LAST, Rounds
+from autopar.ir.rounds import LAST
 from autopar.ir.work import draws
 from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.terms import Term, sums_of, terms_of
@@ -285,7 +285,7 @@ class _Stages:
         cut = {name: dim for name, dim in rounds.cut.items() if name in names}
         joined = tuple(join for _, join in results) if rounds.joined else ()
         stored = {name: dtype for name, dtype in rounds.stored.items() if name in names}
-        whole = Graph(nodes, tuple(result for result, _ in results), Rounds(rounds.count, cut, joined, stored))
+        whole = Graph(nodes, tuple(one for one, _ in results), replace(rounds, cut=cut, joined=joined, stored=stored))
         held = {node.name: node.target for node in nodes if node.op == "parameter"}
         return Stage(
             whole,

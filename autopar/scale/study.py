@@ -95,7 +95,7 @@ class Ground:
     hardware: Hardware
 
     def pricer(self, mesh: Mesh) -> Pricer:
-        return Pricer.on(mesh, self.hardware, self.plan.optimizer, self.plan.bucket_bytes, self.plan.graph.rounds.count)
+        return Pricer.on(mesh, self.hardware, self.plan.optimizer, self.plan.bucket_bytes, self.plan.graph.rounds)
 
     @property
     def limit(self) -> tuple[float, str]:

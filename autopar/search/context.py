@@ -97,7 +97,7 @@ def ask(
         f"proposed {count_of(sum(map(len, strategies.values())), 'strategy', 'strategies')} for "
         f"{count_of(len(graph.nodes), 'node')}"
     )
-    pricer = Pricer.on(mesh, hardware, optimizer, rounds=graph.rounds.count)
+    pricer = Pricer.on(mesh, hardware, optimizer, rounds=graph.rounds)
     if profile is None:
         return Question(graph, pricer, facts, strategies, without_rule)
     found = operations(graph, strategies, mesh)

@@ -105,7 +105,7 @@ def priced_again(plan: Plan, hardware: Hardware, optimizer: str, origin: str) ->
             f"{origin} was made for {plan.hardware} with figures {plan.hardware_digest[:8]} and {plan.optimizer}, here "
             f"are {hardware.name} with {hardware.digest[:8]} and {optimizer}; {AGAIN}"
         )
-    found = repriced(plan, Pricer.on(plan.mesh, hardware, optimizer, plan.bucket_bytes, plan.graph.rounds.count))
+    found = repriced(plan, Pricer.on(plan.mesh, hardware, optimizer, plan.bucket_bytes, plan.graph.rounds))
     if plan.bound > found.step_seconds * (1 + 1e-6):
         raise PlanMismatch(
             f"{origin} was edited: it says that every plan takes {plan.bound:.6g} s a step at least, and takes "

@@ -142,7 +142,7 @@ def ways_on(pricer: Pricer, allow: Collection[str] | None) -> tuple[str, ...]:
     words = allowed(allow)
     if words is None:
         words = tuple(word for word in ALLOWED if word != NEEDS_OPTIM) if pricer.updates_together else ("recompute",)
-    if pricer.rounds > 1:  # gradients are added up where they are made
+    if pricer.rounds.count > 1:  # gradients are added up where they are made
         words = tuple(word for word in words if ALLOWED[word] not in (HOST, "stream"))
     return tuple(ALLOWED[word] for word in words)
 

@@ -65,8 +65,8 @@ def _figures(pipeline: PipelineValue, limit: float | None) -> Iterator[str]:
     yield from wrapped(summary(pipeline))
     played = pipeline.played.makespan
     yield (
-        f"  the schedule {ms(played)}, the updates behind it {ms(pipeline.step_seconds - played)}; no order of these "
-        f"stages takes less than {ms(pipeline.least_seconds)}"
+        f"  the schedule {ms(played)}, sums of gradients and updates behind it {ms(pipeline.step_seconds - played)}; "
+        f"no order of these stages takes less than {ms(pipeline.least_seconds)}"
     )
     if limit is not None:
         yield f"  {percent(pipeline.peak_bytes, limit)} of the {human(limit)} that tensors may take on each device"

@@ -97,7 +97,7 @@ def pipeline_of(
         return Cutting.of(whole, called, question.pricer.hardware, schedule, limit)
 
     def in_halves(cutting: Cutting, found: Pipeline) -> Pipeline:
-        return cutting.in_halves(found) if schedule == AUTO else found
+        return cutting.in_halves(found, moved=moved) if schedule == AUTO else found
 
     def ended(cutting: Cutting, found: Pipeline) -> Pipeline:
         return in_halves(cutting, cutting.moved(found) if moved else found)
@@ -218,7 +218,7 @@ class Cutting:
 
     @staticmethod
     def of(whole: Plan, mesh: Mesh, hardware: Hardware, schedule: str, limit: float | None) -> Cutting:
-        pricer = Pricer.on(whole.mesh, hardware, whole.optimizer, whole.bucket_bytes, whole.graph.rounds.count)
+        pricer = Pricer.on(whole.mesh, hardware, whole.optimizer, whole.bucket_bytes, whole.graph.rounds)
         cuts = Cuts.of(whole, stages_of(mesh), pricer, _sending(mesh, hardware))
         return Cutting(whole, mesh, WHOLE if schedule == AUTO else (schedule,), pricer, cuts, limit)
 
@@ -245,11 +245,15 @@ class Cutting:
                 best = found
         return best
 
-    def in_halves(self, best: Pipeline) -> Pipeline:
-        """The best of the same cut, where backward may run in two halves, too."""
-        cut = tuple(zip(best.stages, best.plans, strict=True))
-        found = replace(self, schedules=IN_HALVES).pipeline(best.ends, cut)
-        return found if self._order(found) < self._order(best) else best
+    def in_halves(self, best: Pipeline, *, moved: bool) -> Pipeline:
+        """The best where backward may run in two halves, too: of the same cut, and where that is better, of those that
+        are found by moving its ends.
+        """
+        halves, cut = replace(self, schedules=IN_HALVES), tuple(zip(best.stages, best.plans, strict=True))
+        found = halves.pipeline(best.ends, cut)
+        if self._order(found) >= self._order(best):
+            return best
+        return halves.moved(found) if moved else found
 
     def _promises(self, now: Pipeline) -> Iterator[tuple[float, list[int]]]:
         """(estimated seconds, ends) of cuts beside this one; the first are those that make room where that is short."""

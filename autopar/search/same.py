@@ -30,7 +30,7 @@ def same_choices(like: Plan, graph: Graph, memory: float | None, hardware: Hardw
     """
     if like.residence or any(node.target and not node.is_source for node in like.graph.nodes):
         return None
-    pricer = Pricer.on(like.mesh, hardware, like.optimizer, like.bucket_bytes, graph.rounds.count)
+    pricer = Pricer.on(like.mesh, hardware, like.optimizer, like.bucket_bytes, graph.rounds)
     strategies, _ = propose(graph, like.mesh)
     picks: dict[str, Strategy] = {}
     nodes = like.graph.by_name

@@ -22,7 +22,7 @@ def pricer_of(plan: Plan, hardware: Hardware | None = None) -> Pricer:
             f"the plan was priced on {plan.hardware} with figures {plan.hardware_digest[:8]}, {hardware.name} has "
             f"{hardware.digest[:8]}; give the profile it was made with, or run `python -m autopar.search` again."
         )
-    return Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes, plan.graph.rounds.count)
+    return Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes, plan.graph.rounds)
 
 
 def events_of(plan: Plan, pricer: Pricer, prefetch: int | None = None) -> list[Event]:

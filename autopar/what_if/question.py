@@ -83,8 +83,8 @@ def what_if(
     pinned(asked.pin, graph)
     mesh, optimizer, room = plan.mesh, plan.optimizer, asked.room
     memory = None if room is None else room.tensors
-    before = repriced(plan, Pricer.on(mesh, hardware, optimizer, plan.bucket_bytes, plan.graph.rounds.count))
-    here = repriced(plan, Pricer.on(mesh, asked.hardware, optimizer, plan.bucket_bytes, plan.graph.rounds.count))
+    before = repriced(plan, Pricer.on(mesh, hardware, optimizer, plan.bucket_bytes, plan.graph.rounds))
+    here = repriced(plan, Pricer.on(mesh, asked.hardware, optimizer, plan.bucket_bytes, plan.graph.rounds))
     same = replace(here, memory_limit=memory, bound=0.0, search={}, candidates=(), notes=())
     progress(f"the same plan: {same.predicted_seconds * 1e3:.3f} ms a step, {before.predicted_seconds * 1e3:.3f} now")
     question = ask(graph, mesh, asked.hardware, optimizer=optimizer, progress=progress)

@@ -81,8 +81,11 @@ def test_any_picks_of_a_round_cost_what_the_problem_says_and_hold_no_more(
     name: str, cut: Callable[[Graph, int], Graph]
 ) -> None:
     of = cut(graph(name), 2)
-    for sizes, hardware, optimizer in (((2,), FAST, "adamw"), ((2, 2), H100, "adamw"), ((2,), FAST, "rmsprop")):
-        found = drawn(of, Pricer.on(mesh_of(*sizes), hardware, optimizer, 0, 2), ("recompute", "offload-activations"))
+    for sizes, hardware, optimizer, bucket_bytes in (
+        ((2,), FAST, "adamw", 0), ((2, 2), H100, "adamw", 4096), ((2,), FAST, "rmsprop", 1 << 20)
+    ):  # fmt: skip
+        pricer = Pricer.on(mesh_of(*sizes), hardware, optimizer, bucket_bytes, of.rounds)
+        found = drawn(of, pricer, ("recompute", "offload-activations"))
         for seed in range(2):
             wrong = found.wrong(found.tidy(random.Random(seed)))
             assert not wrong, (sizes, seed, wrong[:3])
@@ -104,7 +107,7 @@ def test_a_micro_batch_in_flight_holds_no_casts() -> None:
     for once in (False, True):
         of = (in_rounds_of_stages if once else in_rounds)(graph("gpt2"), 2)
         plan = PlanSampler(of, Mesh(("data",), (1,))).draw(0)
-        pricer = Pricer.on(plan.mesh, H100, "adamw", 0, 2)
+        pricer = Pricer.on(plan.mesh, H100, "adamw", 0, of.rounds)
         cut = in_stages(plan, [places("gpt2")[len(places("gpt2")) // 2]], pricer)
         saved[once] = [price_of(stage, one, pricer).saved for stage, one in cut]
         for _, one in cut if once else ():

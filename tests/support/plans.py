@@ -64,7 +64,7 @@ class PlanSampler:
     ) -> None:
         """`loops`: patterns are drawn, too."""
         self.graph = graph
-        self.pricer = Pricer.on(mesh, hardware, optimizer)
+        self.pricer = Pricer.on(mesh, hardware, optimizer, rounds=graph.rounds)
         strategies, self.without_rule = propose(graph, mesh)
         self.strategies = strategies if loops else by_hand(strategies)
         self.assembled = assemble(graph, self.strategies, self.pricer, memory=None)

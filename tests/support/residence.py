@@ -64,7 +64,7 @@ class ResidenceSampler:
 
     def __init__(self, graph: Graph, mesh: Mesh, hardware: Hardware = FAST, optimizer: str = "adamw") -> None:
         self.graph, self.mesh = graph, mesh
-        self.pricer = Pricer.on(mesh, hardware, optimizer)
+        self.pricer = Pricer.on(mesh, hardware, optimizer, rounds=graph.rounds)
 
     def draw(self, seed: int) -> Plan:
         rng = random.Random(seed)
