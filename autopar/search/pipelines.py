@@ -27,6 +27,7 @@ from autopar.plan.renamed import names_of, renamed
 from autopar.plan.tell import human
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
+from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question, ask
 from autopar.search.cuts import Cut, Cuts, Send
 from autopar.search.micro_batches import AUTO
@@ -132,10 +133,10 @@ def _with_less_room(
             break
         try:
             cutting = whole_within(room)
-        except (Infeasible, NoAnswerInTime):
+            found = cutting.first()
+        except (Infeasible, NoAnswerInTime, NotCut):  # it was cut with more room
             least = room
             continue
-        found = cutting.first()
         needed = min(needed, found.peak_bytes)
         if found.peak_bytes > limit:
             most = min(room, float(found.whole.peak_bytes[DEVICE]))

@@ -165,6 +165,25 @@ def test_a_limit_of_memory_holds() -> None:
     assert error.value.enough is not None and 0.05 * free.peak_bytes < error.value.enough <= free.peak_bytes
 
 
+def test_memory_is_what_is_missing_where_a_plan_in_less_room_cannot_be_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan without a limit could be; so it is not the model that has too few layers."""
+    first, calls = Cutting.first, list[Cutting]()
+
+    def cut(self: Cutting) -> Pipeline:
+        calls.append(self)
+        if len(calls) > 2:  # in less room than everything
+            raise NotCut("the model has no 1 place where it can be cut into 2 stages")
+        return first(self)
+
+    rows, mesh = 4096, Mesh(("pipe",), (2,))
+    graph = graph_of(capture(Layers(*(256,) * 4), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
+    free = find_pipeline(graph, mesh, FAST, 4)
+    monkeypatch.setattr(Cutting, "first", cut)
+    with pytest.raises(Infeasible, match=r"no pipeline of 2 stages over 4 micro-batches fits in .* per rank"):
+        find_pipeline(graph, mesh, FAST, 4, Request(memory=0.3 * free.peak_bytes, allow=("recompute",)))
+    assert len(calls) > 2
+
+
 def test_where_micro_batches_in_flight_are_too_much_each_leaves_less_to_backward() -> None:
     """The first stage has two in flight and runs again what it would save; the cut stays where it is quick."""
     rows, mesh = 4096, Mesh(("pipe",), (2,))
