@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.assemble.facts import GraphFacts
-from autopar.assemble.liveness import Read, Turn
+from autopar.assemble.liveness import Read, Turn, holds_storage
 from autopar.ir.graph import Graph, Node, Ref, TensorType, weights_in
 from autopar.ir.layout import Layout, Partial, local_type
 from autopar.ir.work import temporary_bytes
@@ -236,6 +236,24 @@ class Assembly:
                 nbytes, room = np.where(stays, 0.0, nbytes), np.where(stays, 0.0, room)
             self.prices[key] = self.of_gradients.deliver(type, gives, stored), nbytes, room
         return self.prices[key]
+
+    def waiting(self, type: TensorType, producer: int, ref: Ref, parameter: int, stored: list[Layout]) -> Array | None:
+        """Bytes of a gradient that would be added up as it is made, had it not to wait for others that it is summed
+        with; of all that it is a look at. None: no gradient waits.
+        """
+        if self.pricer.rounds.reduces_once or not self.pricer.bucket_bytes:
+            return None
+        index, below = ref.index, self.type(ref).nbytes
+        while not holds_storage((node := self.node_of[ref.name]).op):
+            ref = node.operands[0]
+            below = max(below, self.type(ref).nbytes)
+        key = "waiting", type, id(self.options[producer]), index, id(self.options[parameter]), below
+
+        def made() -> Array:
+            rows = [[self.pricer.gathers(type, give, take) for take in stored] for give in self.gives(producer, index)]
+            return np.where(rows, self.pricer.nbytes(type, stored)[None, :] * (below / max(1, type.nbytes)), 0.0)
+
+        return self.once(key, made)
 
     def brought_once(
         self, told: tuple[Array, Array, Array], item: int, position: int, earlier: list[int]

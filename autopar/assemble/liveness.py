@@ -105,11 +105,12 @@ class _Use:
 
 def copied_gradients(graph: Graph) -> set[int]:
     """Results that are gradients and look at what somebody else has: an input, a value of the forward, or what another
-    gradient looks at. They may be given as copies, made where backward ends; whether they are hangs on layouts.
+    gradient looks at. They may be given as copies, made where backward ends; whether they are hangs on layouts. What
+    micro-batches add up is not given as it is.
     """
     node_of, taken, found = graph.by_name, set[Ref](), set[int]()
     for place, result in enumerate(graph.results):
-        if result.kind != "gradient" or result.ref is None:
+        if result.kind != "gradient" or result.ref is None or graph.adds_up(result):
             continue
         below = [result.ref]
         while (node := node_of[below[-1].name]).op in (*VIEWS, LOOK):
@@ -176,6 +177,9 @@ class _Liveness:
 
     def _until(self, place: int, result: Result) -> int:
         """Until when a result is held: to the end, but in micro-batches, where it goes to those of rounds before."""
+        if self.graph.adds_up(result):
+            assert result.ref is not None
+            return self.at[result.ref.name] + 1
         if result.kind == "gradient" and self.graph.rounds.count > 1:
             return self.backward_ends
         if self.graph.rounds.times(place):

@@ -18,7 +18,7 @@ from autopar.assemble.builder import DEVICE, HOST, Array, Assembly
 from autopar.assemble.liveness import Liveness
 from autopar.ir.graph import Node, Ref
 from autopar.price.overlap_discounts import seconds_of
-from autopar.price.pricer import Pricer
+from autopar.price.pricer import Pricer, adding_up
 from autopar.propose.strategies import Strategy
 from cost_models.steps import Move, Step
 
@@ -60,8 +60,8 @@ def _sizes_read(work: Assembly, node: Node) -> Array | None:
 
 
 def update_costs(work: Assembly, node: Node) -> Array:
-    """Seconds of the optimizer's pass over the parameter, if it has a gradient, of the cast that is made once a step,
-    and of fetching it from the host.
+    """Seconds of the optimizer's pass over the parameter and of adding up its gradients, if it has any, of the cast
+    that is made once a step, and of fetching it from the host.
     """
     type, read = work.graph.stored_type(node), work.type(Ref(node.name))
     layouts = [strategy.gives[0] for strategy in work.strategies[node.name]]
@@ -74,10 +74,12 @@ def update_costs(work: Assembly, node: Node) -> Array:
         if is_cast:
             casts = [work.pricer.local_bytes(read, layout) for layout in layouts]
             steps = [[work.pricer.cast_step(n, m, type.dtype)] for n, m in zip(local, casts, strict=True)]
+        if trained and work.graph.rounds.count > 1:
+            steps = [[*once, adding_up(n, type.dtype)] for once, n in zip(steps, local, strict=True)]
         found = [
-            [*cast, *(work.pricer.update_steps(n, type.dtype, r) if trained else ())]
+            [*before, *(work.pricer.update_steps(n, type.dtype, r) if trained else ())]
             for r in work.residences
-            for n, cast in zip(local, steps, strict=True)
+            for n, before in zip(local, steps, strict=True)
         ]
         return np.array([seconds_of(work.pricer, work.shares, one) for one in found], dtype=np.float64)
 
@@ -245,6 +247,8 @@ def add_gradient(work: Assembly, node: Node, place: int) -> None:
     at, until, turn = live.at[result.ref.name], live.sent_until[place], live.sent_turn.get(place)
     cost, nbytes, room = work.delivered(type, producer, result.ref.index, item, stored, place)
     edge = work.add_edge(producer, item, cost)
+    if work.graph.adds_up(result) and (waits := work.waiting(type, producer, result.ref, item, stored)) is not None:
+        work.held_between(edge, at + 1, live.gathered_at + 1, waits)
     if place in work.copied:
         here, sizes = _is(work, node, "device", "stream"), work.sizes(type, item, "gradient", lambda: stored)
         copy = work.once(("copy", id(sizes), id(here)), lambda: sizes * here)

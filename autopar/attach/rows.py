@@ -1,4 +1,6 @@
-"""Gradients that are added up in rows, and summed over ranks behind the last micro-batch (`autopar.lower.sums`)."""
+"""Gradients as a step's micro-batches add them up, those that are partial sums in rows, which are summed over ranks
+behind the last one (`autopar.lower.sums`).
+"""
 
 from __future__ import annotations
 
@@ -10,42 +12,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar._compat import group_named
-from autopar.attach.rounds import widened
+from autopar.emit import Emitted
+from autopar.ir.graph import TensorType
 from autopar.lower.sums import Row, rows_of
 from autopar.plan import Plan
 
 
 @dataclass(frozen=True)
 class Rows:
-    """`rows`: with the places of their gradients among those that a rank adds up; `groups`: axis -> process group."""
+    """`types`: of the sums, in the order of the program's gradients (`Emitted.added_up`); None: there is none. `rows`:
+    with the places of their gradients in it. `groups`: axis -> process group.
+    """
 
+    types: tuple[TensorType | None, ...]
     rows: tuple[tuple[Row, tuple[int, ...]], ...]
     groups: Mapping[str, str]
 
     @staticmethod
-    def of(plan: Plan, targets: Sequence[str], groups: Mapping[str, str]) -> Rows:
-        """`targets`: of the gradients that a rank adds up, in order."""
-        place = {target: at for at, target in enumerate(targets)}
+    def of(plan: Plan, program: Emitted, groups: Mapping[str, str]) -> Rows:
+        place = {result.target: at for at, (result, _) in enumerate(program.gradients)}
+        types = program.added_up or (None,) * len(program.gradients)
         told = ((row, [plan.graph.results[one].target for one in row.places]) for row in rows_of(plan))
-        return Rows(tuple((row, tuple(place[target] for target in of)) for row, of in told), groups)
+        return Rows(types, tuple((row, tuple(place[target] for target in of)) for row, of in told), groups)
 
-    def begun(self, made: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor]]:
-        """(tensors of their own that begin with the gradients of the first micro-batch, and the rows)."""
-        found: list[Tensor | None] = [None] * len(made)
+    def begun(self, device: torch.device) -> tuple[list[Tensor | None], list[Tensor]]:
+        """(sums of no gradients yet, and the rows in which some of them lie)."""
+        found: list[Tensor | None] = [None] * len(self.types)
         rows: list[Tensor] = []
-        for told, places in self.rows:
-            first = [one for place in places if (one := made[place]) is not None]
-            assert len(first) == len(places)
-            dtype = getattr(torch, told.changes[0].local.dtype)
-            row = torch.cat([one.reshape(-1) for one in first]).to(dtype)
-            parts = row.split([one.numel() for one in first])
-            for place, one, part in zip(places, first, parts, strict=True):
-                found[place] = part.view(one.shape)
-            rows.append(row)
-        in_rows = {place for _, places in self.rows for place in places}
-        for place, one in enumerate(made):
-            if one is not None and place not in in_rows:
-                found[place] = widened(one)
+        for _, places in self.rows:
+            types = [type for place in places if (type := self.types[place]) is not None]
+            rows.append(torch.zeros(sum(type.numel for type in types), dtype=_dtype(types[0]), device=device))
+            parts = rows[-1].split([type.numel for type in types])
+            for place, type, part in zip(places, types, parts, strict=True):
+                found[place] = part.view(type.shape)
+        for place, type in enumerate(self.types):
+            if type is not None and found[place] is None:
+                found[place] = torch.zeros(type.shape, dtype=_dtype(type), device=device)
         return found, rows
 
     def sum(self, rows: Sequence[Tensor]) -> None:
@@ -63,3 +65,7 @@ class Rows:
             for work in waits:
                 work.wait()
             left = [(row, rest) for row, (_, *rest) in left if rest]
+
+
+def _dtype(type: TensorType) -> torch.dtype:
+    return getattr(torch, type.dtype)

@@ -7,12 +7,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.attach.rounds import Played, widened
+from autopar.attach.rounds import Played
+from autopar.attach.rows import Rows
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
 from autopar.attach.updates import Updates
 from autopar.attach.watch import BACKWARD, Watch
@@ -49,6 +51,17 @@ class Runner:
     def graph(self) -> Graph:
         """Of the whole model; of several micro-batches one of them."""
         return self.plan.graph
+
+    @cached_property
+    def rows(self) -> Rows:
+        """In what a step's micro-batches add up their gradients."""
+        return Rows.of(self.plan, self.program, {})
+
+    @property
+    def terms(self) -> list[torch.dtype | None]:
+        """The dtypes of the program's gradients."""
+        refs = [result.ref for result, _ in self.program.gradients]
+        return [None if ref is None else getattr(torch, self.plan.graph.type_of(ref).dtype) for ref in refs]
 
     @property
     def results(self) -> tuple[tuple[Result, Layout], ...]:
@@ -194,8 +207,8 @@ def _all_rounds(
     """
     program, coordinates = runner.program, runner.coordinates
     results: list[Tensor | None] = [None] * len(program.results)
-    added_up: list[Tensor | None] | None = None
     dtypes: list[tuple[torch.dtype | None, ...]] = []
+    so_far = runner.rows.begun(coordinates[0].device)[0] if trains and program.backward is not None else None
     for number in range(played.count):
         seeds = step.seeds[number]
         outputs = program.forward(*pieces, *played.part(step.others, number), *coordinates, *seeds)
@@ -204,24 +217,11 @@ def _all_rounds(
         played.put(results, own, number)
         dtypes.append(_dtypes(own))
         del own
-        if not trains or program.backward is None:
-            continue
-        made = list(program.backward(saved, *runner.ones(), *coordinates, *seeds))
-        settle()
-        dtypes.append(_dtypes(made))
-        if added_up is None:
-            added_up = [None if gradient is None else widened(gradient) for gradient in made]
-        else:
-            summed(added_up, made)
-        made.clear()  # no round holds the gradients of the one before
-    return tuple(as_terms(results, dtypes[0])), None if added_up is None else as_terms(added_up, dtypes[1])
-
-
-def summed(so_far: Sequence[Tensor | None], made: Sequence[Tensor | None]) -> None:
-    """Add the gradients of a round to those of the rounds before."""
-    for total, gradient in zip(so_far, made, strict=True):
-        if total is not None and gradient is not None:
-            total += gradient
+        if so_far is not None:
+            assert program.backward is not None
+            program.backward(saved, *runner.ones(), *coordinates, *seeds, so_far)
+            settle()
+    return tuple(as_terms(results, dtypes[0])), None if so_far is None else as_terms(so_far, runner.terms)
 
 
 def _dtypes(values: Sequence[Tensor | None]) -> tuple[torch.dtype | None, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from autopar.attach.pipe import Pipe
 from autopar.attach.rounds import Played, played_in_stage, widened
 from autopar.attach.rows import Rows
-from autopar.attach.run import Runner, Step, as_terms, summed
+from autopar.attach.run import Runner, Step, as_terms
 from autopar.attach.staging import Staged
 from autopar.emit.halves import Halves
 from autopar.emit.moves import settle
@@ -76,7 +76,7 @@ class StageRunner(Runner):
 
     @cached_property
     def rows(self) -> Rows:
-        return Rows.of(self.plan, [result.target for result, _ in self.gradients], self.groups)
+        return Rows.of(self.plan, self.program, self.groups)
 
     @property
     def own_inputs(self) -> tuple[Node, ...]:
@@ -122,9 +122,10 @@ class _Part:
         self.own = [place for place, (one, _) in enumerate(program.results) if not one.target.startswith(CHANNEL)]
         self.outputs: list[Tensor | None] = [None] * len(self.own)
         self.dtypes: list[Any] | None = None
-        self.total: list[Tensor | None] | None = None
+        self.so_far: list[Tensor | None] = []  # in the order of the program's gradients
         self.rows: list[Tensor] = []  # in which of these are summed over ranks
-        self.total_dtypes: list[Any] = []
+        if trains:
+            self.so_far, self.rows = runner.rows.begun(runner.coordinates[0].device)
 
     def act(self, action: Action) -> None:
         number = action.micro_batch
@@ -177,18 +178,18 @@ class _Part:
     def _backward(self, number: int) -> None:
         backward = self.runner.program.backward
         assert backward is not None
-        made = backward(self.saved.pop(number), *self._tangents(number), *self._ranks_own(number))
+        made = backward(self.saved.pop(number), *self._tangents(number), *self._ranks_own(number), *self._sums())
         settle()
         self._give(range(len(made)), made, number)
 
     def _input_gradients(self, number: int, halves: Halves) -> None:
-        made = halves.inputs(self.saved[number], *self._tangents(number), *self._ranks_own(number))
+        made = halves.inputs(self.saved[number], *self._tangents(number), *self._ranks_own(number), *self._sums())
         settle()
         self.left[number] = list(made[len(halves.first) :])
         self._give(halves.first, made[: len(halves.first)], number)
 
     def _weight_gradients(self, number: int, halves: Halves) -> None:
-        made = halves.weights(self.left.pop(number), self.saved.pop(number), *self._ranks_own(number))
+        made = halves.weights(self.left.pop(number), self.saved.pop(number), *self._ranks_own(number), *self._sums())
         settle()
         places = [place for place in range(len(self.runner.program.gradients)) if place not in halves.first]
         self._give(places, made, number)
@@ -200,23 +201,20 @@ class _Part:
     def _ranks_own(self, number: int) -> tuple[Tensor, ...]:
         return *self.runner.coordinates, *self.step.seeds[number]
 
+    def _sums(self) -> tuple[list[Tensor | None], ...]:
+        return (self.so_far,) if self.runner.program.added_up else ()
+
     def _give(self, places: Iterable[int], made: Sequence[Tensor | None], number: int) -> None:
-        """Gradients that were made: of what came over a cut, to be sent; of parameters, added to those before."""
-        own: list[Tensor | None] = []
+        """Gradients that were made and not added up: of what came over a cut, to be sent; of parameters, where a step
+        is one micro-batch.
+        """
         for place, value in zip(places, made, strict=True):
             result, _ = self.runner.program.gradients[place]
             if result.target.startswith(CHANNEL):
                 assert value is not None
                 self.going["gradient", result.target, number] = value
-            else:
-                own.append(value)
-        if not own:
-            return
-        if self.total is None:
-            self.total_dtypes = _dtypes(own)
-            self.total, self.rows = self.runner.rows.begun(own)
-        else:
-            summed(self.total, own)
+            elif value is not None:
+                self.so_far[place] = value
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
@@ -271,9 +269,11 @@ class _Part:
 
     def gradients(self) -> list[Tensor | None]:
         """Of the stage's own parameters, in the order of the program's; those of others are theirs."""
-        assert self.total is not None
         self.runner.rows.sum(self.rows)
-        owners, total = self.staged.owners, [*self.total]
+        gradients = self.runner.program.gradients
+        own = [place for place, (result, _) in enumerate(gradients) if not result.target.startswith(CHANNEL)]
+        total, dtypes = [self.so_far[place] for place in own], [self.runner.terms[place] for place in own]
+        owners = self.staged.owners
         places = {result.target: at for at, (result, _) in enumerate(self.runner.gradients)}
         held = {node.target: at for at, node in enumerate(self.runner.parameters)}
         for name in sorted(places):
@@ -281,11 +281,7 @@ class _Part:
                 at = places[name]
                 if (mine := total[at]) is None:  # all of its terms are made in other stages
                     stored = self.plan.graph.stored_type(self.runner.parameters[held[name]])
-                    self.total_dtypes[at] = getattr(torch, stored.dtype)
-                    mine = widened(torch.zeros_like(self.pieces[held[name]], dtype=self.total_dtypes[at]))
+                    dtypes[at] = dtype = getattr(torch, stored.dtype)
+                    mine = widened(torch.zeros_like(self.pieces[held[name]], dtype=dtype))
                 total[at] = self.pipe.sum_over(owners[name], mine)
-        return as_terms(total, self.total_dtypes)
-
-
-def _dtypes(values: Sequence[Tensor | None]) -> list[Any]:
-    return [None if value is None else value.dtype for value in values]
+        return as_terms(total, dtypes)

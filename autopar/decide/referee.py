@@ -9,11 +9,12 @@ from math import isclose
 from autopar.ir.graph import Graph
 from autopar.lower import Program, lower
 from autopar.lower.memory import peaks
-from autopar.lower.program import Launch, Local, Run, Update
+from autopar.lower.program import Inner, Launch, Local, Operator, Run, Update
 from autopar.lower.verify import flat
 from autopar.plan.plan import Plan
 from autopar.plan.value import Choice, Decision, Delivery
 from autopar.price.pricer import Pricer
+from autopar.price.reshard import Work
 from cost_models.price import stream_of
 from cost_models.steps import DEVICE, Comm, Move, Step
 
@@ -37,7 +38,7 @@ def seconds_by(program: Program, pricer: Pricer) -> dict[str, float]:
     for instruction in flat(program):
         match instruction:
             case Run(what, steps, share=share):
-                part = "reorder" if isinstance(what, Local) else "optimizer" if isinstance(what, Update) else "compute"
+                part = _part(what)
                 for step in steps:
                     add(step, share * pricer.seconds((step,)), part)
             case Launch(step=Comm() as step, in_bucket=True):
@@ -47,6 +48,16 @@ def seconds_by(program: Program, pricer: Pricer) -> dict[str, float]:
             case _:
                 pass
     return total
+
+
+def _part(what: Operator | Local | Update | Inner) -> str:
+    match what:
+        case Update() | Local(Work.ADD_UP):
+            return "optimizer"
+        case Local():
+            return "reorder"
+        case _:
+            return "compute"
 
 
 def unfilled(program: Program, pricer: Pricer) -> dict[str, float]:

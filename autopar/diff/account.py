@@ -36,6 +36,7 @@ from autopar.plan.plan import Plan
 from autopar.plan.tell import backward_homes, home
 from autopar.plan.value import AGAIN, is_product
 from autopar.price.pricer import Pricer
+from autopar.price.reshard import Work
 from autopar.simulate.timeline import events_of
 from cost_models.simulator import COMPUTE, Event, play
 from cost_models.steps import DEVICE, Comm, Compute
@@ -129,10 +130,10 @@ class _Classes:
                 if is_product(self.plan.choices[name]):
                     return PRODUCTS_AGAIN if is_again else PRODUCTS
                 return OPERATORS_AGAIN if is_again else OPERATORS
+            case Run(Update() | Local(Work.ADD_UP)) | Launch(of=Update(), step=Compute()):
+                return OPTIMIZER
             case Run(Local()):
                 return REORDER
-            case Run(Update()) | Launch(of=Update(), step=Compute()):
-                return OPTIMIZER
             case _:
                 raise AssertionError(f"no class for {event}")
 

@@ -9,7 +9,6 @@ a coordinate or a seed comes in as a tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from torch import fx
 
 from autopar.emit import ops
 from autopar.emit.attention import capability_of
+from autopar.emit.emitted import Emitted, added_up
 from autopar.emit.seeded import drawing, seeded
-from autopar.emit.text import commented
 from autopar.emit.writer import BodyWriter, Writer, target_of
 from autopar.ir.attention import OPERANDS_OF_ATTENTION, kernel_at
 from autopar.ir.graph import Node, Phase, Ref, Result, TensorType, map_refs
@@ -53,43 +52,6 @@ from cost_models.steps import DEVICE, Comm, Move
 INPUT_KINDS = ("parameter", "buffer", "constant", "input")
 
 
-@dataclass(frozen=True)
-class Emitted:
-    """What runs on every rank.
-
-    `inputs`: the sources that the forward takes, in order (nodes of the graph); after them this rank's index on each of
-    `mesh.groups`, and the seeds (`autopar.emit.seeded.seeds`) of the operators in `drawing`, each with the layout of
-    what it draws. A program for one rank has no seeds: there operators draw from the default generator, as the model
-    does.
-    `results`: (result, layout) of what the forward returns, in order, before the saved values. `tangents`, `gradients`:
-    likewise for the backward, which is None for inference.
-    """
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    inputs: tuple[Node, ...]
-    results: tuple[tuple[Result, Layout], ...]
-    tangents: tuple[Node, ...]
-    gradients: tuple[tuple[Result, Layout], ...]
-    drawing: tuple[tuple[Node, Layout], ...] = ()
-
-    def compiled(self) -> Emitted:
-        """The same program with both parts compiled by inductor at their first call."""
-        return replace(
-            self,
-            forward=torch.compile(self.forward, backend="inductor"),
-            backward=None if self.backward is None else torch.compile(self.backward, backend="inductor"),
-        )
-
-    @property
-    def code(self) -> str:
-        """Both parts as text, each line with the module it came from and the layout it gives."""
-        parts = [commented(self.forward)]
-        if self.backward is not None:
-            parts.append(commented(self.backward).replace("def forward(", "def backward(", 1))
-        return "\n".join(parts)
-
-
 def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a_time: bool = False) -> Emitted:
     """Write the code of `plan`. `groups`: mesh axis, or several at once, -> name of this rank's process group.
 
@@ -113,6 +75,7 @@ def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a
             backward.source(node)
         backward.add_coordinates()
         backward.add_seeds()
+        backward.add_sums()
         backward.run()
         saved = [forward.values[value] for value in reversed(backward.popped)]
     results = forward.delivered()
@@ -128,6 +91,7 @@ def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a
         tangents,
         tuple((result, layout) for result, layout, _ in gradients),
         tuple((node, plan.choices[node.name].gives[0]) for node in drawn),
+        added_up(plan),
     )
 
 
@@ -176,6 +140,13 @@ class _Emitter:
             self.seeds = self.placeholder("seeds")
         return drawn
 
+    def add_sums(self) -> None:
+        """Take the sums of gradients so far, where a step is several micro-batches."""
+        gradients = [place for place, result in enumerate(self.plan.graph.results) if result.kind == "gradient"]
+        self.at = {place: at for at, place in enumerate(gradients)}
+        if added_up(self.plan):
+            self.so_far = self.placeholder("so_far")
+
     def finish(self, name: str) -> fx.GraphModule:
         self.graph.lint()
         return fx.GraphModule(torch.nn.Module(), self.graph, class_name=name)
@@ -189,6 +160,9 @@ class _Emitter:
             match instruction:
                 case Run(Operator(name), reads=reads, makes=makes):
                     self._node(self.node_of[name], [self.value(read) for read in reads], makes)
+                case Run(Local(Work.ADD_UP, Send((place,)) as of), reads=(value, _)):
+                    self.writer.comment = f"{self._comment(of)}, with those before"
+                    self.writer.make("added", ops.add_up, (self.so_far, self.at[place], self.value(value)), {})
                 case Run(Local() as what, reads=reads, makes=makes):
                     self.writer.comment = self._comment(what.of)
                     self._local(what, [self.value(read) for read in reads], makes)
@@ -216,6 +190,8 @@ class _Emitter:
                 continue
             if result.ref is None or delivery is None:
                 found.append((result, (), None))
+            elif self.plan.graph.adds_up(result):
+                found.append((result, delivery.layout, None))
             else:
                 found.append((result, delivery.layout, self.value(self.program.results[place])))
         return found

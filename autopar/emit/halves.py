@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.emit.emit import Emitted
+from autopar.emit.emitted import Emitted
 
 
 @dataclass(frozen=True)

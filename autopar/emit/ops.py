@@ -48,6 +48,11 @@ def _matrix(x: Tensor, names: Sequence[str], parts: Sequence[Sequence[str]], siz
     return x.reshape(shape if parts[0] else shape[1:])
 
 
+def add_up(so_far: Sequence[Tensor], place: int, value: Tensor) -> None:
+    """Add a gradient to those of the micro-batches before, in their precision."""
+    so_far[place].add_(value)
+
+
 def to_front(x: Tensor, dim: int, parts: int) -> Tensor:
     """Cut `dim` into equal parts and stack them along dim 0, as a reduce-scatter or all-to-all wants them."""
     if math.prod(x.shape[:dim]) == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar._compat import FakeStore, LocalTensor, LocalTensorMode, groups_like
-from autopar.emit.emit import Emitted, emit
+from autopar.emit.emit import emit
+from autopar.emit.emitted import Emitted
 from autopar.emit.groups import name_groups
 from autopar.emit.seeded import pieces_of, seeds
 from autopar.emit.sends import mirror, shift
-from autopar.ir.graph import Result
+from autopar.ir.graph import Result, TensorType
 from autopar.ir.layout import Layout, Partial, Shard
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
@@ -141,7 +143,9 @@ def run(
         done = list(zip(program.results, outputs, strict=False))
         saved = list(outputs[len(program.results) :])
         if program.backward is not None:
-            gradients = program.backward(saved, *tangents, *ranks_own)
+            so_far = [None if type is None else _zeros(type, mesh) for type in program.added_up]
+            gradients = program.backward(saved, *tangents, *ranks_own, *([so_far] if so_far else []))
+            gradients = [total if given is None else given for given, total in zip_longest(gradients, so_far)]
             done += zip(program.gradients, gradients, strict=True)
             assert not saved, "the backward leaves saved values behind"
     whole: dict[tuple[str, str], Tensor | None] = {}
@@ -152,6 +156,10 @@ def run(
             assert result in summed, f"{result.kind} {result.target} is partial, and nobody sums it"
         whole[_key(result)] = None if value is None else unshard(_pieces(value, mesh), layout, mesh)
     return Ran(whole)
+
+
+def _zeros(type: TensorType, mesh: Mesh) -> Tensor:
+    return LocalTensor({rank: torch.zeros(type.shape, dtype=getattr(torch, type.dtype)) for rank in range(mesh.ranks)})
 
 
 def _seeds(program: Emitted, mesh: Mesh, seed: int) -> list[Tensor]:

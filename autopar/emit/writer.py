@@ -127,7 +127,7 @@ class Writer:
                 return value
             case Work.CLONE:
                 return self.named(value, "copy", torch.ops.aten.clone.default, value)
-            case Work.FLATTEN | Work.UNFLATTEN:
+            case Work.FLATTEN | Work.UNFLATTEN | Work.ADD_UP:
                 raise ValueError(f"{work} is of several values")
 
     def launch(self, value: fx.Node, change: Reshard, in_place: bool) -> fx.Node:

@@ -167,6 +167,15 @@ class Graph:
         targets = {result.target for result in self.results if result.kind == "gradient" and result.ref is not None}
         return tuple(node for node in self.nodes if node.op == "parameter" and node.target in targets)
 
+    def adds_up(self, result: Result) -> bool:
+        """Whether a step's micro-batches add the result up as it is made: gradients of parameters."""
+        return self.rounds.count > 1 and result.ref is not None and result in self._gradients
+
+    @cached_property
+    def _gradients(self) -> frozenset[Result]:
+        trained = {node.target for node in self.trained}
+        return frozenset(one for one in self.results if one.kind == "gradient" and one.target in trained)
+
     def type_of(self, ref: Ref) -> TensorType:
         found = self.by_name[ref.name].outputs[ref.index]
         assert found is not None, ref

@@ -39,7 +39,7 @@ from autopar.lower.program import (
 )
 from autopar.lower.results import OWNER_OF_RESULT, RESULT_KIND, joined, owner_of, told
 from autopar.lower.schedule import Advance, Facts, Turn, schedule
-from autopar.lower.sums import summed_once
+from autopar.lower.sums import AddedUp, summed_once
 from autopar.lower.taken import in_body_of, takes_of
 from autopar.lower.transfers import changes_of, in_a_bucket, leaves, leaving
 from autopar.lower.updates import Trained, Updates, casts_of
@@ -143,7 +143,9 @@ class _Program:
         self.value_of: dict[Ref, int] = {}
         self.ways: dict[Transfer, _Way] = {}
         self.results: dict[int, int] = {}
-        self.resident = [Buffer(self.mesh.coordinate_bytes, Kind.COORDINATES, "coordinates")]
+        self.added_up = AddedUp(plan, self.listing, lowering.nbytes)
+        coordinates = Buffer(self.mesh.coordinate_bytes, Kind.COORDINATES, "coordinates")
+        self.resident = [coordinates, *self.added_up.buffers]
         self.tangents: list[Buffer] = []
         self.casts: list[Buffer] = []
         self.given = self._given_as_made()
@@ -352,7 +354,8 @@ class _Program:
             case Copy(name):
                 (self.value_of[Ref(name)],) = way.values
             case Send(places):
-                self.results.update(zip(places, way.values, strict=True))
+                for place, value in zip(places, way.values, strict=True):
+                    self.results[place] = self.added_up.add(place, value)
 
     def _take_apart(self, phase: Phase) -> None:
         """Whoever is given a gradient may write to it: copy those that look at what somebody else has."""
@@ -361,6 +364,8 @@ class _Program:
         taken: set[Buffer] = set()
         for place, (result, delivery) in enumerate(zip(self.graph.results, self.plan.deliveries, strict=True)):
             if result.kind != "gradient" or result.ref is None or delivery is None or self._moves(delivery.changes):
+                continue
+            if place in self.added_up.so_far:
                 continue
             value = self.results[place]
             buffer = self.listing.values[value][0]
@@ -383,10 +388,6 @@ class _Program:
         for node in self.graph.trained:
             type, value, place = self.graph.stored_type(node), self.value_of[Ref(node.name)], places[node.target]
             nbytes, resides = self._stored_bytes(node), self.plan.residence.get(node.target, "device")
-            if self.graph.rounds.count > 1:
-                added_up = pricer.accumulated_bytes(nbytes, type.dtype)
-                self.resident.append(Buffer(added_up, Kind.ADDED_UP, f"gradient of {node.target} so far"))
-                gradients[place] = self.listing.given(self.resident[-1])
             parameters.append(Trained(node.target, place, nbytes, type.dtype, resides, value))
         sums = summed_once(self.plan, self.listing, gradients, beside=self.prefetch is not None)
         done = [*casts_of(self.graph, self.plan.choices, self.lowering.nbytes, pricer), *sums]

@@ -15,13 +15,13 @@ OWNER_OF_RESULT = {"gradient": "gradient of ", "output": "output ", "buffer": "n
 def joined(
     graph: Graph, results: Mapping[int, int], listing: Listing, phase: Phase, resident: list[Buffer]
 ) -> list[Buffer]:
-    """Buffers of results of a round that go to those of the rounds before where the phase ends: gradients behind
-    backward, parts of outputs behind the forward, beside which there is room for the whole among the `resident`.
+    """Buffers of results of a round that go where the phase ends: gradients that the stage before gets behind backward,
+    parts of outputs behind the forward, beside which there is room for the whole among the `resident`.
     """
     ended: list[Buffer] = []
     for place, value in results.items() if graph.rounds.count > 1 else ():
         result, buffers = graph.results[place], listing.values[value]
-        if result.kind == "gradient" and phase == "backward":
+        if result.kind == "gradient" and phase == "backward" and not graph.adds_up(result):
             ended += buffers
         elif (times := graph.rounds.times(place)) and phase == "forward":
             ended += buffers

@@ -1,20 +1,24 @@
-"""Gradients that a step's micro-batches add up as partial sums, and that are summed over ranks behind the last one.
+"""Gradients that a step's micro-batches add up, each as it is made, so that those of one are never there all at once.
 
-They lie in rows from the start, up to a bucket's size each, so that nothing is copied for a row to be summed at once.
-A row is summed where it lies.
+Those that are partial sums are summed over ranks behind the last micro-batch. They lie in rows from the start, up to a
+bucket's size each, so that nothing is copied for a row to be summed at once. A row is summed where it lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from autopar.ir.graph import TensorType
+from autopar.ir.layout import Layout
 from autopar.lower.listing import Listing
-from autopar.lower.program import Instruction, Launch, Send, Wait
+from autopar.lower.program import Buffer, Instruction, Kind, Launch, Local, Run, Send, Wait
 from autopar.plan.plan import Plan
 from autopar.plan.value import Decision
-from autopar.price.reshard import Reshard, travels_together
-from cost_models.steps import Comm
+from autopar.price.pricer import added_up_bytes, adding_up
+from autopar.price.reshard import Reshard, Work, travels_together
+from cost_models.steps import Comm, Compute
 
 
 @dataclass(frozen=True)
@@ -83,3 +87,29 @@ def summed_once(
                 yield waits.pop()
         yield from waits
         left = [(row, rest) for row, (_, *rest) in left if rest]
+
+
+class AddedUp:
+    """Where gradients are added up: `buffers`, one for each. `nbytes`: of a rank's piece."""
+
+    def __init__(self, plan: Decision | Plan, listing: Listing, nbytes: Callable[[TensorType, Layout], Any]) -> None:
+        self.listing, self.so_far = listing, dict[int, int]()
+        self.buffers: list[Buffer] = []
+        self.steps: dict[int, Compute] = {}
+        for place, (result, delivery) in enumerate(zip(plan.graph.results, plan.deliveries, strict=True)):
+            if delivery is None or result.ref is None or not plan.graph.adds_up(result):
+                continue
+            type = plan.graph.type_of(result.ref)
+            local = nbytes(type, delivery.layout)
+            owner = f"gradient of {result.target} so far"
+            self.buffers.append(Buffer(added_up_bytes(local, type.dtype), Kind.ADDED_UP, owner))
+            self.so_far[place], self.steps[place] = listing.given(self.buffers[-1]), adding_up(local, type.dtype)
+
+    def add(self, place: int, value: int) -> int:
+        """Add a gradient, by its place, to those before. Returns their sum; what is not added up, itself."""
+        if (before := self.so_far.get(place)) is None:
+            return value
+        self.so_far[place] = self.listing.view(before)
+        made, what = (self.so_far[place],), Local(Work.ADD_UP, Send((place,)))
+        self.listing.do(Run(what, (self.steps[place],), (value, before), made), made)
+        return self.so_far[place]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autopar.lower.program import Inner, Local, Operator, Run, Update
 from autopar.plan.value import PlanValue, is_product
+from autopar.price.reshard import Work
 from cost_models.simulator import COMPUTE, Event, Timeline
 
 PRODUCTS, OTHERS, REORDER, OPTIMIZER = "products, attention", "other operators", "layout changes", "optimizer"
@@ -107,10 +108,10 @@ def _sorts(plan: PlanValue) -> Callable[[Event], str]:
         match event.by:
             case Run(what=Operator(node) | Inner(node)):
                 return PRODUCTS if node in products else OTHERS
+            case Run(what=Update() | Local(Work.ADD_UP)):
+                return OPTIMIZER
             case Run(what=Local()):
                 return REORDER
-            case Run(what=Update()):
-                return OPTIMIZER
             case _:
                 return OTHERS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +145,10 @@ class Pricer:
             return sums
         return min((sums, usual), key=lambda changes: sum(s for _, s in self.delivered(changes)))
 
+    def gathers(self, type: TensorType, give: Layout, take: Layout) -> bool:
+        """Whether a gradient is put in a row with others on its way to its parameter."""
+        return travels_together(self.delivery(type, give, take), self.mesh, self.bucket_bytes)
+
     def delivered(self, changes: Sequence[Reshard], *, once: bool = False) -> list[tuple[Step, float]]:
         """The steps of a gradient's delivery, with their seconds: in a row with others, its share of a full row. Those
         that are added up (`once`) lie in such rows from the start.
@@ -202,7 +207,7 @@ class Pricer:
         """Bytes in which the gradients of a parameter of `nbytes` are added up, from round to round: in float32, where
         the parameter has less.
         """
-        return nbytes * ITEMSIZE[wide(dtype)] // ITEMSIZE[dtype] if self.rounds.count > 1 else 0
+        return added_up_bytes(nbytes, dtype) if self.rounds.count > 1 else 0
 
     def state_bytes(self, nbytes: int) -> int:
         """Bytes of optimizer state for `nbytes` of parameters, kept in the parameter's precision as torch.optim
@@ -242,10 +247,6 @@ class Pricer:
         "host", to which its gradient goes; or with states that "stream" from the host and back.
         """
         match residence:
-            case "device" if self.rounds.count > 1:
-                moved = 1.0 * (nbytes + 2 * self.accumulated_bytes(nbytes, dtype))
-                added = Compute("accumulate", 0.0, moved, wide(dtype), 1, "elementwise")
-                return added, self.update_step(nbytes, dtype)
             case "device":
                 return (self.update_step(nbytes, dtype),)
             case "host":
@@ -256,3 +257,14 @@ class Pricer:
                 return Move("host", "hbm", states), update, Move("hbm", "host", states)
             case _:
                 raise ValueError(f"no residence {residence!r}; known: device, host, stream")
+
+
+def added_up_bytes(nbytes: Any, dtype: str) -> Any:
+    """Bytes of the sum over a step's micro-batches of what has `nbytes` in each."""
+    return nbytes * ITEMSIZE[wide(dtype)] // ITEMSIZE[dtype]
+
+
+def adding_up(nbytes: Any, dtype: str) -> Compute:
+    """A gradient of `nbytes` is added to those of the micro-batches before."""
+    moved = 1.0 * (nbytes + 2 * added_up_bytes(nbytes, dtype))
+    return Compute("accumulate", 0.0, moved, wide(dtype), 1, "elementwise")

@@ -26,7 +26,7 @@ from cost_models.steps import Comm, Compute, Step, over
 
 
 class Work(Enum):
-    """Local work around a collective. All but the last three are about one dim, cut into as many pieces as ranks."""
+    """Local work around a collective. All but the last four are about one dim, cut into as many pieces as ranks."""
 
     PIECE = "slice"  # this rank's piece
     TO_FRONT = "to front"  # the pieces one behind the other
@@ -35,6 +35,7 @@ class Work(Enum):
     FLATTEN = "flatten"  # several tensors in one row
     UNFLATTEN = "unflatten"  # and apart again
     CLONE = "copy"  # of what somebody else has, too
+    ADD_UP = "add up"  # a gradient, with those of the micro-batches before
 
 
 @dataclass(frozen=True, slots=True)

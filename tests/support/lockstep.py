@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from autopar.emit import emit
 from autopar.emit.run_all_ranks import Ran, shard, unshard
 from autopar.emit.seeded import pieces_of, seeds
+from autopar.ir.graph import TensorType
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from cost_models.price import groups_over
@@ -129,6 +130,11 @@ def moved(name: str, ranks: int, nbytes: int) -> tuple[str, int]:
             return "all_reduce", 2 * ((ranks - 1) * nbytes // ranks)
 
 
+def zeros(type: TensorType | None) -> Tensor | None:
+    """In what gradients are added up."""
+    return None if type is None else torch.zeros(type.shape, dtype=getattr(torch, type.dtype))
+
+
 def run_all(plan: Plan, values: Mapping[str, Tensor], seed: int = 0) -> tuple[Ran, Traffic]:
     """One step of `plan` on all ranks, and the bytes that one rank received. Tangents that are not given are 1."""
     mesh = plan.mesh
@@ -156,9 +162,12 @@ def run_all(plan: Plan, values: Mapping[str, Tensor], seed: int = 0) -> tuple[Ra
                 assert type is not None
                 one = torch.ones(type.shape, dtype=getattr(torch, type.dtype))
                 tangents.append(pieces(node.name, values.get(node.name, one)))
-            done += zip(
-                program.gradients, lockstep.execute(program.backward, [saved, *tangents, *coordinates]), strict=True
-            )
+            so_far = [[zeros(type) for type in program.added_up] for _ in ranks]
+            given = [saved, *tangents, *coordinates, *([so_far] if program.added_up else [])]
+            made = lockstep.execute(program.backward, given)
+            for place, type in enumerate(program.added_up):
+                made[place] = made[place] if type is None else [sums[place] for sums in so_far]
+            done += zip(program.gradients, made, strict=True)
             assert not any(saved), "the backward leaves saved values behind"
     whole = {
         (result.kind, result.target): None if value[0] is None else unshard(dict(enumerate(value)), layout, mesh)
