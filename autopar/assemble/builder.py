@@ -238,10 +238,10 @@ class Assembly:
         return self.prices[key]
 
     def waiting(self, type: TensorType, producer: int, ref: Ref, parameter: int, stored: list[Layout]) -> Array | None:
-        """Bytes of a gradient that would be added up as it is made, had it not to wait for others that it is summed
-        with; of all that it is a look at. None: no gradient waits.
+        """Bytes that a look at something larger holds while, as a gradient, it waits for others to be summed with. What
+        is no look has its room beside the problem, as that of a bucket. None: it waits for none, or is no look.
         """
-        if self.pricer.rounds.reduces_once or not self.pricer.bucket_bytes:
+        if self.pricer.rounds.reduces_once or not self.pricer.bucket_bytes or holds_storage(self.node_of[ref.name].op):
             return None
         index, below = ref.index, self.type(ref).nbytes
         while not holds_storage((node := self.node_of[ref.name]).op):

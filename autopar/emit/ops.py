@@ -44,7 +44,7 @@ def _matrix(x: Tensor, names: Sequence[str], parts: Sequence[Sequence[str]], siz
     want = [n for part in parts for n in part]
     if want != have:
         x = x.permute([have.index(n) for n in want])
-    shape = [math.prod(size[n] for n in part) for part in parts]
+    shape = [math.prod([size[n] for n in part]) for part in parts]  # lists, as Dynamo breaks the graph at generators
     return x.reshape(shape if parts[0] else shape[1:])
 
 

@@ -175,7 +175,8 @@ class _Program:
                         self._node(node)
                 case Advance(transfer):
                     self._advance(transfer)
-        self._take_apart(phase)
+        if phase == "backward":
+            self._take_apart()
 
     # --- values ------------------------------------------------------------------------------------------------------
 
@@ -357,15 +358,13 @@ class _Program:
                 for place, value in zip(places, way.values, strict=True):
                     self.results[place] = self.added_up.add(place, value)
 
-    def _take_apart(self, phase: Phase) -> None:
+    def _take_apart(self) -> None:
         """Whoever is given a gradient may write to it: copy those that look at what somebody else has."""
-        if phase == "forward":
-            return
         taken: set[Buffer] = set()
         for place, (result, delivery) in enumerate(zip(self.graph.results, self.plan.deliveries, strict=True)):
-            if result.kind != "gradient" or result.ref is None or delivery is None or self._moves(delivery.changes):
+            if result.kind != "gradient" or result.ref is None or place in self.added_up.so_far:
                 continue
-            if place in self.added_up.so_far:
+            if delivery is None or self._moves(delivery.changes):
                 continue
             value = self.results[place]
             buffer = self.listing.values[value][0]

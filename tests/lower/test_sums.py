@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from autopar.emit import emit
 from autopar.ir.graph import Graph
@@ -24,7 +25,7 @@ from cost_models.hardware import Hardware
 from cost_models.steps import DEVICE
 from tests.assemble.drawn import drawn
 from tests.support.check import mesh_of
-from tests.support.families import family
+from tests.support.families import Case, family
 from tests.support.lockstep import zeros
 from tests.support.machines import FAST
 from tests.support.plans import PlanSampler
@@ -32,6 +33,15 @@ from tests.support.plans import PlanSampler
 SLOW = pytest.mark.slow
 NAMES = ["mlp", "block", "gpt2", *(pytest.param(name, marks=SLOW) for name in ("llama", "t5", "vit"))]
 H100 = Hardware.load("h100-sxm")
+
+
+class Lossy(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
 
 
 def plans(name: str, sizes: tuple[int, ...], count: int) -> list[Plan]:
@@ -105,6 +115,43 @@ def test_any_picks_cost_what_the_problem_says_and_hold_no_more(name: str) -> Non
             assert not wrong, (sizes, seed, wrong[:3])
 
 
+class Prefixes(nn.Module):
+    """Gradients of parameters are slices of what is far larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ParameterList([torch.randn(4, 16) for _ in range(12)])
+        self.register_buffer("rest", torch.randn(508, 16))
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        for first in self.first:
+            made = (made + torch.cat([first, self.rest])).sin()
+        return made.square().mean()
+
+
+def test_looks_that_wait_for_a_bucket_hold_what_they_look_at() -> None:
+    of = in_rounds(Case(Prefixes(), {"x": torch.randn(8, 512, 16)}).wide_graph, 2)
+    found = drawn(of, Pricer.on(mesh_of(2), FAST, "adamw", 3000, of.rounds), ("recompute",))
+    for seed in range(15, 25):
+        wrong = found.wrong(found.tidy(random.Random(seed)))
+        assert not wrong, (seed, wrong[:3])
+
+
+def test_the_problem_knows_that_they_are_gone() -> None:
+    """Gradients of many wide layers are never there together."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    of = in_rounds(Case(Lossy(model), {"x": torch.randn(4, 64)}).wide_graph, 2)
+    found = drawn(of, Pricer.on(mesh_of(1), FAST, "sgd", 0, of.rounds), ("recompute",))
+    every = sum(parameter.numel() * 4 for parameter in model.parameters())
+    for seed in range(5):
+        picks = found.tidy(random.Random(seed))
+        said = found.priced(picks)
+        stays = sum(one.nbytes for one in lower(found.plan(picks, said), None, found.pricer).resident)
+        assert said.peak[DEVICE] < stays + every / 2
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_a_micro_batch_are_what_the_program_says(name: str) -> None:
     """On one process: the most that is held in backward, beside what is resident, sums included."""
@@ -134,6 +181,13 @@ def test_bytes_of_a_micro_batch_are_what_the_program_says(name: str) -> None:
         assert program.backward is not None
         made = program.backward(saved, *ones, *own, so_far)
     assert all(one is None for one in made)
+    once = [one.clone() for one in so_far if one is not None]
+    with torch.no_grad():
+        torch.manual_seed(0)
+        outputs = program.forward(*inputs, *own)
+        program.backward([*outputs[len(program.results) :]], *ones, *own, so_far)
+    again = [one for one in so_far if one is not None]
+    assert all(torch.equal(total, one * 2) and one.any() for total, one in zip(again, once, strict=True))
     wholes = sum(buffer.nbytes for buffer in lowered.resident if buffer.kind is Kind.OUTPUT)
     assert live.peak == peaks(lowered)[DEVICE] - wholes, live.peak_after
     held = sum(one.numel() * one.element_size() for one in so_far if one is not None)

@@ -97,7 +97,7 @@ def test_the_quicker_schedule_is_taken() -> None:
 def test_backward_in_halves_fills_the_bubble() -> None:
     """Gradients of weights run where a rank would wait; what they need is held for longer."""
     whole, half, eager = (piped(EVEN, 4, 8, name) for name in ("1f1b", "zb-h1", "zb-h2"))
-    assert half.bubble < 0.6 * whole.bubble and eager.bubble <= half.bubble
+    assert half.bubble < 0.6 * whole.bubble and eager.bubble <= half.bubble * (1 + 1e-9)
     assert whole.peak_bytes < half.peak_bytes < eager.peak_bytes
     for one in (half, eager):
         assert one.schedule.splits_backward and one.durations.backward_input[0] == 0.0  # nobody waits for the first

@@ -1,0 +1,93 @@
+"""`backend="inductor"` gets each emitted function as one graph: where Dynamo breaks it, fragments are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.emit import emit
+from autopar.emit.groups import name_groups
+from autopar.emit.run_all_ranks import fake_ranks
+from autopar.emit.seeded import pieces_of, seeds
+from autopar.ir.graph import TensorType
+from autopar.ir.layout import Layout, local_type
+from autopar.plan import Plan
+from autopar.rewrite.micro_batches import in_rounds
+from autopar.rules.patterns import is_pattern
+from tests.support import recurrent
+from tests.support.check import mesh_of
+from tests.support.families import FAMILIES, Case, family
+from tests.support.plans import PlanSampler
+from tests.support.residence import ResidenceSampler
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def run_whole(plan: Plan) -> int:
+    """The number of functions that ran. Raises torch._dynamo's Unsupported where one is more than one graph."""
+    mesh = plan.mesh
+
+    def piece(type: TensorType | None, layout: Layout) -> Tensor:
+        assert type is not None
+        local = local_type(type, layout, mesh)
+        dtype = getattr(torch, local.dtype)
+        return torch.randn(local.shape).to(dtype) if dtype.is_floating_point else torch.zeros(local.shape, dtype=dtype)
+
+    def source(name: str) -> Tensor:
+        return piece(plan.graph.by_name[name].outputs[0], plan.choices[name].gives[0])
+
+    with fake_ranks(mesh) as device_mesh, torch.no_grad():
+        program = emit(plan, name_groups({}, plan.groups(), device_mesh, mesh))
+        own = [torch.zeros((), dtype=torch.int64) for _ in mesh.groups]
+        if program.drawing:
+            own.append(seeds(0, 0, pieces_of(program.drawing, mesh, mesh.coordinate(0))))
+        forward = torch.compile(program.forward, backend="eager", fullgraph=True)
+        outputs = forward(*(source(node.name) for node in program.inputs), *own)
+        if program.backward is None:
+            return 1
+        so_far = [None if t is None else torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in program.added_up]
+        saved = list(outputs[len(program.results) :])
+        backward = torch.compile(program.backward, backend="eager", fullgraph=True)
+        backward(saved, *(source(node.name) for node in program.tangents), *own, *([so_far] if so_far else []))
+    return 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_function_is_one_graph(name: str) -> None:
+    """With values that are run again or offloaded and with parameters on the host."""
+    assert run_whole(ResidenceSampler(family(name).graph, mesh_of(2)).draw(5)) == 2
+
+
+@pytest.mark.parametrize("name", ["mlp", "block", "llama"])
+def test_patterns_are(name: str) -> None:
+    """Random plans with loops: rings, panels that are broadcast."""
+    sampler = PlanSampler(family(name).graph, mesh_of(2, 2))
+    drawn = [sampler.draw(seed) for seed in range(8)]
+    looping = [plan for plan in drawn if any(is_pattern(choice.body) for choice in plan.choices.values())]
+    assert looping
+    assert run_whole(looping[0]) == 2
+
+
+def test_micro_batches_are() -> None:
+    """Backward adds to sums that it is given."""
+    plan = PlanSampler(in_rounds(family("gpt2").wide_graph, 2), mesh_of(2)).draw(0)
+    assert run_whole(plan) == 2
+
+
+def test_recurrent_layers_are() -> None:
+    model = recurrent.made("lstm")
+    case = Case(model, recurrent.batch_of(model))
+    assert run_whole(PlanSampler(case.graph, mesh_of(2)).draw(1)) == 2
+
+
+def test_what_draws_numbers_is() -> None:
+    case = Case(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)), {"input": torch.randn(4, 8)})
+    assert run_whole(PlanSampler(case.graph, mesh_of(2)).draw(1)) == 2
