@@ -9,6 +9,9 @@ cross, which is a small integer program. Gradients only go back. What crosses a 
 it are pairs of equal shape and dtype, so that one channel carries both and a stage looks like a model of its own: a
 received value is an input with a gradient, a sent one is an output with a tangent.
 
+What crosses is there in both stages: where the plan would run it again or fetch it for backward, backward reads what
+was made or received.
+
 A parameter that several stages read is in each of them, and each gives its terms of the gradient (`Stage.tied`).
 
 Where backward is to run in two halves, what the gradients of a stage's inputs need comes first in it (`inputs_first`).
@@ -24,7 +27,8 @@ from numpy.typing import NDArray
 
 from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, map_refs, weights_in
 from autopar.ir.rounds import LAST
-from autopar.ir.work import draws
+from autopar.ir.work import FETCH, STORE, draws
+from autopar.rewrite.backward import kept, with_first
 from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.terms import Term, sums_of, terms_of
 from solver import Edge, Problem, solve
@@ -55,7 +59,7 @@ class Stage:
 def forward_order(graph: Graph) -> tuple[Node, ...]:
     """The forward operators that are in one stage each, in the order in which a cut divides them."""
     free = _free(graph)
-    return tuple(node for node in graph.nodes if _is_placed(node, free) and node.phase == "forward")
+    return tuple(n for n in graph.nodes if _is_placed(n, free) and n.phase == "forward" and n.op != STORE)
 
 
 def cut_in_stages(graph: Graph, ends: Sequence[int], *, inputs_first: bool = False) -> tuple[Stage, ...]:
@@ -70,17 +74,8 @@ def cut_in_stages(graph: Graph, ends: Sequence[int], *, inputs_first: bool = Fal
 
 def _inputs_first(stage: Stage) -> Stage:
     """The same stage, with another order of backward."""
-    graph = stage.graph
-    given = {result.ref for result in graph.results if result.kind == "gradient" and result.target in stage.gives_back}
-    needed = {ref.name for ref in given if ref is not None}
-    backward = [node for node in graph.nodes if node.phase == "backward"]
-    for node in reversed(backward):
-        if node.name in needed:
-            needed |= {ref.name for ref in node.operands}
-    first = [node for node in backward if node.name in needed or node.is_source]
-    rest = [node for node in backward if node.name not in needed and not node.is_source]
-    others = [node for node in graph.nodes if node.phase != "backward"]
-    return replace(stage, graph=replace(graph, nodes=(*others, *first, *rest)))
+    given = [one for one in stage.graph.results if one.kind == "gradient" and one.target in stage.gives_back]
+    return replace(stage, graph=with_first(stage.graph, {one.ref.name for one in given if one.ref is not None}))
 
 
 def parameters_read(graph: Graph) -> dict[str, list[str]]:
@@ -121,6 +116,11 @@ class _Stages:
             [ref for ref, last in self.last_read.items() if self.stage_of[ref.name] <= cut < last]
             for cut in range(self.count - 1)
         ]
+        everywhere = {Ref(name, at) for name in self.free for at in range(len(self.node_of[name].outputs))}
+        self.graph = graph = kept(graph, everywhere.union(*self.forwards))
+        self.node_of = graph.by_name
+        stores = [node for node in graph.nodes if node.op == STORE]
+        self.stage_of |= {node.name: self.stage_of[node.operands[0].name] for node in stores}
         self.kinds = [{graph.type_of(ref) for ref in went} for went in self.forwards]
         self.holders = self._holders()
         shared = [r for r in graph.results if r.kind == "gradient" and len(self.holders[self._parameter(r)]) > 1]
@@ -153,14 +153,12 @@ class _Stages:
         below: dict[str, set[str]] = {}
         found: dict[str, set[int]] = {node.name: set() for node in self.graph.nodes if node.op == "parameter"}
         for node in self.graph.nodes:
-            if node.phase != "forward":
-                continue
             read = {name for ref in node.operands for name in below.get(ref.name, ())}
             if node.op == "parameter":
                 below[node.name] = {node.name}
             elif node.name in self.free:
                 below[node.name] = read
-            elif not node.is_source:
+            elif node.phase == "forward" and not node.is_source:
                 for name in read:
                     found[name].add(self.stage_of[node.name])
         self.below = below
@@ -224,7 +222,7 @@ class _Stages:
             return {self.count - 1}
         found = set(range(self.count))
         for ref in node.operands:
-            if self.node_of[ref.name].phase == "forward":
+            if self.node_of[ref.name].phase == "forward" or ref.name in self.free:
                 found &= self._stages_with(ref)
         return found
 
@@ -372,7 +370,8 @@ class _Stages:
 
 def _free(graph: Graph) -> frozenset[str]:
     """Operators of which each stage that needs them runs its own: of inputs alone, also in backward, where all layers
-    may read the one copy of a table (rotary positions); and in forward of parameters alone.
+    may read the one copy of a table (rotary positions); in forward of parameters alone, and what brings such to
+    backward.
     """
     weights = weights_in(graph)
     of_inputs = {node.name for node in graph.nodes if node.op in ("input", "buffer", "constant")}
@@ -383,7 +382,7 @@ def _free(graph: Graph) -> frozenset[str]:
         if all(ref.name in of_inputs for ref in node.operands):
             of_inputs.add(node.name)
             found.add(node.name)
-        elif node.phase == "forward" and node.name in weights:
+        elif node.name in weights and (node.phase == "forward" or node.op == FETCH or node.target):
             found.add(node.name)
     return frozenset(found)
 

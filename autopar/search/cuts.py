@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from autopar.decide.stages import in_stages
 from autopar.ir.graph import Ref
 from autopar.ir.layout import local_type
+from autopar.ir.work import STORE
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.micro_batches import NotCut
@@ -205,7 +206,9 @@ def _seconds(whole: Plan, pricer: Pricer) -> Array:
     found, last = np.zeros(len(order)), len(order) - 1
     back: dict[str, int] = {}  # backward operator -> the operator whose backward it is part of
     for node in graph.nodes:
-        if node.phase == "forward":
+        if node.op == STORE:
+            at = place[node.operands[0].name]
+        elif node.phase == "forward":
             at = place.get(node.name, read.get(node.name, last))
         else:
             at = min((back.get(ref.name, read.get(ref.name, last)) for ref in node.operands), default=last)

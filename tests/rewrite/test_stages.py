@@ -8,11 +8,13 @@ from functools import cache
 
 import pytest
 
+from autopar.decide.stages import in_stages
 from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.stages import cut_in_stages, forward_order
 from tests.support.check import mesh_of, worst_difference
 from tests.support.families import FAMILIES, family
 from tests.support.plans import PlanSampler
+from tests.support.residence import ResidenceSampler
 from tests.support.staged import run_stages
 
 TOLERANCE = 1e-10
@@ -78,3 +80,25 @@ def test_stages_of_rotary_positions_are_the_model() -> None:
     plans = [PlanSampler(stage.graph, mesh_of(2)).draw(3) for stage in stages]
     difference, where = worst_difference(run_stages(stages, plans, case.values(graph), case.seed), case.wide_reference)
     assert difference < TOLERANCE, where
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit"))])
+def test_what_backward_brings_back_is_cut_where_the_model_is(name: str) -> None:
+    """Random plans that run values again, offload them and have parameters on the host, cut into their stages."""
+    case, drawn = family(name), random.Random(name)
+    sampler = ResidenceSampler(case.wide_graph, mesh_of(2))
+    cut = 0
+    for seed in range(8):
+        plan = sampler.draw(seed)
+        ends = sorted(drawn.sample(places(name), 1 + seed % 2))
+        try:
+            stages, plans = zip(*in_stages(plan, ends, sampler.pricer, inputs_first=seed == 1), strict=True)
+        except NotCut as error:
+            assert "partial sum" in str(error) or "no parameter that trains" in str(error), error
+            continue
+        cut += 1
+        difference, where = worst_difference(
+            run_stages(stages, plans, case.values(case.wide_graph), case.seed), case.wide_reference
+        )
+        assert difference < TOLERANCE, (seed, ends, where)
+    assert cut >= 4
