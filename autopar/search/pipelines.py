@@ -157,9 +157,9 @@ def _with_less_room(
 def _saving_less(
     found: Pipeline, limit: float, whole_saving: Callable[[Saved], Cutting], progress: Progress
 ) -> tuple[Cutting, Pipeline] | None:
-    """The pipeline with the same cut whose stages save so much less of each micro-batch in flight that they fit; None
-    where that does not do. What is held once is more where values are run again, so the first answer may be too large
-    yet.
+    """The pipeline with the same cut whose stages save so much less of each micro-batch in flight that they fit, or the
+    smallest that is found, which another cut may make fit; None where there is none. What is held once is more where
+    values are run again, so the first answer may be too large yet.
     """
     names = [
         frozenset(node.name for node in stage.graph.nodes if node.phase == "forward" and not node.is_source)
@@ -167,7 +167,7 @@ def _saving_less(
     ]
     # masks and positions are of the first that has them
     names = [own.difference(*names[:at]) for at, own in enumerate(names)]
-    rooms = [*found.nbytes.saved]
+    rooms, least = [*found.nbytes.saved], None
     for _ in range(TRIES):
         flying = in_flight(found.schedule).most_saved
         over = [held.peak - limit for held in found.memory]
@@ -176,19 +176,21 @@ def _saving_less(
             for room, more, count in zip(rooms, over, flying, strict=True)
         ]
         if min(rooms) <= 0:
-            return None
+            break
         try:
             cutting = whole_saving(tuple(zip(names, rooms, strict=True)))
         except (Infeasible, NoAnswerInTime):
-            return None
+            break
         cut = cutting.cuts.at([*found.ends])
         if cut is None:
-            return None
+            break
         found = cutting.pipeline(*cut)
         progress(f"saving less: {found.step_seconds * 1e3:.3f} ms a step, {human(found.peak_bytes)}")
+        if least is None or found.peak_bytes < least[1].peak_bytes:
+            least = cutting, found
         if found.peak_bytes <= limit:
-            return cutting, found
-    return None
+            break
+    return least
 
 
 def stages_of(mesh: Mesh) -> int:
