@@ -62,6 +62,11 @@ THINNED: dict[str, dict[str, int]] = {
         "test_a_program_calls_what_its_device_has": 12,
         "test_attention_that_drops_has_a_kernel": 3,
     },
+    "emit/test_whole_graphs.py": {
+        "test_a_function_is_one_graph": 5,
+        "test_micro_batches_are": 0,
+        "test_patterns_are": 3,
+    },
     "examples/test_train_lm.py": {
         "test_what_has_no_equal_parts_is_refused_before_anything_is_planned": 0,
     },

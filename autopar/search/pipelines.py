@@ -134,7 +134,10 @@ def _with_less_room(
         try:
             cutting = whole_within(room)
             found = cutting.first()
-        except (Infeasible, NoAnswerInTime, NotCut):  # it was cut with more room
+        except Infeasible as error:  # the least of the whole plan is told: no need to look for it by halves
+            least = max(room, error.at_least or 0.0)
+            continue
+        except (NoAnswerInTime, NotCut):  # it was cut with more room
             least = room
             continue
         needed = min(needed, found.peak_bytes)

@@ -25,7 +25,7 @@ from tests.support.check import mesh_of
 from tests.support.families import FAMILIES, family
 from tests.support.plans import PlanSampler
 
-QUICK = ("mlp", "gpt2", "t5", "cnn")
+QUICK = ("mlp", "gpt2", "cnn")
 
 
 def families() -> list[object]:
