@@ -66,8 +66,8 @@ class Prepared:
     """A program with all that a call of it needs.
 
     `inputs`: for each input of the program its place among the tensors of a call, and its layout. `parameters`: where
-    they are found, in the order of the program; `buffers`: all that the module has. `trained`: which parameters
-    required grad. `same`: slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there
+    they are found, in the order of the program; `buffers`: all that the module has. `trained`: which parameters of
+    the model, those of other stages among them, required grad. `same`: slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there
     were. `without_tangent`: outputs whose gradient the program does not take. `writes`: attributes that forward sets,
     as `Reads.written` has them; `sets`: where, and to what, those that are no tensors. `told`: the call in words.
     """
@@ -81,7 +81,7 @@ class Prepared:
     out_spec: Any
     output_constants: Mapping[int, Any]
     guards: Guards
-    trained: list[bool]
+    trained: list[tuple[Slot, bool]]
     same: list[tuple[Slot, Slot]]
     hooked: tuple[list[dict[int, object]], int]
     without_tangent: frozenset[str]
@@ -100,10 +100,10 @@ class Prepared:
         """None where this program still means what the module does; else what has changed, in words."""
         if torch.is_grad_enabled():
             try:
-                trained = [tensors[name].requires_grad for tensors, name in self.parameters]
+                changed = any(tensors[name].requires_grad != before for (tensors, name), before in self.trained)
             except (KeyError, AttributeError):
                 return "a parameter is gone"
-            if trained != self.trained:
+            if changed:
                 return "a parameter requires grad, or no longer does"
         for (one, name), (other, first) in self.same:
             if one.get(name) is not other.get(first):
@@ -235,7 +235,7 @@ def prepare(
         if state.plan is not None and not key.gradients:
             plan = resident(plan, state.plan.residence)
         plan = _with_notes(plan, captured.notes)
-        prepared = _prepared(parallel, state, call, key, captured, _runner(state, plan, staged))
+        prepared = _prepared(parallel, state, call, key, captured, graph, _runner(state, plan, staged))
     kept = state.programs.setdefault(key, [])
     if len(kept) + 1 in (TOLD_AT, STATES):
         _tell_of_traces(kept[0].fits(), len(kept) + 1)
@@ -326,13 +326,15 @@ def as_user_class(parallel: Any) -> Iterator[None]:
         object.__setattr__(parallel, "_autopar", state)
 
 
-def _prepared(parallel: nn.Module, state: State, call: Call, key: Key, captured: Captured, runner: Runner) -> Prepared:
-    program, plan = runner.program, runner.plan
-    slots, buffers = _slots(parallel, "_parameters"), _slots(parallel, "_buffers")
+def _prepared(
+    parallel: nn.Module, state: State, call: Call, key: Key, captured: Captured, graph: Graph, runner: Runner
+) -> Prepared:
+    plan, slots, buffers = runner.plan, _slots(parallel, "_parameters"), _slots(parallel, "_buffers")
     leaves, _ = flatten_inputs(call.args, call.kwargs)
     paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
     places = {path: place for place, path in enumerate(paths)}
-    held = [slots[node.target] for node in program.inputs if node.op == "parameter"]
+    held = [slots[node.target] for node in runner.program.inputs if node.op == "parameter"]
+    whole = [slots[node.target] for node in graph.nodes if node.op == "parameter"]
     modules = dict(parallel.named_modules(remove_duplicate=False))
     sets = [
         (vars(modules[path]), name, after)
@@ -356,10 +358,10 @@ def _prepared(parallel: nn.Module, state: State, call: Call, key: Key, captured:
         captured.out_spec,
         captured.output_constants,
         guards,
-        [tensors[name].requires_grad for tensors, name in held],
+        [((tensors, name), tensors[name].requires_grad) for tensors, name in whole],
         [(tied[name], tied[first]) for name, first in aliases(parallel).items()],
         (hooked, sum(map(len, hooked))),
-        captured.without_tangent if program.backward is not None else frozenset(),
+        captured.without_tangent if runner.program.backward is not None else frozenset(),
         captured.reads.written,
         modules,
         sets,

@@ -117,14 +117,20 @@ class _Cut:
     def _is_idle(self, picked: Mapping[str, Strategy]) -> bool:
         """Whether a good part of what the forward makes of batch and parameters would be made whole in every round."""
         made = {True: 0.0, False: 0.0}
-        of_batch = {node.name for node in self.graph.nodes if node.op == "input"}
+        of_batch = self._of_batch()
         for node in self.graph.nodes:
-            if any(ref.name in of_batch for ref in node.operands):
-                of_batch.add(node.name)
-                if node.name not in self.of_inputs and node.phase == "forward":
-                    whole = all(layout == WHOLE for layout in picked[node.name].gives)
-                    made[whole] += sum(type.numel for type in node.outputs if type is not None)
+            if node.name in of_batch and node.name not in self.of_inputs and node.phase == "forward":
+                whole = all(layout == WHOLE for layout in picked[node.name].gives)
+                made[whole] += sum(type.numel for type in node.outputs if type is not None)
         return made[True] > MOST_WHOLE * made[False]
+
+    def _of_batch(self) -> set[str]:
+        """Nodes that read what is made of inputs."""
+        found = {node.name for node in self.graph.nodes if node.op == "input"}
+        for node in self.graph.nodes:
+            if any(ref.name in found for ref in node.operands):
+                found.add(node.name)
+        return found
 
     def _uneven(self) -> NotCut | None:
         """The leading size that most inputs have is the batch, and has to be divided."""
@@ -221,11 +227,12 @@ class _Cut:
         if (uneven := self._uneven()) is not None:
             return uneven
         reach: dict[Ref, set[Layout]] = {}
+        of_batch = self._of_batch()
         for node in self.graph.nodes:
             ways = [way for way in self.ways[node.name] if self._is_reached(way, node, reach)]
             if not ways:
                 return self._named(node)
-            if node.name not in self.of_inputs:  # whatever can be cut is
+            if node.name in of_batch and node.name not in self.of_inputs:  # whatever can be cut is
                 ways = [way for way in ways if {*way.takes, *way.gives} != {WHOLE}] or ways
             for index in range(len(node.outputs)):
                 reach[Ref(node.name, index)] = {way.gives[index] for way in ways}
@@ -233,11 +240,11 @@ class _Cut:
             if result.kind == "buffer" and result.ref is not None and WHOLE not in reach[result.ref]:
                 return NotCut(
                     f"forward writes the buffer {result.target} from the whole batch, and {self.count} micro-batches "
-                    "would each write their own; leave micro-batches out"
+                    "would each write their own; choose micro_batches=1"
                 )
         return NotCut(
             f"the outputs or gradients of this model are no sums over {self.count} micro-batches, nor parts of it: "
-            "let forward return a loss that is a sum or a mean over samples, or leave micro-batches out"
+            "let forward return a loss that is a sum or a mean over samples, or choose micro_batches=1"
         )
 
     def _is_reached(self, way: Strategy, node: Node, reach: Mapping[Ref, set[Layout]]) -> bool:
@@ -251,11 +258,11 @@ class _Cut:
         if draws(node):
             return NotCut(
                 f"{where}: {op} draws numbers once for the whole batch, and {self.count} micro-batches would each draw "
-                "their own; leave micro-batches out"
+                "their own; choose micro_batches=1"
             )
         return NotCut(
             f"{where}: {op} works on the whole batch at once, so that the step cannot run in {self.count} "
-            "micro-batches; leave micro-batches out"
+            "micro-batches; choose micro_batches=1"
         )
 
     # --- the graph of a round ----------------------------------------------------------------------------------------

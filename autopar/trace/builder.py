@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -138,6 +139,18 @@ def merged_dims(base: tuple[int, ...], merged: tuple[int, ...]) -> tuple[tuple[i
         groups[-1] += (at,)
         at += 1
     return tuple(groups) if at == len(base) and math.prod(base) == math.prod(merged) and base else None
+
+
+def common_dims(base: tuple[int, ...], view: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The fewest dims that both shapes of as many elements are merges of: (12, 32) and (96, 4) of (12, 8, 4); None if
+    there are none.
+    """
+    if math.prod(base) != math.prod(view) or not math.prod(base):
+        return None
+    ends = sorted({math.prod(shape[: at + 1]) for shape in (base, view) for at in range(len(shape))})
+    if any(end % before for before, end in itertools.pairwise(ends)):
+        return None
+    return tuple(end // before for before, end in itertools.pairwise([1, *ends]) if end != before)
 
 
 def map_node(node: Node, ref_of: dict[Ref, Ref]) -> Node:

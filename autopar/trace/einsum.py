@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from autopar.ir.graph import Node, Ref, TensorType
-from autopar.trace.builder import Builder, merged_dims
+from autopar.trace.builder import Builder, common_dims, merged_dims
 
 LETTERS = "bskhndmpqruvwxyzacefgijlot"
 TRANSPARENT = ("aten.view.default", "aten.permute.default", "aten.clone.default")
@@ -25,8 +25,12 @@ class _Operand:
     groups: tuple[tuple[int, ...], ...]
 
 
-def _through_views(b: Builder, ref: Ref, merges: bool) -> list[_Operand]:
-    """`ref` itself, then ever deeper below permutes (and, if asked, merging views): the last is the deepest."""
+def _through_views(b: Builder, node: Node, ref: Ref, merges: bool) -> list[_Operand]:
+    """`ref` itself, then ever deeper below permutes (and, if asked, merging views): the last is the deepest.
+
+    A view that merges other dims than there are is one that splits some, which is as deep as it goes, and one that
+    merges those.
+    """
     ndim = len(b.type(ref).shape)
     seen = [_Operand(ref, tuple((dim,) for dim in range(ndim)))]
     while True:
@@ -40,7 +44,11 @@ def _through_views(b: Builder, ref: Ref, merges: bool) -> list[_Operand]:
         elif node.op == "aten.clone.default":
             groups = last.groups
         else:
-            merged = merged_dims(b.type(below).shape, b.type(last.base).shape) if merges else None
+            shape = b.type(last.base).shape
+            merged = merged_dims(b.type(below).shape, shape) if merges else None
+            if merges and merged is None and (common := common_dims(b.type(below).shape, shape)) not in (None, shape):
+                assert common is not None
+                merged, below = merged_dims(common, shape), b.view(node, below, common)
             if merged is None:
                 return seen
             groups = tuple(tuple(base for dim in group for base in merged[dim]) for group in last.groups)
@@ -66,7 +74,7 @@ def _candidates(b: Builder, node: Node, ref: Ref, merges: bool, contracted: int)
     Attention's result [b, s, h, d] meets a projection's weight [h * d, n]: heads stay merged, the rest need not.
     """
     found: list[_Operand] = []
-    for operand in reversed(_through_views(b, ref, merges)):
+    for operand in reversed(_through_views(b, node, ref, merges)):
         found.append(operand)
         group = operand.groups[contracted]
         if len(group) > 1 and group == tuple(range(group[0], group[-1] + 1)):

@@ -253,6 +253,41 @@ def test_the_line_that_needs_the_whole_batch_is_named(one: DeviceMesh, how: str,
         autopar.compile(Terms(how).double(), one, micro_batches=2)(*numbers(8))
 
 
+class Crossed(nn.Module):
+    """Attention over other positions, sequence first within: gradients of its weights are products over dims that its
+    views merge otherwise than they lie. One of its weights is cut in two before any input meets it.
+    """
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.memory, self.query, self.how = nn.Linear(7, 16), nn.Linear(7, 16), how
+        self.attention, self.last = nn.MultiheadAttention(16, 4, batch_first=True), nn.Linear(16, 5)
+
+    def forward(self, memory: Tensor, query: Tensor, y: Tensor) -> Tensor:
+        memory = F.gelu(self.memory(memory))
+        scores = self.last(self.attention(self.query(query), memory, memory, need_weights=False)[0].mean(1))
+        return F.cross_entropy(scores - scores.max() if self.how == "largest" else scores, y)
+
+
+def crossed() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(8, 6, 7).double(), torch.randn(8, 10, 7).double(), torch.randint(0, 5, (8,))
+
+
+def test_attention_over_other_positions_is_cut(one: DeviceMesh) -> None:
+    plain, values = Crossed().double(), crossed()
+    parallel = autopar.compile(copy.deepcopy(plain), one, micro_batches=4)
+    expected, found = plain(*values), parallel(*values)
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
+    expected.backward()
+    found.backward()
+    same(parallel, plain)
+
+
+def test_a_weight_in_pieces_is_not_what_needs_the_whole_batch(one: DeviceMesh) -> None:
+    with pytest.raises(NotCut, match=r"scores.max\(\).*: max.default works on the whole batch.*choose micro_batches=1"):
+        autopar.compile(Crossed("largest").double(), one, micro_batches=4)(*crossed())
+
+
 def test_gradients_of_bfloat16_are_added_up_in_float32(one: DeviceMesh) -> None:
     torch.manual_seed(0)
     plain = Net().bfloat16()

@@ -85,6 +85,33 @@ def check_numbers_buffers_and_averages(ranks: Ranks) -> None:
         other.norm().item()
 
 
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return (x - y).square().mean()
+
+
+def check_what_trains_changes_between_calls(ranks: Ranks) -> None:
+    """Of parameters that one stage has, all of them know."""
+    plain = Blocks().double()
+    given = dict(zip("xy", torch.randn(2, 8, 8, dtype=torch.float64), strict=True))
+    parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    for trains, name in ((False, "layers.0.0.bias"), (True, "layers.0.0.bias"), (False, "layers.3.2.weight")):
+        for model in (parallel, plain):
+            model.zero_grad()
+            model.get_parameter(name).requires_grad_(trains)
+            model(**given).backward()
+        for (told, ours), theirs in zip(parallel.named_parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None) or is_elsewhere(ours), told
+            if ours.grad is not None and not is_elsewhere(ours):
+                torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-10, atol=1e-12)
+
+
 def check_a_small_model(ranks: Ranks) -> None:
     _check_steps(ranks, (("mlp", "auto", None),))
 

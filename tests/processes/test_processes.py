@@ -46,6 +46,7 @@ FIRST = {
         "steps_are_those_of_one_process",
         "numbers_buffers_and_averages",
         "evaluation_and_other_batches",
+        "what_trains_changes_between_calls",
     ],
     "residence": ["clipping"],
     "saving_memory": ["the_step_of_the_host", "micro_batches"],
