@@ -66,10 +66,10 @@ class Prepared:
     """A program with all that a call of it needs.
 
     `inputs`: for each input of the program its place among the tensors of a call, and its layout. `parameters`: where
-    they are found, in the order of the program; `buffers`: all that the module has. `trained`: which parameters of
-    the model, those of other stages among them, required grad. `same`: slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there
-    were. `without_tangent`: outputs whose gradient the program does not take. `writes`: attributes that forward sets,
-    as `Reads.written` has them; `sets`: where, and to what, those that are no tensors. `told`: the call in words.
+    they are found, in the order of the program; `buffers`: all that the module has. `trained`: which parameters of the
+    model, in any stage, required grad. `same`: slots that hold one tensor under two names. `hooked`: dicts of hooks,
+    and how many there were. `without_tangent`: outputs whose gradient the program does not take. `writes`: attributes
+    that forward sets, as `Reads.written` has them; `sets`: those that are no tensors, and to what. `told`: in words.
     """
 
     plan: Plan

@@ -48,8 +48,8 @@ def check(plan: PlanValue, graph: Graph, mesh: Mesh, *, outputs: str | None = No
         fail(f"batch_norm={norms[0]!r}, this call asks for batch_norm={norms[1]!r}", "ask for the former, or ")
     if (casts := _casts(ours, graph)) is not None:
         fail(f"{casts[0]}, here {casts[1]}", 'give the precision it was made with ("bf16" or "fp32"), or ')
-    if (rounds := _rounds(ours, graph)) is not None:
-        fail(f"{rounds[0]}, this call asks for {rounds[1]}", "ask for the former, or ")
+    if (was := ours.rounds.count) != (now := graph.rounds.count):
+        fail(f"micro_batches={was}, this call asks for micro_batches={now}", "ask for the former, or ")
     for op, subject, wanted in _SOURCES:
         if (told := _sources(ours, graph, op)) is not None:
             fail(f"{shortened(told[0], 200)}, this {subject} {shortened(told[1], 190)}", wanted)
@@ -57,6 +57,8 @@ def check(plan: PlanValue, graph: Graph, mesh: Mesh, *, outputs: str | None = No
         fail(f"{shortened(ends[0], 350)}, this model {ends[1]}")
     if (nodes := _operators(ours, graph)) is not None:
         fail(f"another model: {nodes}")
+    if _cut(ours) != _cut(graph):
+        fail(f"micro_batches={now} cut in one way, this call asks for another way to cut")
     check_rules(plan, origin)
 
 
@@ -174,25 +176,26 @@ def _sources(ours: Graph, theirs: Graph, op: str) -> tuple[str, str] | None:
     return None
 
 
-def _rounds(ours: Graph, theirs: Graph) -> tuple[str, str] | None:
-    """In how many micro-batches a step runs, and how it is cut."""
-
-    def told(graph: Graph) -> tuple[object, ...]:
-        rounds, node_of = graph.rounds, graph.by_name
-        stored = {node_of[name].target for name in rounds.stored}
-        cut = sorted((node_of[name].target, dim) for name, dim in rounds.cut.items())
-        return rounds.count, cut, rounds.joined, stored, rounds.reduces_once
-
-    if told(ours) == told(theirs):
-        return None
-    counts = [f"micro_batches={graph.rounds.count}" for graph in (ours, theirs)]
-    return (counts[0], counts[1]) if counts[0] != counts[1] else (f"{counts[0]} cut in one way", "another way to cut")
+def _cut(graph: Graph) -> tuple[object, ...]:
+    """How a step is cut into micro-batches."""
+    rounds, node_of = graph.rounds, graph.by_name
+    stored = {node_of[name].target for name in rounds.stored}
+    cut = sorted((node_of[name].target, dim) for name, dim in rounds.cut.items())
+    return cut, rounds.joined, stored, rounds.reduces_once
 
 
 def _types(graph: Graph, op: str) -> dict[str, TensorType | None]:
     if op == "parameter":
         return {node.target: graph.stored_type(node) for node in graph.nodes if node.op == op}
-    return {node.target: node.outputs[0] for node in graph.nodes if node.op == op}
+    return {node.target: _of_the_step(node, graph) for node in graph.nodes if node.op == op}
+
+
+def _of_the_step(node: Node, graph: Graph) -> TensorType | None:
+    """Type of a source as the user has it, who passes the parts of all micro-batches."""
+    (type,) = node.outputs
+    if type is None or node.name not in graph.rounds.cut:
+        return type
+    return replace(type, shape=graph.rounds.whole_shape(type.shape, graph.rounds.cut[node.name]))
 
 
 def _results(ours: Graph, theirs: Graph) -> tuple[str, str] | None:

@@ -197,6 +197,12 @@ def test_a_plan_says_how_many_and_is_held_to_it(one: DeviceMesh, tmp_path: Path)
     assert again.plan.graph.rounds.count == 4
     with pytest.raises(PlanMismatch, match="micro_batches=2 was asked for, and the plan has 4"):
         autopar.compile(copy.deepcopy(plain), one, plan=path, micro_batches=2)
+    with pytest.raises(PlanMismatch, match=r"input \['x'\] float64\[8, 12\], this call passes float64\[16, 12\]"):
+        autopar.compile(copy.deepcopy(plain), one, plan=path)(*numbers(16))
+    plain.last = nn.Linear(16, 5, bias=False).double()
+    with pytest.raises(PlanMismatch, match=r"parameter last\.bias float64\[5\], this model has none of that name"):
+        autopar.compile(plain, one, plan=path)(*numbers(8))
+    plain = pair(one)[0]
     whole_step = autopar.compile(copy.deepcopy(plain), one)
     whole_step(*numbers(8))
     whole_step.plan.save(path)
