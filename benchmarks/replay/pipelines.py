@@ -3,7 +3,8 @@
 Of a row's model three layers are traced, planned as Megatron has it (tensor parallel, with sequence parallel where the
 row splits), and priced (`parts.py`). A stage is so many layers, with the embedding in front of the first and the head
 behind the last. A step is the play of the schedule, the sum of gradients over data-parallel ranks behind it, and the
-optimizer; Megatron of those years overlaps neither with anything.
+optimizer; Megatron of those years overlaps neither with anything. Without a `barrier` (zero bubble validates a step
+after it was taken) a rank begins its next step when it is done, so that a step is the longest span of a rank.
 
 A message over a cut is split over the ranks of tensor parallel and gathered by NVLink on arrival (SC'21, 4.1).
 """
@@ -60,6 +61,7 @@ class PipelineRow:
     gradient_bytes: int
     split: bool = False
     gb: float | None = None
+    barrier: bool = True
 
     @property
     def ranks(self) -> Mapping[str, int]:
@@ -174,7 +176,9 @@ def predict(row: PipelineRow, hardware: Hardware, plan: Plan) -> Predicted:
     sums = seconds(Comm("all_reduce", "data", row.ranks["data"], int(numel * row.gradient_bytes)), hardware, links)
     update = numel * UPDATE / hardware.tiers["hbm"].bytes_per_s
     held, activations = _memory(row, schedule, parts, layers)
-    return Predicted(row, play(schedule, durations).makespan, sums, update, held, activations)
+    played = play(schedule, durations)
+    spent = played.makespan if row.barrier else max(end - begin for begin, end in played.spans)
+    return Predicted(row, spent, sums, update, held, activations)
 
 
 def _stages(parts: Mapping[str, Part], layers: list[int], what: str) -> list[float]:
