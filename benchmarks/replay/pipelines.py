@@ -160,10 +160,12 @@ def layers_of(row: PipelineRow) -> list[int]:
     raise ValueError(f"row {row.name}: {row.layers} layers do not go into {stages} stages")
 
 
-def predict(row: PipelineRow, hardware: Hardware, plan: Plan) -> Predicted:
-    """Play the row's schedule with stages of the parts of `plan`."""
-    mesh = Mesh(("tensor",), (row.ranks["tensor"],))
-    parts = parts_of(plan, Pricer.on(mesh, hardware, "none"))
+def priced(plan: Plan, hardware: Hardware) -> dict[str, Part]:
+    return parts_of(plan, Pricer.on(plan.mesh, hardware, "none"))
+
+
+def predict(row: PipelineRow, hardware: Hardware, parts: Mapping[str, Part]) -> Predicted:
+    """Play the row's schedule with stages of these parts."""
     layers = layers_of(row)
     schedule = make_schedule(row.schedule, row.ranks["pipe"], row.micro_batches, row.chunks)
     send = _send_seconds(row, hardware)
@@ -232,12 +234,16 @@ def with_rate(hardware: Hardware, rate: float) -> Hardware:
 def fitted_rate(row: PipelineRow, hardware: Hardware) -> float:
     """The rate of float16 products at which the step of that row takes its seconds (bisection)."""
     plan, low, high = plan_of(row, hardware), 1e13, hardware.flops_per_s["float16"]
-    if predict(row, with_rate(hardware, high), plan).seconds > row.seconds:
+
+    def seconds_with(rate: float) -> float:
+        machine_ = with_rate(hardware, rate)
+        return predict(row, machine_, priced(plan, machine_)).seconds
+
+    if seconds_with(high) > row.seconds:
         raise ValueError(f"row {row.name} is quicker than the peak of {hardware.name} allows; fit on another row")
     while high / low > 1 + 1e-4:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if predict(row, with_rate(hardware, middle), plan).seconds < row.seconds else (
-            middle, high)  # fmt: skip
+        low, high = (low, middle) if seconds_with(middle) < row.seconds else (middle, high)
     return (low * high) ** 0.5
 
 
@@ -245,7 +251,11 @@ def predictions(table: PipelineTable, rows: list[PipelineRow]) -> tuple[list[Pre
     """Of these rows, on machines that are fitted on one row each; and the rates that were fitted."""
     rates = {profile: fitted_rate(table.row(name), machine(profile)) for profile, name in table.fitted.items()}
     found: list[Predicted] = []
+    parts: dict[int, dict[str, Part]] = {}  # of each plan, which `_plan` keeps
     for row in rows:
         hardware = machine(row.hardware)
-        found.append(predict(row, with_rate(hardware, rates[row.hardware]), plan_of(row, hardware)))
+        fitted, plan = with_rate(hardware, rates[row.hardware]), plan_of(row, hardware)
+        if id(plan) not in parts:
+            parts[id(plan)] = priced(plan, fitted)
+        found.append(predict(row, fitted, parts[id(plan)]))
     return found, rates
