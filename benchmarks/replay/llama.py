@@ -23,14 +23,6 @@ SHAPES: dict[str, dict[str, int]] = {
     "llama-3.1-8b": {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocabulary": 128256},
     "llama-2-13b": {"layers": 40, "width": 5120, "heads": 40, "kv_heads": 40, "hidden": 13824, "vocabulary": 32000},
     "llama-2-70b": {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672, "vocabulary": 32000},
-    "llama-3.1-405b": {
-        "layers": 126,
-        "width": 16384,
-        "heads": 128,
-        "kv_heads": 8,
-        "hidden": 53248,
-        "vocabulary": 128256,
-    },
     "llama-3.1-70b": {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672, "vocabulary": 128256},
 }
 
