@@ -2,9 +2,10 @@
 
     python -m benchmarks.replay torchtitan
     python -m benchmarks.replay optimus
+    python -m benchmarks.replay pipelines
 
 Needs no GPU, no weights and no network: models are shapes on the meta device. `--write` puts the result into
-docs/benchmarks/replay.md, which says how the predictions are made and where they miss.
+docs/benchmarks/replay.md (of pipelines: pipelines.md), which says how the predictions are made and where they miss.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 
 from benchmarks.replay import report
 from benchmarks.replay.optimus import fitted, optimus, predicted
+from benchmarks.replay.pipelines import pipelines, predictions
+from benchmarks.replay.pipelines_report import pipeline_cells, pipeline_notes
 from benchmarks.replay.predict import fitted_rate, plan_of, predict, seconds_of, with_rate
 from benchmarks.replay.rows import Table, machine, torchtitan
 from cost_models.hardware import Hardware
@@ -70,7 +73,15 @@ def replay_optimus(only: Sequence[str], page: bool) -> str:
     return f"{show(report.optimus_cells(predictions))}\n{notes}".rstrip("\n")
 
 
-TABLES = {"torchtitan": replay_torchtitan, "optimus": replay_optimus}
+def replay_pipelines(only: Sequence[str], page: bool) -> str:
+    table = pipelines()
+    found, rates = predictions(table, [table.row(name) for name in only] or list(table.rows))
+    show = report.markdown if page else report.text
+    notes = _list(pipeline_notes(table, found, rates), page)
+    return f"{show(pipeline_cells(table, found))}\n{notes}".rstrip("\n")
+
+
+TABLES = {"torchtitan": replay_torchtitan, "optimus": replay_optimus, "pipelines": replay_pipelines}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("table", choices=tuple(TABLES))
     parser.add_argument("--rows", nargs="+", default=(), metavar="ROW", help="only these rows of the data file")
-    parser.add_argument("--write", action="store_true", help=f"put all rows into {report.PAGE.name}")
+    parser.add_argument("--write", action="store_true", help="put all rows into the page of the table")
     given = parser.parse_args(arguments)
     if given.write and given.rows:
         parser.error("--write is for the whole table; leave --rows away")

@@ -40,16 +40,21 @@ def plan_as_published(graph: Graph, mesh: Mesh, hardware: Hardware, optimizer: s
     return answer(question, Request(policy=policy, fixed=fixed, tied=True))
 
 
-def plan_of_megatron(graph: Graph, mesh: Mesh, hardware: Hardware) -> Plan:
-    """Tensor parallel on the only axis, without an optimizer: what the Optimus paper compares with."""
+def plan_of_megatron(graph: Graph, mesh: Mesh, hardware: Hardware, split: int | None = None) -> Plan:
+    """Tensor parallel on the only axis, without an optimizer: what the Optimus paper compares with. Between products
+    activations are whole, or split along the dim `split` (sequence parallel).
+    """
     question = ask(graph, mesh, hardware, optimizer="none")
+    if mesh.ranks == 1:
+        return answer(question, Request(tied=True))
     fixed: dict[str, Layout] = {}
     for node in graph.nodes:
         if node.op == "parameter":
             owner, leaf = f".{node.target}".rsplit(".", 2)[-2:]
-            by_columns, by_rows = owner in BY_COLUMNS, owner in BY_ROWS and leaf == "weight"
+            by_columns = owner in BY_COLUMNS or owner == "embed_tokens"
+            by_rows = owner in BY_ROWS and leaf == "weight"
             fixed[node.target] = (Shard(0) if by_columns else Shard(1) if by_rows else Replicate(),)
-    question = replace(question, strategies=_narrowed(question, "tensor-parallel", fixed, None))
+    question = replace(question, strategies=_narrowed(question, "tensor-parallel", fixed, split))
     return answer(question, Request(policy="tensor-parallel", fixed=fixed, tied=True))
 
 

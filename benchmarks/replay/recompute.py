@@ -8,6 +8,8 @@ and everything behind (layouts, prices, timeline, memory) sees ordinary operator
   `torch.utils.checkpoint` unpacks it. Kept are the layer's input and what the policy keeps:
       "full"   nothing else
       "op"     attention and every second product, from the first: torchtitan's selective checkpointing per operator
+      "core"   all but what a module `core` makes before its last product (scores, softmax, dropout): Megatron's
+               selective recomputing
       "none"   everything; nothing is recomputed
   What backward does not need is not run again (torch stops early; a compiler drops it): a layer's last product. With
   `whole` it is run all the same, collectives included, as reentrant checkpointing does (Megatron).
@@ -35,9 +37,10 @@ from autopar.ir.work import VIEWS, flops_of
 from autopar.propose.strategies import operand_types
 from cost_models.steps import MATRIX_KINDS
 
-POLICIES = ("none", "full", "op")
+POLICIES = ("none", "full", "op", "core")
 AGAIN = "_again"
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)(?:\.|$)")
+CORE = re.compile(r"(?:^|\.)core(?:\.|$)")
 SHARE = "autopar.share"
 
 
@@ -62,6 +65,8 @@ def kept_by_policy(graph: Graph, policy: str, keep_sums: bool = False) -> frozen
         return frozenset(node.name for node in graph.nodes if node.phase == "forward")
     if policy == "full":
         return frozenset()
+    if policy == "core":
+        return _outside_cores(graph)
     kept: set[str] = set()
     products: dict[int, list[str]] = defaultdict(list)
     for node in graph.nodes:
@@ -79,6 +84,19 @@ def kept_by_policy(graph: Graph, policy: str, keep_sums: bool = False) -> frozen
                 if keep_sums and node.op == "aten.add.Tensor" and {r.name for r in node.operands} & {*products[layer]}:
                     kept.add(node.name)
     return frozenset(kept)
+
+
+def _outside_cores(graph: Graph) -> frozenset[str]:
+    kept: set[str] = set()
+    last: dict[int | None, str] = {}
+    for node in graph.nodes:
+        if node.phase == "forward":
+            kept.add(node.name)
+            if CORE.search(node.module):
+                kept.remove(node.name)
+                if not node.is_source and flops_of(node, operand_types(node, graph.by_name))[1] in MATRIX_KINDS:
+                    last[layer_of(node)] = node.name
+    return frozenset(kept | {*last.values()})
 
 
 class _Rewriting:

@@ -20,6 +20,7 @@ from cost_models.hardware import Hardware
 from cost_models.whole_file import write_whole
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "replay.md"
+PAGES = {"pipelines": "pipelines.md"}  # sections that stand on another page
 GIB = 2**30
 
 
@@ -190,15 +191,16 @@ def markdown(cells: Cells) -> str:
 def write(section: str, body: str, seconds: float) -> None:
     """Put a generated section into its place on the page; what stands around it is written by hand."""
     begin, end = f"<!-- {section}: generated -->", f"<!-- {section}: end -->"
-    page = PAGE.read_text(encoding="utf-8")
+    path = PAGE.with_name(PAGES.get(section, PAGE.name))
+    page = path.read_text(encoding="utf-8")
     if page.count(begin) != 1 or page.count(end) != 1:
-        raise ValueError(f"{PAGE} must have the lines {begin!r} and {end!r} once")
+        raise ValueError(f"{path} must have the lines {begin!r} and {end!r} once")
     before, after = page.split(begin)[0], page.split(end)[1]
     about = (
         f"`python -m benchmarks.replay {section} --write`, {date.today()}, torch {torch.__version__}, "
         f"{platform.machine()}, {os.cpu_count()} cores, no GPU; {seconds:.0f} CPU seconds."
     )
-    write_whole(PAGE, f"{before}{begin}\n\n{about}\n\n{body}\n{end}{after}")
+    write_whole(path, f"{before}{begin}\n\n{about}\n\n{body}\n{end}{after}")
 
 
 def _percent(error: float) -> str:

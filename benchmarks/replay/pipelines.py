@@ -1,0 +1,261 @@
+"""Published runs in pipeline stages: stages made of priced parts, played by `autopar.pipeline`.
+
+Of a row's model three layers are traced, planned as Megatron has it (tensor parallel, with sequence parallel where the
+row splits), and priced (`parts.py`). A stage is so many layers, with the embedding in front of the first and the head
+behind the last. A step is the play of the schedule, the sum of gradients over data-parallel ranks behind it, and the
+optimizer; Megatron of those years overlaps neither with anything. Without a `barrier` (zero bubble validates a step
+after it was taken) a rank begins its next step when it is done, so that a step is the longest span of a rank.
+
+A message over a cut is split over the ranks of tensor parallel and gathered by NVLink on arrival (SC'21, 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from autopar.ir.mesh import Mesh, parse_mesh
+from autopar.pipeline import Durations, Schedule, StageBytes, make_schedule, memory, play
+from autopar.plan import Plan
+from autopar.price.pricer import Pricer
+from benchmarks.replay.gpt import gpt, kernel_of
+from benchmarks.replay.kernels import as_kernels
+from benchmarks.replay.parts import FRONT, HEAD, LAYER, Part, parts_of
+from benchmarks.replay.published import SEQUENCE, plan_of_megatron
+from benchmarks.replay.recompute import checkpointed
+from benchmarks.replay.rows import machine, read
+from cost_models.hardware import Hardware
+from cost_models.price import link_of, links_of, seconds
+from cost_models.steps import Comm
+
+HALF = 2  # bytes of an activation's element
+# Bytes that an optimizer step moves for a parameter: the gradient widened (2 + 4), its norm (4), scaled (8), Adam in
+# float32 (four read, three written), the parameter in half precision (4 + 2).
+UPDATE = 52
+# Half-precision parameter and gradient, float32 parameter, gradient, and Adam's two states (Korthikanti 2022: 45.56 GiB
+# of 22B's layers on 8 GPUs are 18 a parameter).
+STATE = 18
+
+
+@dataclass(frozen=True)
+class PipelineRow:
+    """One published run; see the data file."""
+
+    name: str
+    source: str
+    layers: int
+    width: int
+    heads: int
+    mesh: Mesh
+    batch: int
+    micro: int
+    chunks: int
+    schedule: str
+    rate: float
+    unit: str
+    hardware: str
+    vocabulary: int
+    sequence: int
+    recompute: str
+    gradient_bytes: int
+    split: bool = False
+    gb: float | None = None
+    barrier: bool = True
+
+    @property
+    def ranks(self) -> Mapping[str, int]:
+        return dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
+
+    @property
+    def micro_batches(self) -> int:
+        return self.batch // self.micro // self.ranks["data"]
+
+    def seconds_at(self, rate: float) -> float:
+        """Seconds of a step at that published rate."""
+        if self.unit == "s":
+            return rate
+        if self.unit == "samples/GPU/s":
+            return self.batch / (self.mesh.ranks * rate)
+        size = self.layers * self.width**2
+        extra = 1 + self.sequence / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
+        return 96 * self.batch * self.sequence * size * extra / (self.mesh.ranks * rate * 1e12)
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_at(self.rate)
+
+
+@dataclass(frozen=True)
+class PipelineTable:
+    rows: tuple[PipelineRow, ...]
+    sources: Mapping[str, Mapping[str, object]]
+    fitted: Mapping[str, str]  # profile -> row
+
+    def row(self, name: str) -> PipelineRow:
+        found = [row for row in self.rows if row.name == name]
+        if not found:
+            raise ValueError(f"no row {name!r}; known rows: {', '.join(row.name for row in self.rows)}")
+        return found[0]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds of a step in parts, and the most bytes that tensors of a rank hold, of these `saved` for backward."""
+
+    row: PipelineRow
+    pipeline_s: float
+    sums_s: float
+    update_s: float
+    held: float
+    activations: float
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline_s + self.sums_s + self.update_s
+
+    @property
+    def error(self) -> float:
+        return self.seconds / self.row.seconds - 1
+
+
+def pipelines() -> PipelineTable:
+    """The rows of `pipelines.toml`."""
+    document = read("pipelines.toml")
+    own = ("unit", "hardware", "vocabulary", "sequence", "recompute", "gradient_bytes")
+    rows: list[PipelineRow] = []
+    for name, entry in document["rows"].items():
+        source = document["sources"][entry["source"]]
+        given = {key: source[key] for key in own if key in source} | entry | {"mesh": parse_mesh(entry["mesh"])}
+        rows.append(PipelineRow(name=name, **given))
+    return PipelineTable(tuple(rows), document["sources"], document["fitted"])
+
+
+def plan_of(row: PipelineRow, hardware: Hardware) -> Plan:
+    """Three layers of its model on the ranks of tensor parallel, by Megatron's kernels."""
+    split = SEQUENCE if row.split else None
+    return _plan(
+        row.width, row.heads, row.vocabulary, row.micro, row.sequence, row.recompute, row.ranks["tensor"], split,
+        hardware,
+    )  # fmt: skip
+
+
+@cache
+def _plan(
+    width: int, heads: int, vocabulary: int, micro: int, sequence: int, recompute: str, ranks: int, split: int | None,
+    hardware: Hardware,
+) -> Plan:  # fmt: skip
+    graph = checkpointed(gpt(width, heads, vocabulary, micro, sequence), recompute, whole=recompute == "full")
+    return as_kernels(plan_of_megatron(graph, Mesh(("tensor",), (ranks,)), hardware, split), kernel_of)
+
+
+def layers_of(row: PipelineRow) -> list[int]:
+    """Layers of each stage: equal, or one less in the first and the last."""
+    stages = row.ranks["pipe"] * row.chunks
+    if row.layers % stages == 0:
+        return [row.layers // stages] * stages
+    if (row.layers + 2) % stages == 0 and stages > 1:
+        each = (row.layers + 2) // stages
+        return [each - 1, *[each] * (stages - 2), each - 1]
+    raise ValueError(f"row {row.name}: {row.layers} layers do not go into {stages} stages")
+
+
+def priced(plan: Plan, hardware: Hardware) -> dict[str, Part]:
+    return parts_of(plan, Pricer.on(plan.mesh, hardware, "none"))
+
+
+def predict(row: PipelineRow, hardware: Hardware, parts: Mapping[str, Part]) -> Predicted:
+    """Play the row's schedule with stages of these parts."""
+    layers = layers_of(row)
+    schedule = make_schedule(row.schedule, row.ranks["pipe"], row.micro_batches, row.chunks)
+    send = _send_seconds(row, hardware)
+    durations = Durations(
+        tuple(_stages(parts, layers, "forward")), tuple(_stages(parts, layers, "inputs")),
+        tuple(_stages(parts, layers, "weights")), (send,) * (len(layers) - 1),
+    )  # fmt: skip
+    numel = max(_of_ranks(schedule, _stages(parts, layers, "numel")))
+    links = links_of(hardware, row.mesh.names, row.mesh.sizes) if row.ranks["data"] > 1 else {}
+    sums = seconds(Comm("all_reduce", "data", row.ranks["data"], int(numel * row.gradient_bytes)), hardware, links)
+    update = numel * UPDATE / hardware.tiers["hbm"].bytes_per_s
+    held, activations = _memory(row, schedule, parts, layers)
+    played = play(schedule, durations)
+    spent = played.makespan if row.barrier else max(end - begin for begin, end in played.spans)
+    return Predicted(row, spent, sums, update, held, activations)
+
+
+def _stages(parts: Mapping[str, Part], layers: list[int], what: str) -> list[float]:
+    found = [count * float(getattr(parts[LAYER], what)) for count in layers]
+    found[0] += getattr(parts[FRONT], what)
+    found[-1] += getattr(parts[HEAD], what)
+    return found
+
+
+def _of_ranks(schedule: Schedule, values: list[float]) -> list[float]:
+    found = [0.0] * schedule.ranks
+    for rank, value in zip(schedule.rank_of, values, strict=True):
+        found[rank] += value
+    return found
+
+
+def _sent(row: PipelineRow) -> float:
+    return row.micro * row.sequence * row.width * HALF / row.ranks["tensor"]
+
+
+def _send_seconds(row: PipelineRow, hardware: Hardware) -> float:
+    if row.ranks["pipe"] == 1:
+        return 0.0
+    link = link_of(hardware, row.mesh.names, row.mesh.sizes, "pipe")
+    link = link.hop or link
+    gather = 0.0
+    if (tensor := row.ranks["tensor"]) > 1 and not row.split:
+        whole = Comm("all_gather", "tensor", tensor, int(_sent(row) * tensor))
+        gather = seconds(whole, hardware, {"tensor": hardware.links["intra"]})
+    return link.latency_s + _sent(row) / link.bytes_per_s + gather
+
+
+def _memory(row: PipelineRow, schedule: Schedule, parts: Mapping[str, Part], layers: list[int]) -> tuple[float, float]:
+    """The most that a rank holds, and of it what micro-batches keep of the layers for backward."""
+    state = [STATE * numel for numel in _stages(parts, layers, "numel")]
+    state = [one + parts[LAYER].again for one in state]
+    saved, pending = _stages(parts, layers, "saved"), [parts[LAYER].pending * count for count in layers]
+    sent = (_sent(row),) * (len(layers) - 1)
+    ranks = memory(schedule, StageBytes(tuple(state), tuple(saved), tuple(map(float, pending)), sent))
+    only = [float(parts[LAYER].saved * count) for count in layers]
+    none = (0.0,) * len(layers)
+    kept = memory(schedule, StageBytes(none, tuple(only), none, none[1:]))
+    return max(one.peak for one in ranks), max(one.peak for one in kept)
+
+
+def with_rate(hardware: Hardware, rate: float) -> Hardware:
+    """The same machine with another rate of half-precision products."""
+    return replace(hardware, achieved_flops_per_s={**hardware.achieved_flops_per_s, "float16": rate})
+
+
+def fitted_rate(row: PipelineRow, hardware: Hardware) -> float:
+    """The rate of float16 products at which the step of that row takes its seconds (bisection)."""
+    plan, low, high = plan_of(row, hardware), 1e13, hardware.flops_per_s["float16"]
+
+    def seconds_with(rate: float) -> float:
+        machine_ = with_rate(hardware, rate)
+        return predict(row, machine_, priced(plan, machine_)).seconds
+
+    if seconds_with(high) > row.seconds:
+        raise ValueError(f"row {row.name} is quicker than the peak of {hardware.name} allows; fit on another row")
+    while high / low > 1 + 1e-4:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if seconds_with(middle) < row.seconds else (middle, high)
+    return (low * high) ** 0.5
+
+
+def predictions(table: PipelineTable, rows: list[PipelineRow]) -> tuple[list[Predicted], dict[str, float]]:
+    """Of these rows, on machines that are fitted on one row each; and the rates that were fitted."""
+    rates = {profile: fitted_rate(table.row(name), machine(profile)) for profile, name in table.fitted.items()}
+    found: list[Predicted] = []
+    parts: dict[int, dict[str, Part]] = {}  # of each plan, which `_plan` keeps
+    for row in rows:
+        hardware = machine(row.hardware)
+        fitted, plan = with_rate(hardware, rates[row.hardware]), plan_of(row, hardware)
+        if id(plan) not in parts:
+            parts[id(plan)] = priced(plan, fitted)
+        found.append(predict(row, fitted, parts[id(plan)]))
+    return found, rates
