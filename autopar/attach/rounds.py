@@ -84,14 +84,15 @@ def played(plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, L
     return _played(plan, others, [layout for _, layout in results], joins)
 
 
-def _played(plan: Plan, others: Sequence[Node], layouts: Sequence[Layout], joins: Sequence[str | int]) -> Played:
+def _played(
+    plan: Plan, others: Sequence[Node], layouts: Sequence[Layout], joins: Sequence[str | int], blocks: int
+) -> Played:
     rounds, mesh = plan.graph.rounds, plan.mesh
     parts_in = [_parts(plan.choices[n.name].gives[0], rounds.cut.get(n.name), mesh) for n in others]
     parts_out = [
         _parts(layout, join if isinstance(join, int) else None, mesh)
         for layout, join in zip(layouts, joins, strict=True)
     ]
-    blocks = math.lcm(*parts_in, *parts_out)
     return Played(
         rounds.count,
         tuple(
@@ -103,6 +104,18 @@ def _played(plan: Plan, others: Sequence[Node], layouts: Sequence[Layout], joins
             for join, parts in zip(joins, parts_out, strict=True)
         ),
     )
+
+
+def _blocks_of(whole: Plan) -> int:
+    """Into how many blocks the rows of a batch fall: the same for all that is cut or put together, in all stages, so
+    that a round is of the same rows everywhere.
+    """
+    rounds, graph, mesh = whole.graph.rounds, whole.graph, whole.mesh
+    parts = [_parts(whole.choices[name].gives[0], dim, mesh) for name, dim in rounds.cut.items()]
+    for result, delivery, join in zip(graph.results, whole.deliveries, rounds.joined, strict=False):
+        if delivery is not None and result.kind != "gradient" and isinstance(join, int):
+            parts.append(_parts(delivery.layout, join, mesh))
+    return math.lcm(*parts)
 
 
 def played_in_stage(
@@ -117,7 +130,7 @@ def played_in_stage(
     others = [node for node in inputs if node.op != "parameter"]
     joined = dict(zip(((r.kind, r.target) for r in plan.graph.results), rounds.joined, strict=False))
     joins = [joined.get((result.kind, result.target), LAST) for result, _ in results]
-    return _played(plan, others, [layout for _, layout in results], joins)
+    return _played(plan, others, [layout for _, layout in results], joins, _blocks_of(whole))
 
 
 WITHOUT_PIPE = "a mesh without `pipe`"
