@@ -81,7 +81,7 @@ def played(plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, L
         for result, join in zip(plan.graph.results, rounds.joined, strict=True)
         if result.kind != "gradient"
     ]  # fmt: skip
-    return _played(plan, others, [layout for _, layout in results], joins)
+    return _played(plan, others, [layout for _, layout in results], joins, _blocks_of(plan))
 
 
 def _played(

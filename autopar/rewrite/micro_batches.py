@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, batch_size, map_refs
-from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, local_type
+from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, local_shape, local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.rounds import LAST, SUM, Rounds
 from autopar.ir.work import draws
 from autopar.propose.strategies import Signature, Strategy, node_strategies, operand_types, signature_of
 from autopar.rewrite.of_labels import counted
-from autopar.rewrite.rows import INDICES_AT, ROWS, by_rows, counted_rows
+from autopar.rewrite.rows import INDICES_AT, PUTS, ROWS, by_rows, by_terms, counted_rows
 from autopar.rules.local import localise
 from autopar.rules.table import rule_of
 from solver import Edge, Problem, solve
@@ -70,7 +70,7 @@ class _Cut:
             if node.is_source:
                 self.ways[node.name] = tuple(map(_source, self._layouts(node)))
                 continue
-            if key not in known or node.op in INDICES_AT:  # what an index is made of is in no signature
+            if key not in known or node.op in (*INDICES_AT, *PUTS):  # what an index is made of is in no signature
                 known[key] = self._ways(node, types)
             self.ways[node.name] = known[key]
         self.place = {node.name: place for place, node in enumerate(graph.nodes)}
@@ -91,6 +91,7 @@ class _Cut:
         found = list(node_strategies(node, types, rule_of(node, types), self.mesh))
         if (rows := by_rows(node, self.graph)) is not None and types[0].shape[0] % self.count == 0:
             found.append(rows)
+        found += [one for one in by_terms(node, self.graph) if self._is_even(one, types)]
         if node.op == "aten.scalar_tensor.default" and node.args[0] == 0:  # zeros are terms of zero, too
             found.append(replace(found[0], gives=(TERM,)))
         if node.op in OFFSETS and isinstance(node.args[1], (int, float)):  # of a number each round adds its share
@@ -102,6 +103,10 @@ class _Cut:
             and not (draws(node) and self._is_whole(one))  # each round would draw other numbers
             and Partial("max") not in [place for layout in (*one.takes, *one.gives) for place in layout]
         )
+
+    def _is_even(self, way: Strategy, types: tuple[TensorType, ...]) -> bool:
+        pairs = zip(types, way.takes, strict=True)
+        return all(local_shape(type.shape, take, self.mesh) is not None for type, take in pairs)
 
     def _layouts(self, node: Node) -> list[Layout]:
         (type,) = node.outputs
@@ -233,7 +238,7 @@ class _Cut:
             if not ways:
                 return self._named(node)
             if node.name in of_batch and node.name not in self.of_inputs:  # whatever can be cut is
-                ways = [way for way in ways if {*way.takes, *way.gives} != {WHOLE}] or ways
+                ways = [way for way in ways if _is_cut(way)] or ways
             for index in range(len(node.outputs)):
                 reach[Ref(node.name, index)] = {way.gives[index] for way in ways}
         for result in self.graph.results:
@@ -354,6 +359,10 @@ class _Cut:
         """What a round has of what is alike in all of them."""
         type = self.graph.type_of(ref) if ref.name in self.node_of else None
         return replace(of, name=name, op="aten.div.Tensor", args=(ref, self.count), kwargs=(), outputs=(type,))
+
+
+def _is_cut(way: Strategy) -> bool:
+    return any(isinstance(layout[0], Shard) for layout in (*way.takes, *way.gives))
 
 
 def _of_inputs(graph: Graph) -> set[str]:

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir.graph import Graph, Node, Ref, TensorType
-from autopar.ir.layout import REPLICATE, Layout, Shard
+from autopar.ir.layout import REPLICATE, Layout, Partial, Shard
 from autopar.propose.strategies import Strategy
 
 ROWS = "rows"  # the role of such an index where rows are split
+TERMS = "terms"  # the role of a part of the places
+PUTS = ("aten.index_put.default", "aten._unsafe_index_put.default")
 INDICES_AT = {"aten.index.Tensor": 1, "aten.index_put.default": 1}
 LOOKS = ("autopar.share", "aten.view.default", "aten.unsqueeze.default", "aten.clone.default")
 
@@ -52,6 +54,27 @@ def by_rows(node: Node, graph: Graph) -> Strategy | None:
     if len(takes) != len(node.operands):
         return None
     return Strategy((ROWS,), tuple(takes), ((Shard(0),),), "", (), 1, ())
+
+
+def by_terms(node: Node, graph: Graph) -> list[Strategy]:
+    """Ways to add up the parts of what is added to zeros at some places, the gradient of `x[places]`: each part of the
+    places adds its own, and the parts' sums are a sum.
+    """
+    if node.op not in PUTS or len(node.args) < 4 or not node.args[3]:
+        return []
+    zeros, listed, values = graph.by_name[node.args[0].name], node.args[1], node.args[2]
+    if zeros.op != "aten.zeros.default" or not all(isinstance(one, Ref) for one in listed):
+        return []
+    shapes = {graph.type_of(ref).shape for ref in listed}
+    if len(shapes) != 1 or any(graph.type_of(ref).dtype in ("bool", "uint8") for ref in listed):
+        return []
+    (shape,) = shapes
+    if graph.type_of(values).shape[: len(shape)] != shape:
+        return []
+    cut: list[Layout] = [(Shard(dim),) for dim in range(len(shape))]
+    return [
+        Strategy((TERMS,), ((REPLICATE,), *(at for _ in listed), at), ((Partial("sum"),),), "", (), 1, ()) for at in cut
+    ]
 
 
 def counted_rows(node: Node, rows: int, graph: Graph) -> tuple[Node, Node, Node]:

@@ -21,7 +21,7 @@ from tests.processes.compare import whole
 OF_THE_WHOLE = {  # losses that make something of all rows that is no sum of terms: the operator that does
     "largest": "max.default",
     "over rows": "pow.Tensor_Scalar",
-    "spread": "pow.Tensor_Scalar",
+    "spread": "sub.Tensor",
     "logs of what is positive": "div.Tensor",
     "its inverse": "div.Tensor",
     "set to a number": "index_put.default",
@@ -261,17 +261,20 @@ def test_the_line_that_needs_the_whole_batch_is_named(one: DeviceMesh, how: str,
 
 class Crossed(nn.Module):
     """Attention over other positions, sequence first within: gradients of its weights are products over dims that its
-    views merge otherwise than they lie. One of its weights is cut in two before any input meets it.
+    views merge otherwise than they lie. One of its weights is cut in two before any input meets it, and the queries'
+    places are looked up for each row of the batch, as in Whisper.
     """
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
         self.memory, self.query, self.how = nn.Linear(7, 16), nn.Linear(7, 16), how
         self.attention, self.last = nn.MultiheadAttention(16, 4, batch_first=True), nn.Linear(16, 5)
+        self.places = nn.Parameter(torch.randn(12, 16))
 
     def forward(self, memory: Tensor, query: Tensor, y: Tensor) -> Tensor:
         memory = F.gelu(self.memory(memory))
-        scores = self.last(self.attention(self.query(query), memory, memory, need_weights=False)[0].mean(1))
+        query = self.query(query) + self.places[torch.arange(query.shape[1]).repeat(len(query), 1)]
+        scores = self.last(self.attention(query, memory, memory, need_weights=False)[0].mean(1))
         return F.cross_entropy(scores - scores.max() if self.how == "largest" else scores, y)
 
 
