@@ -90,10 +90,21 @@ class Cuts:
                 why = error
             if all([self._is_legal(end) for end in ends]):
                 self._closed.add(ends[0])
-        raise NotCut(
-            f"the model has no {self.count - 1} places where it can be cut into {self.count} stages"
-            + (f"; the last one tried: {why}" if why else "; it has too few layers one behind the other")
-        )
+        raise NotCut(self._none(why))
+
+    def _none(self, why: NotCut | None) -> str:
+        """In a sentence, why there is no cut."""
+        wanted = f"the model cannot be cut into {self.count} stages"
+        if why is not None:
+            return f"{wanted}; the last cut tried: {why}"
+        trained = _trained_before(self.whole)[-1]
+        if trained and len(self._open()) >= self.count - 1:
+            frozen = sum(node.op == "parameter" for node in self.whole.graph.nodes) - len(self.whole.graph.trained)
+            return (
+                f"{wanted} that each hold a parameter that trains: {frozen} parameters are frozen (requires_grad is "
+                "False), and what trains lies too close together; take fewer stages, or a mesh without `pipe`"
+            )
+        return f"{wanted}: it has too few layers one behind the other; take fewer stages"
 
     def at(self, ends: list[int]) -> tuple[list[int], Cut] | None:
         """The cut with these ends; None where it is not legal."""
@@ -104,13 +115,17 @@ class Cuts:
 
     def places(self) -> list[int]:
         """Ends that are narrow and not known to be illegal; between any two of them a parameter that trains is read."""
-        narrow = _narrow(self.crossing, self.count)
-        open_ = [end for end in narrow if end not in self._closed and self._legal.get(self._kinds[end - 1], True)]
+        open_ = self._open()
         read, found = _trained_before(self.whole), list[int]()
         for end in open_:
             if (read[found[-1]] if found else 0) < read[end] < read[-1] or not read[-1]:
                 found.append(end)
         return found
+
+    def _open(self) -> list[int]:
+        """Ends that are narrow and not known to be illegal."""
+        narrow = _narrow(self.crossing, self.count)
+        return [end for end in narrow if end not in self._closed and self._legal.get(self._kinds[end - 1], True)]
 
     def beside(self, ends: Sequence[int], seconds: Sequence[float]) -> Iterator[tuple[int, list[int]]]:
         """(which end, ends) with one end elsewhere: at the next place, or where the two stages beside it take the
@@ -236,6 +251,13 @@ def cut_by_owner(
     """
     order, crossing = forward_order(whole.graph), _crossing(whole)
     held = parameters_read(whole.graph)
+    trained = {node.target for node in whole.graph.trained}
+    for stage in range(count if trained else 0):
+        if not any(stage in owners.get(name, ()) for name in trained):
+            raise NotCut(
+                f"all parameters that stage {stage} of {count} holds are frozen now (requires_grad is False), and each "
+                "stage has to hold one that trains; freeze fewer, or compile the model anew"
+            )
     at, first, last = 0, [len(order)] * count, [-1] * count
     for place, node in enumerate(order):
         for name in held.get(node.name, ()):

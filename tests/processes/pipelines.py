@@ -110,6 +110,9 @@ def check_what_trains_changes_between_calls(ranks: Ranks) -> None:
             assert (ours.grad is None) == (theirs.grad is None) or is_elsewhere(ours), told
             if ours.grad is not None and not is_elsewhere(ours):
                 torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-10, atol=1e-12)
+    parallel.layers[:3].requires_grad_(False)
+    with unittest.TestCase().assertRaisesRegex(ValueError, "all parameters that stage 0 of 2 holds are frozen now"):
+        parallel(**given)
 
 
 def check_a_small_model(ranks: Ranks) -> None:

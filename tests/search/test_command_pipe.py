@@ -159,7 +159,7 @@ def test_what_is_not_there_yet_is_refused_by_its_name(name: str, capfd: pytest.C
 
 def test_a_model_that_cannot_be_cut_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     given = ["--mesh", "pipe=16", "--hardware", "h100-sxm", "--micro-batches", "2"]
-    assert "has no 15 places where it can be cut into 16 stages" in refused(["model.py:one_layer", *given], capfd, 2)
+    assert "the model cannot be cut into 16 stages" in refused(["model.py:one_layer", *given], capfd, 2)
     given = ["--mesh", "pipe=2", "--hardware", "h100-sxm"]
     told = refused(["model.py:odd", *given], capfd, 2)
     assert "a batch of 15 does not divide into 2 micro-batches" in told

@@ -235,8 +235,17 @@ def test_a_model_of_one_layer_is_refused_in_one_sentence() -> None:
             return self.only(x).sum()
 
     graph = graph_of(capture(One(), (torch.randn(8, 8),), {}))
-    with pytest.raises(NotCut, match=r"^the model has no 7 places where it can be cut into 8 stages; .*$"):
+    with pytest.raises(NotCut, match=r"^the model cannot be cut into 8 stages(: |; the last cut tried: ).*$"):
         find_pipeline(graph, Mesh(("pipe",), (8,)), FAST, 2, ALONE)
+
+
+def test_frozen_layers_are_named_where_no_stage_may_be_without_one_that_trains() -> None:
+    model = Layers(*EVEN)
+    model.layers[:-1].requires_grad_(False)
+    graph = graph_of(capture(model, (torch.randn(64, 64), torch.randn(64, 64)), {}))
+    told = r"^the model cannot be cut into 4 stages that each hold a parameter that trains: 28 parameters are frozen"
+    with pytest.raises(NotCut, match=told):
+        find_pipeline(graph, Mesh(("pipe",), (4,)), FAST, 2, ALONE)
 
 
 def test_stages_lie_on_the_first_axis() -> None:
