@@ -23,7 +23,7 @@ from autopar.attach.staging import Staged
 from autopar.emit.halves import Halves
 from autopar.emit.moves import settle
 from autopar.ir.graph import Graph, Node, Result, output_types
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout, local_shape, local_type
 from autopar.pipeline import Action
 from autopar.rewrite.stages import CHANNEL
 
@@ -85,6 +85,12 @@ class StageRunner(Runner):
     @property
     def _stages(self) -> list[tuple[Any, Any]]:
         return [*zip(self.staged.stages, self.staged.plans, strict=True)]
+
+    def as_read(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cast, and then gathered where they are stored in more pieces than micro-batches read."""
+        cast = super().as_read(pieces)
+        told = zip(cast, self.parameters, strict=True)
+        return tuple(self.rows.changed(piece, self.plan.gathers(node)) for piece, node in told)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -269,7 +275,8 @@ class _Part:
 
     def gradients(self) -> list[Tensor | None]:
         """Of the stage's own parameters, in the order of the program's; those of others are theirs."""
-        self.runner.rows.sum(self.rows)
+        self.runner.rows.sum(self.so_far, self.rows)
+        self.rows.clear()
         gradients = self.runner.program.gradients
         own = [place for place, (result, _) in enumerate(gradients) if not result.target.startswith(CHANNEL)]
         total, dtypes = [self.so_far[place] for place in own], [self.runner.terms[place] for place in own]
@@ -280,8 +287,10 @@ class _Part:
             if len(owners[name]) > 1:
                 at = places[name]
                 if (mine := total[at]) is None:  # all of its terms are made in other stages
-                    stored = self.plan.graph.stored_type(self.runner.parameters[held[name]])
+                    node = self.runner.parameters[held[name]]
+                    stored = local_type(self.plan.graph.stored_type(node), self.plan.parameters[name], self.plan.mesh)
                     dtypes[at] = dtype = getattr(torch, stored.dtype)
-                    mine = widened(torch.zeros_like(self.pieces[held[name]], dtype=dtype))
+                    device = self.runner.coordinates[0].device
+                    mine = widened(torch.zeros(stored.shape, dtype=dtype, device=device))
                 total[at] = self.pipe.sum_over(owners[name], mine)
         return as_terms(total, dtypes)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from autopar.ir.layout import local_type
 from autopar.lower import lower
-from autopar.lower.halves import first_half, held_between
+from autopar.lower.halves import HELD_THROUGHOUT, first_half, held_between
 from autopar.lower.memory import changes, peaks, resident_bytes
-from autopar.lower.program import Instruction, Kind, Loop, Program
+from autopar.lower.program import Instruction, Loop, Program
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.stages import Stage
@@ -47,7 +47,7 @@ def price_of(stage: Stage, plan: Plan, pricer: Pricer) -> StagePrice:
     saved = sum(
         sign * buffer.nbytes
         for phase, buffer, sign in changes(program)
-        if phase == "forward" and buffer.tier == DEVICE and buffer.kind is not Kind.CAST
+        if phase == "forward" and buffer.tier == DEVICE and buffer.kind not in HELD_THROUGHOUT
     )
     received = sum(
         local_type(node.outputs[0], plan.choices[node.name].gives[0], plan.mesh).nbytes
