@@ -63,6 +63,7 @@ ON_FOUR = {
         "steps_are_those_of_one_process",
         "other_schedules",
         "parameters_are_cast_once_a_step",
+        "parameters_are_stored_in_more_pieces",
         "a_state_goes_out_and_in_again",
         "evaluation_and_other_batches",
         "a_pipeline_is_given_or_kept",
