@@ -89,9 +89,9 @@ class _Cut:
         which round it is.
         """
         found = list(node_strategies(node, types, rule_of(node, types), self.mesh))
-        if (rows := by_rows(node, self.graph)) is not None and types[0].shape[0] % self.count == 0:
-            found.append(rows)
-        found += [one for one in by_terms(node, self.graph) if self._is_even(one, types)]
+        rows = by_rows(node, self.graph)
+        of_indices = [*([] if rows is None else [rows]), *by_terms(node, self.graph)]
+        found += [one for one in of_indices if self._is_even(one, types)]
         if node.op == "aten.scalar_tensor.default" and node.args[0] == 0:  # zeros are terms of zero, too
             found.append(replace(found[0], gives=(TERM,)))
         if node.op in OFFSETS and isinstance(node.args[1], (int, float)):  # of a number each round adds its share
@@ -238,7 +238,7 @@ class _Cut:
             if not ways:
                 return self._named(node)
             if node.name in of_batch and node.name not in self.of_inputs:  # whatever can be cut is
-                ways = [way for way in ways if _is_cut(way)] or ways
+                ways = [way for way in ways if _splits(way)] or ways
             for index in range(len(node.outputs)):
                 reach[Ref(node.name, index)] = {way.gives[index] for way in ways}
         for result in self.graph.results:
@@ -361,7 +361,7 @@ class _Cut:
         return replace(of, name=name, op="aten.div.Tensor", args=(ref, self.count), kwargs=(), outputs=(type,))
 
 
-def _is_cut(way: Strategy) -> bool:
+def _splits(way: Strategy) -> bool:
     return any(isinstance(layout[0], Shard) for layout in (*way.takes, *way.gives))
 
 
