@@ -24,7 +24,7 @@ from benchmarks.replay.kernels import as_kernels
 from benchmarks.replay.parts import FRONT, HEAD, LAYER, Part, parts_of
 from benchmarks.replay.published import SEQUENCE, plan_of_megatron
 from benchmarks.replay.recompute import checkpointed
-from benchmarks.replay.rows import machine, read
+from benchmarks.replay.rows import machine, read, row_of
 from cost_models.hardware import Hardware
 from cost_models.price import link_of, links_of, seconds
 from cost_models.steps import Comm
@@ -93,10 +93,7 @@ class PipelineTable:
     fitted: Mapping[str, str]  # profile -> row
 
     def row(self, name: str) -> PipelineRow:
-        found = [row for row in self.rows if row.name == name]
-        if not found:
-            raise ValueError(f"no row {name!r}; known rows: {', '.join(row.name for row in self.rows)}")
-        return found[0]
+        return row_of(self.rows, name)
 
 
 @dataclass(frozen=True)

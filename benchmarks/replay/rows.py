@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from autopar.ir.mesh import Mesh, parse_mesh
 from benchmarks.replay.recompute import POLICIES
@@ -87,10 +87,25 @@ class Table:
     fitted_on: Mapping[str, Row]  # profile -> row
 
     def row(self, name: str) -> Row:
-        found = [row for row in self.rows if row.name == name]
-        if not found:
-            raise ValueError(f"no row {name!r}; known rows: {', '.join(row.name for row in self.rows)}")
-        return found[0]
+        return row_of(self.rows, name)
+
+
+class Named(Protocol):
+    """A row of a data file."""
+
+    @property
+    def name(self) -> str: ...
+
+
+R = TypeVar("R", bound=Named)
+
+
+def row_of(rows: Sequence[R], name: str) -> R:
+    """The row of that name. Raises ValueError, which lists the names that there are."""
+    found = next((row for row in rows if row.name == name), None)
+    if found is None:
+        raise ValueError(f"no row {name!r}; known rows: {', '.join(row.name for row in rows)}")
+    return found
 
 
 def machine(name: str) -> Hardware:
