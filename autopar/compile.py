@@ -33,8 +33,8 @@ from autopar.rules.outside import given as given_rules
 from autopar.search import Request
 from autopar.search.memory_options import allowed
 from autopar.search.micro_batches import AUTO
+from autopar.search.orders import PIPE, SCHEDULES, ranks_of
 from autopar.search.pipeline import Pipeline
-from autopar.search.pipelines import PIPE, SCHEDULES, stages_of
 from autopar.search.reserved import check_fits
 from autopar.trace.calls import by_name
 from autopar.trace.precision import precision_named
@@ -187,7 +187,7 @@ def _pipe_of(device_mesh: DeviceMesh, mesh: Mesh, schedule: str | None, others: 
         if schedule is not None:
             raise ValueError(f"schedule={schedule!r} is of a pipeline, and the mesh {mesh} has no axis {PIPE!r}")
         return None
-    stages_of(mesh)
+    ranks_of(mesh)
     _known("schedule", schedule or AUTO, (AUTO, *SCHEDULES))
     given = [name for name, value in others.items() if value is not None]
     if given:

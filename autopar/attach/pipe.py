@@ -24,7 +24,7 @@ from autopar.attach.foreach import mend_lists
 from autopar.attach.tensors import device_of, over_pieces, placements_of, take_part
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.search.pipelines import PIPE, within_stage
+from autopar.search.orders import PIPE, within_stage
 from cost_models.price import groups_over
 
 PIPES: weakref.WeakSet[Pipe] = weakref.WeakSet()  # of all modules of this process: a norm sees only gradients

@@ -7,8 +7,8 @@ played.makespan, played.idle, memory(schedule, nbytes)
 """
 
 from autopar.pipeline.bound import least_seconds
-from autopar.pipeline.generate import SCHEDULES, make_schedule
-from autopar.pipeline.memory import InFlight, RankMemory, StageBytes, in_flight, memory
+from autopar.pipeline.generate import SCHEDULES, make_schedule, placed
+from autopar.pipeline.memory import InFlight, RankMemory, StageBytes, in_flight, in_flight_of_stages, memory
 from autopar.pipeline.messages import projected, with_messages
 from autopar.pipeline.play import Durations, Played, play
 from autopar.pipeline.schedule import Action, Schedule, ScheduleError, receiver_of, sender_of
@@ -25,9 +25,11 @@ __all__ = [
     "ScheduleError",
     "StageBytes",
     "in_flight",
+    "in_flight_of_stages",
     "least_seconds",
     "make_schedule",
     "memory",
+    "placed",
     "play",
     "projected",
     "receiver_of",

@@ -26,7 +26,7 @@ examples
   $ python -m autopar.pipeline --stages 3 --micro-batches 6 --forward 1,2,1.5 --send 0.1,0.3
 
 Each stage has a rank of its own, and seconds are those of one micro-batch: one value for all stages, or one for each,
-by commas; sends have one for each cut. Schedules with several stages per rank (interleaved-1f1b, looped-bfs,
+by commas; sends have one for each cut. Schedules with several stages per rank (interleaved, looped-bfs,
 interleaved-zb, zb-v) cut each rank's share into equal chunks.
 
 exit status: 0 shown, 2 bad arguments, 130 interrupted

@@ -6,7 +6,7 @@ in which one rank would add them.
 
     gpipe               all forwards, then all backwards (Huang et al., arXiv 1811.06965)
     1f1b                PipeDream-Flush (Narayanan et al., arXiv 2006.09503)
-    interleaved-1f1b    Narayanan et al., arXiv 2104.04473, section 2.2
+    interleaved    Narayanan et al., arXiv 2104.04473, section 2.2
     looped-bfs          breadth first: all micro-batches of a stage, then the rank's next one (Lamy-Poirier, arXiv
                         2211.05953); backwards ascend here, in torch.distributed.pipelining they descend
     zb-h1, zb-h2, zb-v  Qi et al., arXiv 2401.10241, sections 2 and 6, and arXiv 2405.15362; of ZB-V the handcrafted
@@ -70,9 +70,16 @@ def make_schedule(name: str, ranks: int, micro_batches: int, chunks: int | None 
             f"{name} runs micro-batches in groups of its {ranks} ranks, and {micro_batches} is no multiple of {ranks}; "
             f"give {f'{below} or ' if below else ''}{above}, or take 1f1b or zb-h1"
         )
-    rank_of = [*range(ranks)] * chunks if not recipe.vee else [*range(ranks), *reversed(range(ranks))]
+    rank_of = placed(name, ranks, chunks)
     rows = [[*recipe.row(ranks, rank, micro_batches, chunks)] for rank in range(ranks)]
     return with_messages(name, micro_batches, rank_of, rows)
+
+
+def placed(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
+    """The rank of each stage, of so many per rank."""
+    if recipe_of(name).vee:
+        return (*range(ranks), *reversed(range(ranks)))
+    return (*range(ranks),) * chunks
 
 
 def recipe_of(name: str) -> Recipe:
@@ -170,7 +177,7 @@ SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
     {
         "gpipe": Recipe(_breadth_first),
         "1f1b": Recipe(_in_turns(1, split=False)),
-        "interleaved-1f1b": Recipe(_in_turns(2, split=False), chunks=2, fixed=False, grouped=True),
+        "interleaved": Recipe(_in_turns(2, split=False), chunks=2, fixed=False, grouped=True),
         "looped-bfs": Recipe(_breadth_first, chunks=2, fixed=False),
         "zb-h1": Recipe(_in_turns(1, split=True)),
         "zb-h2": Recipe(_zb_h2),

@@ -53,12 +53,24 @@ def in_flight(schedule: Schedule) -> InFlight:
     )
 
 
+def in_flight_of_stages(schedule: Schedule) -> tuple[int, ...]:
+    """Of each stage, the most micro-batches whose forward has run and whose B or I has not."""
+    most, now = [0] * schedule.stages, [0] * schedule.stages
+    change = {"F": 1, "B": -1, "I": -1}
+    for row in schedule.lists:
+        for action in row:
+            now[action.stage] += change.get(action.kind, 0)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return tuple(most)
+
+
 @dataclass(frozen=True, slots=True)
 class StageBytes:
     """Bytes on each device of a stage.
 
-    fixed      however many micro-batches are in flight: parameters, gradients, optimizer states, and the most that
-               temporaries take at once
+    fixed      however many micro-batches are in flight: parameters, gradients, optimizer states; without what an
+               earlier stage of the same rank holds already
+    working    the most that temporaries take at once; of a rank's stages one works at a time
     saved      of each micro-batch from the start of F to the end of B or I
     pending    of each micro-batch from the end of I to the end of W
     sent       of what crosses the cut behind each stage but the last, one way, for one micro-batch
@@ -67,13 +79,20 @@ class StageBytes:
     """
 
     fixed: tuple[float, ...]
+    working: tuple[float, ...]
     saved: tuple[float, ...]
     pending: tuple[float, ...]
     sent: tuple[float, ...]
 
     def __post_init__(self) -> None:
         stages = len(self.fixed)
-        for name, needed in (("fixed", stages), ("saved", stages), ("pending", stages), ("sent", stages - 1)):
+        for name, needed in (
+            ("fixed", stages),
+            ("working", stages),
+            ("saved", stages),
+            ("pending", stages),
+            ("sent", stages - 1),
+        ):
             entries: tuple[float, ...] = getattr(self, name)
             if len(entries) != needed:
                 raise ValueError(
@@ -112,7 +131,8 @@ def memory(schedule: Schedule, nbytes: StageBytes) -> tuple[RankMemory, ...]:
 
 def _of_rank(schedule: Schedule, nbytes: StageBytes, rank: int) -> RankMemory:
     row = schedule.lists[rank]
-    held = sum(fixed for fixed, holder in zip(nbytes.fixed, schedule.rank_of, strict=True) if holder == rank)
+    own = [stage for stage, holder in enumerate(schedule.rank_of) if holder == rank]
+    held = sum(nbytes.fixed[stage] for stage in own) + max(nbytes.working[stage] for stage in own)
     curve: list[float] = []
     for action in row:
         taken, kept = _changes(action, nbytes)

@@ -21,8 +21,9 @@ from autopar.plan.fit import check
 from autopar.plan.value import AGAIN
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
+from autopar.search.cutting import Cutting
+from autopar.search.orders import within_stage
 from autopar.search.pipeline import Pipeline
-from autopar.search.pipelines import Cutting, within_stage
 from autopar.simulate.timeline import timeline_of
 from cost_models.hardware import Hardware
 
@@ -67,7 +68,7 @@ def kept_pipeline(
         rounds = in_rounds_of_stages(graph, known.whole.graph.rounds.count)
         check(known.whole, rounds, within_stage(mesh), origin=str(path))
         whole = priced_again(known.whole, hardware, optimizer, str(path))
-        cutting = Cutting.of(whole, mesh, hardware, known.schedule.name, None)
+        cutting = Cutting.of(whole, mesh, hardware, ((known.schedule.stages_per_rank, (known.schedule.name,)),), None)
         cut = cutting.cuts.at([*known.ends])
         return None if cut is None or known.mesh != mesh else cutting.pipeline(*cut)
     except PlanMismatch:

@@ -17,8 +17,8 @@ FILLS = ("#8dd3c7", "#bebada", "#80b1d3", "#fdb462", "#b3de69", "#fccde5")  # Co
 
 
 def to_dot(pipeline: PipelineValue) -> str:
-    """Graphviz source: a cluster for each rank of `pipe` with its stage and modules, edges with what crosses a cut, and
-    dashed ones for weights that stages share. The same pipeline gives the same text.
+    """Graphviz source: a cluster for each rank of `pipe` with its stages and modules, edges with what crosses a cut,
+    and dashed ones for weights that stages share. The same pipeline gives the same text.
     """
     return "\n".join(_lines(pipeline)) + "\n"
 
@@ -30,22 +30,26 @@ def _lines(pipeline: PipelineValue) -> Iterator[str]:
     yield f"    label=<<B>{escape(f'mesh {pipeline.mesh} on {pipeline.whole.hardware}: {summary(pipeline)}')}</B>>];"
     yield '  node [fontname="Helvetica", fontsize=10, shape=box, style="filled,rounded", margin="0.15,0.06"];'
     yield '  edge [fontname="Helvetica", fontsize=9, color="#666666", arrowsize=0.6];'
-    for row in rows:
-        at: int = row["stage"]
-        rank = pipeline.schedule.rank_of[at]
-        yield f'  subgraph "cluster_{at}" {{'
-        yield f'    label="stage {at}, rank {rank} of pipe"; fontname="Helvetica"; fontsize=12; style=rounded;'
-        told = [
-            f"<B>{escape(row['modules'])}</B>".replace(", ", ",<BR/>"),
-            f"{row['parameters']:,} parameters",
-            f"forward {ms(row['forward_seconds'])}, backward {ms(row['backward_seconds'])}",
-            f"{row['in_flight']} in flight, peak {human(row['peak_bytes'])}",
-        ]
-        yield f'    stage{at} [fillcolor="{FILLS[at % len(FILLS)]}", label=<{"<BR/>".join(told)}>];'
+    for rank in range(pipeline.schedule.ranks):
+        own = [row for row in rows if row["rank"] == rank]
+        called = f"stage{'s' * (len(own) > 1)} {', '.join(str(row['stage']) for row in own)}"
+        yield f'  subgraph "cluster_{rank}" {{'
+        yield f'    label="{called}, rank {rank} of pipe"; fontname="Helvetica"; fontsize=12; style=rounded;'
+        for row in own:
+            told = [
+                f"<B>{escape(row['modules'])}</B>".replace(", ", ",<BR/>"),
+                f"{row['parameters']:,} parameters",
+                f"forward {ms(row['forward_seconds'])}, backward {ms(row['backward_seconds'])}",
+                f"{row['in_flight']} in flight, peak {human(row['peak_bytes'])}",
+            ]
+            fill = FILLS[rank % len(FILLS)]
+            yield f'    stage{row["stage"]} [fillcolor="{fill}", label=<{"<BR/>".join(told)}>];'
         yield "  }"
     for row in rows[:-1]:
         at: int = row["stage"]
-        sends = f"{human(row['sent_bytes'])} each way<BR/>{ms(pipeline.durations.send[at])}"
+        sends = "on one rank"
+        if row["sent_bytes"] is not None:
+            sends = f"{human(row['sent_bytes'])} each way<BR/>{ms(pipeline.durations.send[at])}"
         yield f"  stage{at} -> stage{at + 1} [dir=both, label=<{sends}>];"
     for name, (first, *others) in tied_in(pipeline).items():
         for other in others:

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.ir.precision import told
 from autopar.ir.words import count_of
 from autopar.ir.work import VIEWS
-from autopar.pipeline import in_flight
+from autopar.pipeline import in_flight_of_stages
 from autopar.plan.axes import words
 from autopar.plan.explain import saving
 from autopar.plan.listing import columns
@@ -23,7 +23,7 @@ from autopar.rewrite.stages import forward_order
 from autopar.search.pipeline_value import PipelineValue
 from cost_models.reserve import Room
 
-HEADINGS = "stage", "parameters", "forward", "backward", "sends", "in flight", "peak", "modules"
+HEADINGS = "stage", "rank", "parameters", "forward", "backward", "sends", "in flight", "peak", "modules"
 MAX_NOTES = 4
 
 
@@ -42,7 +42,8 @@ def explain(pipeline: PipelineValue, limit: float | None = None) -> str:
     lines += [*saving(whole), *words(whole), *columns([HEADINGS, *_rows(pipeline)])]
     lines += [
         "  forward, backward: of one micro-batch; sends: of one micro-batch, one way, each device of the stage;",
-        "  in flight: most micro-batches of which a stage holds what backward needs",
+        "  in flight: most micro-batches of which a stage holds what backward needs; peak: of the rank, with all its",
+        "  stages",
     ]
     for name, stages in tied_in(pipeline).items():
         lines += wrapped(f"tied: {name} is in stages {', '.join(map(str, stages))}; its gradients are added up")
@@ -54,11 +55,16 @@ def explain(pipeline: PipelineValue, limit: float | None = None) -> str:
 def summary(pipeline: PipelineValue) -> str:
     """The one line that says how good it is."""
     return (
-        f"step time {ms(pipeline.step_seconds)}, simulated: {count_of(len(pipeline.stages), 'stage')}, "
+        f"step time {ms(pipeline.step_seconds)}, simulated: {_counted(pipeline)}, "
         f"{count_of(pipeline.schedule.micro_batches, 'micro-batch', 'micro-batches')}, schedule "
         f"{pipeline.schedule.name}, bubble {100 * pipeline.bubble:.1f} %, memory peak {human(pipeline.peak_bytes)} per "
         "rank"
     )
+
+
+def _counted(pipeline: PipelineValue) -> str:
+    stages, ranks = pipeline.schedule.stages, pipeline.schedule.ranks
+    return count_of(stages, "stage") + ("" if stages == ranks else f" on {count_of(ranks, 'rank')}")
 
 
 def _figures(pipeline: PipelineValue, limit: float | None) -> Iterator[str]:
@@ -128,26 +134,28 @@ def _rows(pipeline: PipelineValue) -> Iterator[tuple[str, ...]]:
     for row in stages_of(pipeline):
         sends = "-" if row["sent_bytes"] is None else human(row["sent_bytes"])
         yield (
-            str(row["stage"]), f"{row['parameters']:,}", ms(row["forward_seconds"]), ms(row["backward_seconds"]), sends,
-            str(row["in_flight"]), human(row["peak_bytes"]), row["modules"],
+            str(row["stage"]), str(row["rank"]), f"{row['parameters']:,}", ms(row["forward_seconds"]),
+            ms(row["backward_seconds"]), sends, str(row["in_flight"]), human(row["peak_bytes"]), row["modules"],
         )  # fmt: skip
 
 
 def stages_of(pipeline: PipelineValue) -> list[dict[str, Any]]:
-    """A row for each stage; what is held and sent is of one device."""
-    flying, durations = in_flight(pipeline.schedule).most_saved, pipeline.durations
+    """A row for each stage; what is held and sent is of one device, the peak of all stages of its rank."""
+    flying, durations, rank_of = in_flight_of_stages(pipeline.schedule), pipeline.durations, pipeline.schedule.rank_of
+    last = len(pipeline.plans) - 1
     return [
         {
             "stage": at,
+            "rank": rank_of[at],
             "modules": modules,
             "parameters": sum(type.numel for _, type in parameters_of(plan)),
             "forward_seconds": durations.forward[at],
             "backward_seconds": durations.whole[at],
-            "sent_bytes": pipeline.nbytes.sent[at] if at + 1 < len(pipeline.plans) else None,
+            "sent_bytes": pipeline.nbytes.sent[at] if at < last and pipeline.schedule.crosses(at) else None,
             "in_flight": flying[at],
             "fixed_bytes": pipeline.nbytes.fixed[at],
             "saved_bytes": pipeline.nbytes.saved[at],
-            "peak_bytes": round(pipeline.memory[at].peak),
+            "peak_bytes": round(pipeline.memory[rank_of[at]].peak),
         }
         for at, (modules, plan) in enumerate(zip(modules_of(pipeline), pipeline.plans, strict=True))
     ]
@@ -180,6 +188,7 @@ def document(model: str, pipeline: PipelineValue, room: Room | None = None) -> d
         "reserve_bytes": None if room is None else room.left,
         "micro_batches": pipeline.schedule.micro_batches,
         "schedule": pipeline.schedule.name,
+        "stages_per_rank": pipeline.schedule.stages_per_rank,
         "simulated_seconds": pipeline.step_seconds,
         "schedule_seconds": pipeline.played.makespan,
         "least_schedule_seconds": pipeline.least_seconds,

@@ -17,7 +17,7 @@ class PipelineValue:
     stages, plans   of each stage: its graph with what crosses its cuts, and how it runs on the mesh of one stage
     ends            behind how many forward operators of the whole plan's graph each stage but the last one ends
     schedule        what every rank of `pipe` does, in order; `played`: when, for one micro-batch of `durations`
-    memory          bytes of a device of each rank of `pipe`, along its list
+    memory          bytes of a device of each rank of `pipe`, along its list; `schedule.rank_of` says which has a stage
     step_seconds    of the schedule, with the updates behind it; simulated
     whole           the plan that was cut
     nbytes          of a device of each stage, from which `memory` is

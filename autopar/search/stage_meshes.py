@@ -22,8 +22,8 @@ from autopar.plan.tell import human
 from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress
 from autopar.search.meshes import first_look, meshes_of
+from autopar.search.orders import PIPE
 from autopar.search.pipeline import Pipeline
-from autopar.search.pipelines import PIPE
 from autopar.search.problems import Stop, never
 from autopar.search.request import Request
 from cost_models.hardware import Hardware
@@ -64,9 +64,10 @@ def seconds_of(found: Answer) -> float:
 
 def least_of_stages(work_s: float, stages: int, micro_batches: int, *, in_halves: bool = False) -> float:
     """Seconds below which no step is, of `work_s` seconds of computing in all micro-batches together, on whatever mesh
-    each stage has, wherever the model is cut, in every schedule of one stage per rank.
+    each stage has, wherever the model is cut.
 
-    `in_halves`: backward may run in two. Then it is only known that the busiest rank does its part of the work. Else:
+    `in_halves`: backward may run in two, or a rank may have several stages. Then it is only known that the busiest rank
+    does its part of the work. Else:
     Stage s of t_s seconds a micro-batch begins behind the forwards of those before it, and ends before their backwards:
     a step takes m t_s + t_0 + ... + t_{s-1} or more. The cut for which the largest of these is smallest has all of them
     equal, t_s = (1 - 1/m)^s t_0; of W = work / m seconds, that is W / (1 - (1 - 1/m)^p).

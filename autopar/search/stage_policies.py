@@ -10,8 +10,9 @@ from autopar.ir.mesh import Mesh
 from autopar.plan.tell import human
 from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question
+from autopar.search.cutting import Cutting
+from autopar.search.orders import within_stage
 from autopar.search.pipeline import Pipeline
-from autopar.search.pipelines import Cutting, within_stage
 from autopar.search.request import Request
 from autopar.search.search import answer
 from autopar.search.sequence_policies import DoesNotApply
@@ -66,7 +67,7 @@ def _row(question: Question, mesh: Mesh, request: Request, policy: str) -> Stage
         stages = within(policy, within_stage(mesh))
         asked = replace(request, policy=stages, allow=None, memory=None, simulation=False)
         whole = answer(question, asked)
-        cutting = Cutting.of(whole, mesh, question.pricer.hardware, SCHEDULE_OF[policy], request.memory)
+        cutting = Cutting.of(whole, mesh, question.pricer.hardware, ((1, (SCHEDULE_OF[policy],)),), request.memory)
         even = cutting.cuts.even()
         found = cutting.pipeline(*(cutting.cuts.best() if even is None else even))
     except (DoesNotApply, NotCut) as error:

@@ -1,16 +1,19 @@
-"""What one stage of a pipeline takes and holds, from the program of its own plan."""
+"""What one stage of a pipeline takes and holds, from the program of its own plan, and what the stages of a rank do
+together.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.layout import local_type
 from autopar.lower import lower
 from autopar.lower.halves import first_half, held_between
 from autopar.lower.memory import changes, peaks, resident_bytes
-from autopar.lower.program import Instruction, Kind, Loop, Program
+from autopar.lower.program import Instruction, Kind, Loop, Program, Run, Update
+from autopar.pipeline import StageBytes
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.stages import Stage
@@ -22,8 +25,9 @@ from cost_models.steps import DEVICE
 @dataclass(frozen=True)
 class StagePrice:
     """Seconds of one micro-batch, of its backward in all and of the part that the stage before waits for, and of the
-    updates; bytes of a device: always, per micro-batch in flight, and per one whose backward has run half. `sent`: over
-    the cut behind the stage, one way.
+    updates; bytes of a device: always, for temporaries, per micro-batch in flight, and per one whose backward has run
+    half. `sent`: over the cut behind the stage, one way. `tied`: of a parameter that other stages hold, too, (seconds
+    of its update, bytes of it and of its states), which a rank with several of them has once.
     """
 
     forward: float
@@ -31,9 +35,11 @@ class StagePrice:
     inputs: float
     update: float
     fixed: float
+    working: float
     saved: float
     pending: float
     sent: float
+    tied: Mapping[str, tuple[float, float]]
 
 
 def price_of(stage: Stage, plan: Plan, pricer: Pricer) -> StagePrice:
@@ -49,24 +55,64 @@ def price_of(stage: Stage, plan: Plan, pricer: Pricer) -> StagePrice:
         for phase, buffer, sign in changes(program)
         if phase == "forward" and buffer.tier == DEVICE and buffer.kind is not Kind.CAST
     )
+    casts = sum(one.nbytes for _, one, sign in changes(program) if sign > 0 and one.kind is Kind.CAST)
     received = sum(
         local_type(node.outputs[0], plan.choices[node.name].gives[0], plan.mesh).nbytes
         for node in plan.graph.nodes
         if node.op == "input" and node.target in stage.receives and node.outputs[0] is not None
     )
     update = timeline.seconds - spent["forward"] - spent["backward"]
-    fixed = peaks(program)[DEVICE] - saved - received
     half = first_half(program, plan.graph, stage.gives_back)
     return StagePrice(
         spent["forward"] / rounds,
         spent["backward"] / rounds,
         _seconds_of_first(program, timeline, half) / rounds,
         update,
-        max(fixed, resident - received),
+        resident + casts - received,
+        max(0, peaks(program)[DEVICE] - saved - resident - casts),
         saved + received,
         held_between(program, plan.graph, half, stage.gives_back, {*stage.receives}),
         _sent_bytes(stage, plan),
+        {name: _once(name, program, timeline) for name in stage.tied},
     )
+
+
+ONCE = (Kind.PARAMETER, Kind.CAST, Kind.STATES)
+
+
+def _once(name: str, program: Program, timeline: Timeline) -> tuple[float, float]:
+    """Seconds of the updates of a parameter, and bytes of it, of its cast and of its states; not of its gradient."""
+    owners = {
+        f"{ONCE[Kind.PARAMETER]} {name}",
+        f"{ONCE[Kind.CAST]} {name} as it is read",
+        f"{ONCE[Kind.STATES]} {name}",
+    }
+    buffers = [*program.resident, *(buffer for _, buffer, sign in changes(program) if sign > 0)]
+    held = sum(one.nbytes for one in buffers if one.kind in ONCE and one.owner in owners and one.tier == DEVICE)
+    spent = sum(
+        end - start
+        for event, start, end in zip(timeline.events, timeline.starts, timeline.ends, strict=True)
+        if isinstance(event.by, Run) and event.by.what == Update(name)
+    )
+    return spent, float(held)
+
+
+def together(priced: Sequence[StagePrice], rank_of: Sequence[int]) -> tuple[StageBytes, float]:
+    """(bytes of stages, seconds of the updates of the rank that takes the longest), each stage on that rank."""
+    fixed, spent = [one.fixed for one in priced], [0.0] * (max(rank_of) + 1)
+    known: set[tuple[int, str]] = set()
+    for stage, (one, rank) in enumerate(zip(priced, rank_of, strict=True)):
+        spent[rank] += one.update
+        for name, (seconds, nbytes) in one.tied.items():
+            if (rank, name) in known:
+                spent[rank] -= seconds
+                fixed[stage] -= nbytes
+            known.add((rank, name))
+    nbytes = StageBytes(
+        tuple(fixed), tuple(one.working for one in priced), tuple(one.saved for one in priced),
+        tuple(one.pending for one in priced), tuple(one.sent for one in priced[:-1]),
+    )  # fmt: skip
+    return nbytes, max(spent)
 
 
 def _seconds_of_first(program: Program, timeline: Timeline, half: int) -> float:

@@ -21,11 +21,13 @@ from autopar.plan.utilisation import flops_by_dtype
 from autopar.rewrite.micro_batches import NotCut, in_rounds
 from autopar.search import Request, search
 from autopar.search.context import ask
+from autopar.search.cutting import Cutting
 from autopar.search.kept import keep_plan, kept_pipeline
 from autopar.search.micro_batches import counts_in_stages
+from autopar.search.orders import SCHEDULES, within_stage
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipeline_told import document, explain, modules_of, tied_in, utilisation_of
-from autopar.search.pipelines import SCHEDULES, Cutting, find_pipeline, pipeline_of, within_stage
+from autopar.search.pipelines import find_pipeline, pipeline_of
 from autopar.search.stage_policies import STAGED, compare_staged
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware

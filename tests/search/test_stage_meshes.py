@@ -16,8 +16,9 @@ from autopar.plan.renamed import names_of
 from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Request, search
 from autopar.search.context import Question, ask
+from autopar.search.orders import within_stage
 from autopar.search.pipeline import Pipeline
-from autopar.search.pipelines import find_pipeline, pipeline_of, within_stage
+from autopar.search.pipelines import find_pipeline, pipeline_of
 from autopar.search.solve import floor_s
 from autopar.search.stage_meshes import Arranged, arrangements, best_arranged, documents, least_of_stages, table
 from autopar.trace import capture, graph_of

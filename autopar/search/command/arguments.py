@@ -27,7 +27,7 @@ from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.search.memory_options import ALLOWED, NEEDS_OPTIM, allowed
 from autopar.search.meshes import meshes_of
 from autopar.search.micro_batches import AUTO
-from autopar.search.pipelines import PIPE, SCHEDULES
+from autopar.search.orders import PIPE, SCHEDULES
 from autopar.search.policies import NAMED, POLICIES, policy_named
 from autopar.search.search import Progress
 from autopar.search.stage_policies import STAGED
@@ -109,7 +109,10 @@ def _what_is_searched(add: Callable[..., object]) -> None:
         "divides the devices")  # fmt: skip
     add("--schedule", choices=("auto", *SCHEDULES),
         help=f"of pipeline stages (--stages, or a first axis of --mesh called {PIPE}): in which order their micro-"
-        "batches run (default: auto, the quicker one)")  # fmt: skip
+        "batches run (default: auto, the quickest one)")  # fmt: skip
+    add("--stages-per-rank", type=int, metavar="V",
+        help="of pipeline stages: so many of them on each rank, as interleaved (any number above 1) and zb-v (2) have "
+        "them (default: the quickest of 1 to 4 that the schedule allows)")  # fmt: skip
     add(FLAG, metavar=METAVAR, help=HELP)
     add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip

@@ -21,9 +21,10 @@ from autopar.search.command.sized import request_of
 from autopar.search.context import Progress
 from autopar.search.document import document as plan_document
 from autopar.search.micro_batches import AUTO, counts_in_stages
+from autopar.search.orders import can_be_ordered, within_stage
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipeline_told import document, explain
-from autopar.search.pipelines import IN_HALVES, pipeline_of, within_stage
+from autopar.search.pipelines import pipeline_of
 from autopar.search.problems import Stop
 from autopar.search.request import Request
 from autopar.search.reserved import telling
@@ -101,13 +102,16 @@ def _rows(
         schedule = given.schedule or AUTO
         with telling(room):
             return pipeline_of(
-                question, mesh, replace(request, memory=room.tensors), schedule=schedule, moved=moved, named=True
-            )
+                question, mesh, replace(request, memory=room.tensors), schedule=schedule,
+                stages_per_rank=given.stages_per_rank, moved=moved, named=True,
+            )  # fmt: skip
 
     def counts(stages: int) -> list[int]:
         if not isinstance(asked.micro_batches, str) and given.micro_batches is not None:
-            return [asked.micro_batches]
-        return counts_in_stages(posing.graph(asked.batch_norm, asked.meshes[0]).graph, stages)
+            found = [asked.micro_batches]
+        else:
+            found = counts_in_stages(posing.graph(asked.batch_norm, asked.meshes[0]).graph, stages)
+        return [one for one in found if can_be_ordered(given.schedule or AUTO, stages, one, given.stages_per_rank)]
 
     unstaged = None
     if numbers is None or 1 in numbers:
@@ -129,8 +133,8 @@ def _rows(
     def floor(mesh: Mesh, count: int) -> float:
         return floor_s(within(count).question(within_stage(mesh)), None)
 
-    in_halves = given.schedule in (None, AUTO, *IN_HALVES)
-    return best_arranged(rows, unstaged, find, floor, request, in_halves=in_halves, progress=progress, stop=stop)
+    in_turns = given.schedule in ("1f1b", "gpipe")  # one stage per rank, and backward in one
+    return best_arranged(rows, unstaged, find, floor, request, in_halves=not in_turns, progress=progress, stop=stop)
 
 
 def _room(posing: Posing, mesh: Mesh) -> Room:

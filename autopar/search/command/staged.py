@@ -24,11 +24,12 @@ from autopar.search.command.posing import Posing, posed, timed
 from autopar.search.command.sized import request_of
 from autopar.search.context import Progress, Question
 from autopar.search.micro_batches import AUTO, counts_in_stages
+from autopar.search.orders import PIPE, can_be_ordered, orders_of, ranks_of, within_stage
 from autopar.search.pins import pinned
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipeline_files import to_dot, to_trace
 from autopar.search.pipeline_told import document, explain, summary
-from autopar.search.pipelines import PIPE, pipeline_of, stages_of, within_stage
+from autopar.search.pipelines import pipeline_of
 from autopar.search.reserved import telling
 from autopar.search.splits import settled
 from autopar.search.stage_policies import STAGED, StagedRow, compare_staged
@@ -47,10 +48,11 @@ def is_staged(given: argparse.Namespace) -> bool:
     """
     names = [part.partition("=")[0].strip() for part in (given.mesh or "").split(",")]
     if PIPE not in names and given.stages is None:
-        if given.schedule is not None:
-            raise BadArgument(
-                f"--schedule {given.schedule} is of pipeline stages; give --mesh a first axis {PIPE}, or leave it out"
-            )
+        for flag, value in (("--schedule", given.schedule), ("--stages-per-rank", given.stages_per_rank)):
+            if value is not None:
+                raise BadArgument(
+                    f"{flag} {value} is of pipeline stages; give --mesh a first axis {PIPE}, or leave it out"
+                )
         return False
     if given.stages is not None and (given.devices is None or "," in given.devices):
         raise BadArgument(
@@ -105,13 +107,13 @@ def staged(given: argparse.Namespace, asked: Asked, progress: Progress, check: C
     """Print the pipeline, and write its file; returns the exit status. Raises as the search of one plan does."""
     started = time.perf_counter()
     (mesh,) = asked.meshes
-    or_bad(lambda: stages_of(mesh))
+    or_bad(lambda: ranks_of(mesh))
     inner, tried = within_stage(mesh), _Tried()
     room = room_in(asked.memory, asked.hardware, mesh.sizes)
     with contextlib.redirect_stdout(sys.stderr):  # what the model prints must not mix with our answer
         progress(f"mesh {mesh}, {count_of(mesh.ranks, 'rank')} of {asked.hardware.name}")
         posing = posed(replace(asked, meshes=(inner,)), given.optimizer, None, progress)
-        for count in _counts(posing, stages_of(mesh)):
+        for count in _counts(given, posing, ranks_of(mesh)):
             check()
             progress(f"a step in {count_of(count, 'micro-batch', 'micro-batches')}")
             try:
@@ -154,14 +156,17 @@ def write(asked: Asked, found: Pipeline, progress: Progress) -> None:
         progress(f"wrote {path}")
 
 
-def _counts(posing: Posing, stages: int) -> list[int]:
-    """Numbers of micro-batches to try."""
+def _counts(given: argparse.Namespace, posing: Posing, stages: int) -> list[int]:
+    """Numbers of micro-batches to try, so many or more ranks of stages."""
+    schedule, chunks = given.schedule or AUTO, given.stages_per_rank
     wanted = posing.asked.micro_batches
     if not isinstance(wanted, str):
+        or_bad(lambda: orders_of(schedule, stages, wanted, chunks))
         return [wanted]
     graph = posing.graph(posing.asked.batch_norm, posing.asked.meshes[0]).graph
     if counts := counts_in_stages(graph, stages):
-        return counts
+        or_bad(lambda: orders_of(schedule, stages, counts[0], chunks))
+        return [one for one in counts if can_be_ordered(schedule, stages, one, chunks)]
     raise BadArgument(
         f"a batch of {batch_size(graph)} does not divide into {stages} micro-batches, one for each stage, nor into 2, "
         f"4 or 8 times as many, and --micro-batches {AUTO} tries no others; give a number that divides the batch"
@@ -192,7 +197,10 @@ def _found(given: argparse.Namespace, posing: Posing, mesh: Mesh, room: Room, pr
 
     def find() -> Pipeline:
         with telling(room):
-            return pipeline_of(question, mesh, request, schedule=given.schedule or "auto", progress=progress)
+            return pipeline_of(
+                question, mesh, request, schedule=given.schedule or AUTO, stages_per_rank=given.stages_per_rank,
+                progress=progress,
+            )  # fmt: skip
 
     try:
         return timed(posing.seconds, "search", find)

@@ -1,0 +1,200 @@
+"""One plan of the whole model, how it may be cut into stages, and what a pipeline of each cut takes and holds.
+
+A cut is first that of least step time under 1F1B by `solver.cut_pipeline`, among the places where little crosses, or
+the even one; the schedules are played with the seconds of each stage's own timeline, and then one end after the other
+is moved as long as the played step gets shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.decide.stages import in_stages
+from autopar.ir.mesh import Mesh
+from autopar.pipeline import Durations, make_schedule, memory, play
+from autopar.plan import Plan
+from autopar.price.pricer import Pricer
+from autopar.rewrite.micro_batches import NotCut
+from autopar.search.cuts import Cut, Cuts, Send
+from autopar.search.orders import IN_HALVES, PIPE, Orders, ranks_of
+from autopar.search.pipeline import Pipeline
+from autopar.search.stage_prices import price_of, together
+from cost_models.hardware import Hardware
+from cost_models.steps import Comm
+
+MOVES, WORTH = 8, 1e-3  # of ends of stages that are tried, and what part of the step one has to promise
+MORE, NEAR = (
+    0.03,
+    0.1,
+)  # what more stages have to promise, and how near their first cut has to come for ends to be moved
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """One plan of the whole model, and how good a pipeline of it each cut is, under each of the `schedules`, which have
+    `chunks` stages on each rank.
+    """
+
+    whole: Plan
+    mesh: Mesh
+    schedules: tuple[str, ...]
+    chunks: int
+    pricer: Pricer
+    cuts: Cuts
+    limit: float | None
+
+    @staticmethod
+    def of(whole: Plan, mesh: Mesh, hardware: Hardware, orders: Orders, limit: float | None) -> Cutting:
+        """Under the first of the orders."""
+        pricer = Pricer.on(whole.mesh, hardware, whole.optimizer, whole.bucket_bytes, whole.graph.rounds)
+        chunks, schedules = orders[0]
+        cuts = Cuts.of(whole, chunks * ranks_of(mesh), pricer, _sending(mesh, hardware))
+        return Cutting(whole, mesh, schedules, chunks, pricer, cuts, limit)
+
+    def first(self) -> Pipeline:
+        """Of the best cut by the program's estimate, and the even one."""
+        even = self.cuts.even()
+        found = self.pipeline(*self.cuts.best())
+        return found if even is None else min(self.pipeline(*even), found, key=self._order)
+
+    def moved(self, best: Pipeline) -> Pipeline:
+        """The best that is found by moving one end after the other, where the played step of what that would do to the
+        two stages beside it, estimated from their times now, or their bytes, promises something.
+        """
+        seen = {best.ends}
+        for _ in range(MOVES):
+            near = [(promise, ends) for promise, ends in self._promises(best) if tuple(ends) not in seen]
+            if not near:
+                break
+            _, ends = min(near)
+            seen.add(tuple(ends))
+            cut = self.cuts.at(ends)
+            found = None if cut is None else self.pipeline(*cut)
+            if found is not None and self._order(found) < self._order(best):
+                best = found
+        return best
+
+    def best(self, orders: Orders, best: Pipeline, *, moved: bool) -> Pipeline:
+        """The best under the other orders, too: of as many stages in the same cut, and where that is better, of those
+        that are found by moving its ends; of more stages where the times of `best` promise something for them.
+        """
+        last = best  # of the stages that were cut last
+        for chunks, schedules in orders[1:]:
+            other, again = replace(self, schedules=schedules, chunks=chunks), chunks == last.schedule.stages_per_rank
+            if not again and not other._may_beat(best):
+                continue
+            try:
+                if again:
+                    found = other.pipeline(last.ends, tuple(zip(last.stages, last.plans, strict=True)))
+                else:
+                    count = chunks * ranks_of(self.mesh)
+                    other = replace(other, cuts=replace(self.cuts, count=count, _closed=set()))
+                    last = found = other.first()
+            except NotCut:
+                continue
+            other = replace(other, cuts=replace(self.cuts, count=len(found.plans), _closed=set()))
+            if found.step_seconds > best.step_seconds * (1.0 if chunks == 1 else 1 + NEAR) and self._fits(best):
+                continue
+            found = other.moved(found) if moved else found
+            last = found if not again else last
+            best = min(best, found, key=self._order)
+        return best
+
+    def _may_beat(self, best: Pipeline) -> bool:
+        """Whether stages of equal parts of these ranks' work would be quicker, by the sends alone slower."""
+        now, ranks, rounds = best.durations, best.schedule.ranks, best.schedule.micro_batches
+
+        def parts(entries: Sequence[float]) -> tuple[float, ...]:
+            of_rank = [0.0] * ranks
+            for seconds, rank in zip(entries, best.schedule.rank_of, strict=True):
+                of_rank[rank] += seconds
+            return tuple(sum(of_rank) / ranks / self.chunks for _ in range(ranks * self.chunks))
+
+        sends = (max(now.send, default=0.0),) * (ranks * self.chunks - 1)
+        even = Durations(
+            parts(now.forward), parts(now.backward_input), parts(now.backward_weight), sends, parts(now.whole)
+        )
+        told = (play(make_schedule(name, ranks, rounds, self.chunks), even).makespan for name in self.schedules)
+        return min(told) < best.played.makespan * (1 - MORE)
+
+    def _promises(self, now: Pipeline) -> Iterator[tuple[float, list[int]]]:
+        """(estimated seconds, ends) of cuts beside this one; the first are those that make room where that is short."""
+        durations, spent = now.durations, self.cuts.spent
+        taken = [forward + backward for forward, backward in zip(durations.forward, durations.whole, strict=True)]
+        rank_of, of_rank = now.schedule.rank_of, [0.0] * now.schedule.ranks
+        for rank, seconds in zip(rank_of, taken, strict=True):
+            of_rank[rank] += seconds
+        over = self.limit is not None and now.peak_bytes > self.limit
+        peaks = [rank.peak for rank in now.memory]
+        fullest = peaks.index(max(peaks))
+        for which, ends in self.cuts.beside(now.ends, [of_rank[rank] for rank in rank_of]):
+            old, new = now.ends[which], ends[which]
+            more = float(spent[old:new].sum() - spent[new:old].sum())  # that the stage before the end takes over
+            grown = [*taken]
+            grown[which], grown[which + 1] = max(0.0, taken[which] + more), max(0.0, taken[which + 1] - more)
+            scale = [one / old if old else 1.0 for one, old in zip(grown, taken, strict=True)]
+            seconds = play(now.schedule, _scaled(durations, scale)).makespan
+            before, behind = rank_of[which], rank_of[which + 1]
+            if over and fullest in (before, behind):
+                if before != behind and (more < 0) == (fullest == before):
+                    yield seconds - now.played.makespan, ends
+            elif not over and seconds < now.played.makespan * (1 - WORTH):
+                yield seconds, ends
+
+    def _fits(self, found: Pipeline) -> bool:
+        return self.limit is None or found.peak_bytes <= self.limit
+
+    def _order(self, found: Pipeline) -> tuple[float, float, int]:
+        over = 0.0 if self.limit is None else max(0.0, found.peak_bytes - self.limit)
+        return over, found.step_seconds, found.peak_bytes
+
+    def pipeline(self, ends: Sequence[int], cut: Cut) -> Pipeline:
+        """The better schedule of this cut."""
+        found: list[Pipeline] = []
+        for inputs_first in (False, True):
+            names = [name for name in self.schedules if (name in IN_HALVES) == inputs_first]
+            if names:
+                as_run = in_stages(self.whole, ends, self.pricer, inputs_first=True) if inputs_first else cut
+                found += self._played(ends, as_run, names)
+        fits = [one for one in found if self.limit is None or one.peak_bytes <= self.limit] or found
+        return min(fits, key=lambda one: (round(one.step_seconds, 9), one.peak_bytes))
+
+    def _played(self, ends: Sequence[int], cut: Cut, names: Sequence[str]) -> Iterator[Pipeline]:
+        """Under each of the schedules."""
+        stages, plans = tuple(stage for stage, _ in cut), tuple(plan for _, plan in cut)
+        priced = [price_of(stage, plan, self.pricer) for stage, plan in cut]
+        weights = tuple(one.backward - one.inputs for one in priced)
+        ranks = ranks_of(self.mesh)
+        for name in names:
+            lists = make_schedule(name, ranks, self.whole.graph.rounds.count, self.chunks)
+            nbytes, updates = together(priced, lists.rank_of)
+            sends = (self.cuts.send(one) if lists.crosses(at) else 0.0 for at, one in enumerate(nbytes.sent))
+            durations = Durations(
+                tuple(one.forward for one in priced), tuple(one.inputs for one in priced), weights, tuple(sends),
+                tuple(one.backward for one in priced),
+            )  # fmt: skip
+            played = play(lists, durations)
+            yield Pipeline(
+                self.mesh, stages, plans, tuple(ends), lists, durations, played, memory(lists, nbytes),
+                played.makespan + updates, self.whole, nbytes,
+            )  # fmt: skip
+
+
+def _scaled(durations: Durations, scale: Sequence[float]) -> Durations:
+    def times(entries: Sequence[float]) -> tuple[float, ...]:
+        return tuple(one * by for one, by in zip(entries, scale, strict=True))
+
+    return Durations(
+        times(durations.forward), times(durations.backward_input), times(durations.backward_weight), durations.send,
+        times(durations.whole),
+    )  # fmt: skip
+
+
+def _sending(mesh: Mesh, hardware: Hardware) -> Send:
+    pricer = Pricer.on(mesh, hardware, "none")
+
+    def send(nbytes: float) -> float:
+        return pricer.seconds((Comm("shift", PIPE, mesh.sizes[0], round(nbytes)),))
+
+    return send
