@@ -33,7 +33,7 @@ from autopar.rules.outside import given as given_rules
 from autopar.search import Request
 from autopar.search.memory_options import allowed
 from autopar.search.micro_batches import AUTO
-from autopar.search.orders import PIPE, SCHEDULES, ranks_of
+from autopar.search.orders import PIPE, SCHEDULES, orders_of, ranks_of
 from autopar.search.pipeline import Pipeline
 from autopar.search.reserved import check_fits
 from autopar.trace.calls import by_name
@@ -71,6 +71,7 @@ def compile(
     rules: Rules | Iterable[Rules] | None = None,
     micro_batches: int | str | None = None,
     schedule: str | None = None,
+    stages_per_rank: int | None = None,
 ) -> ParallelModule:
     """Find the fastest plan for training `model` on `device_mesh` that fits in memory, and return a module that runs
     it.
@@ -123,8 +124,11 @@ def compile(
     a loss that is thrown away costs it too. Default: that of the plan, or 1.
 
     schedule: of a mesh whose first axis is called `pipe`, along which the model is cut into stages: "1f1b", "gpipe",
-    "zb-h1", "zb-h2" (zero bubble: backward in two parts), or "auto" for the quickest, which is the default. A step then
-    has `micro_batches` of them in flight; by default the search decides how many.
+    "zb-h1", "zb-h2" (zero bubble: backward in two parts), with several stages on each rank "interleaved", "zb-v",
+    "interleaved-zb", or "auto" for the quickest, which is the default. A step is run in `micro_batches` of them; by
+    default the search decides how many. interleaved and interleaved-zb need a multiple of the ranks along `pipe`.
+
+    stages_per_rank: of such a schedule; by default what is quickest. zb-v has 2.
 
     rules: an `autopar.Rules`, or several, of packages that bring operators of their own: how these may be split, and
     what they cost. Every rank must be given the same; a plan's file names those that it rests on.
@@ -143,7 +147,7 @@ def compile(
     _check_what_is_planned(model, plan, pin)
     precision = precision_named(precision)
     _check_numbers(patience_s, micro_batches)
-    pipe = _pipe_of(device_mesh, mesh, schedule, {"profile": profile})
+    pipe = _pipe_of(device_mesh, mesh, schedule, stages_per_rank, micro_batches, {"profile": profile})
 
     def read() -> tuple[Machine, tuple[str, ...] | None, Plan | Pipeline | None]:
         machine = _machine(hardware, memory, profile, device_mesh.device_type)
@@ -160,12 +164,12 @@ def compile(
         "a plan of digest": None if given is None else _digest(given),
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
         "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "allow": words,
-        "micro_batches": micro_batches, "schedule": schedule, "pin": sorted((pin or {}).items()),
-        "rules": [told(one.identity) for one in brought],
+        "micro_batches": micro_batches, "schedule": schedule, "stages_per_rank": stages_per_rank,
+        "pin": sorted((pin or {}).items()), "rules": [told(one.identity) for one in brought],
     }  # fmt: skip
     request = Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s)
     here, count = (device_mesh, 1) if pipe is None else (pipe.here, AUTO)
-    rest = settings, given, cache, is_open, brought, micro_batches or count, schedule or AUTO
+    rest = settings, given, cache, is_open, brought, micro_batches or count, schedule or AUTO, stages_per_rank
     planner = Planner(here, machine, request, optimizer, outputs, inputs, *rest)
     shape = outputs, backend, precision, inputs, batch_norm, patience_s, brought, pipe
     return _planned(attach(model, here, planner, *shape), model, example_inputs, example_kwargs)
@@ -181,14 +185,21 @@ def _planned(
     return parallel
 
 
-def _pipe_of(device_mesh: DeviceMesh, mesh: Mesh, schedule: str | None, others: Mapping[str, object]) -> Pipe | None:
+def _pipe_of(
+    device_mesh: DeviceMesh, mesh: Mesh, schedule: str | None, stages_per_rank: int | None,
+    micro_batches: int | str | None, others: Mapping[str, object],
+) -> Pipe | None:  # fmt: skip
     """The ranks of a pipeline, where the mesh has an axis of stages. `others`: what a pipeline does not have yet."""
     if PIPE not in mesh.names:
-        if schedule is not None:
-            raise ValueError(f"schedule={schedule!r} is of a pipeline, and the mesh {mesh} has no axis {PIPE!r}")
+        for name, value in (("schedule", schedule), ("stages_per_rank", stages_per_rank)):
+            if value is not None:
+                raise ValueError(f"{name}={value!r} is of a pipeline, and the mesh {mesh} has no axis {PIPE!r}")
         return None
     ranks_of(mesh)
     _known("schedule", schedule or AUTO, (AUTO, *SCHEDULES))
+    ranks = ranks_of(mesh)
+    count = micro_batches if isinstance(micro_batches, int) else ranks
+    orders_of(schedule or AUTO, ranks, count, stages_per_rank)
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise ValueError(f"{given[0]}= is not built for a mesh with {PIPE!r}; leave it out, or {PIPE!r}")

@@ -89,6 +89,7 @@ class Planner:
     rules: tuple[Rules, ...] = ()
     micro_batches: int | str = 1
     schedule: str = AUTO
+    stages_per_rank: int | None = None
 
     def __call__(self, graph: Graph, like: Plan | None, fixed: Mapping[str, Layout], *, loosely: bool = False) -> Plan:
         """`loosely`: nobody trains with this batch yet, so that it need not be cut into as many as were asked for."""
@@ -134,7 +135,8 @@ class Planner:
         )
         given = self.given if isinstance(self.given, Pipeline) else None
         asked = Asked(
-            self.machine.hardware, self.optimizer, request, self.schedule, count, self.rules, loosely, given,
+            self.machine.hardware, self.optimizer, request, self.schedule, count, self.rules,
+            self.stages_per_rank, loosely, given,
             _outputs_that_matter(self.outputs, graph), self._kept_stages(graph, pipe, request, count, loosely),
             self.machine.is_limited,
         )  # fmt: skip
@@ -144,7 +146,14 @@ class Planner:
         """Where a pipeline is kept."""
         if self.cache is None:
             return None
-        told = self.machine.hardware.digest, self.optimizer, self.schedule, str(count), str(loosely)
+        told = (
+            self.machine.hardware.digest,
+            self.optimizer,
+            self.schedule,
+            str(self.stages_per_rank),
+            str(count),
+            str(loosely),
+        )
         asked = request if self.machine.is_limited else replace(request, memory=None)
         limit = str(request.time_limit_s)
         return Path(self.cache) / f"{_digest(graph, str(pipe.mesh), asked, (*told, limit))}.pipeline.json"

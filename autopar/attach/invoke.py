@@ -27,7 +27,6 @@ from autopar.attach.tensors import (
     layout_of,
     placements_of,
 )
-from autopar.emit.seeded import seeds
 from autopar.errors import PlanMismatch
 from autopar.ir.graph import Node, input_type, output_types
 from autopar.plan import Plan
@@ -87,14 +86,13 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
         if not prepared.runner.pieces and state.pipe is None:
             drawn.append(())
             continue
-        drawing, stages = state.drawing_calls, 1 if state.pipe is None else state.pipe.count
-        state.drawing_calls += 1  # of a pipeline in every stage, each of which draws other numbers
+        drawing = state.drawing_calls
+        state.drawing_calls += 1  # of a pipeline on every rank, whichever stages draw
         if not prepared.runner.pieces:
             drawn.append(())
             continue
         assert state.seed is not None
-        number = drawing * stages + (0 if state.pipe is None else state.pipe.place)
-        drawn.append((seeds(state.seed, number, prepared.runner.pieces),))
+        drawn.append(prepared.runner.seeds(state.seed, drawing))
     return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh)
 
 

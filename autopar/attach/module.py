@@ -100,7 +100,7 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the training step. Raises RuntimeError before there is one."""
+        """The plan of the training step, of the whole model. Raises RuntimeError before there is one."""
         return self._autopar.plan or self._main().plan
 
     @property
@@ -113,7 +113,7 @@ class ParallelModule(nn.Module):
 
     @property
     def program(self) -> Emitted:
-        """The generated code of the training step: `print(parallel.program.code)`."""
+        """The generated code of the training step: `print(parallel.program.code)`; of a rank's first stage."""
         return self._main().runner.program
 
     @property
@@ -239,11 +239,11 @@ class ParallelModule(nn.Module):
         return kept
 
     def _holders(self) -> dict[str, DeviceMesh]:
-        """Of a pipeline, the mesh of the first stage that has each parameter; under every name of it."""
+        """Of a pipeline, the mesh of the first place that has each parameter; under every name of it."""
         pipe, staged = self._autopar.pipe, self._autopar.staged
         if pipe is None or staged is None:
             return {}
-        found = {name: pipe.meshes[stages[0]] for name, stages in staged.owners.items()}
+        found = {name: pipe.meshes[places[0]] for name, places in staged.holders.items()}
         return found | {name: found[first] for name, first in aliases(self).items() if first in found}
 
     def _main(self) -> Prepared:
@@ -371,18 +371,18 @@ def _lay_out(parallel: ParallelModule, main: Prepared) -> None:
         if not buffer.is_meta:
             buffer.copy_(from_rank_zero(buffer, state.device_mesh))
     done: set[int] = set()
-    whole = main.runner.staged.whole if isinstance(main.runner, StageRunner) else main.plan
-    for name, layout in whole.parameters.items():
+    holders = main.runner.staged.holders if isinstance(main.runner, StageRunner) else {}
+    for name, layout in main.plan.parameters.items():
         parameter = parameters[name]
         done.add(id(parameter))
         on_host = main.plan.residence.get(name) == "host"
-        if isinstance(main.runner, StageRunner) and name not in main.plan.parameters:
-            laid_out = main.runner.pipe.given_to_others(parameter, layout, main.runner.staged.owners[name][0])
+        if isinstance(main.runner, StageRunner) and main.runner.pipe.place not in holders[name]:
+            laid_out = main.runner.pipe.given_to_others(parameter, layout, holders[name][0])
         else:
             laid_out = parameter_on(state.mesh, state.device_mesh, parameter, layout, on_host=on_host)
         become(parameter, laid_out)
     if isinstance(main.runner, StageRunner):
-        main.runner.pipe.note(parameters, main.runner.staged.owners)
+        main.runner.pipe.note(parameters, holders)
     for name, parameter in parameters.items():
         if id(parameter) not in done:
             raise AssertionError(f"parameter {name} is not in the plan")

@@ -1,9 +1,10 @@
-"""The ranks of a pipeline: a device mesh for each stage, what goes from rank to rank, and parameters of other stages.
+"""The ranks of a pipeline: a device mesh for each place along `pipe`, what goes from rank to rank, and parameters of
+other stages.
 
-Stages lie along the first axis of the mesh, `pipe`. A rank has parameters, layouts and collectives on the mesh of its
-own stage; of the parameters of the others it has the names and shapes, with pieces of no elements, so that optimizers,
-state dicts and checkpoints see the whole model. What crosses from stage to stage goes between ranks with the same place
-in their stages.
+`pipe` is the first axis of the mesh; at each place along it are the ranks that have the same stages, one or several. A
+rank has parameters, layouts and collectives on the mesh of its own place; of the parameters of the others it has the
+names and shapes, with pieces of no elements, so that optimizers, state dicts and checkpoints see the whole model. What
+crosses from stage to stage goes between ranks with the same coordinates within their places.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ PIPES: weakref.WeakSet[Pipe] = weakref.WeakSet()  # of all modules of this proce
 
 
 class Pipe:
-    """All ranks make one together. `meshes`: of each stage; `place`: which is this rank's; `peers`: the ranks that have
-    this one's place in each stage, one after the other.
+    """All ranks make one together. `meshes`: of each place along `pipe`; `place`: this rank's; `peers`: the ranks that
+    have this one's coordinates at each place, one after the other.
     """
 
     def __init__(self, device_mesh: DeviceMesh, mesh: Mesh) -> None:
@@ -46,24 +47,24 @@ class Pipe:
         self.rank_within, self.ranks_within = at, self.inner.ranks
         self.peers = [int(one.flatten()[at]) for one in numbers]
         self.group = device_mesh.get_group(PIPE)
-        self.held: list[weakref.ref[nn.Parameter]] = []  # parameters of this stage
-        self.copies: list[weakref.ref[nn.Parameter]] = []  # those of them that an earlier stage counts
+        self.held: list[weakref.ref[nn.Parameter]] = []  # parameters of this place
+        self.copies: list[weakref.ref[nn.Parameter]] = []  # those of them that an earlier place counts
         PIPES.add(self)
         _count_all_stages()
         mend_lists()
 
     @property
     def count(self) -> int:
-        """How many stages there are."""
+        """How many places there are along `pipe`."""
         return len(self.meshes)
 
     @property
     def here(self) -> DeviceMesh:
-        """The mesh of this rank's stage."""
+        """The mesh of this rank's place."""
         return self.meshes[self.place]
 
     def name_groups(self, names: dict[str, str], axes: Iterable[str]) -> dict[str, str]:
-        """As `autopar.emit.groups.name_groups`: groups of several axes at once are made in all stages, by all ranks."""
+        """As `autopar.emit.groups.name_groups`: groups of several axes at once are made at all places, by all ranks."""
         for axis in sorted(axes):
             if axis in names:
                 continue
@@ -82,48 +83,50 @@ class Pipe:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def send(self, stage: int, value: Tensor) -> Any:
-        """Begin to send; the caller keeps the value and waits for what comes back."""
-        return dist.isend(value, self.peers[stage])
+    def send(self, place: int, value: Tensor) -> Any:
+        """Begin to send; the caller keeps the value and waits for what comes back. What is sent to a place is received
+        there in the order of the sends, of whichever stages it is: that is how both know what it is.
+        """
+        return dist.isend(value, self.peers[place])
 
-    def receive(self, stage: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def receive(self, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         value = torch.empty(tuple(shape), dtype=dtype, device=device_of(self.whole))
-        work = dist.irecv(value, self.peers[stage])
+        work = dist.irecv(value, self.peers[place])
         assert work is not None
         work.wait()
         return value
 
-    def from_stage(self, stage: int, value: Tensor) -> Tensor:
-        """That stage's value in all of them, in place; all ranks of the pipe call it."""
-        dist.broadcast(value, self.peers[stage], group=self.group)
+    def from_place(self, place: int, value: Tensor) -> Tensor:
+        """The value there, at all of them, in place; all ranks of the pipe call it."""
+        dist.broadcast(value, self.peers[place], group=self.group)
         return value
 
-    def sum_over(self, stages: Sequence[int], value: Tensor) -> Tensor:
-        """The sum of the values of these stages, which all call it, in the order of the stages."""
+    def sum_over(self, places: Sequence[int], value: Tensor) -> Tensor:
+        """The sum of the values at these places, which all call it, in that order."""
         value = value.contiguous()
-        first, *rest = stages
+        first, *rest = places
         if self.place != first:
             self.send(first, value).wait()
             return self.receive(first, value.shape, value.dtype)
         total = value
-        for stage in rest:
-            total = total + self.receive(stage, value.shape, value.dtype)
-        for stage in rest:
-            self.send(stage, total).wait()
+        for place in rest:
+            total = total + self.receive(place, value.shape, value.dtype)
+        for place in rest:
+            self.send(place, total).wait()
         return total
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
-    def elsewhere(self, held: nn.Parameter, layout: Layout, stage: int) -> nn.Parameter:
-        """A parameter of another stage, of which this rank has no elements."""
+    def elsewhere(self, held: nn.Parameter, layout: Layout, place: int) -> nn.Parameter:
+        """A parameter of another place, of which this rank has no elements."""
         device = "meta" if held.is_meta else device_of(self.whole)
         # For a number torch has a number there, too: a detached one would have no elements in its shape.
         nothing = torch.zeros(0 if held.dim() else (), dtype=held.dtype, device=device)
-        made = over_pieces(nothing, held.shape, placements_of(layout), self.meshes[stage])
+        made = over_pieces(nothing, held.shape, placements_of(layout), self.meshes[place])
         return nn.Parameter(made, requires_grad=held.requires_grad)
 
-    def given_to_others(self, whole: nn.Parameter, layout: Layout, stage: int) -> nn.Parameter:
-        """`elsewhere`, while the ranks of that stage get their pieces (`autopar.attach.tensors.parameter_on`)."""
+    def given_to_others(self, whole: nn.Parameter, layout: Layout, place: int) -> nn.Parameter:
+        """`elsewhere`, while the ranks of that place get their pieces (`autopar.attach.tensors.parameter_on`)."""
         value = whole.detach()
         if isinstance(value, DTensor):
             if is_elsewhere(value):
@@ -131,12 +134,12 @@ class Pipe:
             value = value.to_local()
         if not value.is_meta:
             take_part(value, layout, self.inner, self.whole)
-        return self.elsewhere(whole, layout, stage)
+        return self.elsewhere(whole, layout, place)
 
-    def note(self, parameters: Mapping[str, Any], owners: Mapping[str, Sequence[int]]) -> None:
-        """What this stage holds. Of a parameter that several stages hold, the first one counts the gradient."""
-        self.held = [weakref.ref(parameters[name]) for name, stages in owners.items() if self.place in stages]
-        names = [name for name, stages in owners.items() if self.place in stages[1:]]
+    def note(self, parameters: Mapping[str, Any], holders: Mapping[str, Sequence[int]]) -> None:
+        """What this place holds. Of a parameter that several places hold, the first one counts the gradient."""
+        self.held = [weakref.ref(parameters[name]) for name, places in holders.items() if self.place in places]
+        names = [name for name, places in holders.items() if self.place in places[1:]]
         self.copies = [weakref.ref(parameters[name]) for name in names]
 
 

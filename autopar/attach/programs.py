@@ -37,6 +37,7 @@ from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
 from autopar.emit import Emitted, emit, forward_only
 from autopar.emit.groups import name_groups
+from autopar.emit.halves import Halves
 from autopar.emit.seeded import pieces_of
 from autopar.ir.batch_norm import parts_of
 from autopar.ir.graph import Graph, Node, output_types
@@ -228,11 +229,13 @@ def prepare(
             staged = None
             if state.pipe is not None:
                 staged = state.planner.in_stages(graph, state.pipe, state.staged, fixed, loosely=loosely)
-                plan = staged.plans[state.pipe.place]
+                plan = staged.plan_at(state.pipe.place)
             else:
                 plan = state.planner(graph, state.plan, fixed, loosely=loosely)
             state.settle(plan.mesh)
         if state.plan is not None and not key.gradients:
+            if staged is not None:
+                staged = staged.residing(state.plan.residence)
             plan = resident(plan, state.plan.residence)
         plan = _with_notes(plan, captured.notes)
         prepared = _prepared(parallel, state, call, key, captured, graph, _runner(state, plan, staged))
@@ -333,7 +336,7 @@ def _prepared(
     leaves, _ = flatten_inputs(call.args, call.kwargs)
     paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
     places = {path: place for place, path in enumerate(paths)}
-    held = [slots[node.target] for node in runner.program.inputs if node.op == "parameter"]
+    held = [slots[node.target] for node in runner.parameters]
     whole = [slots[node.target] for node in graph.nodes if node.op == "parameter"]
     modules = dict(parallel.named_modules(remove_duplicate=False))
     sets = [
@@ -381,20 +384,25 @@ def _slots(parallel: nn.Module, kind: str) -> dict[str, Slot]:
 
 
 def _runner(state: State, plan: Plan, staged: Staged | None) -> Runner:
-    device, axes = state.device_mesh.device_type, plan.groups()
-    if state.pipe is None or staged is None:
-        groups = name_groups(state.groups, axes, state.device_mesh, state.mesh)
+    device, pipe = state.device_mesh.device_type, state.pipe
+    if pipe is None or staged is None:
+        groups = name_groups(state.groups, plan.groups(), state.device_mesh, state.mesh)
     else:
-        groups = state.pipe.name_groups(state.groups, {axis for one in staged.plans for axis in one.groups()})
-    program: Emitted = emit(plan, groups, device, one_at_a_time=device == "cpu")
-    halves = None if state.pipe is None or staged is None else staged.halves(program, state.pipe.place)
-    if state.backend == "inductor":
-        program, halves = program.compiled(), halves and halves.compiled()
+        groups = pipe.name_groups(state.groups, {axis for one in staged.plans for axis in one.groups()})
     coordinate = state.device_mesh.get_coordinate()
     assert coordinate is not None
     coordinates = tuple(torch.tensor(index, device=device) for index in state.mesh.indices(coordinate))
-    pieces = pieces_of(program.drawing, state.mesh, coordinate)
-    rest = program, plan, state.mesh, coordinates, pieces, state.updates, state.watch
-    if state.pipe is not None and staged is not None:
-        return StageRunner.of(rest, state.pipe, staged, halves, groups)
-    return Runner(*rest, played(plan, program.inputs, program.results))
+
+    def part(plan: Plan, stage: int | None) -> tuple[Runner, Halves | None]:
+        program: Emitted = emit(plan, groups, device, one_at_a_time=device == "cpu")
+        halves = None if staged is None or stage is None else staged.halves(program, stage)
+        if state.backend == "inductor":
+            program, halves = program.compiled(), halves and halves.compiled()
+        pieces = pieces_of(program.drawing, state.mesh, coordinate)
+        return Runner(program, plan, state.mesh, coordinates, pieces, state.updates, state.watch), halves
+
+    if pipe is not None and staged is not None:
+        parts = [(stage, *part(staged.plans[stage], stage)) for stage in staged.stages_at(pipe.place)]
+        return StageRunner.of(parts, plan, pipe, staged, groups)
+    runner, _ = part(plan, None)
+    return replace(runner, played=played(plan, runner.program.inputs, runner.program.results))

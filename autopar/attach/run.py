@@ -20,6 +20,7 @@ from autopar.attach.updates import Updates
 from autopar.attach.watch import BACKWARD, Watch
 from autopar.emit import Emitted
 from autopar.emit.moves import settle
+from autopar.emit.seeded import seeds
 from autopar.ir.graph import Graph, Node, Result
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
@@ -82,6 +83,10 @@ class Runner:
     def own_inputs(self) -> tuple[Node, ...]:
         """What a call brings."""
         return self.program.inputs
+
+    def seeds(self, seed: int, call: int) -> tuple[Tensor, ...]:
+        """Those of one micro-batch: `seed` of the module, and how many drew before."""
+        return (seeds(seed, call, self.pieces),) if self.pieces else ()
 
     def as_read(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Parameters as the program reads them: cast, where all micro-batches of a step read one cast."""

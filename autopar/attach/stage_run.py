@@ -1,8 +1,10 @@
-"""One rank's part of a pipeline, as it runs: its list of actions, from the first forward to the last gradient.
+"""One rank's part of a pipeline, as it runs: its stages, and its list of actions, from the first forward to the last
+gradient.
 
 All of a step runs inside the call, as with micro-batches on one stage (`autopar.attach.run`): the last stage begins
-backward with a gradient of 1 for the loss, and the user's is multiplied in when it arrives. Behind the list, outputs
-and buffers go to all stages, and the gradients of a parameter that several stages hold are summed.
+backward with a gradient of 1 for the loss, and the user's is multiplied in when it arrives. What goes
+between two of its own stages does not travel. Behind the list, outputs and buffers go to all ranks, and the gradients
+of a parameter that several stages hold are summed.
 """
 
 from __future__ import annotations
@@ -16,42 +18,101 @@ import torch
 from torch import Tensor
 
 from autopar.attach.pipe import Pipe
-from autopar.attach.rounds import Played, played_in_stage, widened
+from autopar.attach.rounds import played_in_stage, widened
 from autopar.attach.rows import Rows
 from autopar.attach.run import Runner, Step, as_terms
 from autopar.attach.staging import Staged
+from autopar.emit.emit import INPUT_KINDS
 from autopar.emit.halves import Halves
 from autopar.emit.moves import settle
-from autopar.ir.graph import Graph, Node, Result, output_types
+from autopar.emit.seeded import seeds
+from autopar.ir.graph import Node, Result, output_types
 from autopar.ir.layout import Layout, local_shape
 from autopar.pipeline import Action
-from autopar.rewrite.stages import CHANNEL
+from autopar.plan import Plan
+from autopar.rewrite.stages import CHANNEL, Stage
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """One of the stages of this rank, with its own program.
+
+    runner       of this stage alone
+    halves       its backward in two, where the schedule has that
+    rows         in what its micro-batches add up their gradients
+    parameters   places of what it reads among the parameters of the rank; `others`: among what else a call brings
+    own          places of what the model gives back among its program's results
+    """
+
+    number: int
+    stage: Stage
+    runner: Runner
+    halves: Halves | None
+    rows: Rows
+    parameters: tuple[int, ...]
+    others: tuple[int, ...]
+    own: tuple[int, ...]
+
+    @property
+    def gradients(self) -> list[tuple[int, Result, Layout]]:
+        """(place among those of the program, result, layout) of the gradients of parameters."""
+        told = enumerate(self.runner.program.gradients)
+        return [(at, result, layout) for at, (result, layout) in told if not _is_channel(result.target)]
+
+
+def _is_channel(target: str) -> bool:
+    return target.startswith(CHANNEL)
+
+
+def _first_ones(nodes: Iterable[Node]) -> tuple[Node, ...]:
+    """Each target once, in the order of kinds that an emitted program has."""
+    found = {(node.op, node.target): node for node in reversed([*nodes])}
+    ordered = [found[key] for key in reversed(found)]
+    return tuple(node for kind in INPUT_KINDS for node in ordered if node.op == kind)
 
 
 @dataclass(frozen=True)
 class StageRunner(Runner):
-    """`Runner`, of the stage of this rank."""
+    """`Runner`, of the stages of this rank; `plan` is that of the whole model, `program` that of the first stage."""
 
     pipe: Pipe = field(kw_only=True)
     staged: Staged = field(kw_only=True)
-    halves: Halves | None = field(kw_only=True)
-    groups: Mapping[str, str] = field(kw_only=True)
+    parts: tuple[StagePart, ...] = field(kw_only=True)
 
     @staticmethod
     def of(
-        rest: tuple[Any, ...], pipe: Pipe, staged: Staged, halves: Halves | None, groups: Mapping[str, str]
-    ) -> StageRunner:
-        """`rest`: what a `Runner` begins with; `halves`: its backward in two, where the schedule has that; `groups`:
-        axis of the mesh -> process group.
+        runners: Sequence[tuple[int, Runner, Halves | None]], plan: Plan, pipe: Pipe, staged: Staged,
+        groups: Mapping[str, str],
+    ) -> StageRunner:  # fmt: skip
+        """`runners`: (number, runner, halves) of each stage of this rank, in order; `plan`: of the whole model, with
+        the residence of what this rank holds; `groups`: axis of the mesh -> process group.
         """
-        made = StageRunner(*rest, pipe=pipe, staged=staged, halves=halves, groups=groups)
-        own = [one for one in made.program.results if not one[0].target.startswith(CHANNEL)]
-        played = played_in_stage(staged.whole, made.plan, made.own_inputs, own)
-        return replace(made, played=played)
-
-    @property
-    def graph(self) -> Graph:
-        return self.staged.whole.graph
+        inputs = _first_ones(
+            node for _, one, _ in runners for node in one.program.inputs if not _is_channel(node.target)
+        )
+        held = [node.target for node in inputs if node.op == "parameter"]
+        others = [(node.op, node.target) for node in inputs if node.op != "parameter"]
+        parts: list[StagePart] = []
+        for number, one, halves in runners:
+            program = one.program
+            read = [node for node in program.inputs if not _is_channel(node.target)]
+            own = [at for at, (result, _) in enumerate(program.results) if not _is_channel(result.target)]
+            played = played_in_stage(staged.whole, one.plan, read, [program.results[at] for at in own])
+            parts.append(
+                StagePart(
+                    number, staged.stages[number], replace(one, played=played), halves,
+                    Rows.of(one.plan, program, groups),
+                    tuple(held.index(node.target) for node in read if node.op == "parameter"),
+                    tuple(others.index((node.op, node.target)) for node in read if node.op != "parameter"),
+                    tuple(own),
+                )
+            )  # fmt: skip
+        first = parts[0].runner
+        pieces = tuple(piece for part in parts for piece in part.runner.pieces)
+        return StageRunner(
+            first.program, plan, first.mesh, first.coordinates, pieces, first.updates, first.watch, first.played,
+            pipe=pipe, staged=staged, parts=tuple(parts),
+        )  # fmt: skip
 
     # --- what it looks like from outside: the whole model ------------------------------------------------------------
 
@@ -59,115 +120,95 @@ class StageRunner(Runner):
     def results(self) -> tuple[tuple[Result, Layout], ...]:
         """What the model gives back, whatever stage makes it."""
         found: list[tuple[Result, Layout]] = []
-        for _, plan in self._stages:
+        for plan in self.staged.plans:
             for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
-                if result.kind != "gradient" and not result.target.startswith(CHANNEL):
+                if result.kind != "gradient" and not _is_channel(result.target):
                     found.append((result, () if delivery is None else delivery.layout))
         return tuple(found)
 
     @property
     def differentiable(self) -> frozenset[str]:
-        last = self._stages[-1][1].graph
+        last = self.staged.plans[-1].graph
         return frozenset(node.target for node in last.nodes if node.op == "tangent")
 
-    @property
+    @cached_property
     def gradients(self) -> tuple[tuple[Result, Layout], ...]:
-        return tuple(one for one in self.program.gradients if not one[0].target.startswith(CHANNEL))
+        """Of the parameters of this rank, each once."""
+        found: dict[str, tuple[Result, Layout]] = {}
+        for part in self.parts:
+            for _, result, layout in part.gradients:
+                found.setdefault(result.target, (result, layout))
+        return tuple(found.values())
 
     @cached_property
-    def rows(self) -> Rows:
-        return Rows.of(self.plan, self.program, self.groups)
+    def parameters(self) -> tuple[Node, ...]:
+        return tuple(node for node in self._inputs if node.op == "parameter")
 
     @property
     def own_inputs(self) -> tuple[Node, ...]:
-        return tuple(node for node in self.program.inputs if not node.target.startswith(CHANNEL))
+        return self._inputs
 
-    @property
-    def _stages(self) -> list[tuple[Any, Any]]:
-        return [*zip(self.staged.stages, self.staged.plans, strict=True)]
+    @cached_property
+    def _inputs(self) -> tuple[Node, ...]:
+        every = (node for part in self.parts for node in part.runner.program.inputs)
+        return _first_ones(node for node in every if not _is_channel(node.target))
+
+    def seeds(self, seed: int, call: int) -> tuple[Tensor, ...]:
+        """One tensor for each stage of this rank."""
+        stages = self.staged.schedule.stages
+        return tuple(seeds(seed, call * stages + part.number, part.runner.pieces) for part in self.parts)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def play(
         self, step: Step, pieces: Sequence[Tensor], trains: bool
     ) -> tuple[tuple[Tensor | None, ...], list[Tensor | None] | None]:
-        assert self.played is not None
-        part = _Part(self, self.pipe, self.staged, self.played, step, pieces, trains)
+        played = _Played(self, step, pieces, trains)
         for action in self.staged.schedule.lists[self.pipe.place]:
-            part.act(action)
-        part.finish_sends()
-        given = part.shared_results()
+            played.act(action)
+        played.finish_sends()
+        given = played.shared_results()
         if not trains or self.program.backward is None:
             return given, None
-        return given, part.gradients()
+        return given, played.gradients()
 
 
-class _Part:
-    """One step of one rank."""
+class _Held:
+    """What one stage of a rank has in hand while a step runs; micro-batches by their numbers."""
 
     def __init__(
-        self, runner: StageRunner, pipe: Pipe, staged: Staged, played: Played, step: Step, pieces: Sequence[Tensor],
-        trains: bool,
-    ) -> None:  # fmt: skip
-        self.runner, self.pipe, self.played, self.step, self.trains = runner, pipe, played, step, trains
-        self.staged, self.stage = staged, staged.stages[pipe.place]
-        self.plan, self.pieces = staged.plans[pipe.place], [*pieces]
+        self, part: StagePart, at: int, step: Step, pieces: Sequence[Tensor], staged: Staged, trains: bool
+    ) -> None:
+        assert part.runner.played is not None
+        self.part, self.at, self.runner, self.stage, self.trains = part, at, part.runner, part.stage, trains
+        self.played, self.step = part.runner.played, step
+        self.pieces = [pieces[place] for place in part.parameters]
+        self.others = [step.others[place] for place in part.others]
         self.came: dict[tuple[str, int], Tensor] = {}  # (channel, micro-batch) -> an activation that is read here
         self.back: dict[tuple[str, int], Tensor] = {}  # and a gradient
         self.going: dict[tuple[str, str, int], Tensor] = {}  # ("output" or "gradient", channel, micro-batch)
         self.saved: dict[int, list[Any]] = {}
         self.left: dict[int, list[Any]] = {}  # of a backward whose first half has run, what the second needs
-        self.sends: list[tuple[Any, Tensor]] = []
-        program = runner.program
-        self.own = [place for place, (one, _) in enumerate(program.results) if not one.target.startswith(CHANNEL)]
-        self.outputs: list[Tensor | None] = [None] * len(self.own)
+        self.outputs: list[Tensor | None] = [None] * len(part.own)
         self.dtypes: list[Any] | None = None
         self.so_far: list[Tensor | None] = []  # in the order of the program's gradients
         self.rows: list[Tensor] = []  # in which of these are summed over ranks
         if trains:
-            self.so_far, self.rows = runner.rows.begun(runner.coordinates[0].device)
+            self.so_far, self.rows = part.rows.begun(part.runner.coordinates[0].device)
 
-    def act(self, action: Action) -> None:
-        number = action.micro_batch
-        match action.kind:
-            case "F":
-                self._forward(number)
-            case "B":
-                if self.trains and self.runner.program.backward is not None:
-                    self._backward(number)
-            case "I":
-                if self.trains and self.runner.halves is not None:
-                    self._input_gradients(number, self.runner.halves)
-            case "W":
-                if self.trains and self.runner.halves is not None:
-                    self._weight_gradients(number, self.runner.halves)
-            case "SA":
-                self._send(action.stage + 1, "output", self.stage.sends, number)
-            case "RA":
-                self._receive(action.stage - 1, self.stage.receives, self.came, number, "input")
-            case "SG":
-                if self.trains:
-                    self._send(action.stage - 1, "gradient", self.stage.gives_back, number)
-            case "RG":
-                if self.trains:
-                    self._receive(action.stage + 1, self.stage.gets_back, self.back, number, "tangent")
-
-    # --- computing ---------------------------------------------------------------------------------------------------
-
-    def _forward(self, number: int) -> None:
+    def forward(self, number: int) -> None:
         program = self.runner.program
-        others, taken = iter(self.played.part(self.step.others, number)), list[Tensor]()
+        others, taken = iter(self.played.part(self.others, number)), list[Tensor]()
         for node in program.inputs[len(self.pieces) :]:
-            is_channel = node.target.startswith(CHANNEL)
-            taken.append(self.came[node.target, number] if is_channel else next(others))
+            taken.append(self.came[node.target, number] if _is_channel(node.target) else next(others))
         made = program.forward(*self.pieces, *taken, *self._ranks_own(number))
         own, kept = made[: len(program.results)], list(made[len(program.results) :])
         del made, taken
         for (result, _), value in zip(program.results, own, strict=True):
-            if result.target.startswith(CHANNEL):
+            if _is_channel(result.target):
                 assert value is not None
                 self.going["output", result.target, number] = value
-        results = [own[place] for place in self.own]
+        results = [own[place] for place in self.part.own]
         self.dtypes = [None if one is None else one.dtype for one in results]
         self.played.put(self.outputs, results, number)
         for channel in self.stage.receives:
@@ -175,31 +216,47 @@ class _Part:
         if self.trains:
             self.saved[number] = kept
 
-    def _backward(self, number: int) -> None:
+    def backward(self, number: int) -> None:
         backward = self.runner.program.backward
-        assert backward is not None
+        if not self.trains or backward is None:
+            return
         made = backward(self.saved.pop(number), *self._tangents(number), *self._ranks_own(number), *self._sums())
         settle()
         self._give(range(len(made)), made, number)
 
-    def _input_gradients(self, number: int, halves: Halves) -> None:
+    def input_gradients(self, number: int) -> None:
+        if not self.trains or (halves := self.part.halves) is None:
+            return
         made = halves.inputs(self.saved[number], *self._tangents(number), *self._ranks_own(number), *self._sums())
         settle()
         self.left[number] = list(made[len(halves.first) :])
         self._give(halves.first, made[: len(halves.first)], number)
 
-    def _weight_gradients(self, number: int, halves: Halves) -> None:
+    def weight_gradients(self, number: int) -> None:
+        if not self.trains or (halves := self.part.halves) is None:
+            return
         made = halves.weights(self.left.pop(number), self.saved.pop(number), *self._ranks_own(number), *self._sums())
         settle()
         places = [place for place in range(len(self.runner.program.gradients)) if place not in halves.first]
         self._give(places, made, number)
 
+    def takes(self, channel: str, op: str) -> tuple[list[int], torch.dtype]:
+        """Shape and dtype of what comes over a channel. `op`: "input", or "tangent"."""
+        plan = self.runner.plan
+        node = next(one for one in plan.graph.nodes if one.op == op and one.target == channel)
+        (type,) = node.outputs
+        assert type is not None
+        shape = local_shape(type.shape, plan.choices[node.name].gives[0], plan.mesh)
+        assert shape is not None
+        return [*shape], getattr(torch, type.dtype)
+
     def _tangents(self, number: int) -> list[Tensor]:
         nodes = zip(self.runner.program.tangents, self.runner.ones(), strict=True)
-        return [self.back.pop((node.target, number)) if node.target.startswith(CHANNEL) else one for node, one in nodes]
+        return [self.back.pop((node.target, number)) if _is_channel(node.target) else one for node, one in nodes]
 
     def _ranks_own(self, number: int) -> tuple[Tensor, ...]:
-        return *self.runner.coordinates, *self.step.seeds[number]
+        drawn = self.step.seeds[number][self.at : self.at + 1] if self.runner.pieces else ()
+        return *self.runner.coordinates, *drawn
 
     def _sums(self) -> tuple[list[Tensor | None], ...]:
         return (self.so_far,) if self.runner.program.added_up else ()
@@ -210,31 +267,71 @@ class _Part:
         """
         for place, value in zip(places, made, strict=True):
             result, _ = self.runner.program.gradients[place]
-            if result.target.startswith(CHANNEL):
+            if _is_channel(result.target):
                 assert value is not None
                 self.going["gradient", result.target, number] = value
             elif value is not None:
                 self.so_far[place] = value
 
-    # --- messages ----------------------------------------------------------------------------------------------------
 
-    def _send(self, stage: int, kind: str, channels: Sequence[str], number: int) -> None:
+class _Played:
+    """One step of one rank: its stages, and what goes between them and other ranks."""
+
+    def __init__(self, runner: StageRunner, step: Step, pieces: Sequence[Tensor], trains: bool) -> None:
+        self.runner, self.pipe, self.staged, self.trains = runner, runner.pipe, runner.staged, trains
+        self.pieces, self.rank_of = pieces, runner.staged.schedule.rank_of
+        self.held = {
+            part.number: _Held(part, at, step, pieces, runner.staged, trains) for at, part in enumerate(runner.parts)
+        }
+        self.sends: list[tuple[Any, Tensor]] = []
+
+    def act(self, action: Action) -> None:
+        number, held = action.micro_batch, self.held[action.stage]
+        match action.kind:
+            case "F":
+                held.forward(number)
+                self._hand_over(held, action.stage + 1, "output", held.stage.sends, number)
+            case "B":
+                held.backward(number)
+                self._hand_over(held, action.stage - 1, "gradient", held.stage.gives_back, number)
+            case "I":
+                held.input_gradients(number)
+                self._hand_over(held, action.stage - 1, "gradient", held.stage.gives_back, number)
+            case "W":
+                held.weight_gradients(number)
+            case "SA":
+                self._send(held, action.stage + 1, "output", held.stage.sends, number)
+            case "RA":
+                self._receive(held, action.stage - 1, held.stage.receives, held.came, number, "input")
+            case "SG":
+                if self.trains:
+                    self._send(held, action.stage - 1, "gradient", held.stage.gives_back, number)
+            case "RG":
+                if self.trains:
+                    self._receive(held, action.stage + 1, held.stage.gets_back, held.back, number, "tangent")
+
+    # --- from stage to stage -----------------------------------------------------------------------------------------
+
+    def _hand_over(self, held: _Held, stage: int, kind: str, channels: Sequence[str], number: int) -> None:
+        """To another stage of this rank, where the next one is: nothing travels."""
+        if (other := self.held.get(stage)) is None or (kind == "gradient" and not self.trains):
+            return
+        into = other.came if kind == "output" else other.back
+        for channel in channels:
+            into[channel, number] = held.going.pop((kind, channel, number))
+
+    def _send(self, held: _Held, stage: int, kind: str, channels: Sequence[str], number: int) -> None:
         self.sends = [(work, value) for work, value in self.sends if not work.is_completed()]
         for channel in channels:
-            value = self.going.pop((kind, channel, number)).contiguous()
-            self.sends.append((self.pipe.send(stage, value), value))
+            value = held.going.pop((kind, channel, number)).contiguous()
+            self.sends.append((self.pipe.send(self.rank_of[stage], value), value))
 
     def _receive(
-        self, stage: int, channels: Sequence[str], into: dict[tuple[str, int], Tensor], number: int, op: str
-    ) -> None:
-        nodes = {node.target: node for node in self.plan.graph.nodes if node.op == op}
+        self, held: _Held, stage: int, channels: Sequence[str], into: dict[tuple[str, int], Tensor], number: int,
+        op: str,
+    ) -> None:  # fmt: skip
         for channel in channels:
-            node = nodes[channel]
-            (type,) = node.outputs
-            assert type is not None
-            shape = local_shape(type.shape, self.plan.choices[node.name].gives[0], self.plan.mesh)
-            assert shape is not None
-            into[channel, number] = self.pipe.receive(stage, shape, getattr(torch, type.dtype))
+            into[channel, number] = self.pipe.receive(self.rank_of[stage], *held.takes(channel, op))
 
     def finish_sends(self) -> None:
         for work, _ in self.sends:
@@ -244,15 +341,15 @@ class _Part:
     # --- behind the list ---------------------------------------------------------------------------------------------
 
     def shared_results(self) -> tuple[Tensor | None, ...]:
-        """Outputs and new buffers, which every stage has then."""
-        mine = iter(as_terms(self.outputs, self.dtypes or []))
+        """Outputs and new buffers, which every rank has then."""
+        mine = {stage: iter(as_terms(held.outputs, held.dtypes or [])) for stage, held in self.held.items()}
         found: list[Tensor | None] = []
         for stage, plan in enumerate(self.staged.plans):
             types = output_types(plan.graph)
             for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
-                if result.kind == "gradient" or result.target.startswith(CHANNEL):
+                if result.kind == "gradient" or _is_channel(result.target):
                     continue
-                value = next(mine) if stage == self.pipe.place else None
+                value = next(mine[stage]) if stage in mine else None
                 if result.ref is None or delivery is None:
                     found.append(None)
                     continue
@@ -264,24 +361,30 @@ class _Part:
                     value = torch.empty(
                         shape, dtype=getattr(torch, type.dtype), device=self.runner.coordinates[0].device
                     )
-                found.append(self.pipe.from_stage(stage, value.contiguous()))
+                found.append(self.pipe.from_place(self.rank_of[stage], value.contiguous()))
         return tuple(found)
 
     def gradients(self) -> list[Tensor | None]:
-        """Of the stage's own parameters, in the order of the program's; those of others are theirs."""
-        self.runner.rows.sum(self.rows)
-        gradients = self.runner.program.gradients
-        own = [place for place, (result, _) in enumerate(gradients) if not result.target.startswith(CHANNEL)]
-        total, dtypes = [self.so_far[place] for place in own], [self.runner.terms[place] for place in own]
-        owners = self.staged.owners
-        places = {result.target: at for at, (result, _) in enumerate(self.runner.gradients)}
-        held = {node.target: at for at, node in enumerate(self.runner.parameters)}
-        for name in sorted(places):
-            if len(owners[name]) > 1:
-                at = places[name]
-                if (mine := total[at]) is None:  # all of its terms are made in other stages
-                    stored = self.plan.graph.stored_type(self.runner.parameters[held[name]])
-                    dtypes[at] = dtype = getattr(torch, stored.dtype)
-                    mine = widened(torch.zeros_like(self.pieces[held[name]], dtype=dtype))
-                total[at] = self.pipe.sum_over(owners[name], mine)
-        return as_terms(total, dtypes)
+        """Of the rank's own parameters, in the order of the runner's; those of others are theirs. The terms of a
+        parameter that several stages hold are added up, first those of one rank.
+        """
+        total: dict[str, Tensor | None] = {result.target: None for result, _ in self.runner.gradients}
+        dtypes: dict[str, Any] = {}
+        for held in self.held.values():
+            held.part.rows.sum(held.rows)
+            terms = held.runner.terms
+            for place, result, _ in held.part.gradients:
+                value, name = held.so_far[place], result.target
+                dtypes[name] = dtypes.get(name) or terms[place]
+                if value is not None:
+                    before = total[name]
+                    total[name] = value if before is None else before + value
+        holders, read = self.staged.holders, {node.target: at for at, node in enumerate(self.runner.parameters)}
+        for name in sorted(total):
+            if len(holders[name]) > 1:
+                if (mine := total[name]) is None:  # all of its terms are made by other ranks
+                    stored = self.runner.plan.graph.stored_type(self.runner.parameters[read[name]])
+                    dtypes[name] = dtype = getattr(torch, stored.dtype)
+                    mine = widened(torch.zeros_like(self.pieces[read[name]], dtype=dtype))
+                total[name] = self.pipe.sum_over(holders[name], mine)
+        return as_terms([*total.values()], [dtypes[name] for name in total])

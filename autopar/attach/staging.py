@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from autopar.attach.agree import agreed, found_by_rank_zero, text_from
+from autopar.attach.host_parameters import resident
 from autopar.attach.pipe import Pipe
 from autopar.decide.stages import in_stages
 from autopar.emit import Emitted
@@ -17,7 +18,8 @@ from autopar.emit.halves import Halves, halved
 from autopar.ir.graph import Graph, batch_size
 from autopar.ir.layout import Layout
 from autopar.ir.outside import Rules
-from autopar.pipeline import Action, Schedule, make_schedule
+from autopar.pipeline import Action, Schedule, make_schedule, placed
+from autopar.pipeline.generate import recipe_of
 from autopar.pipeline.messages import projected
 from autopar.plan import Plan
 from autopar.plan.fit import check
@@ -25,7 +27,7 @@ from autopar.plan.store import dumps
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import NotCut
-from autopar.rewrite.stages import Stage, cut_in_stages
+from autopar.rewrite.stages import Stage, cut_in_stages, forward_order, parameters_read
 from autopar.search import Request, answer, ask
 from autopar.search.cuts import cut_by_owner
 from autopar.search.kept import keep_plan, kept_pipeline
@@ -52,6 +54,19 @@ class Staged:
     def of(found: Pipeline) -> Staged:
         return Staged(found.stages, found.plans, found.schedule, found.whole, found.ends, found)
 
+    def stages_at(self, place: int) -> list[int]:
+        """Those that the ranks at a place along `pipe` have, in their order."""
+        return [stage for stage, rank in enumerate(self.schedule.rank_of) if rank == place]
+
+    def plan_at(self, place: int) -> Plan:
+        """That of the whole model, with the residence of what this place holds."""
+        held = {name for stage in self.stages_at(place) for name in self.plans[stage].parameters}
+        return replace(self.whole, residence={name: at for name, at in self.whole.residence.items() if name in held})
+
+    def residing(self, residence: Mapping[str, str]) -> Staged:
+        """The same, with parameters where they are already."""
+        return replace(self, plans=tuple(resident(one, residence) for one in self.plans))
+
     def halves(self, program: Emitted, stage: int) -> Halves | None:
         """The backward of a stage in two, where the schedule runs it so."""
         if program.backward is None or not self.schedule.splits_backward:
@@ -66,6 +81,12 @@ class Staged:
             for name in plan.parameters:
                 found[name] = (*found.get(name, ()), number)
         return found
+
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Parameter -> the places along `pipe` that hold it, in the order of their first stages with it."""
+        place = self.schedule.rank_of
+        return {name: tuple(dict.fromkeys(place[one] for one in stages)) for name, stages in self.owners.items()}
 
 
 @dataclass(frozen=True)
@@ -82,6 +103,7 @@ class Asked:
     schedule: str
     count: int | None
     rules: tuple[Rules, ...]
+    stages_per_rank: int | None = None
     loosely: bool = False
     given: Pipeline | None = None
     matters: str | None = None
@@ -127,8 +149,9 @@ def _first(graph: Graph, pipe: Pipe, asked: Asked) -> Staged:
 def _found(graph: Graph, pipe: Pipe, asked: Asked) -> Pipeline:
     def of(count: int) -> Pipeline:
         return find_pipeline(
-            graph, pipe.mesh, asked.hardware, count, asked.request, schedule=asked.schedule, optimizer=asked.optimizer
-        )
+            graph, pipe.mesh, asked.hardware, count, asked.request, schedule=asked.schedule,
+            stages_per_rank=asked.stages_per_rank, optimizer=asked.optimizer,
+        )  # fmt: skip
 
     if asked.loosely:
         return of(count_near(graph, asked.count or pipe.count))
@@ -152,20 +175,39 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
     question = ask(rounds, pipe.inner, asked.hardware, optimizer=asked.optimizer)
     whole = answer(question, replace(asked.request, fixed=fixed, memory=None, simulation=False))
     pricer = Pricer.on(pipe.inner, asked.hardware, asked.optimizer, whole.bucket_bytes, rounds.rounds)
-    schedule = _schedule(like.schedule.name, pipe.count, count, trains)
-    ends, _ = cut_by_owner(whole, like.owners, pipe.count, pricer)
-    cut = in_stages(whole, ends, pricer, inputs_first=schedule.splits_backward)
+    schedule = _schedule(like.schedule.name, pipe.count, like.schedule.stages_per_rank, count, trains)
+    ends = like.ends if _forward(whole) == _forward(like.whole) else None
+    try:
+        cut = None if ends is None else in_stages(whole, ends, pricer, inputs_first=schedule.splits_backward)
+    except NotCut:
+        cut = None
+    if cut is None:
+        ends, _ = cut_by_owner(whole, like.owners, like.schedule.stages, pricer)
+        cut = in_stages(whole, ends, pricer, inputs_first=schedule.splits_backward)
     stages, plans = zip(*cut, strict=True)
+    assert ends is not None
     return Staged(stages, plans, schedule, whole, tuple(ends))
 
 
-def _schedule(name: str, stages: int, count: int, trains: bool) -> Schedule:
+def _forward(whole: Plan) -> list[tuple[str, str, tuple[str, ...]]]:
+    """What a plan's stages run forward, and the parameters that it reads: equal where the same ends may be meant."""
+    read = parameters_read(whole.graph)
+    order = forward_order(whole.graph)
+    return [(node.op, node.module, tuple(read.get(node.name, ()))) for node in order]
+
+
+def _schedule(name: str, ranks: int, chunks: int, count: int, trains: bool) -> Schedule:
+    """Of a later program, with stages where `name` puts them. Where its micro-batches do not go into the groups that
+    this one runs, all forwards are in front of all backwards.
+    """
     if trains:
-        return make_schedule(name, stages, count)
-    order: list[Action] = []
-    for stage in range(stages):
-        order += [Action("F", stage, 0), *([Action("SA", stage, 0)] if stage + 1 < stages else [])]
-    return projected("forward", 1, range(stages), order)
+        return make_schedule("looped-bfs" if recipe_of(name).grouped and count % ranks else name, ranks, count, chunks)
+    rank_of, order = placed(name, ranks, chunks), list[Action]()
+    for stage, rank in enumerate(rank_of):
+        order.append(Action("F", stage, 0))
+        if rank_of[stage + 1 : stage + 2] not in ((), (rank,)):
+            order.append(Action("SA", stage, 0))
+    return projected(name, 1, rank_of, order)
 
 
 def _told(found: Staged) -> str:
@@ -174,6 +216,7 @@ def _told(found: Staged) -> str:
     return json.dumps(
         {
             "schedule": found.schedule.name,
+            "stages_per_rank": found.schedule.stages_per_rank,
             "whole": dumps(found.whole),
             "plans": list(map(dumps, found.plans)),
             "ends": found.ends,
@@ -186,7 +229,7 @@ def _read(text: str, pipe: Pipe, asked: Asked, trains: bool) -> Staged:
     if "plans" not in told:
         return Staged.of(Pipeline.loads(text, "rank 0", asked.rules))
     whole = Plan.loads(told["whole"], "rank 0", asked.rules)
-    schedule = _schedule(told["schedule"], pipe.count, whole.graph.rounds.count, trains)
+    schedule = _schedule(told["schedule"], pipe.count, told["stages_per_rank"], whole.graph.rounds.count, trains)
     stages = cut_in_stages(whole.graph, told["ends"], inputs_first=schedule.splits_backward)
     plans = tuple(Plan.loads(one, "rank 0", asked.rules) for one in told["plans"])
     return Staged(stages, plans, schedule, whole, tuple(told["ends"]))

@@ -82,11 +82,7 @@ ONCE = (Kind.PARAMETER, Kind.CAST, Kind.STATES)
 
 def _once(name: str, program: Program, timeline: Timeline) -> tuple[float, float]:
     """Seconds of the updates of a parameter, and bytes of it, of its cast and of its states; not of its gradient."""
-    owners = {
-        f"{ONCE[Kind.PARAMETER]} {name}",
-        f"{ONCE[Kind.CAST]} {name} as it is read",
-        f"{ONCE[Kind.STATES]} {name}",
-    }
+    owners = {f"parameter {name}", f"parameter {name} as it is read", f"optimizer states of {name}"}
     buffers = [*program.resident, *(buffer for _, buffer, sign in changes(program) if sign > 0)]
     held = sum(one.nbytes for one in buffers if one.kind in ONCE and one.owner in owners and one.tier == DEVICE)
     spent = sum(

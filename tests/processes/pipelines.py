@@ -127,6 +127,85 @@ def check_other_schedules(ranks: Ranks) -> None:
     _check_steps(ranks, (("t5", "gpipe", 2), ("gpt2", "zb-h2", 4), ("llama", "zb-h1", 4)))
 
 
+def check_several_stages_on_a_rank(ranks: Ranks) -> None:
+    """Tied weights of stages 0 and 3, which zb-v has on one rank and the others on two."""
+    cases = (("gpt2", "interleaved", 4), ("t5", "zb-v", 4), ("llama", "interleaved-zb", 4), ("vit", "zb-v", 2))
+    _check_steps(ranks, cases)
+
+
+class Skipping(nn.Module):
+    """What the first layer makes is read by the last one, over all cuts; one weight is in the first and the third
+    layer, which interleaved has on one rank; and numbers are dropped.
+    """
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.layers[4].weight = self.layers[0].weight
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        first = x = self.layers[0](x).tanh()
+        for layer in self.layers[1:]:
+            x = self.dropout(layer(x).tanh())
+        return (x + first - y).square().mean()
+
+
+def check_stages_of_a_rank_hand_over(ranks: Ranks) -> None:
+    """To 1e-10 of one process under every schedule with several stages on a rank, with receive buffers that hold NaN
+    until something has come; then a smaller batch, which does not go into groups of the ranks.
+    """
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    for schedule, stages, count in (
+        ("interleaved", 2, 4), ("interleaved", 4, 2), ("zb-v", None, 3), ("zb-v", 2, 4), ("interleaved-zb", 2, 4),
+    ):  # fmt: skip
+        plain = Skipping().double()
+        parallel = autopar.compile(
+            copy.deepcopy(plain), mesh_of(ranks), schedule=schedule, stages_per_rank=stages, micro_batches=count,
+            memory="4GiB", time_limit_s=10,
+        )  # fmt: skip
+        for rows in (2 * count * ranks.count, 2 * count * ranks.count, 3 * ranks.count):
+            x, y = torch.randn(2, rows, 8, dtype=torch.float64)
+            with unittest.mock.patch("autopar.attach.pipe.torch.empty", poisoned):
+                loss = parallel(x, y)
+            right = plain(x, y)
+            loss.backward()
+            right.backward()
+            torch.testing.assert_close(whole(loss.detach()), right.detach(), rtol=1e-10, atol=1e-12)
+            norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (parallel, plain)]
+            torch.testing.assert_close(*norms, rtol=1e-10, atol=0, check_dtype=False)
+            for name, one in plain.named_parameters():
+                mine = parallel.get_parameter(name)
+                if not is_elsewhere(mine):
+                    torch.testing.assert_close(whole(mine.grad), one.grad, rtol=1e-10, atol=1e-12)
+                mine.grad = one.grad = None
+        rank_of = parallel.pipeline.schedule.rank_of
+        assert len(rank_of) == (stages or 2) * 2 and parallel.pipeline.schedule.name == schedule
+        with torch.no_grad():
+            torch.testing.assert_close(whole(parallel(x, y)), plain(x, y), rtol=1e-10, atol=1e-12)
+
+
+def check_stages_of_a_rank_draw(ranks: Ranks) -> None:
+    """Dropout: a step with stages on one rank is a step of one seed; another one draws others; both train."""
+    parallel = autopar.compile(
+        Skipping(0.5).double(), mesh_of(ranks), schedule="zb-v", micro_batches=4, memory="4GiB", time_limit_s=10
+    )
+    x, y = torch.randn(2, 32, 8, dtype=torch.float64)
+    losses = []
+    for _ in range(2):
+        loss = parallel(x, y)
+        loss.backward()
+        losses.append(float(whole(loss.detach())))
+    assert losses[0] != losses[1]
+    norm = torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1e9)
+    assert torch.isfinite(norm) and norm > 0
+
+
 def _check_steps(ranks: Ranks, cases: tuple[tuple[str, str, int | None], ...]) -> None:
     """Losses, clipped norms and parameters after some steps; in each model a tied weight that both stages hold."""
     for name, schedule, count in cases:
@@ -284,7 +363,9 @@ def _refused(
 def check_what_is_not_built_is_said(ranks: Ranks) -> None:
     model, _ = doubled("mlp")
     for keywords, sentence in (
-        ({"schedule": "zb-v"}, "schedule 'zb-v' is not known"),
+        ({"schedule": "zb-w"}, "schedule 'zb-w' is not known"),
+        ({"schedule": "1f1b", "stages_per_rank": 2}, "1f1b has 1 stage on each rank, and 2 are asked for"),
+        ({"schedule": "interleaved", "micro_batches": 3}, "3 is no multiple of 2; give 2 or 4"),
         ({"profile": 1.0}, "profile= is not built for a mesh with 'pipe'"),
     ):
         _refused(model, mesh_of(ranks), keywords, sentence)

@@ -47,6 +47,8 @@ FIRST = {
         "numbers_buffers_and_averages",
         "evaluation_and_other_batches",
         "what_trains_changes_between_calls",
+        "stages_of_a_rank_hand_over",
+        "stages_of_a_rank_draw",
     ],
     "residence": ["clipping"],
     "saving_memory": ["the_step_of_the_host", "micro_batches"],
@@ -62,6 +64,8 @@ ON_FOUR = {
     "pipelines": [
         "steps_are_those_of_one_process",
         "other_schedules",
+        "several_stages_on_a_rank",
+        "stages_of_a_rank_hand_over",
         "parameters_are_cast_once_a_step",
         "a_state_goes_out_and_in_again",
         "evaluation_and_other_batches",
