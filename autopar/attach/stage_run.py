@@ -65,10 +65,11 @@ def _is_channel(target: str) -> bool:
 
 
 def _first_ones(nodes: Iterable[Node]) -> tuple[Node, ...]:
-    """Each target once, in the order of kinds that an emitted program has."""
-    found = {(node.op, node.target): node for node in reversed([*nodes])}
-    ordered = [found[key] for key in reversed(found)]
-    return tuple(node for kind in INPUT_KINDS for node in ordered if node.op == kind)
+    """Each once, in the order of kinds that an emitted program has."""
+    found: dict[str, Node] = {}
+    for node in nodes:
+        found.setdefault(node.name, node)
+    return tuple(node for kind in INPUT_KINDS for node in found.values() if node.op == kind)
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class StageRunner(Runner):
         inputs = _first_ones(
             node for _, one, _ in runners for node in one.program.inputs if not _is_channel(node.target)
         )
-        held = [node.target for node in inputs if node.op == "parameter"]
-        others = [(node.op, node.target) for node in inputs if node.op != "parameter"]
+        held = [node.name for node in inputs if node.op == "parameter"]
+        others = [node.name for node in inputs if node.op != "parameter"]
         parts: list[StagePart] = []
         for number, one, halves in runners:
             program = one.program
@@ -102,8 +103,8 @@ class StageRunner(Runner):
                 StagePart(
                     number, staged.stages[number], replace(one, played=played), halves,
                     Rows.of(one.plan, program, groups),
-                    tuple(held.index(node.target) for node in read if node.op == "parameter"),
-                    tuple(others.index((node.op, node.target)) for node in read if node.op != "parameter"),
+                    tuple(held.index(node.name) for node in read if node.op == "parameter"),
+                    tuple(others.index(node.name) for node in read if node.op != "parameter"),
                     tuple(own),
                 )
             )  # fmt: skip

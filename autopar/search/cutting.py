@@ -77,12 +77,14 @@ class Cutting:
 
     def best(self, orders: Orders, best: Pipeline, *, moved: bool) -> Pipeline:
         """The best under the other orders, too: of as many stages in the same cut, and where that is better, of those
-        that are found by moving its ends; of more stages where the times of `best` promise something for them.
+        that are found by moving its ends; of one stage more on each rank where the times
+        of `best` promise something for that.
         """
-        last = best  # of the stages that were cut last
+        last: Pipeline = best  # of the stages that were cut last
+        found: Pipeline
         for chunks, schedules in orders[1:]:
             other, again = replace(self, schedules=schedules, chunks=chunks), chunks == last.schedule.stages_per_rank
-            if not again and not other._may_beat(best):
+            if not again and (chunks > best.schedule.stages_per_rank + 1 or not other._may_beat(best)):
                 continue
             try:
                 if again:
@@ -94,7 +96,8 @@ class Cutting:
             except NotCut:
                 continue
             other = replace(other, cuts=replace(self.cuts, count=len(found.plans), _closed=set()))
-            if found.step_seconds > best.step_seconds * (1.0 if chunks == 1 else 1 + NEAR) and self._fits(best):
+            is_near = chunks > 1 and found.step_seconds < best.step_seconds * (1 + NEAR)
+            if self._order(found) >= self._order(best) and not is_near:
                 continue
             found = other.moved(found) if moved else found
             last = found if not again else last
@@ -141,9 +144,6 @@ class Cutting:
                     yield seconds - now.played.makespan, ends
             elif not over and seconds < now.played.makespan * (1 - WORTH):
                 yield seconds, ends
-
-    def _fits(self, found: Pipeline) -> bool:
-        return self.limit is None or found.peak_bytes <= self.limit
 
     def _order(self, found: Pipeline) -> tuple[float, float, int]:
         over = 0.0 if self.limit is None else max(0.0, found.peak_bytes - self.limit)
