@@ -127,7 +127,6 @@ def compile(
     "zb-h1", "zb-h2" (zero bubble: backward in two parts), with several stages on each rank "interleaved", "zb-v",
     "interleaved-zb", or "auto" for the quickest, which is the default. A step is run in `micro_batches` of them; by
     default the search decides how many. interleaved and interleaved-zb need a multiple of the ranks along `pipe`.
-
     stages_per_rank: of such a schedule; by default what is quickest. zb-v has 2.
 
     rules: an `autopar.Rules`, or several, of packages that bring operators of their own: how these may be split, and
@@ -165,7 +164,8 @@ def compile(
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
         "precision": precision, "tf32 for": tf32_here(device_mesh.device_type), "allow": words,
         "micro_batches": micro_batches, "schedule": schedule, "stages_per_rank": stages_per_rank,
-        "pin": sorted((pin or {}).items()), "rules": [told(one.identity) for one in brought],
+        "pin": sorted((pin or {}).items()),
+        "rules": [told(one.identity) for one in brought],
     }  # fmt: skip
     request = Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s)
     here, count = (device_mesh, 1) if pipe is None else (pipe.here, AUTO)

@@ -28,17 +28,13 @@ from autopar.attach.batches import SameBatches
 from autopar.attach.guards import Guards, guards_of, refuse_carried
 from autopar.attach.host_parameters import resident
 from autopar.attach.pipe import Pipe
-from autopar.attach.rounds import played
 from autopar.attach.run import Runner
-from autopar.attach.stage_run import StageRunner
+from autopar.attach.runners import runner_of
 from autopar.attach.staging import Staged
 from autopar.attach.tensors import layout_of, mesh_of
 from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
-from autopar.emit import Emitted, emit, forward_only
-from autopar.emit.groups import name_groups
-from autopar.emit.halves import Halves
-from autopar.emit.seeded import pieces_of
+from autopar.emit import forward_only
 from autopar.ir.batch_norm import parts_of
 from autopar.ir.graph import Graph, Node, output_types
 from autopar.ir.layout import Layout, replicated
@@ -238,7 +234,7 @@ def prepare(
                 staged = staged.residing(state.plan.residence)
             plan = resident(plan, state.plan.residence)
         plan = _with_notes(plan, captured.notes)
-        prepared = _prepared(parallel, state, call, key, captured, graph, _runner(state, plan, staged))
+        prepared = _prepared(parallel, state, call, key, captured, graph, runner_of(state, plan, staged))
     kept = state.programs.setdefault(key, [])
     if len(kept) + 1 in (TOLD_AT, STATES):
         _tell_of_traces(kept[0].fits(), len(kept) + 1)
@@ -381,28 +377,3 @@ def _slots(parallel: nn.Module, kind: str) -> dict[str, Slot]:
         for name, tensor in getattr(module, kind).items()
         if tensor is not None
     }
-
-
-def _runner(state: State, plan: Plan, staged: Staged | None) -> Runner:
-    device, pipe = state.device_mesh.device_type, state.pipe
-    if pipe is None or staged is None:
-        groups = name_groups(state.groups, plan.groups(), state.device_mesh, state.mesh)
-    else:
-        groups = pipe.name_groups(state.groups, {axis for one in staged.plans for axis in one.groups()})
-    coordinate = state.device_mesh.get_coordinate()
-    assert coordinate is not None
-    coordinates = tuple(torch.tensor(index, device=device) for index in state.mesh.indices(coordinate))
-
-    def part(plan: Plan, stage: int | None) -> tuple[Runner, Halves | None]:
-        program: Emitted = emit(plan, groups, device, one_at_a_time=device == "cpu")
-        halves = None if staged is None or stage is None else staged.halves(program, stage)
-        if state.backend == "inductor":
-            program, halves = program.compiled(), halves and halves.compiled()
-        pieces = pieces_of(program.drawing, state.mesh, coordinate)
-        return Runner(program, plan, state.mesh, coordinates, pieces, state.updates, state.watch), halves
-
-    if pipe is not None and staged is not None:
-        parts = [(stage, *part(staged.plans[stage], stage)) for stage in staged.stages_at(pipe.place)]
-        return StageRunner.of(parts, plan, pipe, staged, groups)
-    runner, _ = part(plan, None)
-    return replace(runner, played=played(plan, runner.program.inputs, runner.program.results))

@@ -201,14 +201,14 @@ def test_a_limit_of_memory_holds() -> None:
     """Activations are most of what is held: what is run again makes room for them."""
     rows, mesh = 4096, Mesh(("pipe",), (2,))
     graph = graph_of(capture(Layers(*(256,) * 4), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
-    free = find_pipeline(graph, mesh, FAST, 4, stages_per_rank=1)
+    free = find_pipeline(graph, mesh, FAST, 4, stages_per_rank=1, stages_per_rank=1)
     limit = 0.8 * free.peak_bytes
     request = Request(memory=limit, allow=("recompute",))
-    found = find_pipeline(graph, mesh, FAST, 4, request)
+    found = find_pipeline(graph, mesh, FAST, 4, request, stages_per_rank=1)
     assert found.peak_bytes <= limit < free.peak_bytes
     assert found.step_seconds >= free.step_seconds * (1 - 1e-9)
     with pytest.raises(Infeasible, match=r"no pipeline of 2 stages over 4 micro-batches fits in .* per rank") as error:
-        find_pipeline(graph, mesh, FAST, 4, replace(request, memory=0.05 * free.peak_bytes))
+        find_pipeline(graph, mesh, FAST, 4, replace(request, memory=0.05 * free.peak_bytes), stages_per_rank=1)
     assert error.value.enough is not None and 0.05 * free.peak_bytes < error.value.enough <= free.peak_bytes
 
 
