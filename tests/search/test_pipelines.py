@@ -201,7 +201,7 @@ def test_a_limit_of_memory_holds() -> None:
     """Activations are most of what is held: what is run again makes room for them."""
     rows, mesh = 4096, Mesh(("pipe",), (2,))
     graph = graph_of(capture(Layers(*(256,) * 4), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
-    free = find_pipeline(graph, mesh, FAST, 4, stages_per_rank=1, stages_per_rank=1)
+    free = find_pipeline(graph, mesh, FAST, 4, stages_per_rank=1)
     limit = 0.8 * free.peak_bytes
     request = Request(memory=limit, allow=("recompute",))
     found = find_pipeline(graph, mesh, FAST, 4, request, stages_per_rank=1)
