@@ -139,13 +139,11 @@ def compile(
     """
     is_open = isinstance(device_mesh, Devices)
     device_mesh = device_mesh.flat if isinstance(device_mesh, Devices) else device_mesh
-    mesh = mesh_of(device_mesh)
-    check_size(mesh.sizes, dist.get_world_size())
+    mesh = _mesh_of_all(device_mesh)
     _check_words(outputs, inputs, backend, batch_norm, optimizer)
-    brought = given_rules(rules)
-    _check_what_is_planned(model, plan, pin)
-    precision = precision_named(precision)
     _check_numbers(patience_s, micro_batches)
+    brought, precision = given_rules(rules), precision_named(precision)
+    _check_what_is_planned(model, plan, pin)
     pipe = _pipe_of(device_mesh, mesh, schedule, stages_per_rank, micro_batches, {"profile": profile})
 
     def read() -> tuple[Machine, tuple[str, ...] | None, Plan | Pipeline | None]:
@@ -170,9 +168,9 @@ def compile(
     request = Request(allow=words, pin=pin or {}, simulation=True, time_limit_s=time_limit_s)
     here, count = (device_mesh, 1) if pipe is None else (pipe.here, AUTO)
     rest = settings, given, cache, is_open, brought, micro_batches or count, schedule or AUTO, stages_per_rank
-    planner = Planner(here, machine, request, optimizer, outputs, inputs, *rest)
     shape = outputs, backend, precision, inputs, batch_norm, patience_s, brought, pipe
-    return _planned(attach(model, here, planner, *shape), model, example_inputs, example_kwargs)
+    made = attach(model, here, Planner(here, machine, request, optimizer, outputs, inputs, *rest), *shape)
+    return _planned(made, model, example_inputs, example_kwargs)
 
 
 def _planned(
@@ -195,15 +193,20 @@ def _pipe_of(
             if value is not None:
                 raise ValueError(f"{name}={value!r} is of a pipeline, and the mesh {mesh} has no axis {PIPE!r}")
         return None
-    ranks_of(mesh)
-    _known("schedule", schedule or AUTO, (AUTO, *SCHEDULES))
     ranks = ranks_of(mesh)
+    _known("schedule", schedule or AUTO, (AUTO, *SCHEDULES))
     count = micro_batches if isinstance(micro_batches, int) else ranks
     orders_of(schedule or AUTO, ranks, count, stages_per_rank)
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise ValueError(f"{given[0]}= is not built for a mesh with {PIPE!r}; leave it out, or {PIPE!r}")
     return Pipe(device_mesh, mesh)
+
+
+def _mesh_of_all(device_mesh: DeviceMesh) -> Mesh:
+    mesh = mesh_of(device_mesh)
+    check_size(mesh.sizes, dist.get_world_size())
+    return mesh
 
 
 def _check_numbers(patience_s: float, micro_batches: int | str | None) -> None:
