@@ -106,6 +106,12 @@ class Cuts:
             )
         return f"{wanted}: it has too few layers one behind the other; take fewer stages"
 
+    def wanted(self) -> list[int] | None:
+        """Ends of the best cut by `solver.cut_pipeline`, whether legal together or not; None: too few places."""
+        places = self.places()
+        ends = self._quickest(places) if len(places) >= self.count - 1 else []
+        return ends if len(ends) == self.count - 1 else None
+
     def at(self, ends: list[int]) -> tuple[list[int], Cut] | None:
         """The cut with these ends; None where it is not legal."""
         try:

@@ -7,6 +7,7 @@ is moved as long as the played step gets shorter.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,10 +25,8 @@ from cost_models.hardware import Hardware
 from cost_models.steps import Comm
 
 MOVES, WORTH = 8, 1e-3  # of ends of stages that are tried, and what part of the step one has to promise
-MORE, NEAR = (
-    0.03,
-    0.1,
-)  # what more stages have to promise, and how near their first cut has to come for ends to be moved
+MORE = 0.03  # what part of the step more stages have to promise
+NEAR = 0.1  # how near their first cut has to come for ends to be moved
 
 
 @dataclass(frozen=True)
@@ -83,19 +82,18 @@ class Cutting:
         last: Pipeline = best  # of the stages that were cut last
         found: Pipeline
         for chunks, schedules in orders[1:]:
-            other, again = replace(self, schedules=schedules, chunks=chunks), chunks == last.schedule.stages_per_rank
+            again, count = chunks == last.schedule.stages_per_rank, chunks * ranks_of(self.mesh)
+            cuts = replace(self.cuts, count=count, _closed=set())
+            other = replace(self, schedules=schedules, chunks=chunks, cuts=cuts)
             if not again and (chunks > best.schedule.stages_per_rank + 1 or not other._may_beat(best)):
                 continue
             try:
                 if again:
                     found = other.pipeline(last.ends, tuple(zip(last.stages, last.plans, strict=True)))
                 else:
-                    count = chunks * ranks_of(self.mesh)
-                    other = replace(other, cuts=replace(self.cuts, count=count, _closed=set()))
                     last = found = other.first()
             except NotCut:
                 continue
-            other = replace(other, cuts=replace(self.cuts, count=len(found.plans), _closed=set()))
             is_near = chunks > 1 and found.step_seconds < best.step_seconds * (1 + NEAR)
             if self._order(found) >= self._order(best) and not is_near:
                 continue
@@ -105,21 +103,28 @@ class Cutting:
         return best
 
     def _may_beat(self, best: Pipeline) -> bool:
-        """Whether stages of equal parts of these ranks' work would be quicker, by the sends alone slower."""
-        now, ranks, rounds = best.durations, best.schedule.ranks, best.schedule.micro_batches
+        """Whether the cut that is wanted for so many stages would be quicker, if the work of `best` came apart as
+        operators take time in the whole plan.
+        """
+        now, rounds = best.durations, best.schedule.micro_batches
+        ends = self.cuts.wanted()
+        if ends is None:
+            return False
+        spent = self.cuts.spent
+        bounds = [0, *ends, len(spent)]
+        shares = [float(spent[one:other].sum() / spent.sum()) for one, other in itertools.pairwise(bounds)]
 
         def parts(entries: Sequence[float]) -> tuple[float, ...]:
-            of_rank = [0.0] * ranks
-            for seconds, rank in zip(entries, best.schedule.rank_of, strict=True):
-                of_rank[rank] += seconds
-            return tuple(sum(of_rank) / ranks / self.chunks for _ in range(ranks * self.chunks))
+            return tuple(share * sum(entries) for share in shares)
 
-        sends = (max(now.send, default=0.0),) * (ranks * self.chunks - 1)
-        even = Durations(
-            parts(now.forward), parts(now.backward_input), parts(now.backward_weight), sends, parts(now.whole)
-        )
-        told = (play(make_schedule(name, ranks, rounds, self.chunks), even).makespan for name in self.schedules)
-        return min(told) < best.played.makespan * (1 - MORE)
+        def told(name: str) -> float:
+            lists = make_schedule(name, best.schedule.ranks, rounds, self.chunks)
+            crossing = (self.cuts.crossing[end - 1] for end in ends)
+            sends = tuple(self.cuts.send(one) if lists.crosses(at) else 0.0 for at, one in enumerate(crossing))
+            inputs, weights = parts(now.backward_input), parts(now.backward_weight)
+            return play(lists, Durations(parts(now.forward), inputs, weights, sends, parts(now.whole))).makespan
+
+        return min(told(name) for name in self.schedules) < best.played.makespan * (1 - MORE)
 
     def _promises(self, now: Pipeline) -> Iterator[tuple[float, list[int]]]:
         """(estimated seconds, ends) of cuts beside this one; the first are those that make room where that is short."""

@@ -136,8 +136,8 @@ def _is_what_it_plays(found: Pipeline, ranks: int, schedule: str) -> None:
 
 
 def test_the_quicker_schedule_is_taken() -> None:
-    every = [piped(EVEN, 4, 8, name) for name in ONE_PER_RANK]
-    assert piped(EVEN, 4, 8).step_seconds <= min(one.step_seconds for one in every)
+    every = [piped(EVEN, 4, 8, name) for name in SCHEDULES]
+    assert piped(EVEN, 4, 8).step_seconds == min(one.step_seconds for one in every)
     assert every[0].peak_bytes < every[1].peak_bytes  # fewer in flight
 
 
@@ -201,14 +201,14 @@ def test_a_limit_of_memory_holds() -> None:
     """Activations are most of what is held: what is run again makes room for them."""
     rows, mesh = 4096, Mesh(("pipe",), (2,))
     graph = graph_of(capture(Layers(*(256,) * 4), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
-    free = find_pipeline(graph, mesh, FAST, 4, stages_per_rank=1)
+    free = find_pipeline(graph, mesh, FAST, 4)
     limit = 0.8 * free.peak_bytes
     request = Request(memory=limit, allow=("recompute",))
-    found = find_pipeline(graph, mesh, FAST, 4, request, stages_per_rank=1)
+    found = find_pipeline(graph, mesh, FAST, 4, request)
     assert found.peak_bytes <= limit < free.peak_bytes
     assert found.step_seconds >= free.step_seconds * (1 - 1e-9)
-    with pytest.raises(Infeasible, match=r"no pipeline of 2 stages over 4 micro-batches fits in .* per rank") as error:
-        find_pipeline(graph, mesh, FAST, 4, replace(request, memory=0.05 * free.peak_bytes), stages_per_rank=1)
+    with pytest.raises(Infeasible, match=r"no pipeline on 2 ranks over 4 micro-batches fits in .* per rank") as error:
+        find_pipeline(graph, mesh, FAST, 4, replace(request, memory=0.05 * free.peak_bytes))
     assert error.value.enough is not None and 0.05 * free.peak_bytes < error.value.enough <= free.peak_bytes
 
 
@@ -217,19 +217,18 @@ def test_memory_is_what_is_missing_where_a_plan_in_less_room_cannot_be_cut(monke
     first, calls = Cutting.first, list[Cutting]()
 
     def cut(self: Cutting) -> Pipeline:
-        calls.append(self)
+        if self.chunks == 1:
+            calls.append(self)
         if len(calls) > 2:  # in less room than everything
             raise NotCut("the model has no 1 place where it can be cut into 2 stages")
         return first(self)
 
     rows, mesh = 4096, Mesh(("pipe",), (2,))
     graph = graph_of(capture(Layers(*(256,) * 4), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
-    free = find_pipeline(graph, mesh, FAST, 4, stages_per_rank=1)
+    free = find_pipeline(graph, mesh, FAST, 4)
     monkeypatch.setattr(Cutting, "first", cut)
-    with pytest.raises(Infeasible, match=r"no pipeline of 2 stages over 4 micro-batches fits in .* per rank"):
-        find_pipeline(
-            graph, mesh, FAST, 4, Request(memory=0.3 * free.peak_bytes, allow=("recompute",)), stages_per_rank=1
-        )
+    with pytest.raises(Infeasible, match=r"no pipeline on 2 ranks over 4 micro-batches fits in .* per rank"):
+        find_pipeline(graph, mesh, FAST, 4, Request(memory=0.3 * free.peak_bytes, allow=("recompute",)))
     assert len(calls) > 2
 
 
@@ -260,7 +259,7 @@ def test_what_forward_leaves_has_a_limit_of_its_own() -> None:
 
 
 def test_a_tied_embedding_is_in_both_stages_that_read_it() -> None:
-    found = find_pipeline(family("gpt2").graph, TWO, FAST, 2, ALONE, stages_per_rank=1)
+    found = find_pipeline(family("gpt2").graph, TWO, FAST, 2, ALONE, schedule="1f1b")
     assert tied_in(found) == {"transformer.wte.weight": [0, 1]}
     assert all("transformer.wte.weight" in plan.parameters for plan in found.plans)
     assert "tied: transformer.wte.weight is in stages 0, 1" in explain(found)
