@@ -141,8 +141,8 @@ def _with_less_room(
             best = cutting, found
     if best is None:
         raise Infeasible(
-            f"no pipeline on {count_of(found.schedule.ranks, 'rank')} over {found.schedule.micro_batches} micro-batches "
-            f"fits in {human(limit)} per rank: the least that was found takes {human(needed)}; give more "
+            f"no pipeline on {count_of(found.schedule.ranks, 'rank')} over {found.schedule.micro_batches} "
+            f"micro-batches fits in {human(limit)} per rank: the least that was found takes {human(needed)}; give more "
             "micro-batches, stages or devices, or more memory",
             enough=needed,
         )
