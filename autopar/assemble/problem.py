@@ -194,6 +194,6 @@ def _add_storages(work: Assembly) -> None:
         else:
             given = "given", index
             sizes = work.sizes(work.type(ref), item, given, lambda item=item, index=index: work.gives(item, index))
-            work.held(item, start, end, sizes)
+            work.held(item, start, end, work.graph.rounds.held(ref.name) * sizes)
     whatever = np.full(len(work.costs[0]), float(work.pricer.mesh.coordinate_bytes))  # is picked, of any item
     work.held(0, 0, work.live.instants, whatever)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.attach.tensors import as_dtensor, as_stored, device_of, layout_of, piece_of, placements_of
 from autopar.ir.graph import TensorType
-from autopar.ir.layout import Layout
+from autopar.ir.layout import REPLICATE, Layout
 from autopar.ir.mesh import Mesh
 
 
@@ -34,3 +36,14 @@ def _on(value: DTensor, device_mesh: DeviceMesh) -> DTensor:
     if value.device_mesh == device_mesh or value.device_mesh.ndim != 1 or ranks != device_mesh.size():
         return value
     return as_dtensor(value.to_local(), value.shape, layout_of(value) * device_mesh.ndim, device_mesh)
+
+
+def settled(reads: Iterable[tuple[int, Layout]]) -> dict[int, Layout]:
+    """Number of a tensor -> the layout in which it is best given: that in which it is read, or whole where it is read
+    in several, each of which is a part of that.
+    """
+    found: dict[int, Layout] = {}
+    for number, layout in reads:
+        same = found.setdefault(number, layout) == layout
+        found[number] = layout if same else (REPLICATE,) * len(layout)
+    return found

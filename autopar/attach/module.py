@@ -18,7 +18,7 @@ from autopar.attach.draws import draw_whole
 from autopar.attach.dtensors import mend_dtensors
 from autopar.attach.full_state import full_state, received_state
 from autopar.attach.hooks import carry
-from autopar.attach.inputs import local_input, type_of
+from autopar.attach.inputs import local_input, settled, type_of
 from autopar.attach.invoke import invoke
 from autopar.attach.optimizers import refuse_optimizers_of
 from autopar.attach.pipe import Pipe
@@ -154,9 +154,10 @@ class ParallelModule(nn.Module):
         call = _caller(self)(() if named else tuple(batch), dict(batch) if named else {})
         leaves = dict(flatten_inputs(call.args, call.kwargs)[0])
         sharded: dict[int, Tensor] = {}
-        for node, _, layout in self._main().inputs:
-            if (value := leaves.get(node.target)) is None:
-                continue
+        inputs = [(node, layout) for node, _, layout in self._main().inputs if node.target in leaves]
+        layouts = settled((id(leaves[node.target]), layout) for node, layout in inputs)
+        for node, _ in inputs:
+            value, layout = leaves[node.target], layouts[id(leaves[node.target])]
             if type_of(value) != (wanted := input_type(self.plan.graph, node)):
                 raise PlanMismatch(
                     f"argument {node.target} is {type_of(value)}, the plan was made for {wanted}; "

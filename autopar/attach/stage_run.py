@@ -154,6 +154,11 @@ class StageRunner(Runner):
         every = (node for part in self.parts for node in part.runner.program.inputs)
         return _first_ones(node for node in every if not _is_channel(node.target))
 
+    @cached_property
+    def lets_go(self) -> dict[Action, tuple[Action, ...]]:
+        """Receive -> the sends that have been received by then."""
+        return self.staged.schedule.lets_go()
+
     def seeds(self, seed: int, call: int) -> tuple[Tensor, ...]:
         """One tensor for each stage of this rank."""
         stages = self.staged.schedule.stages
@@ -284,7 +289,7 @@ class _Played:
         self.held = {
             part.number: _Held(part, at, step, pieces, runner.staged, trains) for at, part in enumerate(runner.parts)
         }
-        self.sends: list[tuple[Any, Tensor]] = []
+        self.sends: dict[Action, list[tuple[Any, Tensor]]] = {}
 
     def act(self, action: Action) -> None:
         number, held = action.micro_batch, self.held[action.stage]
@@ -301,15 +306,17 @@ class _Played:
             case "W":
                 held.weight_gradients(number)
             case "SA":
-                self._send(held, action.stage + 1, "output", held.stage.sends, number)
+                self._send(held, action, action.stage + 1, "output", held.stage.sends)
             case "RA":
                 self._receive(held, action.stage - 1, held.stage.receives, held.came, number, "input")
             case "SG":
                 if self.trains:
-                    self._send(held, action.stage - 1, "gradient", held.stage.gives_back, number)
+                    self._send(held, action, action.stage - 1, "gradient", held.stage.gives_back)
             case "RG":
                 if self.trains:
                     self._receive(held, action.stage + 1, held.stage.gets_back, held.back, number, "tangent")
+        for send in self.runner.lets_go.get(action, ()):  # the other has it: this does not wait
+            self._finish(send)
 
     # --- from stage to stage -----------------------------------------------------------------------------------------
 
@@ -321,11 +328,13 @@ class _Played:
         for channel in channels:
             into[channel, number] = held.going.pop((kind, channel, number))
 
-    def _send(self, held: _Held, stage: int, kind: str, channels: Sequence[str], number: int) -> None:
-        self.sends = [(work, value) for work, value in self.sends if not work.is_completed()]
-        for channel in channels:
-            value = held.going.pop((kind, channel, number)).contiguous()
-            self.sends.append((self.pipe.send(self.rank_of[stage], value), value))
+    def _send(self, held: _Held, action: Action, stage: int, kind: str, channels: Sequence[str]) -> None:
+        values = [held.going.pop((kind, channel, action.micro_batch)).contiguous() for channel in channels]
+        self.sends[action] = [(self.pipe.send(self.rank_of[stage], value), value) for value in values]
+
+    def _finish(self, send: Action) -> None:
+        for work, _ in self.sends.pop(send, ()):
+            work.wait()
 
     def _receive(
         self, held: _Held, stage: int, channels: Sequence[str], into: dict[tuple[str, int], Tensor], number: int,
@@ -335,9 +344,8 @@ class _Played:
             into[channel, number] = self.pipe.receive(self.rank_of[stage], *held.takes(channel, op))
 
     def finish_sends(self) -> None:
-        for work, _ in self.sends:
-            work.wait()
-        self.sends = []
+        for send in [*self.sends]:
+            self._finish(send)
 
     # --- behind the list ---------------------------------------------------------------------------------------------
 

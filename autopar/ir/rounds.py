@@ -30,6 +30,10 @@ class Rounds:
         if self.count < 1:
             raise ValueError(f"a step of {self.count} micro-batches does nothing; give 1 or more")
 
+    def held(self, name: str) -> int:
+        """How many times what a round reads of a source is there throughout the step: a batch is cut, not copied."""
+        return self.count if name in self.cut else 1
+
     def times(self, place: int) -> int:
         """How many times what a round gives the step gives of a result; 0 where they are not put together."""
         return self.count if self.joined and isinstance(self.joined[place], int) else 0

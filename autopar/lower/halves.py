@@ -32,7 +32,7 @@ def first_half(program: Program, graph: Graph, targets: Collection[str]) -> int:
         made = launched[one.launch] if isinstance(one, Wait) else one
         if wanted.isdisjoint(_makes(made)):
             continue
-        wanted |= {*_reads(made)}
+        wanted |= {*reads(made)}
         end = max(end, place + 1)
     while end < len(instructions) and _is_bookkeeping(instructions[end]):
         end += 1
@@ -57,7 +57,7 @@ def held_between(program: Program, graph: Graph, end: int, targets: Collection[s
                 held[buffer] = None
             else:
                 held.pop(buffer, None)
-    read = {buffer for one in backward[end:] for value in _reads(one) for buffer in program.values[value]}
+    read = {buffer for one in backward[end:] for value in reads(one) for buffer in program.values[value]}
     sources = {program.sources[node.name] for node in graph.nodes if node.op == "input" and node.target in inputs}
     held |= {one: None for value in sources for one in program.values[value] if one in read}
     for place, value in program.results.items():
@@ -81,13 +81,14 @@ def _makes(one: Instruction) -> Iterator[int]:
             pass
 
 
-def _reads(one: Instruction) -> Iterator[int]:
+def reads(one: Instruction) -> Iterator[int]:
+    """The values that it reads."""
     match one:
         case Run() | Launch():
             yield from one.reads
         case Loop(body=body, carried=carried):
             for inner in body:
-                yield from _reads(inner)
+                yield from reads(inner)
             yield from (value for pair in carried for value in pair)
         case _:
             pass

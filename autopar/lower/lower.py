@@ -184,18 +184,17 @@ class _Program:
         found: dict[str, int] = {}
         for node in self.graph.nodes:
             if node.is_source and node.outputs[0] is not None:
-                nbytes = self.lowering.nbytes(node.outputs[0], self.plan.choices[node.name].gives[0])
-                buffer = Buffer(nbytes, Kind(node.op), owner_of(node), self._tier_of(node))
+                layout = self.plan.choices[node.name].gives[0]
+                held = self.graph.rounds.held(node.name) * self.lowering.nbytes(node.outputs[0], layout)
+                buffer = Buffer(held, Kind(node.op), owner_of(node), self._tier_of(node))
                 if node.name in self.graph.rounds.stored:
-                    self.resident.append(replace(buffer, nbytes=self._stored_bytes(node)))
+                    stored = self.lowering.nbytes(self.graph.stored_type(node), layout)
+                    self.resident.append(replace(buffer, nbytes=stored))
                     self.casts.append(buffer := replace(buffer, kind=Kind.CAST, owner=f"{buffer.owner} as it is read"))
                 else:
                     (self.resident if buffer.kind in GIVEN else self.tangents).append(buffer)
                 found[node.name] = self.value_of[Ref(node.name)] = self.listing.given(buffer)
         return found
-
-    def _stored_bytes(self, node: Node) -> Any:
-        return self.lowering.nbytes(self.graph.stored_type(node), self.plan.choices[node.name].gives[0])
 
     def _given_as_made(self) -> dict[Ref, tuple[Kind, str]]:
         """What is a result as it is made: for what, and whose."""

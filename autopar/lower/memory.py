@@ -13,11 +13,12 @@ from cost_models.steps import DEVICE
 def changes(program: Program) -> Iterator[tuple[str, Buffer, int]]:
     """(phase, buffer, 1 where it is allocated or -1 where it is freed), in order; of a loop, its first round."""
     for phase, instruction in program:
-        for buffer, sign in _of(instruction):
+        for buffer, sign in allocated(instruction):
             yield phase, buffer, sign
 
 
-def _of(instruction: Instruction) -> Iterator[tuple[Buffer, int]]:
+def allocated(instruction: Instruction) -> Iterator[tuple[Buffer, int]]:
+    """(buffer, 1 where it is allocated or -1 where it is freed), in order; of a loop, its first round."""
     match instruction:
         case Alloc(buffer):
             yield buffer, 1
@@ -25,7 +26,7 @@ def _of(instruction: Instruction) -> Iterator[tuple[Buffer, int]]:
             yield buffer, -1
         case Loop(body=body):
             for inner in body:
-                yield from _of(inner)
+                yield from allocated(inner)
         case _:
             pass
 
@@ -55,7 +56,7 @@ def peaks_by_phase(program: Program) -> dict[str, int]:
     for phase in PHASES:
         found[phase] = level
         for instruction in program.instructions.get(phase, ()):
-            for buffer, sign in _of(instruction):
+            for buffer, sign in allocated(instruction):
                 if buffer.tier == DEVICE:
                     level += sign * buffer.nbytes
                     found[phase] = max(found[phase], level)

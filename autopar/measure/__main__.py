@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,18 @@ from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
 from autopar.machine.device import processors
 from autopar.machine.local_ranks import environment, local_ranks
 from autopar.machine.plan_files import plan_at
-from autopar.machine.rules_files import FLAG, HELP, METAVAR
+from autopar.machine.rules_files import FLAG, HELP, METAVAR, rules_named
+from autopar.measure.pipeline import measure_pipeline
+from autopar.measure.pipeline_report import MeasuredPipeline
 from autopar.measure.report import Measured
 from autopar.measure.twin import measure, traced
 from autopar.plan import Plan
 from autopar.plan.fit import check
+from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import in_rounds
 from autopar.search.command.factory import Example, build
+from autopar.search.pipeline import Pipeline
+from autopar.search.pipeline_file import is_pipeline
 from autopar.simulate.timeline import pricer_of
 from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware, known_hardware
@@ -78,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _rank(given)
         _checked(given)
         argv = sys.argv[1:] if arguments is None else list(arguments)
-        return _start(argv, plan_at(given.plan, given.rules).mesh.ranks)
+        return _start(argv, _planned(given).mesh.ranks)
     except (BadArgument, PlanMismatch, TraceError) as error:
         return _say(error, BAD_ARGUMENTS)
     except KeyboardInterrupt:
@@ -94,13 +100,24 @@ def _say(what: object, status: int) -> int:
 # --- what was asked for ----------------------------------------------------------------------------------------------
 
 
-def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None, str]:
+def _planned(given: argparse.Namespace) -> Plan | Pipeline:
+    """Of a file of either kind."""
+    try:
+        if is_pipeline(given.plan):
+            return Pipeline.load(given.plan, rules_named(given.rules))
+    except OSError:
+        pass  # which the next line tells
+    return plan_at(given.plan, given.rules)
+
+
+def _checked(given: argparse.Namespace) -> tuple[Plan | Pipeline, Example, Hardware | None, str]:
     """Everything that can be wrong is told before a process is started: the plan must be for this model and machine."""
     if given.steps < 1:
         raise BadArgument(f"--steps {given.steps} is no number of steps; give at least 1")
     if given.json is not None and not Path(given.json).absolute().parent.is_dir():
         raise BadArgument(f"folder {Path(given.json).absolute().parent} of --json {given.json} does not exist")
-    plan = plan_at(given.plan, given.rules)
+    plan = _planned(given)
+    whole, rounds_of = (plan.whole, in_rounds_of_stages) if isinstance(plan, Pipeline) else (plan, in_rounds)
     try:
         precision = precision_named(given.precision)
     except ValueError as error:
@@ -108,10 +125,10 @@ def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None,
     device = _device(given.device, plan)
     hardware = _hardware(given.hardware)
     if hardware is not None:
-        pricer_of(plan, hardware)  # another profile is refused here
+        pricer_of(whole, hardware)  # another profile is refused here
     example = build(given.model)
     try:
-        parts = parts_of(plan.batch_norm or GLOBAL, plan.mesh)
+        parts = parts_of(whole.batch_norm or GLOBAL, whole.mesh)
         graph = traced(
             example.model,
             example.args,
@@ -119,15 +136,15 @@ def _checked(given: argparse.Namespace) -> tuple[Plan, Example, Hardware | None,
             parts=parts,
             precision=precision,
             device_type=device,
-            rules=plan.graph.outside,
+            rules=whole.graph.outside,
         )
     except TypeError as error:
         raise BadArgument(f"{given.model} returned inputs that its model does not take: {error}") from error
-    check(plan, in_rounds(graph, plan.graph.rounds.count), plan.mesh, origin=str(given.plan))
+    check(whole, rounds_of(graph, whole.graph.rounds.count), whole.mesh, origin=str(given.plan))
     return plan, example, hardware, device
 
 
-def _device(asked: str | None, plan: Plan) -> str:
+def _device(asked: str | None, plan: Plan | Pipeline) -> str:
     ranks, under_torchrun = plan.mesh.ranks, "RANK" in os.environ
     if under_torchrun and int(os.environ["WORLD_SIZE"]) != ranks:
         raise BadArgument(
@@ -192,16 +209,11 @@ def _rank(given: argparse.Namespace) -> int:
         "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}" if store else "env://",
         rank=rank, world_size=world, timeout=timedelta(seconds=LOST_S),
     )  # fmt: skip
-    found = measure(
-        plan,
-        example.model,
-        example.args,
-        example.kwargs,
-        steps=given.steps,
-        hardware=hardware,
-        device_type=device,
-        precision=precision_named(given.precision),
-    )
+    how: Any = {"hardware": hardware, "device_type": device, "precision": precision_named(given.precision)}
+    if isinstance(plan, Pipeline):
+        found = measure_pipeline(plan, example.model, example.args, example.kwargs, steps=given.steps, **how)
+    else:
+        found = measure(plan, example.model, example.args, example.kwargs, steps=given.steps, **how)
     status = 0 if found.is_equal else DIFFERENT
     if rank == 0:
         _tell(found, given)
@@ -215,7 +227,7 @@ def _rank(given: argparse.Namespace) -> int:
     return status
 
 
-def _tell(found: Measured, given: argparse.Namespace) -> None:
+def _tell(found: Measured | MeasuredPipeline, given: argparse.Namespace) -> None:
     print(f"{given.plan}, executed with {given.model}\n{found.table()}", end="", flush=True)
     if given.json is not None:
         content = {"plan": str(given.plan), "model": given.model, **found.to_json()}

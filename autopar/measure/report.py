@@ -92,10 +92,10 @@ class Measured:
             f"mesh {self.mesh}, planned for {self.hardware}, optimizer {self.optimizer}",
             f"run on {self.where}",
             "",
-            *_columns([("time of a step", "predicted", "measured", "ratio"), *self._times()]),
+            *columns([("time of a step", "predicted", "measured", "ratio"), *self._times()]),
             f"  step: the median of {self.steps} undisturbed steps on the slowest rank. Its parts are of other steps,",
             "  in which every operator was timed by itself and ranks met before each collective (and waited there for",
-            f"  {_ms(self.waiting_s)})",
+            f"  {ms(self.waiting_s)})",
             "",
         ]
         head = ("collectives of a step and rank", "calls emitted", "made", "bytes planned", "received", "")
@@ -107,12 +107,12 @@ class Measured:
             )
             for one in self.collectives
         ]
-        lines += [*_columns([head, *rows]), ""] if rows else ["no collectives", ""]
+        lines += [*columns([head, *rows]), ""] if rows else ["no collectives", ""]
         memory = [
-            (name, "-" if pair.predicted is None else human(pair.predicted), human(pair.measured), _ratio(pair))
+            (name, "-" if pair.predicted is None else human(pair.predicted), human(pair.measured), ratio(pair))
             for name, pair in self.peak_bytes.items()
         ]
-        lines += _columns([("memory peak of a rank", "predicted", "measured", "ratio"), *memory])
+        lines += columns([("memory peak of a rank", "predicted", "measured", "ratio"), *memory])
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines) + "\n"
 
@@ -120,18 +120,18 @@ class Measured:
         rows = [(f"{name}, operators" if name != "optimizer" else name, pair) for name, pair in self.phases.items()]
         named = ((f"{one.kind} over {one.axis}" if one.axis else one.kind, one.seconds) for one in self.collectives)
         for name, pair in [*rows[:2], *named, *rows[2:], ("sum of its parts", self.parts), ("step", self.step)]:
-            yield name, "-" if pair.predicted is None else _ms(pair.predicted), _ms(pair.measured), _ratio(pair)
+            yield name, "-" if pair.predicted is None else ms(pair.predicted), ms(pair.measured), ratio(pair)
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-def _ratio(pair: Pair) -> str:
+def ratio(pair: Pair) -> str:
     return "-" if pair.ratio is None else f"{pair.ratio:.2f}"
 
 
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+def columns(rows: list[tuple[str, ...]]) -> list[str]:
     """The first column to the left, the others to the right; lines below the head are set in."""
     rows = [rows[0], *((f"  {row[0]}", *row[1:]) for row in rows[1:])]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

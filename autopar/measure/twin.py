@@ -20,28 +20,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
-from autopar.attach.inputs import type_of
 from autopar.attach.module import ParallelModule
-from autopar.calibrate.values import as_trained, input_bounds, random_tensor
+from autopar.calibrate.values import as_trained
 from autopar.compile import compile
 from autopar.emit import Emitted
-from autopar.errors import PlanMismatch
 from autopar.ir.batch_norm import GLOBAL
 from autopar.ir.graph import Graph
 from autopar.ir.outside import Rules
 from autopar.lower.program import PHASES
-from autopar.machine.device import device_name, hardware_or_here, processors
+from autopar.machine.device import device_name, processors
 from autopar.measure.memory import LiveBytes, one_phase
+from autopar.measure.ready import inputs_of, materialise, pricer_at_hand
 from autopar.measure.report import Collective, Measured, Moved, Pair, predicted_peaks, predicted_seconds
 from autopar.measure.watch import WAITING, Stopwatch, Traffic, emitted_calls, now
 from autopar.optim import Streamed
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
-from autopar.simulate.timeline import pricer_of
-from autopar.trace import capture, flatten_inputs, graph_of
+from autopar.search.pipeline import Pipeline
+from autopar.trace import capture, graph_of
 from autopar.trace.calls import by_name
 from autopar.trace.modules import tensors_by_name
 from cost_models.hardware import Hardware
@@ -69,7 +67,7 @@ def traced(
     TraceError.
     """
     positional, named = by_name(model.forward, args, kwargs)
-    training = _is_trained(model)
+    training = is_trained(model)
     captured = capture(
         model, positional, named, training=None if training == model.training else training, precision=precision,
         device_type=device_type,
@@ -77,7 +75,7 @@ def traced(
     return graph_of(captured, precision, parts=parts, rules=rules)
 
 
-def _is_trained(model: nn.Module) -> bool:
+def is_trained(model: nn.Module) -> bool:
     return model.training or any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -99,7 +97,7 @@ def measure(
     `hardware`: the profile that priced the plan, where it is none that autopar knows. Raises PlanMismatch where the
     plan is for something else, ValueError where the process group is of another size.
     """
-    twin, pricer, notes = _twin(plan, model, args, kwargs, hardware, precision, device_type)
+    twin, pricer, notes = twin_of(plan, model, args, kwargs, hardware, precision, device_type)
     return twin.measured(steps, pricer, notes)
 
 
@@ -113,37 +111,39 @@ def memory_of(
     device_type: str = "cpu",
 ) -> dict[str, Pair]:
     """phase -> the most that a rank holds in it, predicted and measured, as `measure` tells it; nothing is timed."""
-    twin, pricer, _ = _twin(plan, model, args, kwargs, hardware, None, device_type)
+    twin, pricer, _ = twin_of(plan, model, args, kwargs, hardware, None, device_type)
     for _ in range(WARM_UP):
         twin.step()
     _, peaks = twin.counted()
     return twin.memory(pricer, dict(zip(peaks, twin.largest(list(peaks.values())), strict=True)))
 
 
-def _twin(
-    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None, hardware: Hardware | None,
-    precision: MixedPrecisionPolicy | None, device_type: str,
-) -> tuple[_Twin, Pricer | None, tuple[str, ...]]:  # fmt: skip
+def twin_of(
+    plan: Plan | Pipeline, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None,
+    hardware: Hardware | None, precision: MixedPrecisionPolicy | None, device_type: str,
+) -> tuple[Twin, Pricer | None, tuple[str, ...]]:  # fmt: skip
+    """What is measured, the prices of its plan if its profile is at hand, and notes. Raises as `measure` does."""
     if dist.get_world_size() != plan.mesh.ranks:
         raise ValueError(f"the plan is for {plan.mesh.ranks} ranks, the process group has {dist.get_world_size()}")
     device_mesh = init_device_mesh(device_type, plan.mesh.sizes, mesh_dim_names=plan.mesh.names)
-    pricer = _pricer(plan, hardware, device_type)
+    whole = plan.whole if isinstance(plan, Pipeline) else plan
+    pricer = pricer_at_hand(whole, hardware, device_type)
     positional, named = by_name(model.forward, args, kwargs or {})
     parallel = compile(
-        model, device_mesh, example_inputs=positional, example_kwargs=named, plan=plan, outputs=plan.outputs,
-        batch_norm=plan.batch_norm or GLOBAL, precision=precision,
-        hardware=None if pricer is None else pricer.hardware, rules=plan.graph.outside,
+        model, device_mesh, example_inputs=positional, example_kwargs=named, plan=plan, outputs=whole.outputs,
+        batch_norm=whole.batch_norm or GLOBAL, precision=precision,
+        hardware=None if pricer is None else pricer.hardware, rules=whole.graph.outside,
     )  # fmt: skip
-    parallel.train(_is_trained(model))
-    notes = _materialise(parallel, device_type)
-    positional, named = _inputs(plan, positional, named, device_type)
+    parallel.train(is_trained(model))
+    notes = materialise(parallel, device_type)
+    positional, named = inputs_of(whole, positional, named, device_type)
     if not positional:
         named = parallel.shard_batch(named)  # as they lie in the plan: cutting them is not timed
-    return _Twin(plan, parallel, positional, named, device_mesh), pricer, notes
+    return Twin(whole, parallel, positional, named, device_mesh), pricer, notes
 
 
 @dataclass
-class _Twin:
+class Twin:
     """A module that is ready to train, and the passes over it."""
 
     plan: Plan
@@ -311,12 +311,9 @@ class _Twin:
         in_phase, in_collective = ({}, {}) if pricer is None else predicted_seconds(plan, pricer)
         if pricer is None:
             notes = (*notes, f"profile {plan.hardware} is not at hand: give it with --hardware to see all predictions")
-        where = f"{plan.mesh.ranks} processes of {device_name(self.device.type)} on {platform.node()}"
-        if self.device.type == "cpu":
-            where += f", {processors()} processors, {torch.get_num_threads()} thread(s) each"
         return Measured(
             str(plan.mesh), plan.hardware, plan.optimizer,
-            f"{where}, {dist.get_backend()}, torch {torch.__version__}, {date.today()}", steps,
+            here(self.device, plan.mesh.ranks), steps,
             Pair(plan.predicted_seconds, told["step"]),
             {phase: Pair(in_phase.get(phase), told[phase]) for phase in phases},
             tuple(
@@ -345,56 +342,9 @@ class _Twin:
         return told.tolist()
 
 
-# --- what there is to run --------------------------------------------------------------------------------------------
-
-
-def _pricer(plan: Plan, hardware: Hardware | None, device_type: str) -> Pricer | None:
-    """What priced the plan: the given profile, the one of that name, or this machine's own; None if it is none of them.
-    Raises PlanMismatch where the given profile has other figures.
-    """
-    if hardware is not None:
-        return pricer_of(plan, hardware)
-    with contextlib.suppress(PlanMismatch, ValueError):
-        return pricer_of(plan)
-    with contextlib.suppress(PlanMismatch, ValueError, OSError):
-        return pricer_of(plan, hardware_or_here(None, device_type))
-    return None
-
-
-def _materialise(parallel: ParallelModule, device_type: str) -> tuple[str, ...]:
-    """Give tensors on the meta device values that neither overflow nor vanish."""
-    tensors = [*parallel.named_parameters(), *parallel.named_buffers()]
-    empty = {name for name, tensor in tensors if tensor.is_meta}
-    if not empty:
-        return ()
-    if len(empty) < len(tensors):
-        raise ValueError("some of the model is on the meta device and some is not; build all of it, or none")
-    parallel.to_empty(device=device_type)
-    with torch.no_grad():
-        for name, tensor in [*parallel.named_parameters(), *parallel.named_buffers()]:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local.is_floating_point() and local.ndim > 1:
-                local.normal_(0.0, 0.02)
-            else:
-                local.fill_(0 if not local.is_floating_point() or name.endswith("bias") else 1)
-    return ("the model was built on the meta device: its values are random",)
-
-
-def _inputs(
-    plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with real tensors, the same on every rank, each of them a tensor of its own."""
-    leaves, spec = flatten_inputs(args, kwargs)
-    bounds, node_of = input_bounds(plan.graph), plan.graph.by_name
-    below = {node_of[name].target: bound for name, bound in sorted(bounds.items(), key=lambda one: -one[1])}
-    made: list[Any] = []
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        for path, leaf in leaves:
-            if isinstance(leaf, Tensor):
-                bound = below.get(path)
-                cpu, device = torch.device("cpu"), torch.device(device_type)
-                leaf = random_tensor(type_of(leaf), cpu, bound).to(device) if leaf.is_meta else leaf.detach().clone()
-            made.append(leaf)
-    positional, named = pytree.tree_unflatten(made, spec)
-    return positional, named
+def here(device: torch.device, ranks: int) -> str:
+    """Where a measurement was made, and when."""
+    where = f"{ranks} processes of {device_name(device.type)} on {platform.node()}"
+    if device.type == "cpu":
+        where += f", {processors()} processors, {torch.get_num_threads()} thread(s) each"
+    return f"{where}, {dist.get_backend()}, torch {torch.__version__}, {date.today()}"

@@ -5,6 +5,7 @@ A scan over the list, which needs no times: a rank allocates and frees in the or
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -70,30 +71,49 @@ class StageBytes:
 
     fixed      however many micro-batches are in flight: parameters, gradients, optimizer states; without what an
                earlier stage of the same rank holds already
-    working    the most that temporaries take at once; of a rank's stages one works at a time
     saved      of each micro-batch from the start of F to the end of B or I
     pending    of each micro-batch from the end of I to the end of W
-    sent       of what crosses the cut behind each stage but the last, one way, for one micro-batch
+    sent       of what forward sends over the cut behind each stage but the last, for one micro-batch
+    returned   of the gradients that come back over these cuts; None: as many as are sent
+    shared     of what forward sends, what is among the saved too; None: nothing
+    forward, backward, weight, update
+               by how much what is held grows at most while F, B or I, W, or the updates behind the list run; None: not
+               more than what they leave
+    outputs    of what the stage gives back from the step, which the ranks of other stages get, too; None: nothing
 
     Raises ValueError for a wrong number of entries, and for one that is negative or not finite.
     """
 
     fixed: tuple[float, ...]
-    working: tuple[float, ...]
     saved: tuple[float, ...]
     pending: tuple[float, ...]
     sent: tuple[float, ...]
+    returned: tuple[float, ...] | None = None
+    shared: tuple[float, ...] | None = None
+    forward: tuple[float, ...] | None = None
+    backward: tuple[float, ...] | None = None
+    weight: tuple[float, ...] | None = None
+    update: tuple[float, ...] | None = None
+    outputs: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.fixed)
         for name, needed in (
             ("fixed", stages),
-            ("working", stages),
             ("saved", stages),
             ("pending", stages),
             ("sent", stages - 1),
+            ("returned", stages - 1),
+            ("shared", stages - 1),
+            ("forward", stages),
+            ("backward", stages),
+            ("weight", stages),
+            ("update", stages),
+            ("outputs", stages),
         ):
-            entries: tuple[float, ...] = getattr(self, name)
+            entries: tuple[float, ...] | None = getattr(self, name)
+            if entries is None:
+                continue
             if len(entries) != needed:
                 raise ValueError(
                     f"bytes {name} have {count_of(len(entries), 'entry', 'entries')}, but {count_of(stages, 'stage')} "
@@ -103,10 +123,23 @@ class StageBytes:
                 if not 0 <= nbytes < inf:
                     raise ValueError(f"bytes {name} of entry {at} are {nbytes:g}; they must be finite and not negative")
 
+    @property
+    def gradients(self) -> tuple[float, ...]:
+        """Of those that come back over each cut."""
+        return self.sent if self.returned is None else self.returned
+
+    @property
+    def copies(self) -> tuple[float, ...]:
+        """Of what forward sends over each cut, what is held for that alone."""
+        shared = self.shared or (0.0,) * len(self.sent)
+        return tuple(sent - kept for sent, kept in zip(self.sent, shared, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that a rank holds while each action of its list runs, and where they are most (the first such place)."""
+    """Bytes that a rank holds while each action of its list runs, the last one with the updates behind it, and where
+    they are most (the first such place).
+    """
 
     nbytes: tuple[float, ...]
     peak: float
@@ -118,50 +151,58 @@ def memory(schedule: Schedule, nbytes: StageBytes) -> tuple[RankMemory, ...]:
     """Bytes of each rank along its list.
 
     Beside what `StageBytes` says, a rank holds a buffer from each receive until its reader has started (F, which keeps
-    its input with what it saves) or ended (B, I), and the result of F, B or I until it is sent or, on the same rank,
-    read. Raises ValueError for bytes of another number of stages.
+    its input with what it saves) or ended (B, I), and the result of F, B or I until it has been received
+    (`Schedule.lets_go`) or, on the same rank, read. Raises ValueError for bytes of another number of stages.
     """
     if len(nbytes.fixed) != schedule.stages:
         raise ValueError(
             f"the bytes are those of {count_of(len(nbytes.fixed), 'stage')}, but {schedule.name} has "
             f"{schedule.stages}; give one entry for each stage"
         )
-    return tuple(_of_rank(schedule, nbytes, rank) for rank in range(schedule.ranks))
+    lets_go = schedule.lets_go()
+    return tuple(_of_rank(schedule, nbytes, rank, lets_go) for rank in range(schedule.ranks))
 
 
-def _of_rank(schedule: Schedule, nbytes: StageBytes, rank: int) -> RankMemory:
+def _of_rank(
+    schedule: Schedule, nbytes: StageBytes, rank: int, lets_go: Mapping[Action, Sequence[Action]]
+) -> RankMemory:
     row = schedule.lists[rank]
     own = [stage for stage, holder in enumerate(schedule.rank_of) if holder == rank]
-    held = sum(nbytes.fixed[stage] for stage in own) + max(nbytes.working[stage] for stage in own)
+    held = always = sum(nbytes.fixed[stage] for stage in own)
     curve: list[float] = []
     for action in row:
-        taken, kept = _changes(action, nbytes)
-        curve.append(held + taken)
-        held += taken + kept
+        grows, kept = _changes(action, nbytes)
+        curve.append(held + grows)
+        gone = (nbytes.copies[one.stage] if one.kind == "SA" else nbytes.gradients[one.stage - 1]
+                for one in lets_go.get(action, ()))  # fmt: skip
+        held += kept - sum(gone)
+    others = sum(of for stage, of in enumerate(nbytes.outputs or ()) if stage not in own)
+    grows = max(nbytes.update[stage] for stage in own) if nbytes.update else 0.0
+    curve[-1] = max(curve[-1], always + others + grows)  # behind the list, when all has been received
     peak = max(curve)
     position = curve.index(peak)
     return RankMemory(tuple(curve), peak, position, row[position])
 
 
 def _changes(action: Action, nbytes: StageBytes) -> tuple[float, float]:
-    """Bytes that an action takes as it starts, and by how much those that are held change as it ends."""
+    """By how many bytes what is held grows at most while an action runs, and by how many once it has ended."""
     stage = action.stage
-    before = nbytes.sent[stage - 1] if stage > 0 else 0.0
-    behind = nbytes.sent[stage] if stage + 1 < len(nbytes.fixed) else 0.0
+    is_first, is_last = stage == 0, stage + 1 == len(nbytes.fixed)
+    before, behind = 0.0 if is_first else nbytes.sent[stage - 1], 0.0 if is_last else nbytes.copies[stage]
+    given, got = 0.0 if is_first else nbytes.gradients[stage - 1], 0.0 if is_last else nbytes.gradients[stage]
     match action.kind:
         case "F":  # the input's buffer becomes part of what is saved; the output is a new one
-            return nbytes.saved[stage] - before + behind, 0.0
-        case "B":  # the gradient from behind is read, that for the stage before is made
-            return before, -nbytes.saved[stage] - behind
-        case "I":
-            return before, nbytes.pending[stage] - nbytes.saved[stage] - behind
+            kept = nbytes.saved[stage] - before + behind
+            return max(kept, nbytes.forward[stage] if nbytes.forward else 0.0), kept
+        case "B" | "I":  # the gradient from behind is read, that for the stage before is made
+            pending = nbytes.pending[stage] if action.kind == "I" else 0.0
+            grows = max(given, nbytes.backward[stage] if nbytes.backward else 0.0)
+            return grows, given + pending - nbytes.saved[stage] - got
         case "W":
-            return 0.0, -nbytes.pending[stage]
+            return nbytes.weight[stage] if nbytes.weight else 0.0, -nbytes.pending[stage]
         case "RA":
-            return before, 0.0
+            return before, before
         case "RG":
-            return behind, 0.0
-        case "SA":
-            return 0.0, -behind
-        case "SG":
-            return 0.0, -before
+            return got, got
+        case "SA" | "SG":
+            return 0.0, 0.0

@@ -18,14 +18,17 @@ from autopar.ir.words import count_of
 from autopar.pipeline.schedule import COMPUTES, RECEIVES, SENDS, Action, Schedule, ScheduleError, receiver_of
 from cost_models import simulator
 
+NAMED = {"whole": "backward", "returning": "send_back"}  # what properties are called where they are given
+
 
 @dataclass(frozen=True, slots=True)
 class Durations:
     """Seconds for one micro-batch.
 
     forward, backward_input, backward_weight   F, I and W of each stage
-    send                                       over the cut behind each stage but the last, one way
+    send                                       over the cut behind each stage but the last, of what forward makes
     backward                                   B of each stage, where that is not I + W
+    send_back                                  over these cuts, of gradients, where that is not `send`
 
     Raises ValueError for a wrong number of entries, and for one that is negative or not finite.
     """
@@ -35,6 +38,7 @@ class Durations:
     backward_weight: tuple[float, ...]
     send: tuple[float, ...]
     backward: tuple[float, ...] | None = None
+    send_back: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         stages = self.stages
@@ -43,18 +47,19 @@ class Durations:
             ("backward_weight", self.backward_weight, stages),
             ("backward", self.whole, stages),
             ("send", self.send, stages - 1),
+            ("send_back", self.returning, stages - 1),
         ):
             if len(entries) != needed:
                 raise ValueError(
                     f"{name} has {count_of(len(entries), 'entry', 'entries')}, but {count_of(stages, 'stage')} (the "
-                    f"entries of forward) need {needed}: one for each {'cut' if name == 'send' else 'stage'}"
+                    f"entries of forward) need {needed}: one for each {'cut' if name.startswith('send') else 'stage'}"
                 )
-        for name in ("forward", "backward_input", "backward_weight", "send", "whole"):
+        for name in ("forward", "backward_input", "backward_weight", "send", "whole", "returning"):
             entries: tuple[float, ...] = getattr(self, name)
             for at, seconds in enumerate(entries):
                 if not 0 <= seconds < inf:
                     raise ValueError(
-                        f"{'backward' if name == 'whole' else name} of {'cut' if name == 'send' else 'stage'} {at} is "
+                        f"{NAMED.get(name, name)} of {'cut' if name in ('send', 'returning') else 'stage'} {at} is "
                         f"{seconds:g} s; it must be finite and not negative"
                     )
 
@@ -70,6 +75,11 @@ class Durations:
             return self.backward
         return tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=False)))
 
+    @property
+    def returning(self) -> tuple[float, ...]:
+        """Of gradients over each cut."""
+        return self.send if self.send_back is None else self.send_back
+
     def of(self, action: Action) -> float:
         """Seconds of an action; a receive ends with its send and has none of its own."""
         match action.kind:
@@ -84,7 +94,7 @@ class Durations:
             case "SA":
                 return self.send[action.stage]
             case "SG":
-                return self.send[action.stage - 1]
+                return self.returning[action.stage - 1]
             case "RA" | "RG":
                 return 0.0
 

@@ -94,6 +94,25 @@ class Schedule:
         """Whether the stage behind `stage` is on another rank, so that messages cross that cut."""
         return self.rank_of[stage] != self.rank_of[stage + 1]
 
+    def lets_go(self) -> dict[Action, tuple[Action, ...]]:
+        """Receive -> the sends of the same rank that have been received once it ends: what comes was sent behind that.
+        Until then a rank has to hold what it sends, as the other may be late.
+        """
+        places = {action: at for row in self.lists for at, action in enumerate(row)}
+        found: dict[Action, tuple[Action, ...]] = {}
+        for row in self.lists:
+            held: dict[int, list[Action]] = {}  # rank -> what it has been sent
+            for action in row:
+                if action.kind in SENDS:
+                    held.setdefault(self.rank_of[receiver_of(action).stage], []).append(action)
+                elif action.kind in RECEIVES:
+                    sender = sender_of(action)
+                    sent = held.get(self.rank_of[sender.stage], [])
+                    count = sum(places[receiver_of(one)] < places[sender] for one in sent)
+                    found[action] = tuple(sent[:count])
+                    del sent[:count]
+        return found
+
     def text(self, rank: int, messages: bool = True) -> str:
         """A rank's list, its actions by spaces; `F3`, without the stage, where each rank has one and none is sent."""
         told = [action for action in self.lists[rank] if messages or action.kind in COMPUTES]

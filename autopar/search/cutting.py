@@ -20,7 +20,7 @@ from autopar.rewrite.micro_batches import NotCut
 from autopar.search.cuts import Cut, Cuts, Send
 from autopar.search.orders import IN_HALVES, PIPE, Orders, ranks_of
 from autopar.search.pipeline import Pipeline
-from autopar.search.stage_prices import price_of, together
+from autopar.search.stage_prices import call_bytes, price_of, together
 from cost_models.hardware import Hardware
 from cost_models.steps import Comm
 
@@ -173,11 +173,14 @@ class Cutting:
         ranks = ranks_of(self.mesh)
         for name in names:
             lists = make_schedule(name, ranks, self.whole.graph.rounds.count, self.chunks)
-            nbytes, updates = together(priced, lists.rank_of)
-            sends = (self.cuts.send(one) if lists.crosses(at) else 0.0 for at, one in enumerate(nbytes.sent))
+            nbytes, updates = together(priced, lists.rank_of, call_bytes(self.whole), not lists.splits_backward)
+            sends, returns = (
+                tuple(self.cuts.send(one) if lists.crosses(at) else 0.0 for at, one in enumerate(of))
+                for of in (nbytes.sent, nbytes.gradients)
+            )
             durations = Durations(
-                tuple(one.forward for one in priced), tuple(one.inputs for one in priced), weights, tuple(sends),
-                tuple(one.backward for one in priced),
+                tuple(one.forward for one in priced), tuple(one.inputs for one in priced), weights, sends,
+                tuple(one.backward for one in priced), returns,
             )  # fmt: skip
             played = play(lists, durations)
             yield Pipeline(
@@ -192,7 +195,7 @@ def _scaled(durations: Durations, scale: Sequence[float]) -> Durations:
 
     return Durations(
         times(durations.forward), times(durations.backward_input), times(durations.backward_weight), durations.send,
-        times(durations.whole),
+        times(durations.whole), durations.send_back,
     )  # fmt: skip
 
 

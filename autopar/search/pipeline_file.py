@@ -29,7 +29,7 @@ from autopar.search.pipeline_value import PipelineValue
 from cost_models.whole_file import read_whole, write_whole
 
 P = TypeVar("P", bound=PipelineValue)
-VERSION = 2
+VERSION = 3
 
 
 def save(pipeline: PipelineValue, path: str | Path) -> None:
@@ -63,6 +63,13 @@ def dumps(pipeline: PipelineValue) -> str:
     return "{" + ",\n".join(rows) + "}\n"
 
 
+def is_pipeline(path: str | Path) -> bool:
+    """Whether the file is one of a pipeline, by how it begins. Raises OSError where there is none to be read."""
+    with open(path, "rb") as file:
+        return file.read(len(BEGINS)) == BEGINS
+
+
+BEGINS = b'{"autopar_pipeline"'
 CHANNELS = "receives", "gives_back", "sends", "gets_back", "tied"
 
 
@@ -120,7 +127,8 @@ def _read(content: dict[str, Any], origin: str, make: type[P], rules: Sequence[R
     if schedule.micro_batches != whole.graph.rounds.count or schedule.stages != len(stages):
         raise ValueError("its schedule has other numbers of stages or micro-batches than its plan")
     durations = Durations(**{name: entries and tuple(entries) for name, entries in content["durations"].items()})
-    nbytes = StageBytes(**{name: tuple(entries) for name, entries in content["bytes"].items()})
+    held: dict[str, Any] = {name: None if of is None else tuple(of) for name, of in content["bytes"].items()}
+    nbytes = StageBytes(**held)
     mesh = Mesh(tuple(content["mesh"]["names"]), tuple(content["mesh"]["sizes"]))
     return make(
         mesh, stages, plans, ends, schedule, durations, play(schedule, durations), memory(schedule, nbytes),

@@ -49,7 +49,8 @@ def _lines(pipeline: PipelineValue) -> Iterator[str]:
         at: int = row["stage"]
         sends = "on one rank"
         if row["sent_bytes"] is not None:
-            sends = f"{human(row['sent_bytes'])} each way<BR/>{ms(pipeline.durations.send[at])}"
+            sends = f"{human(row['sent_bytes'])} on, {human(row['returned_bytes'])} back"
+            sends += f"<BR/>{ms(pipeline.durations.send[at])}, {ms(pipeline.durations.returning[at])}"
         yield f"  stage{at} -> stage{at + 1} [dir=both, label=<{sends}>];"
     for name, (first, *others) in tied_in(pipeline).items():
         for other in others:

@@ -152,6 +152,7 @@ def stages_of(pipeline: PipelineValue) -> list[dict[str, Any]]:
             "forward_seconds": durations.forward[at],
             "backward_seconds": durations.whole[at],
             "sent_bytes": pipeline.nbytes.sent[at] if at < last and pipeline.schedule.crosses(at) else None,
+            "returned_bytes": pipeline.nbytes.gradients[at] if at < last and pipeline.schedule.crosses(at) else None,
             "in_flight": flying[at],
             "fixed_bytes": pipeline.nbytes.fixed[at],
             "saved_bytes": pipeline.nbytes.saved[at],

@@ -8,15 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.layout import local_type
+from autopar.ir.layout import Layout, local_type
 from autopar.lower import lower
 from autopar.lower.halves import first_half, held_between
-from autopar.lower.memory import changes, peaks, resident_bytes
+from autopar.lower.memory import changes
 from autopar.lower.program import Instruction, Kind, Loop, Program, Run, Update
 from autopar.pipeline import StageBytes
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.stages import Stage
+from autopar.search.stage_bytes import Crossing, Held
 from autopar.simulate.events import events
 from cost_models.simulator import COMPUTE, Timeline, play
 from cost_models.steps import DEVICE
@@ -25,9 +26,10 @@ from cost_models.steps import DEVICE
 @dataclass(frozen=True)
 class StagePrice:
     """Seconds of one micro-batch, of its backward in all and of the part that the stage before waits for, and of the
-    updates; bytes of a device: always, for temporaries, per micro-batch in flight, and per one whose backward has run
-    half. `sent`: over the cut behind the stage, one way. `tied`: of a parameter that other stages hold, too, (seconds
-    of its update, bytes of it and of its states), which a rank with several of them has once.
+    updates; bytes of a device: always, per micro-batch in flight, and per one whose backward has run half, and how they
+    grow. `sent`: over the cut behind the stage; `returned`: gradients over the one before it; `shared`: of what is
+    sent, what is saved too. `tied`: of a parameter that other stages hold, too, (seconds of its update, bytes of it and
+    of its states), which a rank with several of them has once.
     """
 
     forward: float
@@ -35,10 +37,13 @@ class StagePrice:
     inputs: float
     update: float
     fixed: float
-    working: float
     saved: float
     pending: float
+    grows: Held
     sent: float
+    returned: float
+    shared: float
+    outputs: float
     tied: Mapping[str, tuple[float, float]]
 
 
@@ -49,30 +54,24 @@ def price_of(stage: Stage, plan: Plan, pricer: Pricer) -> StagePrice:
     spent = defaultdict[str, float](float)
     for phase, begin, end in timeline.phases:
         spent[phase] += end - begin
-    resident = resident_bytes(program).get(DEVICE, 0)
-    saved = sum(
-        sign * buffer.nbytes
-        for phase, buffer, sign in changes(program)
-        if phase == "forward" and buffer.tier == DEVICE and buffer.kind is not Kind.CAST
-    )
-    casts = sum(one.nbytes for _, one, sign in changes(program) if sign > 0 and one.kind is Kind.CAST)
-    received = sum(
-        local_type(node.outputs[0], plan.choices[node.name].gives[0], plan.mesh).nbytes
-        for node in plan.graph.nodes
-        if node.op == "input" and node.target in stage.receives and node.outputs[0] is not None
-    )
     update = timeline.seconds - spent["forward"] - spent["backward"]
     half = first_half(program, plan.graph, stage.gives_back)
+    sent, returned = _sent_bytes(stage.sends, "output", plan), _sent_bytes(stage.gives_back, "gradient", plan)
+    crossing = Crossing.of(program, plan.graph, stage)
+    held = Held.of(program, half, sent + (returned if rounds == 1 else 0.0))
     return StagePrice(
         spent["forward"] / rounds,
         spent["backward"] / rounds,
         _seconds_of_first(program, timeline, half) / rounds,
         update,
-        resident + casts - received,
-        max(0, peaks(program)[DEVICE] - saved - resident - casts),
-        saved + received,
+        held.always - crossing.inputs,
+        held.after_forward - crossing.only_sent + crossing.kept,
         held_between(program, plan.graph, half, stage.gives_back, {*stage.receives}),
-        _sent_bytes(stage, plan),
+        held,
+        sent,
+        returned,
+        crossing.shared,
+        float(sum(one.nbytes for one in program.resident if one.kind is Kind.OUTPUT)),
         {name: _once(name, program, timeline) for name in stage.tied},
     )
 
@@ -93,9 +92,15 @@ def _once(name: str, program: Program, timeline: Timeline) -> tuple[float, float
     return spent, float(held)
 
 
-def together(priced: Sequence[StagePrice], rank_of: Sequence[int]) -> tuple[StageBytes, float]:
-    """(bytes of stages, seconds of the updates of the rank that takes the longest), each stage on that rank."""
+def together(
+    priced: Sequence[StagePrice], rank_of: Sequence[int], call: float, whole: bool = True
+) -> tuple[StageBytes, float]:
+    """(bytes of stages, seconds of the updates of the rank that takes the longest), each stage on that rank. `call`:
+    bytes of what the step is given, which every rank has. `whole`: backward is not run in two.
+    """
     fixed, spent = [one.fixed for one in priced], [0.0] * (max(rank_of) + 1)
+    for rank in {*rank_of}:
+        fixed[rank_of.index(rank)] += call
     known: set[tuple[int, str]] = set()
     for stage, (one, rank) in enumerate(zip(priced, rank_of, strict=True)):
         spent[rank] += one.update
@@ -105,8 +110,12 @@ def together(priced: Sequence[StagePrice], rank_of: Sequence[int]) -> tuple[Stag
                 fixed[stage] -= nbytes
             known.add((rank, name))
     nbytes = StageBytes(
-        tuple(fixed), tuple(one.working for one in priced), tuple(one.saved for one in priced),
-        tuple(one.pending for one in priced), tuple(one.sent for one in priced[:-1]),
+        tuple(fixed), tuple(one.saved for one in priced), tuple(one.pending for one in priced),
+        tuple(one.sent for one in priced[:-1]), tuple(one.returned for one in priced[1:]),
+        tuple(one.shared for one in priced[:-1]),
+        tuple(one.grows.forward for one in priced), tuple(one.grows.backward(whole) for one in priced),
+        tuple(one.grows.weight for one in priced), tuple(one.grows.update for one in priced),
+        tuple(one.outputs for one in priced),
     )  # fmt: skip
     return nbytes, max(spent)
 
@@ -130,17 +139,22 @@ def _flat(one: Instruction) -> Iterator[Instruction]:
             yield from _flat(inner)
 
 
-def _sent_bytes(stage: Stage, plan: Plan) -> float:
-    """That a device sends over the cut behind a stage, one way."""
-    layout = {
-        result.target: delivery.layout
-        for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True)
-        if result.kind == "output" and delivery is not None
-    }
-    refs = {result.target: result.ref for result in plan.graph.results if result.kind == "output"}
+def _sent_bytes(channels: Sequence[str], kind: str, plan: Plan) -> float:
+    """That a device sends to another stage: results of a kind, for one micro-batch."""
     found = 0
-    for channel in stage.sends:
-        ref = refs[channel]
-        assert ref is not None
-        found += local_type(plan.graph.type_of(ref), layout[channel], plan.mesh).nbytes
+    for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
+        if result.kind == kind and result.target in channels:
+            assert result.ref is not None and delivery is not None
+            found += local_type(plan.graph.type_of(result.ref), delivery.layout, plan.mesh).nbytes
     return float(found)
+
+
+def call_bytes(whole: Plan) -> float:
+    """Of a device, of what a step is given: of a tensor that is read at once and in micro-batches, once."""
+    rounds, found = whole.graph.rounds, dict[tuple[str, Layout], int]()
+    for node in whole.graph.nodes:
+        if node.op == "input" and node.outputs[0] is not None:
+            layout = whole.choices[node.name].gives[0]
+            nbytes = local_type(node.outputs[0], layout, whole.mesh).nbytes * rounds.held(node.name)
+            found[node.target, layout] = max(found.get((node.target, layout), 0), nbytes)
+    return float(sum(found.values()))

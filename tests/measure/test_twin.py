@@ -77,14 +77,14 @@ def test_what_moves_is_what_was_planned_to_the_byte(fake_mesh: Ranks, name: str,
 def test_a_collective_that_is_not_in_the_plan_is_seen(fake_mesh: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args = small()
     plan = PlanSampler(traced(model, args, {}), Mesh(("data",), (2,)), MACHINE).draw(0)
-    sent, step = torch.ones(6), twin._Twin.step
+    sent, step = torch.ones(6), twin.Twin.step
 
     def with_another(self: Any, *given: Any) -> None:
         step(self, *given)
         (group,) = self.axis_of
         torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(sent, "sum", group))
 
-    monkeypatch.setattr(twin._Twin, "step", with_another)
+    monkeypatch.setattr(twin.Twin, "step", with_another)
     found = run(fake_mesh, plan, model, args)
     before = plan.comm_bytes.get(("all_reduce", "data"), 0)
     assert not found.is_equal

@@ -322,12 +322,12 @@ def test_memory_is_an_instant_of_the_list(name: str) -> None:
     schedule = make_schedule(name, 4, 8)
     stages, counts = schedule.stages, in_flight(schedule)
     each = (10.0,) * stages
-    alone = memory(schedule, StageBytes((100.0,) * stages, (0.0,) * stages, each, each, (0.0,) * (stages - 1)))
+    alone = memory(schedule, StageBytes((100.0,) * stages, each, each, (0.0,) * (stages - 1)))
     for rank, one in enumerate(alone):
         most = 100 * schedule.rank_of.count(rank) + 10 * counts.most_held[rank]
         # W has begun before what it holds is let go of, and F holds before it is counted
         assert most <= one.peak <= most + 10 and one.nbytes[one.position] == one.peak
-    nbytes = StageBytes((100.0,) * stages, (0.0,) * stages, (10.0,) * stages, (0.0,) * stages, (1.0,) * (stages - 1))
+    nbytes = StageBytes((100.0,) * stages, (10.0,) * stages, (0.0,) * stages, (1.0,) * (stages - 1))
     with_buffers = memory(schedule, nbytes)
     for rank, one in enumerate(with_buffers):
         assert one.peak > 100 * schedule.rank_of.count(rank) + 10 * counts.most_saved[rank] - 1

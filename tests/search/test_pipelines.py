@@ -96,7 +96,7 @@ def test_the_ends_of_the_model_are_on_one_rank_of_a_v() -> None:
     looped = found.schedule.rank_of[:2] * 2
     pricer = Cutting.of(found.whole, found.mesh, FAST, ((2, ("zb-v",)),), None).pricer
     priced = [price_of(stage, plan, pricer) for stage, plan in zip(found.stages, found.plans, strict=True)]
-    (once, spent), (twice, _) = together(priced, found.schedule.rank_of), together(priced, looped)
+    (once, spent), (twice, _) = together(priced, found.schedule.rank_of, 0.0), together(priced, looped, 0.0)
     seconds, nbytes = priced[3].tied["transformer.wte.weight"]
     (weight,) = (n for n in found.plans[0].graph.nodes if n.op == "parameter" and n.target == "transformer.wte.weight")
     assert weight.outputs[0] is not None
@@ -237,7 +237,7 @@ def test_where_micro_batches_in_flight_are_too_much_each_leaves_less_to_backward
     rows, mesh = 4096, Mesh(("pipe",), (2,))
     graph = graph_of(capture(Layers(*(256,) * 4), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
     free = find_pipeline(graph, mesh, FAST, 4, schedule="1f1b")
-    limit = 0.9 * free.peak_bytes
+    limit = 0.95 * free.peak_bytes
     found = find_pipeline(graph, mesh, FAST, 4, Request(memory=limit, allow=("recompute",)), schedule="1f1b")
     assert found.peak_bytes <= limit and found.ends == free.ends
     assert found.nbytes.saved[0] < free.nbytes.saved[0] and found.nbytes.saved[1] <= free.nbytes.saved[1]

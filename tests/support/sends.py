@@ -18,5 +18,5 @@ def send_beside_work(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         sent.append(plan)
         return emit(plan, groups, device)
 
-    monkeypatch.setattr("autopar.attach.programs.emit", as_on_gpus)
+    monkeypatch.setattr("autopar.attach.runners.emit", as_on_gpus)
     return sent
