@@ -184,17 +184,18 @@ class _Program:
         found: dict[str, int] = {}
         for node in self.graph.nodes:
             if node.is_source and node.outputs[0] is not None:
-                layout = self.plan.choices[node.name].gives[0]
-                held = self.graph.rounds.held(node.name) * self.lowering.nbytes(node.outputs[0], layout)
+                held = self.graph.rounds.held(node.name) * self._bytes(node, node.outputs[0])
                 buffer = Buffer(held, Kind(node.op), owner_of(node), self._tier_of(node))
                 if node.name in self.graph.rounds.stored:
-                    stored = self.lowering.nbytes(self.graph.stored_type(node), layout)
-                    self.resident.append(replace(buffer, nbytes=stored))
+                    self.resident.append(replace(buffer, nbytes=self._bytes(node, self.graph.stored_type(node))))
                     self.casts.append(buffer := replace(buffer, kind=Kind.CAST, owner=f"{buffer.owner} as it is read"))
                 else:
                     (self.resident if buffer.kind in GIVEN else self.tangents).append(buffer)
                 found[node.name] = self.value_of[Ref(node.name)] = self.listing.given(buffer)
         return found
+
+    def _bytes(self, node: Node, type: TensorType) -> Any:
+        return self.lowering.nbytes(type, self.plan.choices[node.name].gives[0])
 
     def _given_as_made(self) -> dict[Ref, tuple[Kind, str]]:
         """What is a result as it is made: for what, and whose."""
@@ -385,7 +386,7 @@ class _Program:
         parameters, gradients = list[Trained](), dict(self.results)
         for node in self.graph.trained:
             type, value, place = self.graph.stored_type(node), self.value_of[Ref(node.name)], places[node.target]
-            nbytes, resides = self._stored_bytes(node), self.plan.residence.get(node.target, "device")
+            nbytes, resides = self._bytes(node, type), self.plan.residence.get(node.target, "device")
             parameters.append(Trained(node.target, place, nbytes, type.dtype, resides, value))
         sums = summed_once(self.plan, self.listing, gradients, beside=self.prefetch is not None)
         done = [*casts_of(self.graph, self.plan.choices, self.lowering.nbytes, pricer), *sums]
