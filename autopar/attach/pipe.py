@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,8 +47,10 @@ class Pipe:
         self.rank_within, self.ranks_within = at, self.inner.ranks
         self.peers = [int(one.flatten()[at]) for one in numbers]
         self.group = device_mesh.get_group(PIPE)
-        self.held: list[weakref.ref[nn.Parameter]] = []  # parameters of this place
-        self.copies: list[weakref.ref[nn.Parameter]] = []  # those of them that an earlier place counts
+        # Names: torch does not swap a parameter (`to_empty`, `double`) to which there is a weak reference.
+        self.module: weakref.ref[nn.Module] | None = None
+        self.held: frozenset[str] = frozenset()  # parameters of this place
+        self.copies: frozenset[str] = frozenset()  # those of them that an earlier place counts
         PIPES.add(self)
         _count_all_stages()
         mend_lists()
@@ -136,11 +138,19 @@ class Pipe:
             take_part(value, layout, self.inner, self.whole)
         return self.elsewhere(whole, layout, place)
 
-    def note(self, parameters: Mapping[str, Any], holders: Mapping[str, Sequence[int]]) -> None:
+    def note(self, module: nn.Module, holders: Mapping[str, Sequence[int]]) -> None:
         """What this place holds. Of a parameter that several places hold, the first one counts the gradient."""
-        self.held = [weakref.ref(parameters[name]) for name, places in holders.items() if self.place in places]
-        names = [name for name, places in holders.items() if self.place in places[1:]]
-        self.copies = [weakref.ref(parameters[name]) for name in names]
+        self.module = weakref.ref(module)
+        self.held = frozenset(name for name, places in holders.items() if self.place in places)
+        self.copies = frozenset(name for name, places in holders.items() if self.place in places[1:])
+
+    def gradients(self, names: Collection[str]) -> list[Tensor]:
+        """Those of these parameters that have one."""
+        module = None if self.module is None else self.module()
+        if module is None:
+            return []
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        return [grad for name in names if (grad := parameters[name].grad) is not None]
 
 
 def is_elsewhere(held: Any) -> bool:
@@ -169,7 +179,7 @@ def _over_stages(plain: Any) -> Any:
         pipe = _pipe_of(given)
         if pipe is None:
             return plain(given, norm_type, error_if_nonfinite, foreach)
-        copies = [one.grad for ref in pipe.copies if (one := ref()) is not None]
+        copies = pipe.gradients(pipe.copies)
         own = [one for one in given if not any(one is copy for copy in copies)]
         with torch.no_grad():
             norm = plain(own, norm_type, False, foreach)
@@ -199,7 +209,6 @@ def _pipe_of(tensors: Sequence[Tensor]) -> Pipe | None:
     """
     given = {id(one) for one in tensors}
     for pipe in PIPES:
-        held = [one for ref in pipe.held if (one := ref()) is not None]
-        if any(id(one.grad) in given for one in held if one.grad is not None):
+        if any(id(one) in given for one in pipe.gradients(pipe.held)):
             return pipe
     return None

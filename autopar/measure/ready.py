@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import pytree
 from autopar.attach.inputs import type_of
 from autopar.attach.module import ParallelModule
+from autopar.attach.pipe import is_elsewhere
 from autopar.calibrate.values import input_bounds, random_tensor
 from autopar.errors import PlanMismatch
 from autopar.machine.device import hardware_or_here
@@ -38,7 +39,8 @@ def pricer_at_hand(plan: Plan, hardware: Hardware | None, device_type: str) -> P
 
 def materialise(parallel: ParallelModule, device_type: str) -> tuple[str, ...]:
     """Give tensors on the meta device values that neither overflow nor vanish."""
-    tensors = [*parallel.named_parameters(), *parallel.named_buffers()]
+    named = [*parallel.named_parameters(), *parallel.named_buffers()]
+    tensors = [(name, tensor) for name, tensor in named if not is_elsewhere(tensor)]
     empty = {name for name, tensor in tensors if tensor.is_meta}
     if not empty:
         return ()

@@ -84,6 +84,31 @@ def test_two_processes_move_what_the_plan_says(folder: Path) -> None:
     assert "2 processes of " in told["where"] and "1 thread(s) each" in told["where"]
 
 
+def test_two_stages_send_and_hold_what_their_pipeline_says(folder: Path) -> None:
+    given = [
+        "tiny.py:build",
+        "--mesh",
+        "pipe=2",
+        "--micro-batches",
+        "4",
+        "--schedule",
+        "1f1b",
+        "--hardware",
+        "cpu-gloo",
+    ]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert search_command([*given, "--quiet", "-o", "pipeline.json"]) == 0
+    out = command(folder, "pipeline.json", "tiny.py:build", "--steps", "2", "--json", "told.json")
+    told, crossing = json.loads((folder / "told.json").read_text()), 2 * 48 * 4  # rows of a micro-batch, width, bytes
+    assert told["is_equal"] and "DIFFERENT" not in out and "executed with tiny.py:build" in out
+    assert [one["sent"] for one in told["ranks"]] == [[4 * crossing, 4 * crossing]] * 2  # on, and back
+    for rank in told["ranks"]:
+        assert rank["peak"]["predicted"] == pytest.approx(rank["peak"]["measured"], rel=1e-3)
+    assert [one["rank"] for one in told["stages"]] == [0, 1] and told["micro_batches"] == 4
+    assert told["schedule_seconds"]["measured"] > 0 and told["step"]["measured"] > 0
+    assert all(one[of]["measured"] > 0 for one in told["stages"] for of in ("forward", "backward"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sizes"), [("gpt2", {"data": 2, "tensor": 2}), ("cnn", {"data": 4})], ids=str)
 def test_four_processes_move_what_the_plan_says(folder: Path, name: str, sizes: dict[str, int]) -> None:

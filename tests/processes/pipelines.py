@@ -96,6 +96,31 @@ class Blocks(nn.Module):
         return (x - y).square().mean()
 
 
+def check_a_model_on_meta_gets_its_values_in_its_stages(ranks: Ranks) -> None:
+    """As a model that is too large for one device is made: laid out without values, then loaded; and then in float64."""
+    torch.manual_seed(3)
+    plain, x, y = Skipping(), torch.randn(8, 8), torch.randn(8, 8)
+    with torch.device("meta"):
+        empty = Skipping()
+    parallel = autopar.compile(
+        empty,
+        mesh_of(ranks),
+        example_inputs=(x, y),
+        micro_batches=2,
+        schedule="1f1b",
+        hardware=machine(1e10, flops=1e10),
+    )
+    parallel.to_empty(device="cpu")
+    parallel.load_state_dict(plain.state_dict())
+    made, wanted = parallel(x, y), plain(x, y)
+    made.backward()
+    wanted.backward()
+    torch.testing.assert_close(whole(made), wanted, rtol=1e-5, atol=1e-7)
+    norm, other = (torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (parallel, plain))
+    torch.testing.assert_close(whole(norm), other, rtol=1e-5, atol=1e-7)
+    assert parallel.double().layers[0].weight.dtype == torch.float64
+
+
 def check_what_trains_changes_between_calls(ranks: Ranks) -> None:
     """Of parameters that one stage has, all of them know."""
     plain = Blocks().double()

@@ -47,6 +47,7 @@ FIRST = {
         "numbers_buffers_and_averages",
         "evaluation_and_other_batches",
         "what_trains_changes_between_calls",
+        "a_model_on_meta_gets_its_values_in_its_stages",
         "stages_of_a_rank_hand_over",
         "stages_of_a_rank_draw",
     ],
@@ -101,6 +102,12 @@ def test_models_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
 
 def test_a_pipeline_of_two_processes_trains_as_one(tmp_path: Path) -> None:
     run_checks("pipelines", 2, tmp_path, ["check_a_small_model"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stages_hold_and_send_what_was_predicted(tmp_path: Path, ranks: int) -> None:
+    run_checks("stages_measured", ranks, tmp_path, limit_s=400)
 
 
 def test_rings_of_two_processes_train_as_one(tmp_path: Path) -> None:
