@@ -157,9 +157,13 @@ def test_bytes_of_a_micro_batch_are_what_the_program_says(name: str) -> None:
     """On one process: the most that is held in backward, beside what is resident, sums included."""
     (plan,) = plans(name, (1,), 1)
     case, graph = family(name), plan.graph
+
+    def part(value: torch.Tensor, dim: int | None) -> torch.Tensor:
+        return value if dim is None else value.chunk(2, dim)[0]
+
     program, lowered = emit(plan, {axis: "" for axis in plan.mesh.groups}), lower(plan, None)
     values = {
-        key: value.chunk(2, graph.rounds.cut[key])[0].clone() if key in graph.rounds.cut else value.detach().clone()
+        key: part(value.detach().clone(), graph.rounds.cut.get(key))  # of the batch, which is there as a whole
         for key, value in case.values(graph).items()
     }
     inputs = [values[node.name] for node in program.inputs]

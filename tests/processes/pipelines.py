@@ -97,7 +97,7 @@ class Blocks(nn.Module):
 
 
 def check_a_model_on_meta_gets_its_values_in_its_stages(ranks: Ranks) -> None:
-    """As a model that is too large for one device is made: laid out without values, then loaded; and then in float64."""
+    """As a model that is too large for one device is made: laid out without values, then loaded; then in float64."""
     torch.manual_seed(3)
     plain, x, y = Skipping(), torch.randn(8, 8), torch.randn(8, 8)
     with torch.device("meta"):
