@@ -8,6 +8,7 @@ is moved as long as the played step gets shorter.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,13 +27,14 @@ from cost_models.steps import Comm
 
 MOVES, WORTH = 8, 1e-3  # of ends of stages that are tried, and what part of the step one has to promise
 MORE = 0.03  # what part of the step more stages have to promise
+KEPT = 0.1  # of what stages save is left, at the least, where they run the rest again or offload it
 NEAR = 0.1  # how near their first cut has to come for ends to be moved
 
 
 @dataclass(frozen=True)
 class Cutting:
     """One plan of the whole model, and how good a pipeline of it each cut is, under each of the `schedules`, which have
-    `chunks` stages on each rank.
+    `chunks` stages on each rank. `counted`: what part of what stages save counts as memory.
     """
 
     whole: Plan
@@ -42,6 +44,7 @@ class Cutting:
     pricer: Pricer
     cuts: Cuts
     limit: float | None
+    counted: float = 1.0
 
     @staticmethod
     def of(whole: Plan, mesh: Mesh, hardware: Hardware, orders: Orders, limit: float | None) -> Cutting:
@@ -73,6 +76,16 @@ class Cutting:
             if found is not None and self._order(found) < self._order(best):
                 best = found
         return best
+
+    def for_what_stays(self, best: Pipeline) -> Pipeline:
+        """The same, or one whose ends are moved so that what stages hold however little they save leaves room for it:
+        that is for the cut to make.
+        """
+        least = replace(self, counted=KEPT)
+        if not least._over(best):
+            return best
+        found = least.moved(best)
+        return found if least._over(found) < least._over(best) else best
 
     def best(self, orders: Orders, best: Pipeline, *, moved: bool) -> Pipeline:
         """The best under the other orders, too: of as many stages in the same cut, and where that is better, of those
@@ -133,8 +146,7 @@ class Cutting:
         rank_of, of_rank = now.schedule.rank_of, [0.0] * now.schedule.ranks
         for rank, seconds in zip(rank_of, taken, strict=True):
             of_rank[rank] += seconds
-        over = self.limit is not None and now.peak_bytes > self.limit
-        peaks = [rank.peak for rank in now.memory]
+        over, peaks = self._over(now) > 0, self._peaks(now)
         fullest = peaks.index(max(peaks))
         for which, ends in self.cuts.beside(now.ends, [of_rank[rank] for rank in rank_of]):
             old, new = now.ends[which], ends[which]
@@ -151,8 +163,18 @@ class Cutting:
                 yield seconds, ends
 
     def _order(self, found: Pipeline) -> tuple[float, float, int]:
-        over = 0.0 if self.limit is None else max(0.0, found.peak_bytes - self.limit)
-        return over, found.step_seconds, found.peak_bytes
+        return self._over(found), found.step_seconds, found.peak_bytes
+
+    def _over(self, found: Pipeline) -> float:
+        """Bytes above the limit: of all ranks, the more the farther one of them is from it."""
+        return 0.0 if self.limit is None else math.hypot(*(max(0.0, peak - self.limit) for peak in self._peaks(found)))
+
+    def _peaks(self, found: Pipeline) -> list[float]:
+        ranks = found.memory
+        if self.counted != 1.0:
+            saved = tuple(self.counted * one for one in found.nbytes.saved)
+            ranks = memory(found.schedule, replace(found.nbytes, saved=saved))
+        return [rank.peak for rank in ranks]
 
     def pipeline(self, ends: Sequence[int], cut: Cut) -> Pipeline:
         """The better schedule of this cut."""

@@ -64,7 +64,7 @@ def without_overlap(question: Question, wanted: Wanted, progress: Progress) -> S
     if not wanted.memory_options.ways:
         return solved_within(question, None, wanted, progress)
     free = _free(question, wanted, progress)
-    if wanted.memory is not None and not wanted.saved and free.plan.peak_bytes[DEVICE] <= wanted.memory:
+    if wanted.memory is not None and not wanted.held and free.plan.peak_bytes[DEVICE] <= wanted.memory:
         limits = limits_of(free.pricer, free.memory_options, wanted.memory)
         limited = replace(free.assembled, problem=replace(free.assembled.problem, limits=limits))
         plan = replace(free.plan, memory_limit=wanted.memory)

@@ -20,10 +20,10 @@ from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy
 from autopar.rewrite import Widened
 from autopar.search.context import Question, Table
-from autopar.search.left_to_backward import leaving_no_more
+from autopar.search.left_to_backward import holding_no_more, together
 from autopar.search.memory_options import NO_OPTIONS, MemoryOptions, host_bytes, key_of
 from autopar.search.policies import MEMORY_SAVING, REWRITES, agree, restrict
-from autopar.search.request import Request
+from autopar.search.request import Held, Request
 from solver.store import write_problem
 
 # Above this many pairs of options the problem is solved with repeated layers tied to one choice. Llama-8B on 8x8 has 6
@@ -57,32 +57,32 @@ class Wanted:
     memory_options: MemoryOptions = NO_OPTIONS
     quick: bool = False
     buckets_for: float | None = None
-    saved: tuple[tuple[frozenset[str], float], ...] = ()
+    held: tuple[Held, ...] = ()
     stop: Stop = field(default=never, compare=False, repr=False)
 
     @classmethod
     def of(cls, request: Request, memory_options: MemoryOptions, stop: Stop) -> Wanted:
         memory, outputs, fixed = request.memory, request.outputs, request.fixed
-        tied, saved = request.tied, request.saved
-        return cls(memory, outputs, fixed, request.time_limit_s, tied, memory_options, saved=saved, stop=stop)
+        tied, held = request.tied, request.held
+        return cls(memory, outputs, fixed, request.time_limit_s, tied, memory_options, held=held, stop=stop)
 
     @property
     def key(self) -> Hashable:
         """Equal for those of one answer."""
         return (
             self.memory, self.outputs, key_of(self.fixed), self.time_limit_s, self.tied, self.memory_options.key,
-            self.quick, self.buckets_for, self.saved,
+            self.quick, self.buckets_for, self.held,
         )  # fmt: skip
 
     @property
     def unlimited(self) -> Wanted:
         """The same, where memory is no matter."""
-        return replace(self, memory=None, saved=(), memory_options=replace(self.memory_options, ways=()))
+        return replace(self, memory=None, held=(), memory_options=replace(self.memory_options, ways=()))
 
     @property
     def is_limited(self) -> bool:
         """Whether memory matters."""
-        return self.memory is not None or bool(self.saved)
+        return self.memory is not None or bool(self.held)
 
     @property
     def unbound(self) -> Wanted:
@@ -118,12 +118,10 @@ def posed(question: Question, gathered: int, policy: str | None, wanted: Wanted)
     key = gathered, policy, wanted.outputs, key_of(wanted.fixed), wanted.tied, memory_options.key
     found = question.once(POSED, key, lambda: _posed(question, gathered, policy, wanted))
     limited = found.within(limits_of(found.pricer, memory_options, wanted.memory))
-    if not wanted.saved:
+    if not wanted.held:
         return limited
-    saved = wanted.saved
-    if found.tied:  # an item stands for values of several of them
-        saved = ((frozenset[str]().union(*(names for names, _ in saved)), sum(most for _, most in saved)),)
-    problem = leaving_no_more(limited.assembled.problem, found.wide.graph, _facts(question, found.wide), saved)
+    held = together(wanted.held) if found.tied else wanted.held
+    problem = holding_no_more(limited.assembled.problem, found.wide.graph, _facts(question, found.wide), held)
     return replace(limited, assembled=replace(limited.assembled, problem=problem))
 
 

@@ -9,6 +9,19 @@ from autopar.ir.layout import Layout
 
 
 @dataclass(frozen=True)
+class Held:
+    """Of what a device holds as backward begins, no more than `most` bytes: of these parameters, with what lies beside
+    them, once, and of what forward leaves of these values to backward so many `times`. Both are names of nodes; a value
+    is in one such limit only.
+    """
+
+    values: frozenset[str]
+    parameters: frozenset[str]
+    times: float
+    most: float
+
+
+@dataclass(frozen=True)
 class Request:
     """What a plan must do, what it may do, and how long it may be looked for.
 
@@ -19,8 +32,8 @@ class Request:
     is what makes sense on the hardware.
     pin: module or parameter -> what is settled of it (`autopar.search.pins`), for policies, too.
     policy: only plans of this baseline (`autopar.search.policies`).
-    saved: of forward values by name, how many bytes of a device forward may leave of all of them together to backward;
-    no value is in two of these. What is over is recomputed or offloaded, as `allow` has it.
+    held: limits of what a device may hold as backward begins, beside `memory`. What is over is recomputed or
+    offloaded, as `allow` has it, or lies in other layouts.
     tied: one choice for repeated layers; None is only where the problem is large.
     simulation: the plan whose simulated step is the quickest of several (`autopar.search.overlap_loop`), not the
     optimum without overlap.
@@ -33,7 +46,7 @@ class Request:
     allow: Collection[str] | None = None
     pin: Mapping[str, str] = field(default_factory=dict[str, str])
     policy: str | None = None
-    saved: tuple[tuple[frozenset[str], float], ...] = ()
+    held: tuple[Held, ...] = ()
     tied: bool | None = None
     simulation: bool = False
     time_limit_s: float = 60.0

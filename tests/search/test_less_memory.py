@@ -1,0 +1,65 @@
+"""Pipelines in little memory: however little time a search has, it goes on from the best that was found."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.rewrite.micro_batches import in_rounds
+from autopar.search import Request
+from autopar.search.context import ask
+from autopar.search.cutting import Cutting
+from autopar.search.less_memory import Clock, saving_less
+from autopar.search.orders import orders_of, within_stage
+from autopar.search.pipelines import find_pipeline
+from autopar.search.request import Held
+from autopar.search.search import answer
+from autopar.trace import capture, graph_of
+from tests.search.test_pipelines import Layers
+from tests.support.machines import FAST
+
+
+@cache
+def large() -> Graph:
+    """Activations are most of what is held."""
+    rows = 4096
+    return graph_of(capture(Layers(*(256,) * 4), (torch.randn(rows, 64), torch.randn(rows, 64)), {}))
+
+
+def test_a_limit_that_is_just_missed_costs_little_however_little_time_there_is() -> None:
+    """No search throws away what another one found, and none is given too little time to find anything."""
+    graph, mesh = large(), Mesh(("pipe",), (2,))
+    limit, before = 1.0, 0.0
+    for time_limit_s in (60.0, 1e-3, 60.0, 1e-3):
+        request = Request(memory=limit if before else None, allow=("recompute",), time_limit_s=time_limit_s)
+        found = find_pipeline(graph, mesh, FAST, 4, request, schedule="1f1b")
+        assert not before or (found.peak_bytes <= limit and found.step_seconds < 1.1 * before)
+        limit, before = found.peak_bytes - 1.0, found.step_seconds
+
+
+def test_a_find_is_not_given_up_for_a_worse_one() -> None:
+    """The second search finds the quickest plan again, as one that was cut short may: far too large."""
+    graph, mesh = large(), Mesh(("pipe",), (2,))
+    question = ask(in_rounds(graph, 4), within_stage(mesh), FAST)
+    orders = orders_of("1f1b", 2, 4, None)
+
+    def cutting(held: tuple[Held, ...]) -> Cutting:
+        return Cutting.of(answer(question, Request(held=held, allow=("recompute",))), mesh, FAST, orders, None)
+
+    free, asked = cutting(()).first(), list[tuple[Held, ...]]()
+    limit = 0.85 * free.peak_bytes
+
+    def whole_holding(held: tuple[Held, ...]) -> Cutting:
+        asked.append(held)
+        loose = tuple(replace(one, most=one.most + 0.1 * limit) for one in held)
+        return cutting(loose if len(asked) == 1 else () if len(asked) == 2 else held)
+
+    near = saving_less(free, limit, whole_holding, Clock(60.0), lambda text: None)
+    assert near is not None and near[1].peak_bytes <= limit and len(asked) > 2
+    for one, other in itertools.pairwise(asked):
+        assert all(less.most <= more.most for less, more in zip(other, one, strict=True))
