@@ -25,7 +25,7 @@ from autopar.search.limits import picks_or_raise, prices_of
 from autopar.search.memory_options import MemoryOptions, ways_on
 from autopar.search.policies import MEMORY_SAVING, called
 from autopar.search.problems import Wanted, posed, restricted
-from autopar.search.restricted import Known, best_among, cheapest
+from autopar.search.restricted import Known, best_among, cheapest, worthwhile
 from autopar.search.rule_notes import rule_notes
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 from solver import Prices, Problem, Solution, evaluate, solve
@@ -109,7 +109,10 @@ def _solved(
     gap = 0.0 if is_small and not memory_options.ways else GAP
     prices: Prices = {}
     if begins is None:
-        solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop)
+        solution = solve(
+            problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop,
+            reductions=worthwhile(problem),
+        )  # fmt: skip
     elif is_small:
         start = cheapest(question.found, assembled)
         solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, start=start, stop=wanted.stop)
@@ -153,12 +156,13 @@ def _begun(
     told = "does not fit" if start is None else f"takes {start.cost * 1e3:.3f} ms"
     progress(f"the best among the layouts of {len(plans)} plans {told}")
     if start is None:
-        return solve(assembled.problem, time_limit_s=limit_s, gap=LARGE_GAP, stop=stop), {}
+        problem = assembled.problem
+        return solve(problem, time_limit_s=limit_s, gap=LARGE_GAP, stop=stop, reductions=worthwhile(problem)), {}
     # it is seldom bettered: what follows proves how good it is
     left_s = max(1.0, limit_s - start.seconds)
     solution = solve(
         assembled.problem, time_limit_s=left_s, gap=LARGE_GAP, start=start.picks, start_prices=start.prices,
-        quick=True, stop=stop,
+        quick=True, stop=stop, reductions=worthwhile(assembled.problem),
     )  # fmt: skip
     return solution, start.prices
 
