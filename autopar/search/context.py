@@ -19,6 +19,7 @@ from autopar.rules.outside import given
 from autopar.search.restricted import Known
 from cost_models.hardware import Hardware
 from cost_models.measured import Key
+from solver import Prices
 
 Progress = Callable[[str], None]
 K = TypeVar("K", bound=Hashable)
@@ -36,13 +37,25 @@ class Table(Generic[K, V]):
 
 
 @dataclass(frozen=True)
+class Proven:
+    """A bound of a large problem, `of` all that it hangs on but its limit of `memory`, and the prices that it comes
+    with. What the problem began with was not bettered.
+    """
+
+    of: Hashable
+    memory: float
+    bound: float
+    prices: Prices
+
+
+@dataclass(frozen=True)
 class Question:
     """What is searched, whatever the limits: a graph on a mesh and machine, with every strategy of every node.
 
     `measured`: seconds of the calls that were timed, which stand in the strategies' steps; `notes`: of how they came.
     `facts`: what hangs on the graph alone, which questions on other meshes may share.
     `found`: plans of other answers under a limit; the next search begins with the best of them that fits, so
-    it finds none that is worse, however short its time.
+    it finds none that is worse, however short its time. `proven`: bounds of theirs.
     """
 
     graph: Graph
@@ -53,6 +66,7 @@ class Question:
     measured: Mapping[Key, float] = field(default_factory=dict[Key, float])
     notes: tuple[str, ...] = ()
     found: list[Known] = field(default_factory=list[Known], compare=False, repr=False)
+    proven: list[Proven] = field(default_factory=list[Proven], compare=False, repr=False)
     _tables: dict[Table[Any, Any], dict[Any, Any]] = field(
         default_factory=dict[Table[Any, Any], dict[Any, Any]], compare=False, repr=False
     )
