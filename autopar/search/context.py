@@ -16,10 +16,9 @@ from autopar.price.calls import Profile, operations, wanted, with_measured
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
 from autopar.rules.outside import given
-from autopar.search.restricted import Known
+from autopar.search.restricted import Known, Proven
 from cost_models.hardware import Hardware
 from cost_models.measured import Key
-from solver import Prices
 
 Progress = Callable[[str], None]
 K = TypeVar("K", bound=Hashable)
@@ -34,18 +33,6 @@ class Table(Generic[K, V]):
     """
 
     told: str
-
-
-@dataclass(frozen=True)
-class Proven:
-    """A bound of a large problem, `of` all that it hangs on but its limit of `memory`, and the prices that it comes
-    with. What the problem began with was not bettered.
-    """
-
-    of: Hashable
-    memory: float
-    bound: float
-    prices: Prices
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,10 @@ def never() -> bool:
 @dataclass(frozen=True)
 class Wanted:
     """A request with what it means for memory. `quick`: a plan to compare with, however far from proven
-    (`solver.solve`). `buckets_for`: bytes of a rank that buckets of gradients are sized for; None: `memory`. `stop`:
-    once true, the best known by then is the answer; what is found out until then hangs on it no more than on the clock,
-    so it is no part of what a question is known by.
+    (`solver.solve`). `simulated`: the best sum of times is but the first of several plans, of which the quickest is
+    wanted. `buckets_for`: bytes of a rank that buckets of gradients are sized for; None: `memory`. `stop`: once true,
+    the best known by then is the answer; what is found out until then hangs on it no more than on the clock, so it is
+    no part of what a question is known by.
     """
 
     memory: float | None
@@ -56,6 +57,7 @@ class Wanted:
     tied: bool | None
     memory_options: MemoryOptions = NO_OPTIONS
     quick: bool = False
+    simulated: bool = False
     buckets_for: float | None = None
     saved: tuple[tuple[frozenset[str], float], ...] = ()
     stop: Stop = field(default=never, compare=False, repr=False)
@@ -66,7 +68,7 @@ class Wanted:
         tied, saved = request.tied, request.saved
         return cls(
             memory, outputs, fixed, request.time_limit_s, tied, memory_options,
-            buckets_for=request.buckets_for, saved=saved, stop=stop,
+            simulated=request.simulation, buckets_for=request.buckets_for, saved=saved, stop=stop,
         )  # fmt: skip
 
     @property
@@ -74,7 +76,7 @@ class Wanted:
         """Equal for those of one answer."""
         return (
             self.memory, self.outputs, key_of(self.fixed), self.time_limit_s, self.tied, self.memory_options.key,
-            self.quick, self.buckets_for, self.saved,
+            self.quick, self.simulated, self.buckets_for, self.saved,
         )  # fmt: skip
 
     @property

@@ -19,12 +19,12 @@ from autopar.ir.graph import Graph
 from autopar.lower.buckets import bucket_bytes
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
-from autopar.search.context import Progress, Proven, Question, Table
+from autopar.search.context import Progress, Question, Table
 from autopar.search.limits import picks_or_raise, prices_of
 from autopar.search.memory_options import MemoryOptions, ways_on
 from autopar.search.policies import MEMORY_SAVING, called
 from autopar.search.problems import Posed, Wanted, posed, restricted
-from autopar.search.restricted import Known, best_among, cheapest, worthwhile
+from autopar.search.restricted import GENERATIONS, Known, Proven, best_among, cheapest, worthwhile
 from autopar.search.rule_notes import rule_notes
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 from solver import Prices, Problem, Solution, evaluate, solve
@@ -111,7 +111,7 @@ def _solved(
     if begins is None:
         solution = solve(
             problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop,
-            reductions=worthwhile(problem),
+            generations=GENERATIONS if wanted.simulated else None, reductions=worthwhile(problem),
         )  # fmt: skip
     elif is_small:
         start = cheapest(question.found, assembled)
