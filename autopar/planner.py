@@ -230,7 +230,8 @@ class Planner:
             return answer(question, request)
         room = self.machine.room(usable, question.pricer.mesh)
         with telling(room):
-            return held_within(room, lambda held: answer(question, replace(request, memory=held)), question.pricer)
+            asked = replace(request, buckets_for=room.tensors)
+            return held_within(room, lambda held: answer(question, replace(asked, memory=held)), question.pricer)
 
     def _ask(self, graph: Graph, mesh: Mesh) -> Question:
         seconds, machine = self.machine.profile, self.machine.hardware

@@ -26,6 +26,7 @@ def solve(
     start_prices: Prices | None = None,
     reductions: bool | Collection[str] = True,
     quick: bool = False,
+    generations: int | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Solution:
     """Find the cheapest picks that fit, or say why there are none.
@@ -41,6 +42,8 @@ def solve(
                   linear program, and no search for better picks once these are through; for who has picks to begin
                   from, or wants a bound. Where nothing fits, a lower bound of what is needed, and not the least that
                   would do. Where that ends hangs on the problem alone
+    generations   at most so many of a race for better picks, which ends at the same place on every run; None: as long
+                  as it betters some
     stop          asked now and then, also inside HiGHS; once true, the best picks and bound so far are returned. A time
                   limit leaves a part of the time for a search for picks; so does this, for `GRACE_S`, without any yet
 
@@ -64,7 +67,10 @@ def solve(
     projected = presolved.project(start) if start is not None else None
     # the way back and the referee take part of what presolve took
     reserve_s = min(0.25 * stats["presolve_s"], 0.1 * time_limit_s)
-    budget = Budget(deadline - reserve_s, gap, threads or 1, projected, start_prices or {}, quick=quick, stop=stop)
+    budget = Budget(
+        deadline - reserve_s, gap, threads or 1, projected, start_prices or {},
+        quick=quick, generations=generations, stop=stop,
+    )  # fmt: skip
     if stats["core_items"]:
         outcome = run(backend, presolved.core, budget) if backend != "auto" else _within(presolved.core, budget)
     else:

@@ -38,6 +38,7 @@ class Sizes:
         self.resident: dict[object, tuple[Strategy, ...]] = {}
         self.kept: dict[int, tuple[Strategy, ...]] = {}
         self.in_bodies: dict[object, int] = {}
+        self.workspaces: dict[int, tuple[Array, bool]] = {}
 
     def number(self, options: tuple[Strategy, ...]) -> int:
         """Of these very options, and of no others ever."""
@@ -151,12 +152,10 @@ class Assembly:
         """
         types, mesh = operand_types(node, self.node_of), self.pricer.mesh
         copied = self.may_copy.get(node.name, ())
-        beside = self.pricer.hardware.overlaps
-        held = [strategy.workspace if beside else strategy.workspace_alone for strategy in self.options[item]]
-        found = np.array(held, dtype=np.float64)
+        found, has_bodies = self._workspaces(self.options[item])
         for place in copied:
             found = found + self.taken_sizes(node, place, item)
-        if any(strategy.body in BODIES for strategy in self.options[item]):
+        if has_bodies:
             signature, last = signature_of(node, types), self._last_reads(node)
             held = [self._in_body(node, (signature, last), types, strategy, last) for strategy in self.options[item]]
             found = found + np.array(held, dtype=np.float64)
@@ -171,6 +170,16 @@ class Assembly:
             for strategy, given in zip(self.options[item], local, strict=True)
         )
         return found + np.array([*made], dtype=np.float64)
+
+    def _workspaces(self, options: tuple[Strategy, ...]) -> tuple[Array, bool]:
+        """Bytes of the workspace of each option, and whether any has a local body."""
+        key = self.known.number(options)
+        if key not in self.known.workspaces:
+            beside = self.pricer.hardware.overlaps
+            held = [strategy.workspace if beside else strategy.workspace_alone for strategy in options]
+            has_bodies = any(strategy.body in BODIES for strategy in options)
+            self.known.workspaces[key] = np.array(held, dtype=np.float64), has_bodies
+        return self.known.workspaces[key]
 
     def _last_reads(self, node: Node) -> tuple[int, ...]:
         """The places of operands of which nothing is needed behind the node."""

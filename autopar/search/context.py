@@ -16,7 +16,7 @@ from autopar.price.calls import Profile, operations, wanted, with_measured
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, propose
 from autopar.rules.outside import given
-from autopar.search.restricted import Known
+from autopar.search.restricted import Known, Proven
 from cost_models.hardware import Hardware
 from cost_models.measured import Key
 
@@ -42,7 +42,7 @@ class Question:
     `measured`: seconds of the calls that were timed, which stand in the strategies' steps; `notes`: of how they came.
     `facts`: what hangs on the graph alone, which questions on other meshes may share.
     `found`: plans of other answers under a limit; the next search begins with the best of them that fits, so
-    it finds none that is worse, however short its time.
+    it finds none that is worse, however short its time. `proven`: bounds of theirs.
     """
 
     graph: Graph
@@ -53,6 +53,7 @@ class Question:
     measured: Mapping[Key, float] = field(default_factory=dict[Key, float])
     notes: tuple[str, ...] = ()
     found: list[Known] = field(default_factory=list[Known], compare=False, repr=False)
+    proven: list[Proven] = field(default_factory=list[Proven], compare=False, repr=False)
     _tables: dict[Table[Any, Any], dict[Any, Any]] = field(
         default_factory=dict[Table[Any, Any], dict[Any, Any]], compare=False, repr=False
     )

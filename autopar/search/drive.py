@@ -22,7 +22,7 @@ from autopar.search.limits import size
 from autopar.search.overlap_loop import choose
 from autopar.search.policies import called, is_open, memory_options_of, policies_for
 from autopar.search.problems import Posed, Wanted, limits_of, posed_of
-from autopar.search.restricted import LOOSE, Known, best_among
+from autopar.search.restricted import GENERATIONS, LOOSE, Known, best_among, worthwhile
 from autopar.search.solve import Begins, Solved, floor_s, solved_within
 from solver import Solution, evaluate, solve
 
@@ -165,7 +165,8 @@ class _Again:
             return best_among(self.known, priced.assembled, priced.wide.again, limit_s, self.prices, stop)
         return solve(
             priced.assembled.problem, time_limit_s=limit_s, gap=max(self.solved.gap, LOOSE), start=self.start,
-            start_prices=self.prices, stop=stop,
+            start_prices=self.prices, stop=stop, generations=GENERATIONS,
+            reductions=worthwhile(priced.assembled.problem),
         )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
 """The best mesh of so many devices: every way to arrange them in up to three axes is searched, and the quickest kept.
 
-Every mesh gets a first look, those of three axes while there is time: the best plan that ties repeated layers, without
-overlap prices, simulated. Then they are searched as if each was the only one, the most promising first. A mesh is
-skipped, of looks and searches, only where that is proven to change nothing: no plan on it computes for less time than
-the best plan so far takes. Where the time is up before all were searched, the table says which were not.
+Meshes of up to two axes get a first look: the best plan that ties repeated layers, without overlap prices, simulated.
+Then all are searched as if each was the only one: the best of the first looks, those of more axes, the others. A mesh
+is skipped, of looks and searches, only where that is proven to change nothing: no plan on it computes for less time
+than the best plan so far takes. Where the time is up before all were searched, the table says which were not.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from autopar.search.splits import needs_no_axis
 from cost_models.hardware import Hardware
 
 MOST_AXES = 3
-QUICK_AXES = 2  # up to so many a mesh is searched in a few seconds, and gets its first look whatever the time,
-QUICK = 16  # as long as there are so many at most: 64 devices have 6, 1,024 have 10, and 720 have 29
+# Up to so many axes a mesh gets a first look, whatever the time, as long as there are so many at most: 64 devices have
+# 6, 1,024 have 10, and 720 have 29. With more axes a look takes half as long as the search, whose beginning it is, and
+# says little: of the ten such meshes of Llama-8B on 64 devices the best was eighth by first looks.
+QUICK_AXES, QUICK = 2, 16
+NO_LOOK = "not looked at: the time was up"
 NAMES = {1: ("data",), 2: ("data", "tensor"), 3: ("data", "data2", "tensor")}  # until it is known what an axis does
 LOOK_S = 10.0  # for the solver, in a first look
 SAME = 1e-9  # relative: plans that take as long
@@ -112,7 +115,7 @@ def best_mesh(
     """Rows of all meshes, the quickest first: its plan is the best of all.
 
     `asked`: the question on a mesh. `held`: the best plan for a request, in the memory that there is on its mesh.
-    The first looks may take the request's time limit together, and so may the searches: none begins after that. Raises
+    The searches may take the request's time limit together: but for the first none begins after that. Raises
     Infeasible, NoAnswerInTime where no mesh has a plan, ValueError for a pin that names an axis.
     """
     if len(meshes) == 1:
@@ -120,41 +123,62 @@ def best_mesh(
         question = asked(mesh)
         return (Row(mesh, held(question, request), floor_s(question, None), searched=True),)
     needs_no_axis(request.pin)
-    began, errors = time.perf_counter(), list[Infeasible | NoAnswerInTime]()
+    errors = list[Infeasible | NoAnswerInTime]()
+    rows = _looks(meshes, asked, held, first_look(request), errors, progress, stop)
+    began = time.perf_counter()
+    done: list[Row] = []
+    for row in _in_turn(rows):
+        best = min(one.seconds for one in [*done, *rows])
+        is_up = stop() or time.perf_counter() - began >= request.time_limit_s
+        if row.floor_s < best and is_up and any(one.searched for one in done):
+            done.append(replace(row, why=row.why or "searched no further: the time was up"))
+            continue
+        question = asked(row.mesh) if row.floor_s < best else None
+        floor = row.floor_s if question is None else floor_s(question, None)
+        if question is None or floor >= best:
+            told = f"skipped: every plan computes for {floor * 1e3:.3f} ms or more"
+            done.append(replace(row, floor_s=floor, why=told))
+            continue
+        progress(f"{row.mesh}: searching")
+        found = _tried(row.mesh, question, held, request, errors)
+        better = found if found.seconds <= row.seconds * (1 + SAME) else replace(row, searched=found.searched)
+        done.append(better)
+        progress(f"{row.mesh}: {_told(done[-1])}")
+    if all(row.plan is None for row in done):
+        raise _nothing(meshes, errors)
+    return tuple(sorted(done, key=_rank))
 
-    def is_up(since: float) -> bool:
-        return stop() or time.perf_counter() - since >= request.time_limit_s
 
+def _looks(
+    meshes: Sequence[Mesh],
+    asked: Callable[[Mesh], Question],
+    held: Held,
+    request: Request,
+    errors: list[Infeasible | NoAnswerInTime],
+    progress: Progress,
+    stop: Stop,
+) -> list[Row]:
+    """A row for each mesh, after its first look if it gets one."""
     rows: list[Row] = []
     for mesh in meshes:
         is_quick = len(mesh.sizes) <= QUICK_AXES and (len(rows) < QUICK or len(mesh.sizes) == 1)
-        if rows and (stop() or (not is_quick and is_up(began))):
-            rows.append(Row(mesh, why="not looked at: the time was up"))
+        if rows and (stop() or not is_quick):
+            rows.append(Row(mesh, why=NO_LOOK))
             continue
         question, best = asked(mesh), min((row.seconds for row in rows), default=math.inf)
         if (floor := floor_s(question, None)) >= best:
             rows.append(Row(mesh, None, floor))
             progress(f"{mesh}: computes for {floor * 1e3:.3f} ms or more")
             continue
-        rows.append(_tried(mesh, question, held, first_look(request), errors, look=True))
+        rows.append(_tried(mesh, question, held, request, errors, look=True))
         progress(f"{mesh}: {_told(rows[-1])}, at a first look")
-    began = time.perf_counter()
-    done: list[Row] = []
-    for row in sorted(rows, key=_rank):
-        best = min((one.seconds for one in [*done, *rows]), default=math.inf)
-        if row.floor_s >= best:
-            done.append(replace(row, why=f"skipped: every plan computes for {row.floor_s * 1e3:.3f} ms or more"))
-        elif any(one.searched for one in done) and is_up(began):
-            done.append(replace(row, why=row.why or "searched no further: the time was up"))
-        else:
-            progress(f"{row.mesh}: searching")
-            found = _tried(row.mesh, asked(row.mesh), held, request, errors)
-            better = found if found.seconds <= row.seconds * (1 + SAME) else replace(row, searched=found.searched)
-            done.append(better)
-            progress(f"{row.mesh}: {_told(done[-1])}")
-    if all(row.plan is None for row in done):
-        raise _nothing(meshes, errors)
-    return tuple(sorted(done, key=_rank))
+    return rows
+
+
+def _in_turn(rows: Sequence[Row]) -> list[Row]:
+    """The order of the searches. What the first looks say of a mesh says nothing of those that got none."""
+    looked = sorted((row for row in rows if row.why != NO_LOOK), key=_rank)
+    return [*looked[:1], *(row for row in rows if row.why == NO_LOOK), *looked[1:]]
 
 
 def first_look(request: Request) -> Request:

@@ -44,9 +44,10 @@ def never() -> bool:
 @dataclass(frozen=True)
 class Wanted:
     """A request with what it means for memory. `quick`: a plan to compare with, however far from proven
-    (`solver.solve`). `buckets_for`: bytes of a rank that buckets of gradients are sized for, where `memory` is no
-    limit. `stop`: once true, the best known by then is the answer; what is found out until then hangs on it no more
-    than on the clock, so it is no part of what a question is known by.
+    (`solver.solve`). `simulated`: the best sum of times is but the first of several plans, of which the quickest is
+    wanted. `buckets_for`: bytes of a rank that buckets of gradients are sized for; None: `memory`. `stop`: once true,
+    the best known by then is the answer; what is found out until then hangs on it no more than on the clock, so it is
+    no part of what a question is known by.
     """
 
     memory: float | None
@@ -56,6 +57,7 @@ class Wanted:
     tied: bool | None
     memory_options: MemoryOptions = NO_OPTIONS
     quick: bool = False
+    simulated: bool = False
     buckets_for: float | None = None
     held: tuple[Held, ...] = ()
     stop: Stop = field(default=never, compare=False, repr=False)
@@ -64,20 +66,29 @@ class Wanted:
     def of(cls, request: Request, memory_options: MemoryOptions, stop: Stop) -> Wanted:
         memory, outputs, fixed = request.memory, request.outputs, request.fixed
         tied, held = request.tied, request.held
-        return cls(memory, outputs, fixed, request.time_limit_s, tied, memory_options, held=held, stop=stop)
+        return cls(
+            memory, outputs, fixed, request.time_limit_s, tied, memory_options,
+            simulated=request.simulation, buckets_for=request.buckets_for, held=held, stop=stop,
+        )  # fmt: skip
 
     @property
     def key(self) -> Hashable:
         """Equal for those of one answer."""
         return (
             self.memory, self.outputs, key_of(self.fixed), self.time_limit_s, self.tied, self.memory_options.key,
-            self.quick, self.buckets_for, self.held,
+            self.quick, self.simulated, self.buckets_for, self.held,
         )  # fmt: skip
 
     @property
     def unlimited(self) -> Wanted:
         """The same, where memory is no matter."""
-        return replace(self, memory=None, held=(), memory_options=replace(self.memory_options, ways=()))
+        options = replace(self.memory_options, ways=())
+        return replace(self, memory=None, held=(), buckets_for=None, memory_options=options)
+
+    @property
+    def in_buckets_for(self) -> float | None:
+        """Bytes of a rank that buckets of gradients are sized for."""
+        return self.memory if self.buckets_for is None else self.buckets_for
 
     @property
     def is_limited(self) -> bool:
@@ -87,7 +98,7 @@ class Wanted:
     @property
     def unbound(self) -> Wanted:
         """Likewise, with the very buckets: the same problem without its limits; nothing is recomputed or offloaded."""
-        return replace(self.unlimited, buckets_for=self.memory)
+        return replace(self.unlimited, buckets_for=self.in_buckets_for)
 
 
 @dataclass(frozen=True)

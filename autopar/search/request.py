@@ -38,6 +38,8 @@ class Request:
     simulation: the plan whose simulated step is the quickest of several (`autopar.search.overlap_loop`), not the
     optimum without overlap.
     time_limit_s: seconds that the solver may take.
+    buckets_for: bytes of a rank's device that buckets of gradients are sized for; None: its memory. Who asks again with
+    a little less memory gives what he had first, so that the problem is the same but for its limit.
     """
 
     memory: float | None = None
@@ -50,6 +52,7 @@ class Request:
     tied: bool | None = None
     simulation: bool = False
     time_limit_s: float = 60.0
+    buckets_for: float | None = None
 
 
 DEFAULT = Request()

@@ -19,13 +19,12 @@ from autopar.ir.graph import Graph
 from autopar.lower.buckets import bucket_bytes
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
-from autopar.rewrite import Widened
 from autopar.search.context import Progress, Question, Table
 from autopar.search.limits import picks_or_raise, prices_of
 from autopar.search.memory_options import MemoryOptions, ways_on
 from autopar.search.policies import MEMORY_SAVING, called
-from autopar.search.problems import Wanted, posed, restricted
-from autopar.search.restricted import Known, best_among, cheapest
+from autopar.search.problems import Posed, Wanted, posed, restricted
+from autopar.search.restricted import GENERATIONS, Known, Proven, best_among, cheapest, worthwhile
 from autopar.search.rule_notes import rule_notes
 from cost_models.steps import Comm, Compute, Loop, Move, Step
 from solver import Prices, Problem, Solution, evaluate, solve
@@ -37,6 +36,7 @@ FLOORS = Table[str | None, float]("seconds that no plan of a policy can do witho
 # Below this many pairs the best plan is wanted to the last digit; above, one that is proven to be within GAP of it.
 EXACT_BELOW_PAIRS = 250_000
 GAP = 1e-3
+SAME = 1e-3  # relative: what began a large problem counts as not bettered
 LARGE_GAP = 5e-3  # of a large problem with all that may be recomputed and offloaded
 
 
@@ -81,7 +81,7 @@ def solved_within(
     question: Question, policy: str | None, wanted: Wanted, progress: Progress, begins: Begins | None = None
 ) -> Solved:
     """The best plan. Raises Infeasible, NoAnswerInTime."""
-    gathered = _bucket_bytes(question, wanted.buckets_for if wanted.memory is None else wanted.memory)
+    gathered = _bucket_bytes(question, wanted.in_buckets_for)
     try:
         return _solved(question, gathered, policy, wanted, progress, begins)
     except Infeasible as error:
@@ -109,13 +109,16 @@ def _solved(
     gap = 0.0 if is_small and not memory_options.ways else GAP
     prices: Prices = {}
     if begins is None:
-        solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop)
+        solution = solve(
+            problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop,
+            generations=GENERATIONS if wanted.simulated else None, reductions=worthwhile(problem),
+        )  # fmt: skip
     elif is_small:
         start = cheapest(question.found, assembled)
         solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, start=start, stop=wanted.stop)
     else:
         gap = LARGE_GAP
-        solution, prices = _begun(question, assembled, wide, wanted, begins, progress)
+        solution, prices = _begun(question, asked, wanted, begins, progress)
     if begins is not None and solution.status == "unknown" and (picks := cheapest(begins.fitting(), assembled)):
         cost = evaluate(problem, picks).cost
         solution = replace(solution, status="feasible", picks=picks, cost=cost, bound=min(solution.bound, cost))
@@ -141,10 +144,10 @@ def _solved(
 
 
 def _begun(
-    question: Question, assembled: Assembled, wide: Widened, wanted: Wanted, begins: Begins, progress: Progress
+    question: Question, asked: Posed, wanted: Wanted, begins: Begins, progress: Progress
 ) -> tuple[Solution, Prices]:
     """The solution of a large problem, and the prices of memory among the layouts with which it began."""
-    limit_s, stop = wanted.time_limit_s, wanted.stop
+    limit_s, stop, assembled, wide = wanted.time_limit_s, wanted.stop, asked.assembled, asked.wide
     plans = [*begins.layouts(), *question.found]
     start = best_among(plans, assembled, wide.again, limit_s, stop=stop)
     if start is None:
@@ -153,13 +156,21 @@ def _begun(
     told = "does not fit" if start is None else f"takes {start.cost * 1e3:.3f} ms"
     progress(f"the best among the layouts of {len(plans)} plans {told}")
     if start is None:
-        return solve(assembled.problem, time_limit_s=limit_s, gap=LARGE_GAP, stop=stop), {}
-    # it is seldom bettered: what follows proves how good it is
+        problem = assembled.problem
+        return solve(problem, time_limit_s=limit_s, gap=LARGE_GAP, stop=stop, reductions=worthwhile(problem)), {}
+    # it is seldom bettered: what follows proves how good it is, which holds with less memory, too
+    but_for_memory = asked.pricer.bucket_bytes, asked.tied, replace(wanted, memory=None).key
+    for before in question.proven:
+        if before.of == but_for_memory and wanted.memory is not None and wanted.memory <= before.memory:
+            bound = min(before.bound, start.cost)
+            return replace(start, status="feasible", bound=bound, prices=before.prices), start.prices
     left_s = max(1.0, limit_s - start.seconds)
     solution = solve(
         assembled.problem, time_limit_s=left_s, gap=LARGE_GAP, start=start.picks, start_prices=start.prices,
-        quick=True, stop=stop,
+        quick=True, stop=stop, reductions=worthwhile(assembled.problem),
     )  # fmt: skip
+    if wanted.memory is not None and solution.cost > start.cost * (1 - SAME):
+        question.proven.append(Proven(but_for_memory, wanted.memory, solution.bound, solution.prices))
     return solution, start.prices
 
 

@@ -92,7 +92,7 @@ def _settled(question: Question, splits: Splits) -> Question:
             options = known[key] or options
         strategies[node] = options
     notes = [_note(*pin, obeying.get(pin, []), others.get(pin, {})) for pin in _pins(splits)]
-    return replace(question, strategies=strategies, notes=(*question.notes, *notes), found=[], _tables={})
+    return replace(question, strategies=strategies, notes=(*question.notes, *notes), found=[], proven=[], _tables={})
 
 
 def _pins(splits: Splits) -> dict[tuple[str, str, str], None]:

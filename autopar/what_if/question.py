@@ -101,6 +101,7 @@ def what_if(
             best = answer(question, request, progress=progress)
         else:
             with telling(room):
+                request = replace(request, buckets_for=room.tensors)
                 best = held_within(room, held, question.pricer)
     except (Infeasible, NoAnswerInTime) as error:
         return Answers(asked, before, same, None, error)

@@ -29,7 +29,8 @@ class Budget:
     """What a backend may spend: wall clock until `deadline` (of time.monotonic), relative gap to stop at, threads.
 
     `start` are picks to begin from, `prices` prices of memory, if any are known. `nodes`: at most so many nodes of a
-    search tree, which ends a search at the same place on every run; None: no such limit. `quick`: only what takes some
+    search tree, which ends a search at the same place on every run; None: no such limit. `generations`: likewise of a
+    race for better picks. `quick`: only what takes some
     seconds, see `solver.solve`. `stop` says, whenever asked, whether to stop now with what is known.
     """
 
@@ -39,6 +40,7 @@ class Budget:
     start: tuple[int, ...] | None = None
     prices: Prices = field(default_factory=dict[tuple[str, int], float])
     nodes: int | None = None
+    generations: int | None = None
     quick: bool = False
     stop: Callable[[], bool] | None = None
 

@@ -104,7 +104,8 @@ class _Race:
         self.bound = way.bound
         self.stats["price_steps"] = float(way.steps)
         rounds, stale, generation = ROUNDS, 0, 0
-        while not self.is_done() and stale < MOST_STALE:
+        most = math.inf if self.budget.generations is None else self.budget.generations
+        while not self.is_done() and stale < MOST_STALE and generation < most:
             before = self.cost
             self.merge(self.generation(way, generation, rounds, fresh=stale % 2 == 1))
             if generation == 1:

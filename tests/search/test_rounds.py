@@ -86,6 +86,24 @@ def test_a_large_search_begins_among_known_layouts_and_is_the_same_twice(monkeyp
     assert plan.step_seconds <= by_hand.step_seconds * (1 + 1e-9)
 
 
+def test_a_bound_proven_with_more_memory_is_that_of_less_in_the_same_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    question = asked()
+    ample = memory_of(question)
+    more, less = (Request(memory=share * ample, buckets_for=0.75 * ample) for share in (0.75, 0.7))
+    exact = answer(asked(), less)
+    monkeypatch.setattr(solved_module, "EXACT_BELOW_PAIRS", 0)
+    monkeypatch.setattr(solved_module, "SAME", 1.0)  # what it began with counts as the best, whatever was found
+    answer(question, more)
+    (proven,) = question.proven
+    assert proven.memory == more.memory
+    begun = answer(question, less)
+    assert question.proven == [proven], "nothing was proven anew"
+    assert begun.bound == min(proven.bound, begun.step_seconds) <= exact.step_seconds * (1 + 1e-9)
+    assert begun.peak_bytes["hbm"] <= 0.7 * ample and begun.step_seconds >= exact.bound * (1 - 1e-9)
+    answer(question, Request(memory=0.8 * ample, buckets_for=0.75 * ample))
+    assert len(question.proven) == 2, "with more memory it does not hold"
+
+
 def test_a_problem_is_assembled_once_whatever_its_limits() -> None:
     question = asked()
     wanted = Wanted(1e9, "sharded", {}, 60.0, tied=True)

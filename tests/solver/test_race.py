@@ -150,6 +150,15 @@ def test_a_race_finds_what_the_integer_program_proves_and_repeats_itself(monkeyp
         assert (first.picks, first.cost) == (second.picks, second.cost)
 
 
+def test_a_race_of_so_many_generations_ends_at_the_same_place(monkeypatch):
+    monkeypatch.setattr(race._Race, "narrow", lambda self, way: None)
+    monkeypatch.setattr(race, "MERGE_PAIRS", 0)
+    core = presolve(grid(11, rows=8, columns=8), set()).core
+    runs = [race.run(core, Budget(time.monotonic() + 60, generations=most)) for most in (1, 1, 2)]
+    assert [run.stats["generations"] for run in runs] == [1, 1, 2]
+    assert runs[0].picks == runs[1].picks and runs[2].cost <= runs[0].cost
+
+
 def test_mixing_what_was_found_is_never_worse(monkeypatch):
     core = presolve(grid(11, rows=8, columns=8), set()).core
     monkeypatch.setattr(race, "ROUNDS", 1)

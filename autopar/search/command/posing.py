@@ -181,7 +181,7 @@ def _found(posing: Posing, question: Question, request: Request, progress: Progr
     simulated: list[Plan] = []
 
     def find(most: float) -> Plan:
-        limited = replace(request, memory=most)
+        limited = replace(request, memory=most, buckets_for=room.tensors)
         problems.clear()
         return answer(
             question, limited, progress=progress, stop=stop, as_posed=problems.append, as_played=simulated.append
