@@ -26,7 +26,7 @@ from cost_models.steps import DEVICE
 TRIES, CLOSE = 8, 0.02  # of rooms, and how near to the right one they end
 # Of the limit is left free for what ranks work with, which grows as less is saved; twice as much each time.
 SLACK = 0.005
-SOME = 4  # tries that are made however late it is
+SOME = 6  # tries that are made however late it is
 LEAST_S = 1.0  # seconds for each search, however late it is, or as many as the first one took
 
 
