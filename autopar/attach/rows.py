@@ -14,8 +14,10 @@ from torch import Tensor
 from autopar._compat import group_named
 from autopar.emit import Emitted
 from autopar.ir.graph import TensorType
+from autopar.ir.layout import Shard
 from autopar.lower.sums import Row, rows_of
 from autopar.plan import Plan
+from autopar.price.reshard import Reshard
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,20 @@ class Rows:
                 found[place] = torch.zeros(type.shape, dtype=_dtype(type), device=device)
         return found, rows
 
-    def sum(self, rows: Sequence[Tensor]) -> None:
-        """Sum them over ranks, where they lie: all at once, but on a CPU one by one, as gloo needs it."""
-        left = [(row, told.changes) for row, (told, _) in zip(rows, self.rows, strict=True)]
+    def sum(self, so_far: list[Tensor | None], rows: Sequence[Tensor]) -> None:
+        """Sum them over ranks, where they lie: all at once, but on a CPU one by one, as gloo needs it. In front of
+        that, those of parameters that are stored in more pieces than they are read in: of each a rank gets its piece,
+        in the place of the whole.
+        """
+        left: list[tuple[Tensor, Sequence[Reshard]]] = []
+        for row, (told, places) in zip(rows, self.rows, strict=True):
+            if not told.scatters:
+                left.append((row, told.changes))
+                continue
+            (place,) = places
+            value = so_far[place]
+            assert value is not None
+            so_far[place] = self.changed(value, told.changes)
         while left:
             waits = list[dist.Work]()
             for row, (change, *_) in left:
@@ -65,6 +78,30 @@ class Rows:
             for work in waits:
                 work.wait()
             left = [(row, rest) for row, (_, *rest) in left if rest]
+
+    def changed(self, value: Tensor, changes: Sequence[Reshard]) -> Tensor:
+        """A rank's piece, behind these layout changes: gathers, and sums over ranks of which each gets all, or one."""
+        for change in changes:
+            group = group_named(self.groups[change.axis])
+            ranks = dist.get_world_size(group)
+            match change.before, change.after:
+                case Shard(dim), _:
+                    made = value.new_empty(ranks * value.numel())
+                    dist.all_gather_into_tensor(made, value.contiguous().view(-1), group=group)
+                    value = torch.cat(made.view(ranks, *value.shape).unbind(), dim) if dim else _along(made, value)
+                case _, Shard(dim):
+                    pieces = torch.cat(value.chunk(ranks, dim)) if dim else value.contiguous()
+                    shape = [size // ranks if at == dim else size for at, size in enumerate(value.shape)]
+                    made = value.new_empty(value.numel() // ranks)
+                    dist.reduce_scatter_tensor(made, pieces.view(-1), group=group)
+                    value = made.view(shape)
+                case _:
+                    dist.all_reduce(value, group=group)
+        return value
+
+
+def _along(row: Tensor, piece: Tensor) -> Tensor:
+    return row.view(-1, *piece.shape[1:])
 
 
 def _dtype(type: TensorType) -> torch.dtype:

@@ -42,7 +42,7 @@ from autopar.lower.schedule import Advance, Facts, Turn, schedule
 from autopar.lower.sums import AddedUp, summed_once
 from autopar.lower.taken import in_body_of, takes_of
 from autopar.lower.transfers import changes_of, in_a_bucket, leaves, leaving
-from autopar.lower.updates import Trained, Updates, casts_of
+from autopar.lower.updates import Trained, Updates, left_by, read_once_a_step
 from autopar.plan.plan import Plan
 from autopar.plan.value import Decision
 from autopar.price.pricer import Pricer
@@ -145,9 +145,10 @@ class _Program:
         self.results: dict[int, int] = {}
         self.added_up = AddedUp(plan, self.listing, lowering.nbytes)
         coordinates = Buffer(self.mesh.coordinate_bytes, Kind.COORDINATES, "coordinates")
-        self.resident = [coordinates, *self.added_up.buffers]
+        self.resident = [coordinates, *self.added_up.stay]
         self.tangents: list[Buffer] = []
         self.casts: list[Buffer] = []
+        self.stored: dict[str, int] = {}  # parameters of which something else is read
         self.given = self._given_as_made()
 
     def made(self) -> Program:
@@ -163,8 +164,9 @@ class _Program:
         resident = {*self.resident}
         given = dict.fromkeys(buffer for value in self.results.values() for buffer in listing.values[value])
         kept = [buffer for buffer in given if buffer not in resident and buffer not in gone]
-        instructions = listing.with_memory({*resident, *kept}, {"forward": self.casts, "backward": self.tangents})
-        instructions[OPTIMIZER] = (*updates, *map(Free, kept))
+        opens = {"forward": [*self.casts, *self.added_up.go], "backward": self.tangents}
+        instructions = listing.with_memory({*resident, *kept}, opens)
+        instructions[OPTIMIZER] = (*updates, *map(Free, left_by(updates, kept)))
         return Program(instructions, tuple(self.resident), tuple(listing.values), sources, dict(self.results))
 
     def _phase(self, phase: Phase) -> None:
@@ -186,8 +188,9 @@ class _Program:
             if node.is_source and node.outputs[0] is not None:
                 nbytes = self.lowering.nbytes(node.outputs[0], self.plan.choices[node.name].gives[0])
                 buffer = Buffer(nbytes, Kind(node.op), owner_of(node), self._tier_of(node))
-                if node.name in self.graph.rounds.stored:
+                if node.name in self.graph.rounds.stored or self.plan.choices[node.name].stored:
                     self.resident.append(replace(buffer, nbytes=self._stored_bytes(node)))
+                    self.stored[node.name] = self.listing.given(self.resident[-1])
                     self.casts.append(buffer := replace(buffer, kind=Kind.CAST, owner=f"{buffer.owner} as it is read"))
                 else:
                     (self.resident if buffer.kind in GIVEN else self.tangents).append(buffer)
@@ -195,7 +198,7 @@ class _Program:
         return found
 
     def _stored_bytes(self, node: Node) -> Any:
-        return self.lowering.nbytes(self.graph.stored_type(node), self.plan.choices[node.name].gives[0])
+        return self.lowering.nbytes(self.graph.stored_type(node), self.plan.choices[node.name].lies)
 
     def _given_as_made(self) -> dict[Ref, tuple[Kind, str]]:
         """What is a result as it is made: for what, and whose."""
@@ -385,11 +388,12 @@ class _Program:
         places = {result.target: place for place, result in enumerate(self.graph.results) if result.kind == "gradient"}
         parameters, gradients = list[Trained](), dict(self.results)
         for node in self.graph.trained:
-            type, value, place = self.graph.stored_type(node), self.value_of[Ref(node.name)], places[node.target]
+            type, place = self.graph.stored_type(node), places[node.target]
+            value = self.stored.get(node.name, self.value_of[Ref(node.name)])
             nbytes, resides = self._stored_bytes(node), self.plan.residence.get(node.target, "device")
             parameters.append(Trained(node.target, place, nbytes, type.dtype, resides, value))
         sums = summed_once(self.plan, self.listing, gradients, beside=self.prefetch is not None)
-        done = [*casts_of(self.graph, self.plan.choices, self.lowering.nbytes, pricer), *sums]
+        done = [*read_once_a_step(self.plan, self.lowering.nbytes, pricer, self.listing), *sums]
         updates = Updates(pricer, self.prefetch is not None, gradients, self.listing.launches)
         updates.of(parameters)
         self.resident += updates.resident

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopar.ir.layout import local_type
 from autopar.lower import lower
-from autopar.lower.halves import first_half, held_between
+from autopar.lower.halves import HELD_THROUGHOUT, first_half, held_between
 from autopar.lower.memory import changes, peaks, resident_bytes
 from autopar.lower.program import Instruction, Kind, Loop, Program, Run, Update
 from autopar.pipeline import StageBytes
@@ -53,9 +53,13 @@ def price_of(stage: Stage, plan: Plan, pricer: Pricer) -> StagePrice:
     saved = sum(
         sign * buffer.nbytes
         for phase, buffer, sign in changes(program)
-        if phase == "forward" and buffer.tier == DEVICE and buffer.kind is not Kind.CAST
+        if phase == "forward" and buffer.tier == DEVICE and buffer.kind not in HELD_THROUGHOUT
     )
-    casts = sum(one.nbytes for _, one, sign in changes(program) if sign > 0 and one.kind is Kind.CAST)
+    throughout = sum(
+        one.nbytes
+        for phase, one, sign in changes(program)
+        if phase == "forward" and sign > 0 and one.tier == DEVICE and one.kind in HELD_THROUGHOUT
+    )
     received = sum(
         local_type(node.outputs[0], plan.choices[node.name].gives[0], plan.mesh).nbytes
         for node in plan.graph.nodes
@@ -68,8 +72,8 @@ def price_of(stage: Stage, plan: Plan, pricer: Pricer) -> StagePrice:
         spent["backward"] / rounds,
         _seconds_of_first(program, timeline, half) / rounds,
         update,
-        resident + casts - received,
-        max(0, peaks(program)[DEVICE] - saved - resident - casts),
+        resident + throughout - received,
+        max(0, peaks(program)[DEVICE] - saved - resident - throughout),
         saved + received,
         held_between(program, plan.graph, half, stage.gives_back, {*stage.receives}),
         _sent_bytes(stage, plan),

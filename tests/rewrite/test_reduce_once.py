@@ -89,7 +89,7 @@ def test_what_is_summed_once_is_added_up_as_it_is_made(name: str) -> None:
             once += 1
             assert result.kind == "gradient" and parameter is not None and not delivery.changes
             assert delivery.layout == plan.choices[result.ref.name].gives[result.ref.index]
-            assert delivery.lies(plan.mesh) == plan.choices[parameter.name].gives[0] != delivery.layout
+            assert delivery.lies(plan.mesh) == plan.choices[parameter.name].lies != delivery.layout
             assert all(change.local.dtype == wide(plan.graph.type_of(result.ref).dtype) for change in delivery.once)
         assert once and rounds.count == 2
         received = sum(received_bytes(comm) * (1 if comm.once else 2) for comm in plan.comms())
