@@ -19,6 +19,8 @@ from autopar.lower.sums import Row, rows_of
 from autopar.plan import Plan
 from autopar.price.reshard import Reshard
 
+C10D = torch.ops._c10d_functional
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -82,26 +84,29 @@ class Rows:
     def changed(self, value: Tensor, changes: Sequence[Reshard]) -> Tensor:
         """A rank's piece, behind these layout changes: gathers, and sums over ranks of which each gets all, or one."""
         for change in changes:
-            group = group_named(self.groups[change.axis])
-            ranks = dist.get_world_size(group)
+            group = self.groups[change.axis]
             match change.before, change.after:
                 case Shard(dim), _:
-                    made = value.new_empty(ranks * value.numel())
-                    dist.all_gather_into_tensor(made, value.contiguous().view(-1), group=group)
-                    value = torch.cat(made.view(ranks, *value.shape).unbind(), dim) if dim else _along(made, value)
+                    value = gathered(value, dim, group)
                 case _, Shard(dim):
-                    pieces = torch.cat(value.chunk(ranks, dim)) if dim else value.contiguous()
-                    shape = [size // ranks if at == dim else size for at, size in enumerate(value.shape)]
-                    made = value.new_empty(value.numel() // ranks)
-                    dist.reduce_scatter_tensor(made, pieces.view(-1), group=group)
-                    value = made.view(shape)
+                    value = scattered(value, dim, group)
                 case _:
-                    dist.all_reduce(value, group=group)
+                    dist.all_reduce(value, group=group_named(group))
         return value
 
 
-def _along(row: Tensor, piece: Tensor) -> Tensor:
-    return row.view(-1, *piece.shape[1:])
+def gathered(piece: Tensor, dim: int, group: str) -> Tensor:
+    """The pieces of the ranks of a group, one behind the other along a dim."""
+    ranks = dist.get_world_size(group_named(group))
+    made = C10D.wait_tensor(C10D.all_gather_into_tensor(piece.contiguous(), ranks, group))
+    return torch.cat(made.chunk(ranks), dim) if dim else made
+
+
+def scattered(value: Tensor, dim: int, group: str) -> Tensor:
+    """This rank's piece, along a dim, of the sum of the values of a group."""
+    ranks = dist.get_world_size(group_named(group))
+    pieces = torch.cat(value.chunk(ranks, dim)) if dim else value.contiguous()
+    return C10D.wait_tensor(C10D.reduce_scatter_tensor(pieces, "sum", ranks, group))
 
 
 def _dtype(type: TensorType) -> torch.dtype:

@@ -147,7 +147,7 @@ class _Program:
         coordinates = Buffer(self.mesh.coordinate_bytes, Kind.COORDINATES, "coordinates")
         self.resident = [coordinates, *self.added_up.stay]
         self.tangents: list[Buffer] = []
-        self.casts: list[Buffer] = []
+        self.casts = [*self.added_up.go]  # and all else that is there from the first micro-batch to the last
         self.stored: dict[str, int] = {}  # parameters of which something else is read
         self.given = self._given_as_made()
 
@@ -164,7 +164,7 @@ class _Program:
         resident = {*self.resident}
         given = dict.fromkeys(buffer for value in self.results.values() for buffer in listing.values[value])
         kept = [buffer for buffer in given if buffer not in resident and buffer not in gone]
-        opens = {"forward": [*self.casts, *self.added_up.go], "backward": self.tangents}
+        opens = {"forward": self.casts, "backward": self.tangents}
         instructions = listing.with_memory({*resident, *kept}, opens)
         instructions[OPTIMIZER] = (*updates, *map(Free, left_by(updates, kept)))
         return Program(instructions, tuple(self.resident), tuple(listing.values), sources, dict(self.results))
@@ -365,9 +365,9 @@ class _Program:
         """Whoever is given a gradient may write to it: copy those that look at what somebody else has."""
         taken: set[Buffer] = set()
         for place, (result, delivery) in enumerate(zip(self.graph.results, self.plan.deliveries, strict=True)):
-            if result.kind != "gradient" or result.ref is None or place in self.added_up.so_far:
+            if result.kind != "gradient" or result.ref is None or place in self.added_up.so_far or delivery is None:
                 continue
-            if delivery is None or self._moves(delivery.changes):
+            if self._moves(delivery.changes):
                 continue
             value = self.results[place]
             buffer = self.listing.values[value][0]
@@ -388,10 +388,10 @@ class _Program:
         places = {result.target: place for place, result in enumerate(self.graph.results) if result.kind == "gradient"}
         parameters, gradients = list[Trained](), dict(self.results)
         for node in self.graph.trained:
-            type, place = self.graph.stored_type(node), places[node.target]
             value = self.stored.get(node.name, self.value_of[Ref(node.name)])
             nbytes, resides = self._stored_bytes(node), self.plan.residence.get(node.target, "device")
-            parameters.append(Trained(node.target, place, nbytes, type.dtype, resides, value))
+            dtype = self.graph.stored_type(node).dtype
+            parameters.append(Trained(node.target, places[node.target], nbytes, dtype, resides, value))
         sums = summed_once(self.plan, self.listing, gradients, beside=self.prefetch is not None)
         done = [*read_once_a_step(self.plan, self.lowering.nbytes, pricer, self.listing), *sums]
         updates = Updates(pricer, self.prefetch is not None, gradients, self.listing.launches)
@@ -400,5 +400,5 @@ class _Program:
         return [*done, *updates.done]
 
     def _tier_of(self, node: Node) -> str:
-        hosted = node.op == STORE or (node.op == "parameter" and self.plan.residence.get(node.target) == HOST)
-        return HOST if hosted else DEVICE
+        hosted = node.op == "parameter" and self.plan.residence.get(node.target) == HOST
+        return HOST if hosted or node.op == STORE else DEVICE

@@ -94,7 +94,13 @@ def _no_strategy(plan: PlanValue) -> str | None:
     known: dict[object, Strategy | None] = {}
     for node in plan.graph.nodes:
         choice, types = plan.choices[node.name], operand_types(node, node_of)
-        key = signature_of(node, types), choice.roles, choice.gives, choice.stored, is_pattern(choice.body) and choice.body
+        key = (
+            signature_of(node, types),
+            choice.roles,
+            choice.gives,
+            choice.stored,
+            is_pattern(choice.body) and choice.body,
+        )
         if key not in known:
             try:
                 known[key] = _legal(node, types, choice, mesh)

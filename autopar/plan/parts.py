@@ -81,7 +81,7 @@ def _check_once(plan: PlanValue, result: Result, delivery: Delivery, place: str)
 
 
 def _check_stored(plan: PlanValue, node: Node, choice: Choice, place: str) -> None:
-    """Only parameters are stored otherwise than they are read, in pieces that are gathered in front of micro-batches."""
+    """Only parameters may be stored otherwise than they are read, in pieces that are gathered before micro-batches."""
     if not choice.stored:
         return
     if node.op != "parameter" or not plan.graph.rounds.reduces_once or plan.residence.get(node.target):
