@@ -164,8 +164,7 @@ class _Program:
         resident = {*self.resident}
         given = dict.fromkeys(buffer for value in self.results.values() for buffer in listing.values[value])
         kept = [buffer for buffer in given if buffer not in resident and buffer not in gone]
-        opens = {"forward": self.casts, "backward": self.tangents}
-        instructions = listing.with_memory({*resident, *kept}, opens)
+        instructions = listing.with_memory({*resident, *kept}, {"forward": self.casts, "backward": self.tangents})
         instructions[OPTIMIZER] = (*updates, *map(Free, left_by(updates, kept)))
         return Program(instructions, tuple(self.resident), tuple(listing.values), sources, dict(self.results))
 
@@ -365,9 +364,8 @@ class _Program:
         """Whoever is given a gradient may write to it: copy those that look at what somebody else has."""
         taken: set[Buffer] = set()
         for place, (result, delivery) in enumerate(zip(self.graph.results, self.plan.deliveries, strict=True)):
-            if result.kind != "gradient" or result.ref is None or place in self.added_up.so_far or delivery is None:
-                continue
-            if self._moves(delivery.changes):
+            given = result.kind == "gradient" and delivery is not None and place not in self.added_up.so_far
+            if not given or result.ref is None or delivery is None or self._moves(delivery.changes):
                 continue
             value = self.results[place]
             buffer = self.listing.values[value][0]
@@ -388,15 +386,13 @@ class _Program:
         places = {result.target: place for place, result in enumerate(self.graph.results) if result.kind == "gradient"}
         parameters, gradients = list[Trained](), dict(self.results)
         for node in self.graph.trained:
-            value = self.stored.get(node.name, self.value_of[Ref(node.name)])
-            nbytes, resides = self._stored_bytes(node), self.plan.residence.get(node.target, "device")
-            dtype = self.graph.stored_type(node).dtype
-            parameters.append(Trained(node.target, places[node.target], nbytes, dtype, resides, value))
+            dtype, resides = self.graph.stored_type(node).dtype, self.plan.residence.get(node.target, "device")
+            value, place = self.stored.get(node.name, self.value_of[Ref(node.name)]), places[node.target]
+            parameters.append(Trained(node.target, place, self._stored_bytes(node), dtype, resides, value))
         sums = summed_once(self.plan, self.listing, gradients, beside=self.prefetch is not None)
         done = [*read_once_a_step(self.plan, self.lowering.nbytes, pricer, self.listing), *sums]
         updates = Updates(pricer, self.prefetch is not None, gradients, self.listing.launches)
-        updates.of(parameters)
-        self.resident += updates.resident
+        self.resident += updates.of(parameters)
         return [*done, *updates.done]
 
     def _tier_of(self, node: Node) -> str:

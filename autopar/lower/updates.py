@@ -82,7 +82,8 @@ class Updates:
     resident: list[Buffer] = field(default_factory=list[Buffer])
     done: list[Instruction] = field(default_factory=list[Instruction])
 
-    def of(self, parameters: Sequence[Trained]) -> None:
+    def of(self, parameters: Sequence[Trained]) -> Sequence[Buffer]:
+        """Issue those of the parameters. Returns what is `resident`."""
         by_residence = {where: [p for p in parameters if p.resides == where] for where in ("device", "stream", HOST)}
         for parameter in parameters:
             self._keep(parameter)
@@ -95,6 +96,7 @@ class Updates:
         if not self.beside:
             self._on_the_host(by_residence[HOST])
         self.done += waits
+        return self.resident
 
     def _keep(self, parameter: Trained) -> None:
         tier = DEVICE if parameter.resides == "device" else HOST
