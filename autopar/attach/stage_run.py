@@ -388,12 +388,11 @@ class _Played:
                     before = total[name]
                     total[name] = value if before is None else before + value
         plan, holders = self.runner.plan, self.staged.holders
-        read = {node.target: at for at, node in enumerate(self.runner.parameters)}
+        nodes = {node.target: node for node in self.runner.parameters}
         for name in sorted(total):
             if len(holders[name]) > 1:
                 if (mine := total[name]) is None:  # all of its terms are made by other ranks
-                    type = plan.graph.stored_type(self.runner.parameters[read[name]])
-                    stored = local_type(type, plan.parameters[name], plan.mesh)
+                    stored = local_type(plan.graph.stored_type(nodes[name]), plan.parameters[name], plan.mesh)
                     dtypes[name] = dtype = getattr(torch, stored.dtype)
                     device = self.runner.coordinates[0].device
                     mine = widened(torch.zeros(stored.shape, dtype=dtype, device=device))

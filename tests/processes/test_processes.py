@@ -67,11 +67,11 @@ ON_FOUR = {
         "several_stages_on_a_rank",
         "stages_of_a_rank_hand_over",
         "parameters_are_cast_once_a_step",
-        "parameters_are_stored_in_more_pieces",
         "a_state_goes_out_and_in_again",
         "evaluation_and_other_batches",
         "a_pipeline_is_given_or_kept",
     ],
+    "stored_apart": ["parameters_are_stored_in_more_pieces"],
 }
 
 
