@@ -1,4 +1,4 @@
-"""Checks of parameters that are stored in more pieces than micro-batches of stages read them in (ZeRO-1), on 4 ranks."""
+"""Checks of parameters stored in more pieces than micro-batches of stages read them in (ZeRO-1), on 4 ranks."""
 
 # pyright: basic
 

@@ -9,12 +9,13 @@ import pytest
 
 from autopar.errors import PlanMismatch
 from autopar.ir.graph import TensorType
-from autopar.ir.layout import REPLICATE, Shard, local_type
+from autopar.ir.layout import REPLICATE, Shard, local_type, show
 from autopar.lower import lower
 from autopar.lower.memory import peaks
 from autopar.lower.program import Kind
 from autopar.plan import Plan
 from autopar.plan.fit import check_rules
+from autopar.plan.reading import layouts_told
 from autopar.plan.store import dumps
 from autopar.price.pricer import Pricer
 from autopar.price.stored import gathers
@@ -101,3 +102,13 @@ def test_a_plan_file_says_how_a_parameter_is_stored_and_forged_ones_are_refused(
             Plan.loads(dumps(broken), "text")
     with pytest.raises(PlanMismatch, match=r"is delivered as nobody expects it|is not computed as its rule says"):
         check_rules(replace(plan, choices={**plan.choices, name: replace(choice, stored=())}))
+
+
+def test_both_layouts_are_told() -> None:
+    plan = plans("mlp", (2, 2), 1)[0]
+    node = next(node for node in plan.graph.nodes if plan.choices[node.name].stored)
+    (type,) = node.outputs
+    assert type is not None
+    apart = f", stored {show(plan.choices[node.name].stored, plan.mesh, len(type.shape))}"
+    assert layouts_told(plan, node).endswith(apart)
+    assert apart in plan.explain() and apart in plan.to_dot()
