@@ -239,12 +239,17 @@ class Assembly:
         )
         if key not in self.prices:
             gives = self.gives(producer, index)
+            lies = [strategy.lies for strategy in self.options[parameter]]
             nbytes, room = self.made(type, (producer, index), gives, (parameter, "stored"), stored, by)
             if self.pricer.rounds.reduces_once:  # what is added up as it is made stays as it is
-                stays = [[bool(self.pricer.summed_once(type, give, take)) for take in stored] for give in gives]
+                stays = [[self._stays(type, give, *take) for take in zip(stored, lies, strict=True)] for give in gives]
                 nbytes, room = np.where(stays, 0.0, nbytes), np.where(stays, 0.0, room)
-            self.prices[key] = self.of_gradients.deliver(type, gives, stored), nbytes, room
+            self.prices[key] = self.of_gradients.deliver(type, gives, stored, lies), nbytes, room
         return self.prices[key]
+
+    def _stays(self, type: TensorType, give: Layout, read: Layout, lies: Layout) -> bool:
+        """Whether a gradient is added up in the layout in which it is made."""
+        return lies != read or bool(self.pricer.summed_once(type, give, read))
 
     def waiting(self, type: TensorType, producer: int, ref: Ref, parameter: int, stored: list[Layout]) -> Array | None:
         """Bytes that a look at something larger holds while, as a gradient, it waits for others to be summed with. What

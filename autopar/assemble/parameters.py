@@ -16,9 +16,11 @@ import numpy as np
 from autopar.assemble.activations import below, has_modes, still_modes
 from autopar.assemble.builder import DEVICE, HOST, Array, Assembly
 from autopar.assemble.liveness import Liveness
-from autopar.ir.graph import Node, Ref
+from autopar.ir.graph import Node, Ref, TensorType
+from autopar.ir.layout import Layout
 from autopar.price.overlap_discounts import seconds_of
-from autopar.price.pricer import Pricer, adding_up
+from autopar.price.pricer import Pricer, added_up_type, adding_up
+from autopar.price.stored import gathers
 from autopar.propose.strategies import Strategy
 from cost_models.steps import Move, Step
 
@@ -48,34 +50,46 @@ def _is(work: Assembly, node: Node, *residences: str) -> Array:
 def _sizes(work: Assembly, node: Node) -> Array:
     """Bytes of the parameter, as it is stored, in each option."""
     item = work.item_of[node.name]
-    return work.sizes(work.graph.stored_type(node), item, "parameter", lambda: work.gives(item, 0))
+    return work.sizes(work.graph.stored_type(node), item, "parameter", lambda: _lies(work, item))
+
+
+def _lies(work: Assembly, item: int) -> list[Layout]:
+    return [strategy.lies for strategy in work.options[item]]
 
 
 def _sizes_read(work: Assembly, node: Node) -> Array | None:
     """Bytes of what micro-batches read in the place of the parameter; None: they read the parameter."""
-    if node.name not in work.graph.rounds.stored:
+    item, type = work.item_of[node.name], work.type(Ref(node.name))
+    is_cast = node.name in work.graph.rounds.stored
+    if not is_cast and not any(strategy.stored for strategy in work.options[item]):
         return None
-    item = work.item_of[node.name]
-    return work.sizes(work.type(Ref(node.name)), item, "as it is read", lambda: work.gives(item, 0))
+    read = work.sizes(type, item, "as it is read", lambda: work.gives(item, 0))
+    if is_cast:
+        return read
+    apart = [bool(strategy.stored) for strategy in work.options[item]]
+    return work.once(("read apart", id(read), tuple(apart)), lambda: np.where(apart, read, 0.0))
 
 
 def update_costs(work: Assembly, node: Node) -> Array:
     """Seconds of the optimizer's pass over the parameter and of adding up its gradients, if it has any, of the cast
-    that is made once a step, and of fetching it from the host.
+    and the gather that are made once a step, and of fetching it from the host.
     """
     type, read = work.graph.stored_type(node), work.type(Ref(node.name))
-    layouts = [strategy.gives[0] for strategy in work.strategies[node.name]]
-    local = [work.pricer.local_bytes(type, layout) for layout in layouts]
+    options, pricer = work.strategies[node.name], work.pricer
+    local = [pricer.local_bytes(type, option.lies) for option in options]
     trained, is_cast = node.target in work.live.update_at, type != read
-    key = "update", tuple(local), type.dtype, trained, is_cast and read.dtype
+    key = "update", id(options), type, trained, is_cast and read.dtype
+    work.kept.append(options)
 
     def made() -> Array:
         steps = [list[Step]() for _ in local]
-        if is_cast:
-            casts = [work.pricer.local_bytes(read, layout) for layout in layouts]
-            steps = [[work.pricer.cast_step(n, m, type.dtype)] for n, m in zip(local, casts, strict=True)]
-        if trained and work.graph.rounds.count > 1:
-            steps = [[*once, adding_up(n, type.dtype)] for once, n in zip(steps, local, strict=True)]
+        for once, option, nbytes in zip(steps, options, local, strict=True):
+            if is_cast:
+                once.append(pricer.cast_step(nbytes, pricer.local_bytes(read, option.lies), type.dtype))
+            if option.stored:
+                once += pricer.gathered_once(gathers(read, option.stored, option.gives[0], pricer.mesh))
+            if trained and work.graph.rounds.count > 1:
+                once.append(adding_up(pricer.local_bytes(type, option.gives[0]), type.dtype))
         found = [
             [*before, *(work.pricer.update_steps(n, type.dtype, r) if trained else ())]
             for r in work.residences
@@ -84,6 +98,9 @@ def update_costs(work: Assembly, node: Node) -> Array:
         return np.array([seconds_of(work.pricer, work.shares, one) for one in found], dtype=np.float64)
 
     cost = work.once(key, made)
+    if len(work.residences) > 1 and any(option.stored for option in options):  # elsewhere they lie as they are read
+        elsewhere = [bool(option.stored) and r != "device" for r in work.residences for option in options]
+        cost = np.where(elsewhere, np.inf, cost)
     if "host" not in work.residences:
         return cost
     reads = _readers(work, node)
@@ -147,17 +164,38 @@ def add_parameter(work: Assembly, node: Node) -> None:
     def states() -> Array:
         return np.array([pricer.state_bytes(int(size)) for size in nbytes], dtype=np.float64)
 
-    dtype = work.graph.stored_type(node).dtype
-
-    def counted() -> Array:
-        added_up = np.array([pricer.accumulated_bytes(int(size), dtype) for size in nbytes], dtype=np.float64)
-        return states() * _is(work, node, "device") + pricer.counter_bytes + added_up
-
-    work.held(item, 0, live.instants, work.once(("counted", key), counted))
+    type = work.graph.stored_type(node)
+    work.held(
+        item,
+        0,
+        live.instants,
+        work.once(("counted", key), lambda: states() * _is(work, node, "device") + pricer.counter_bytes),
+    )
+    _add_added_up(work, node, type)
     if len(work.residences) > 1:
         work.held(item, 0, live.instants, only("states", states, "host", "stream"), HOST)
         work.held(item, at, at + 1, only("states", states, "stream"))
     _add_temporaries(work, node, nbytes, at)
+
+
+def _add_added_up(work: Assembly, node: Node, type: TensorType) -> None:
+    """Bytes of the sum of the gradients of a step's micro-batches: of a parameter that lies as it is read all the time,
+    else until it has gone where the parameter lies, in its dtype, where it stays.
+    """
+    item, live, pricer = work.item_of[node.name], work.live, work.pricer
+    read = work.sizes(type, item, "added up", lambda: work.gives(item, 0))
+    apart = tuple(bool(strategy.stored) for strategy in work.options[item])
+
+    def sums(which: bool) -> Array:
+        nbytes = np.array([pricer.accumulated_bytes(int(size), type.dtype) for size in read], dtype=np.float64)
+        return np.where(np.array(apart) == which, nbytes, 0.0)
+
+    work.held(item, 0, live.instants, work.once(("added up", id(read), apart, False), lambda: sums(False)))
+    if any(apart):
+        work.held(item, 0, live.gathered_at + 1, work.once(("added up", id(read), apart, True), lambda: sums(True)))
+        arrived = work.sizes(added_up_type(type), item, "arrived", lambda: _lies(work, item))
+        where = work.once(("arrived", id(arrived), apart), lambda: np.where(apart, arrived, 0.0))
+        work.held(item, live.gathered_at, live.instants, where)
 
 
 def _add_temporaries(work: Assembly, node: Node, nbytes: Array, at: int) -> None:

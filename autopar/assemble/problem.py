@@ -131,7 +131,7 @@ def _add_nodes(work: Assembly, class_of: Mapping[str, str]) -> None:
             work.costs[item] += cost
         if (layout := work.fixed.get(node.target)) is not None and node.op == "parameter":
             item = work.item_of[node.name]
-            work.costs[item][[strategy.gives[0] != layout for strategy in options]] = np.inf
+            work.costs[item][[strategy.lies != layout for strategy in options]] = np.inf
 
 
 def _add_reads(work: Assembly) -> None:

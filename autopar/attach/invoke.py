@@ -147,7 +147,7 @@ def _check(parameter: Tensor, node: Node, plan: Plan) -> None:
             f"parameter {node.target} is on the meta device and has no values: "
             "call to_empty(device=...) on the parallel module, then load or initialise its parameters"
         )
-    layout, type = plan.choices[node.name].gives[0], plan.graph.stored_type(node)
+    layout, type = plan.choices[node.name].lies, plan.graph.stored_type(node)
     if not isinstance(parameter, DTensor) and is_whole(layout) and type_of(parameter) == type:
         return
     if not isinstance(parameter, DTensor) or layout_of(parameter) != layout or type_of(parameter) != type:

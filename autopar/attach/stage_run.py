@@ -27,7 +27,7 @@ from autopar.emit.halves import Halves
 from autopar.emit.moves import settle
 from autopar.emit.seeded import seeds
 from autopar.ir.graph import Node, Result, output_types
-from autopar.ir.layout import Layout, local_shape
+from autopar.ir.layout import Layout, local_shape, local_type
 from autopar.pipeline import Action
 from autopar.plan import Plan
 from autopar.rewrite.stages import CHANNEL, Stage
@@ -163,6 +163,12 @@ class StageRunner(Runner):
         """One tensor for each stage of this rank."""
         stages = self.staged.schedule.stages
         return tuple(seeds(seed, call * stages + part.number, part.runner.pieces) for part in self.parts)
+
+    def as_read(self, pieces: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Cast, and then gathered where they are stored in more pieces than micro-batches read."""
+        cast = super().as_read(pieces)
+        told, rows = zip(cast, self.parameters, strict=True), self.parts[0].rows
+        return tuple(rows.changed(piece, self.plan.gathers(node)) for piece, node in told)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -380,7 +386,8 @@ class _Played:
         total: dict[str, Tensor | None] = {result.target: None for result, _ in self.runner.gradients}
         dtypes: dict[str, Any] = {}
         for held in self.held.values():
-            held.part.rows.sum(held.rows)
+            held.part.rows.sum(held.so_far, held.rows)
+            held.rows.clear()
             terms = held.runner.terms
             for place, result, _ in held.part.gradients:
                 value, name = held.so_far[place], result.target
@@ -388,12 +395,14 @@ class _Played:
                 if value is not None:
                     before = total[name]
                     total[name] = value if before is None else before + value
-        holders, read = self.staged.holders, {node.target: at for at, node in enumerate(self.runner.parameters)}
+        plan, holders = self.runner.plan, self.staged.holders
+        nodes = {node.target: node for node in self.runner.parameters}
         for name in sorted(total):
             if len(holders[name]) > 1:
                 if (mine := total[name]) is None:  # all of its terms are made by other ranks
-                    stored = self.runner.plan.graph.stored_type(self.runner.parameters[read[name]])
+                    stored = local_type(plan.graph.stored_type(nodes[name]), plan.parameters[name], plan.mesh)
                     dtypes[name] = dtype = getattr(torch, stored.dtype)
-                    mine = widened(torch.zeros_like(self.pieces[read[name]], dtype=dtype))
+                    device = self.runner.coordinates[0].device
+                    mine = widened(torch.zeros(stored.shape, dtype=dtype, device=device))
                 total[name] = self.pipe.sum_over(holders[name], mine)
         return as_terms([*total.values()], [dtypes[name] for name in total])

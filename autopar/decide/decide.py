@@ -20,7 +20,7 @@ def choose(
     """Spell every choice out: strategies, and the layout changes between them."""
     node_of = graph.by_name
     strategy_of = {node.name: pick(node.name) for node in graph.nodes}
-    layout_of = {node.target: strategy_of[node.name].gives[0] for node in graph.nodes if node.op in HELD}
+    held = {node.target: strategy_of[node.name] for node in graph.nodes if node.op in HELD}
     choices: dict[str, Choice] = {}
     for node in graph.nodes:
         strategy = strategy_of[node.name]
@@ -37,6 +37,7 @@ def choose(
             strategy.body_size,
             strategy.steps,
             reads,
+            strategy.stored,
         )
 
     trained = {node.target for node in graph.trained}
@@ -47,7 +48,9 @@ def choose(
         type, gives = graph.type_of(result.ref), strategy_of[result.ref.name].gives[result.ref.index]
         match result.kind:
             case "gradient":
-                layout = layout_of[result.target]
+                layout, lies = held[result.target].gives[0], held[result.target].lies
+                if lies != layout:
+                    return Delivery((), gives, pricer.scattered_once(type, gives, layout, lies))
                 if result.target in trained and (once := pricer.summed_once(type, gives, layout)):
                     return Delivery((), gives, once)
                 return Delivery(pricer.delivery(type, gives, layout), layout)

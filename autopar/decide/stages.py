@@ -89,8 +89,9 @@ def _plan_of(stage: Stage, plan: Plan, lies: dict[str, Layout], pricer: Pricer) 
             return _like(node, graph, plan.choices[stage.copies[name]], pricer)
         choice = plan.choices[name]
         return Strategy(
-            choice.roles, choice.takes, choice.gives, choice.body, choice.body_axes, choice.body_size, choice.steps
-        )
+            choice.roles, choice.takes, choice.gives, choice.body, choice.body_axes, choice.body_size, choice.steps,
+            stored=choice.stored,
+        )  # fmt: skip
 
     choices, deliveries = choose(graph, pick, pricer)
     made = refereed(

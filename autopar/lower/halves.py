@@ -14,6 +14,8 @@ from autopar.ir.graph import Graph
 from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Loop, Program, Run, Wait
 from cost_models.steps import DEVICE
 
+HELD_THROUGHOUT = (Kind.CAST, Kind.ADDED_UP)  # from the first micro-batch of a step to the last
+
 
 def first_half(program: Program, graph: Graph, targets: Collection[str]) -> int:
     """How many instructions of backward the gradients of these targets need to be there; with what comes into it, and
@@ -66,7 +68,7 @@ def held_between(program: Program, graph: Graph, end: int, targets: Collection[s
                 if buffer not in read:
                     held.pop(buffer, None)
     counted = (buffer for buffer in held if buffer.kind is not Kind.TANGENT or buffer in read)
-    return sum(buffer.nbytes for buffer in counted if buffer.tier == DEVICE and buffer.kind is not Kind.CAST)
+    return sum(buffer.nbytes for buffer in counted if buffer.tier == DEVICE and buffer.kind not in HELD_THROUGHOUT)
 
 
 def _makes(one: Instruction) -> Iterator[int]:

@@ -42,7 +42,7 @@ from autopar.lower.schedule import Advance, Facts, Turn, schedule
 from autopar.lower.sums import AddedUp, summed_once
 from autopar.lower.taken import in_body_of, takes_of
 from autopar.lower.transfers import changes_of, in_a_bucket, leaves, leaving
-from autopar.lower.updates import Trained, Updates, casts_of
+from autopar.lower.updates import Trained, Updates, left_by, read_once_a_step
 from autopar.plan.plan import Plan
 from autopar.plan.value import Decision
 from autopar.price.pricer import Pricer
@@ -145,9 +145,10 @@ class _Program:
         self.results: dict[int, int] = {}
         self.added_up = AddedUp(plan, self.listing, lowering.nbytes)
         coordinates = Buffer(self.mesh.coordinate_bytes, Kind.COORDINATES, "coordinates")
-        self.resident = [coordinates, *self.added_up.buffers]
+        self.resident = [coordinates, *self.added_up.stay]
         self.tangents: list[Buffer] = []
-        self.casts: list[Buffer] = []
+        self.casts = [*self.added_up.go]  # and all else that is there from the first micro-batch to the last
+        self.stored: dict[str, int] = {}  # parameters of which something else is read
         self.given = self._given_as_made()
 
     def made(self) -> Program:
@@ -164,7 +165,7 @@ class _Program:
         given = dict.fromkeys(buffer for value in self.results.values() for buffer in listing.values[value])
         kept = [buffer for buffer in given if buffer not in resident and buffer not in gone]
         instructions = listing.with_memory({*resident, *kept}, {"forward": self.casts, "backward": self.tangents})
-        instructions[OPTIMIZER] = (*updates, *map(Free, kept))
+        instructions[OPTIMIZER] = (*updates, *map(Free, left_by(updates, kept)))
         return Program(instructions, tuple(self.resident), tuple(listing.values), sources, dict(self.results))
 
     def _phase(self, phase: Phase) -> None:
@@ -184,25 +185,26 @@ class _Program:
         found: dict[str, int] = {}
         for node in self.graph.nodes:
             if node.is_source and node.outputs[0] is not None:
-                held = self.graph.rounds.held(node.name) * self._bytes(node, node.outputs[0])
-                buffer = Buffer(held, Kind(node.op), owner_of(node), self._tier_of(node))
-                if node.name in self.graph.rounds.stored:
-                    self.resident.append(replace(buffer, nbytes=self._bytes(node, self.graph.stored_type(node))))
+                piece = self.lowering.nbytes(node.outputs[0], self.plan.choices[node.name].gives[0])
+                nbytes, tier = self.graph.rounds.held(node.name) * piece, self._tier_of(node)
+                buffer = Buffer(nbytes, Kind(node.op), owner_of(node), tier)
+                if node.name in self.graph.rounds.stored or self.plan.choices[node.name].stored:
+                    self.resident.append(replace(buffer, nbytes=self._stored_bytes(node)))
+                    self.stored[node.name] = self.listing.given(self.resident[-1])
                     self.casts.append(buffer := replace(buffer, kind=Kind.CAST, owner=f"{buffer.owner} as it is read"))
                 else:
                     (self.resident if buffer.kind in GIVEN else self.tangents).append(buffer)
                 found[node.name] = self.value_of[Ref(node.name)] = self.listing.given(buffer)
         return found
 
-    def _bytes(self, node: Node, type: TensorType) -> Any:
-        return self.lowering.nbytes(type, self.plan.choices[node.name].gives[0])
+    def _stored_bytes(self, node: Node) -> Any:
+        return self.lowering.nbytes(self.graph.stored_type(node), self.plan.choices[node.name].lies)
 
     def _given_as_made(self) -> dict[Ref, tuple[Kind, str]]:
         """What is a result as it is made: for what, and whose."""
         found: dict[Ref, tuple[Kind, str]] = {}
         for result, delivery in zip(self.graph.results, self.plan.deliveries, strict=True):
-            ref = result.ref
-            if ref is None or delivery is None or self._moves(delivery.changes):
+            if (ref := result.ref) is None or delivery is None or self._moves(delivery.changes):
                 continue
             while not holds_storage((node := self.node_of[ref.name]).op) and not self._moves(
                 self.plan.choices[node.name].reads[0]
@@ -362,9 +364,8 @@ class _Program:
         """Whoever is given a gradient may write to it: copy those that look at what somebody else has."""
         taken: set[Buffer] = set()
         for place, (result, delivery) in enumerate(zip(self.graph.results, self.plan.deliveries, strict=True)):
-            if result.kind != "gradient" or result.ref is None or place in self.added_up.so_far:
-                continue
-            if delivery is None or self._moves(delivery.changes):
+            given = result.kind == "gradient" and delivery is not None and place not in self.added_up.so_far
+            if not given or result.ref is None or delivery is None or self._moves(delivery.changes):
                 continue
             value = self.results[place]
             buffer = self.listing.values[value][0]
@@ -385,16 +386,15 @@ class _Program:
         places = {result.target: place for place, result in enumerate(self.graph.results) if result.kind == "gradient"}
         parameters, gradients = list[Trained](), dict(self.results)
         for node in self.graph.trained:
-            type, value, place = self.graph.stored_type(node), self.value_of[Ref(node.name)], places[node.target]
-            nbytes, resides = self._bytes(node, type), self.plan.residence.get(node.target, "device")
-            parameters.append(Trained(node.target, place, nbytes, type.dtype, resides, value))
+            dtype, resides = self.graph.stored_type(node).dtype, self.plan.residence.get(node.target, "device")
+            value, place = self.stored.get(node.name, self.value_of[Ref(node.name)]), places[node.target]
+            parameters.append(Trained(node.target, place, self._stored_bytes(node), dtype, resides, value))
         sums = summed_once(self.plan, self.listing, gradients, beside=self.prefetch is not None)
-        done = [*casts_of(self.graph, self.plan.choices, self.lowering.nbytes, pricer), *sums]
+        done = [*read_once_a_step(self.plan, self.lowering.nbytes, pricer, self.listing), *sums]
         updates = Updates(pricer, self.prefetch is not None, gradients, self.listing.launches)
-        updates.of(parameters)
-        self.resident += updates.resident
+        self.resident += updates.of(parameters)
         return [*done, *updates.done]
 
     def _tier_of(self, node: Node) -> str:
-        hosted = node.op == STORE or (node.op == "parameter" and self.plan.residence.get(node.target) == HOST)
-        return HOST if hosted else DEVICE
+        hosted = node.op == "parameter" and self.plan.residence.get(node.target) == HOST
+        return HOST if hosted or node.op == STORE else DEVICE

@@ -13,10 +13,10 @@ from typing import Any
 from autopar.ir.graph import TensorType
 from autopar.ir.layout import Layout
 from autopar.lower.listing import Listing
-from autopar.lower.program import Buffer, Instruction, Kind, Launch, Local, Run, Send, Wait
+from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Local, Run, Send, Wait
 from autopar.plan.plan import Plan
 from autopar.plan.value import Decision
-from autopar.price.pricer import added_up_bytes, adding_up
+from autopar.price.pricer import added_up_bytes, adding_up, as_once
 from autopar.price.reshard import Reshard, Work, travels_together
 from cost_models.steps import Comm, Compute
 
@@ -31,6 +31,11 @@ class Row:
     changes: tuple[Reshard, ...]
     nbytes: int
     in_bucket: bool
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank gets a piece of the sum: there is one gradient alone."""
+        return any(change.kind != "all_reduce" for change in self.changes)
 
 
 def rows_of(plan: Decision | Plan) -> list[Row]:
@@ -71,7 +76,11 @@ def summed_once(
     """What sums the rows. `gradients`: place -> the value in which it was added up, in the place of which the sum
     comes. `beside`: all rows are on their way at once.
     """
-    left = [(row, row.changes) for row in rows_of(plan)]
+    rows = rows_of(plan)
+    for row in rows:
+        if row.scatters:
+            yield from _scattered(plan, listing, gradients, row)
+    left = [(row, row.changes) for row in rows if not row.scatters]
     while left:
         waits: list[Wait] = []
         for row, (change, *_) in left:
@@ -89,12 +98,39 @@ def summed_once(
         left = [(row, rest) for row, (_, *rest) in left if rest]
 
 
+def _scattered(
+    plan: Decision | Plan, listing: Listing, gradients: dict[int, int], row: Row
+) -> Iterator[Instruction]:  # fmt: skip
+    """What reduces and scatters a gradient, whose sum over micro-batches is gone then."""
+    (place,) = row.places
+    of, owner = Send(row.places), f"gradient of {plan.graph.results[place].target}"
+    for change in row.changes:
+        for part in change.parts(plan.mesh.size(change.axis)):
+            value = gradients[place]
+            assert part.made is not None, change
+            new = gradients[place] = listing.new(part.made, Kind.GRADIENT, owner)
+            yield from map(Alloc, listing.values[new])
+            steps = tuple(map(as_once, part.steps))
+            if part.what is not None:
+                yield Run(Local(part.what, of, part.dim, change), steps, (value,), (new,), part.share)
+            else:
+                (step,) = steps
+                assert isinstance(step, Comm)
+                yield Launch(listing.launches, step, of, (value,), (new,), change)
+                yield Wait(listing.launches, of)
+                listing.launches += 1
+            yield from map(Free, listing.values[value])
+
+
 class AddedUp:
-    """Where gradients are added up: `buffers`, one for each. `nbytes`: of a rank's piece."""
+    """Where gradients are added up: `stay`, buffers that are the gradients that a step leaves, and `go`, those of which
+    something else is made behind the micro-batches. `nbytes`: of a rank's piece.
+    """
 
     def __init__(self, plan: Decision | Plan, listing: Listing, nbytes: Callable[[TensorType, Layout], Any]) -> None:
         self.listing, self.so_far = listing, dict[int, int]()
-        self.buffers: list[Buffer] = []
+        self.stay: list[Buffer] = []
+        self.go: list[Buffer] = []
         self.steps: dict[int, Compute] = {}
         for place, (result, delivery) in enumerate(zip(plan.graph.results, plan.deliveries, strict=True)):
             if delivery is None or result.ref is None or not plan.graph.adds_up(result):
@@ -102,8 +138,9 @@ class AddedUp:
             type = plan.graph.type_of(result.ref)
             local = nbytes(type, delivery.layout)
             owner = f"gradient of {result.target} so far"
-            self.buffers.append(Buffer(added_up_bytes(local, type.dtype), Kind.ADDED_UP, owner))
-            self.so_far[place], self.steps[place] = listing.given(self.buffers[-1]), adding_up(local, type.dtype)
+            buffer = Buffer(added_up_bytes(local, type.dtype), Kind.ADDED_UP, owner)
+            (self.go if any(change.kind != "all_reduce" for change in delivery.once) else self.stay).append(buffer)
+            self.so_far[place], self.steps[place] = listing.given(buffer), adding_up(local, type.dtype)
 
     def add(self, place: int, value: int) -> int:
         """Add a gradient, by its place, to those before. Returns their sum; what is not added up, itself."""

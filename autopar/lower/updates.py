@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.ir.graph import Graph, Ref, TensorType
+from autopar.ir.graph import Ref, TensorType
 from autopar.ir.layout import Layout
+from autopar.lower.listing import Listing
 from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Run, Update, Wait
-from autopar.plan.value import Choice
+from autopar.plan.plan import Plan
+from autopar.plan.value import Decision, gathers_of
 from autopar.price.pricer import Pricer
-from cost_models.steps import DEVICE, HOST, Compute, Move
+from cost_models.steps import DEVICE, HOST, Comm, Compute, Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +34,39 @@ class Trained:
     value: int
 
 
-def casts_of(
-    graph: Graph, choices: Mapping[str, Choice], nbytes: Callable[[TensorType, Layout], Any], pricer: Pricer
-) -> Iterator[Run]:
-    """What makes of parameters what all micro-batches of a step read. It runs in front of them, and is told with the
-    updates, as it is done as often. `nbytes`: of a rank's piece.
+def read_once_a_step(
+    plan: Decision | Plan, nbytes: Callable[[TensorType, Layout], Any], pricer: Pricer, listing: Listing
+) -> Iterator[Instruction]:
+    """What makes of parameters what all micro-batches of a step read: the cast, and the gather of what is stored in
+    more pieces. It runs in front of them, and is told with the updates, as it is done as often. `nbytes`: of a rank's
+    piece.
     """
-    for node in graph.nodes:
-        if node.name in graph.rounds.stored:
-            stored, layout = graph.stored_type(node), choices[node.name].gives[0]
-            step = pricer.cast_step(nbytes(stored, layout), nbytes(graph.type_of(Ref(node.name)), layout), stored.dtype)
-            yield Run(Update(node.target), (step,), (), ())
+    for node in plan.graph.nodes:
+        if node.op != "parameter":
+            continue
+        choice, of = plan.choices[node.name], Update(node.target)
+        if node.name in plan.graph.rounds.stored:
+            stored, read = plan.graph.stored_type(node), plan.graph.type_of(Ref(node.name))
+            step = pricer.cast_step(nbytes(stored, choice.lies), nbytes(read, choice.lies), stored.dtype)
+            yield Run(of, (step,), (), ())
+        for step in pricer.gathered_once(gathers_of(node, choice, plan.mesh)):
+            if isinstance(step, Comm):
+                yield Launch(listing.launches, step, of, (), ())
+                yield Wait(listing.launches, of)
+                listing.launches += 1
+            else:
+                yield Run(of, (step,), (), ())
+
+
+def left_by(instructions: Sequence[Instruction], held: Sequence[Buffer]) -> list[Buffer]:
+    """Of buffers that are held before instructions, and of those that these allocate, what is there behind them."""
+    left = dict.fromkeys(held)
+    for one in instructions:
+        if isinstance(one, Alloc):
+            left[one.buffer] = None
+        elif isinstance(one, Free):
+            del left[one.buffer]
+    return [*left]
 
 
 @dataclass
@@ -58,7 +82,8 @@ class Updates:
     resident: list[Buffer] = field(default_factory=list[Buffer])
     done: list[Instruction] = field(default_factory=list[Instruction])
 
-    def of(self, parameters: Sequence[Trained]) -> None:
+    def of(self, parameters: Sequence[Trained]) -> Sequence[Buffer]:
+        """Issue those of the parameters. Returns what is `resident`."""
         by_residence = {where: [p for p in parameters if p.resides == where] for where in ("device", "stream", HOST)}
         for parameter in parameters:
             self._keep(parameter)
@@ -71,6 +96,7 @@ class Updates:
         if not self.beside:
             self._on_the_host(by_residence[HOST])
         self.done += waits
+        return self.resident
 
     def _keep(self, parameter: Trained) -> None:
         tier = DEVICE if parameter.resides == "device" else HOST

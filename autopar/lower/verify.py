@@ -41,8 +41,9 @@ def verify(program: Program) -> None:
     resident = frozenset(program.resident)
     state = _State(program, {*resident}, resident)
     state.ready = {value for value in program.sources.values() if {*program.values[value]} <= resident}
-    added_up = {buffer for buffer in resident if buffer.kind is Kind.ADDED_UP}
-    state.ready |= {program.values.index((buffer,)) for buffer in added_up}  # the first; others are its sums
+    given = {buffer for buffer in resident if buffer.kind in (Kind.ADDED_UP, Kind.PARAMETER)}
+    first = {buffers: value for value, buffers in reversed([*enumerate(program.values)])}  # others are its sums
+    state.ready |= {first[buffer,] for buffer in given if (buffer,) in first}
     for phase, instructions in program.instructions.items():
         for number, instruction in enumerate(instructions):
             state.where = f"{phase} {number}: {type(instruction).__name__}"
@@ -114,6 +115,8 @@ class _State:
                 self.demand(buffer not in self.alive, f"{buffer.owner} is allocated twice")
                 self.alive.add(buffer)
                 self.ready |= {value for value in self.program.sources.values() if buffer in self._lies_in(value)}
+                if buffer.kind is Kind.ADDED_UP:
+                    self.ready.add(self.program.values.index((buffer,)))
             case Free(buffer):
                 self._free(buffer)
             case Run(reads=reads, makes=makes, takes=takes):

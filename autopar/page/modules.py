@@ -9,7 +9,7 @@ from autopar.ir.layout import show
 from autopar.ir.precision import CAST
 from autopar.ir.work import FETCH, STORE, VIEWS
 from autopar.plan.patterns import patterns
-from autopar.plan.reading import is_weighted, parameters_of, split_of, weights_of
+from autopar.plan.reading import is_weighted, layouts_told, parameters_of, split_of, weights_of
 from autopar.plan.tell import (
     Traffic,
     backward_homes,
@@ -126,7 +126,7 @@ def _add_forward(plan: PlanValue, found: dict[str, _Found]) -> None:
 def _add_parameters(plan: PlanValue, found: dict[str, _Found]) -> None:
     gradients = deliveries_of(plan, "gradient")
     for node, type in parameters_of(plan):
-        layout = show(plan.choices[node.name].gives[0], plan.mesh, len(type.shape))
+        layout = layouts_told(plan, node)
         of, name = found[home(node)], node.target.rpartition(".")[2]
         of.weights.append((name, str(type), layout, RESIDES.get(plan.residence.get(node.target, ""), "")))
         if node.target in gradients:

@@ -144,23 +144,25 @@ class _Text:
 
     def _table(self, box: Box, path: str) -> str:
         """The parameters of a module: name, shape, layout, and what bringing the gradient into that layout sends."""
-        alike: dict[tuple[str, str, tuple[str, ...], str], list[str]] = {}
+        alike: dict[tuple[str, str, str, tuple[str, ...], str], list[str]] = {}
         for node in box.nodes:
             (type,) = node.outputs
             assert type is not None
-            told = self.picture.told_layout(self.picture.gives(node), type.shape)
+            told, stored = self.picture.told_layout(self.picture.gives(node), type.shape), ""
+            if apart := self.plan.choices[node.name].stored:
+                stored = f", stored {self.picture.told_layout(apart, type.shape)}"
             comms: list[Comm] = []
             if node.target in self.gradients:
                 comms = comms_of_delivery(self.plan, self.gradients[node.target][1])
             where = RESIDES.get(self.plan.residence.get(node.target, ""), "")
-            key = _shape(type.shape), told, tuple(self._sent("", comm) for comm in comms), where
+            key = _shape(type.shape), told, stored, tuple(self._sent("", comm) for comm in comms), where
             alike.setdefault(key, []).append(node.target.removeprefix(f"{path}.") if path else node.target)
         rows: list[str] = []
-        for (shape, told, sent, where), names in alike.items():
+        for (shape, told, stored, sent, where), names in alike.items():
             mark = f' <FONT COLOR="{FETCHED}">{where}</FONT>' if where else ""
             rows.append(
                 f'<TR><TD ALIGN="LEFT">{escape(", ".join(names))}{mark}</TD><TD>{shape}</TD>'
-                f'<TD BGCOLOR="{self.colours.get(told, WHOLE)}">{escape(told)}</TD></TR>'
+                f'<TD BGCOLOR="{self.colours.get(told, WHOLE)}">{escape(told + stored)}</TD></TR>'
             )
             if sent:
                 each = "each gradient" if len(names) > 1 else "gradient"

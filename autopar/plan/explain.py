@@ -216,7 +216,7 @@ def saving(plan: PlanValue) -> Iterator[str]:
         count = sum(node.op == STORE for node in plan.graph.nodes)
         told.append(f"offloaded to the host: {count_of(count, 'value')}, {human(offloaded)}")
     for node, type in parameters_of(plan):
-        nbytes = local_type(type, plan.choices[node.name].gives[0], plan.mesh).nbytes
+        nbytes = local_type(type, plan.choices[node.name].lies, plan.mesh).nbytes
         here += nbytes if plan.residence.get(node.target) == "host" else 0
         streamed += nbytes if plan.residence.get(node.target) == "stream" else 0
     counts = Counter(plan.residence.values())
@@ -226,7 +226,22 @@ def saving(plan: PlanValue) -> Iterator[str]:
         told.append(
             f"on the host: states of {count_of(counts['stream'], 'parameter')} ({human(streamed)}), which stream"
         )
+    told += _apart(plan)
     yield from wrapped("; ".join(told))
+
+
+def _apart(plan: PlanValue) -> Iterator[str]:
+    """What is stored in more pieces than micro-batches read it in."""
+    found = [(node, type) for node, type in parameters_of(plan) if plan.choices[node.name].stored]
+    if found:
+        whole = sum(local_type(type, plan.choices[node.name].gives[0], plan.mesh).nbytes for node, type in found)
+        here = sum(local_type(type, plan.choices[node.name].stored, plan.mesh).nbytes for node, type in found)
+        axes = dict.fromkeys(change.axis for node, _ in found for change in reversed(plan.gathers(node)))
+        yield (
+            f"ZeRO-1 (distributed optimizer): {count_of(len(found), 'parameter')} and their states are split over "
+            f"{', '.join(axes)}, {human(here)} on each device for {human(whole)}; gathered once a step, their "
+            "gradients reduced and scattered once"
+        )
 
 
 # --- notes -----------------------------------------------------------------------------------------------------------

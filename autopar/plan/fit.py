@@ -94,7 +94,13 @@ def _no_strategy(plan: PlanValue) -> str | None:
     known: dict[object, Strategy | None] = {}
     for node in plan.graph.nodes:
         choice, types = plan.choices[node.name], operand_types(node, node_of)
-        key = signature_of(node, types), choice.roles, choice.gives, is_pattern(choice.body) and choice.body
+        key = (
+            signature_of(node, types),
+            choice.roles,
+            choice.gives,
+            choice.stored,
+            is_pattern(choice.body) and choice.body,
+        )
         if key not in known:
             try:
                 known[key] = _legal(node, types, choice, mesh)
@@ -106,7 +112,7 @@ def _no_strategy(plan: PlanValue) -> str | None:
             return f"%{node.name} ({node.op}) is not computed as its rule says"
         if tuple(map(_untimed, choice.steps)) != right.steps:
             return f"%{node.name} ({node.op}) has other steps than its layouts make"
-    held = {node.target: plan.choices[node.name].gives[0] for node in plan.graph.nodes if node.op in HELD}
+    held = {node.target: plan.choices[node.name].lies for node in plan.graph.nodes if node.op in HELD}
     for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
         if delivery is None:
             continue
@@ -130,8 +136,9 @@ def _untimed(step: Step) -> Step:
 def _legal(node: Node, types: tuple[TensorType, ...], choice: Choice, mesh: Mesh) -> Strategy | None:
     """The strategy that a choice has to be, by its roles, or of a source by its layout; None where there is none."""
     if node.is_source:
-        given = choice.roles, choice.gives
-        return next((one for one in source_strategies(node, mesh) if (one.roles, one.gives) == given), None)
+        given, apart = (choice.roles, choice.gives, choice.stored), bool(choice.stored)
+        known = source_strategies(node, mesh, stored_apart=apart)
+        return next((one for one in known if (one.roles, one.gives, one.stored) == given), None)
     if node.op in (STORE, FETCH):
         return moved(node, choice.gives[0], mesh)
     return strategy_of(node, types, choice.roles, mesh, choice.body)

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.graph import Node
-from autopar.ir.layout import local_type, show
+from autopar.ir.layout import local_type
 from autopar.plan.patterns import patterns
-from autopar.plan.reading import flops_in, parameters_of, percent, split_told, weights_of
+from autopar.plan.reading import flops_in, layouts_told, parameters_of, percent, split_told, weights_of
 from autopar.plan.tell import home, human
 from autopar.plan.value import PlanValue, is_product
 
@@ -31,8 +31,8 @@ def parameters(plan: PlanValue, limit: int) -> Iterator[str]:
     nbytes: dict[str, int] = {}
     here = 0
     for node, type in parameters_of(plan):
-        layout = plan.choices[node.name].gives[0]
-        alike[show(layout, plan.mesh, len(type.shape)), str(type)].append(node.target)
+        layout = plan.choices[node.name].lies
+        alike[layouts_told(plan, node), str(type)].append(node.target)
         place[node.target], nbytes[node.target] = len(place), type.nbytes
         here += local_type(type, layout, plan.mesh).nbytes
     if not place:

@@ -6,7 +6,7 @@ import keyword
 from collections.abc import Sequence
 
 from autopar.ir.graph import HELD, Graph, Node, Ref, Result, TensorType
-from autopar.ir.layout import Layout, encode, local_shape
+from autopar.ir.layout import REPLICATE, Layout, Shard, encode, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.rounds import wide
 from autopar.ir.work import FETCH, STORE
@@ -49,6 +49,7 @@ def _check_parts(plan: PlanValue) -> None:
         if counts != (len(operands), len(operands), len(node.outputs), len(plan.mesh.names)):
             raise _Flaw(place, "has a choice made for another number of operands, results or mesh axes")
         _check_body(node, choice, plan.mesh, place)
+        _check_stored(plan, node, choice, place)
         for ref, takes, read in zip(operands, choice.takes, choice.reads, strict=True):
             _check_way(plan.mesh, *given[ref], read, takes, place)
         if is_pattern(choice.body):
@@ -72,11 +73,25 @@ def _check_once(plan: PlanValue, result: Result, delivery: Delivery, place: str)
     trained = {node.target for node in plan.graph.trained}
     if not plan.graph.rounds.reduces_once or result.kind != "gradient" or result.target not in trained:
         raise _Flaw(place, "is summed behind all micro-batches, and is no gradient that may be")
-    if any(change.kind != "all_reduce" for change in delivery.once):
+    if any(change.kind not in ("all_reduce", "reduce_scatter") for change in delivery.once):
         raise _Flaw(place, "has another layout change than a sum behind all micro-batches")
     type = plan.graph.type_of(result.ref)
     added_up = TensorType(type.shape, wide(type.dtype))
     _check_way(plan.mesh, added_up, delivery.layout, delivery.once, delivery.lies(plan.mesh), place)
+
+
+def _check_stored(plan: PlanValue, node: Node, choice: Choice, place: str) -> None:
+    """Only parameters may be stored otherwise than they are read, in pieces that are gathered before micro-batches."""
+    if not choice.stored:
+        return
+    if node.op != "parameter" or not plan.graph.rounds.reduces_once or plan.residence.get(node.target):
+        raise _Flaw(place, "is stored otherwise than it is read, and is no parameter that may be")
+    _local(plan.mesh, node.outputs[0], choice.stored, place)
+    (read,) = choice.gives
+    more = [axis for axis, (before, after) in enumerate(zip(choice.stored, read, strict=True)) if before != after]
+    if not more or any(not isinstance(choice.stored[axis], Shard) or read[axis] != REPLICATE for axis in more):
+        raise _Flaw(place, f"is stored in {encode(choice.stored)!r}, which is not what is read in more pieces")
+    _check_way(plan.mesh, node.outputs[0], choice.stored, plan.gathers(node), read, place)
 
 
 def _check_nodes(graph: Graph) -> None:

@@ -287,7 +287,7 @@ class Reader:
         return node, table[number]
 
     def choice(self, value: Json, place: str) -> Choice:
-        row = self.row(value, place, _CHOICE_FIELDS)
+        row = self.row(value, place, _CHOICE_FIELDS, ("stored",))
         return Choice(
             self.items(row["roles"], f"{place}.roles", self.text),
             self.items(row["takes"], f"{place}.takes", self.layout),
@@ -297,6 +297,7 @@ class Reader:
             self.natural(row["body_size"], f"{place}.body_size"),
             self.items(row["steps"], f"{place}.steps", self.step),
             self.items(row["reads"], f"{place}.reads", self.changes),
+            self.layout(row["stored"], f"{place}.stored") if "stored" in row else (),
         )
 
     def rounds(self, value: Json, place: str) -> Rounds:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from autopar.ir import precision
 from autopar.ir.attention import ATTENTION
 from autopar.ir.graph import Graph, Node, TensorType
-from autopar.ir.layout import Partial, Replicate, Shard
+from autopar.ir.layout import Partial, Replicate, Shard, show
 from autopar.ir.work import FETCH, VIEWS
 from autopar.plan.value import Choice, PlanValue, is_product
 from autopar.propose.strategies import Strategy
@@ -64,6 +64,14 @@ def weights_of(graph: Graph) -> dict[str, str]:
 
 def is_weighted(node: Node, weight_of: Mapping[str, str]) -> bool:
     return any(ref.name in weight_of for ref in node.operands)
+
+
+def layouts_told(plan: PlanValue, node: Node) -> str:
+    """Of a parameter, as it is read; behind it, where that is another, as it is stored."""
+    (type,), choice = node.outputs, plan.choices[node.name]
+    ndim = 0 if type is None else len(type.shape)
+    read = show(choice.gives[0], plan.mesh, ndim)
+    return f"{read}, stored {show(choice.stored, plan.mesh, ndim)}" if choice.stored else read
 
 
 def parameters_of(plan: PlanValue) -> list[tuple[Node, TensorType]]:

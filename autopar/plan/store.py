@@ -136,7 +136,8 @@ def _node(node: Node) -> dict[str, Json]:
 
 
 def _choice(choice: Choice) -> dict[str, Json]:
-    return {
+    stored: dict[str, Json] = {"stored": encode(choice.stored)} if choice.stored else {}
+    return stored | {
         "roles": list(choice.roles),
         "takes": [encode(layout) for layout in choice.takes],
         "gives": [encode(layout) for layout in choice.gives],

@@ -15,6 +15,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Identity
 from autopar.price.reshard import Reshard
+from autopar.price.stored import gathers
 from autopar.propose.strategies import Strategy
 from cost_models.steps import MATRIX_KINDS, Comm, Compute, Step, received_bytes, unrolled
 
@@ -39,7 +40,8 @@ class Choice:
     operands
     and results. `body`, `body_axes`, `body_size`: the local body that replaces the operator, the axes it works over,
     and the global size of the factors it splits; or a pattern, the axis that it sends along, and 1. `steps`: what one
-    rank performs. `reads`: per operand, the layout changes that bring it from what its producer gives.
+    rank performs. `reads`: per operand, the layout changes that bring it from what its producer gives. `stored`: of a
+    parameter that is stored in more pieces than micro-batches read it in (ZeRO-1), the layout in which it is.
     """
 
     roles: tuple[str, ...]
@@ -50,6 +52,12 @@ class Choice:
     body_size: int
     steps: tuple[Step, ...]
     reads: tuple[tuple[Reshard, ...], ...]
+    stored: Layout = ()
+
+    @property
+    def lies(self) -> Layout:
+        """Of a parameter, the layout in which it is stored, with its gradient and its optimizer states."""
+        return self.stored or self.gives[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +190,12 @@ class PlanValue:
 
     @property
     def parameters(self) -> dict[str, Layout]:
-        """Layout of every parameter, under the name that the graph uses."""
-        return {n.target: self.choices[n.name].gives[0] for n in self.graph.nodes if n.op == "parameter"}
+        """Layout of every parameter, as it is stored, under the name that the graph uses."""
+        return {n.target: self.choices[n.name].lies for n in self.graph.nodes if n.op == "parameter"}
+
+    def gathers(self, node: Node) -> tuple[Reshard, ...]:
+        """What brings a parameter, once a step, from the layout in which it is stored to that in which it is read."""
+        return gathers_of(node, self.choices[node.name], self.mesh)
 
     def groups(self) -> tuple[str, ...]:
         """The axes of the mesh, and those several at once over which something is sent."""
@@ -198,6 +210,7 @@ class PlanValue:
             for read in read_once(node, choice).values():
                 found += self._comms(read)
             found += [step for step in unrolled(choice.steps) if isinstance(step, Comm)]
+            found += [replace(comm, once=True) for comm in self._comms(self.gathers(node))]
         for delivery in self.deliveries:
             if delivery is not None:
                 found += self._comms(delivery.changes)
@@ -228,6 +241,12 @@ def read_once(node: Node, choice: Choice) -> dict[int, tuple[Reshard, ...]]:
             found[position] = changes
         seen.add((ref, layout))
     return found
+
+
+def gathers_of(node: Node, choice: Choice, mesh: Mesh) -> tuple[Reshard, ...]:
+    """`PlanValue.gathers`, of any decision: of what micro-batches read, so in their dtype."""
+    (type,) = node.outputs if choice.stored else (None,)
+    return () if type is None else gathers(type, choice.stored, choice.gives[0], mesh)
 
 
 def is_product(choice: Choice | Strategy) -> bool:

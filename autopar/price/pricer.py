@@ -14,6 +14,7 @@ from autopar.ir.layout import REPLICATE, Layout, Partial, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.ir.rounds import ONE, Rounds, wide
 from autopar.price.reshard import Reshard, Resharder, travels_together
+from autopar.price.stored import scatters
 from autopar.propose.strategies import Strategy
 from cost_models.hardware import SLOWS, Hardware
 from cost_models.price import links_of, seconds
@@ -111,12 +112,19 @@ class Pricer:
         columns = [table.index[layout] for layout in takes]
         return table.price[np.ix_(rows, columns)]
 
-    def deliver(self, type: TensorType, gives: Sequence[Layout], takes: Sequence[Layout]) -> Array:
-        """`reshard`, for gradients on their way to their parameters."""
+    def deliver(
+        self, type: TensorType, gives: Sequence[Layout], takes: Sequence[Layout], stored: Sequence[Layout] = ()
+    ) -> Array:
+        """`reshard`, for gradients on their way to their parameters, which are read in `takes`; where they are stored
+        otherwise, `stored` says how.
+        """
         price = self.reshard(type, gives, takes)
         for i, give in enumerate(gives):
             for j, take in enumerate(takes):
-                if once := self.summed_once(type, give, take):
+                if stored and stored[j] != take:
+                    once = self.scattered_once(type, give, take, stored[j])
+                    price[i, j] = sum(s for _, s in self.delivered(once, once=True)) if once else np.inf
+                elif once := self.summed_once(type, give, take):
                     price[i, j] = sum(s for _, s in self.delivered(once, once=True))
                 elif travels_together(self._sums(type, give, take), self.mesh, self.bucket_bytes):
                     price[i, j] = sum(s for _, s in self.delivered(self.delivery(type, give, take)))
@@ -128,13 +136,22 @@ class Pricer:
         """
         if not self.rounds.reduces_once:
             return ()
-        added_up = replace(type, dtype=wide(type.dtype))
+        added_up = added_up_type(type)
         sums = self._sums(added_up, give, take)
         if not sums or self.mesh.size(sums[0].axis) == 1:
             return ()
         usual = self.resharder.path(added_up, give, take)
         ways = [sums, *([usual] if all(change.kind == "all_reduce" for change in usual) else [])]
         return min(ways, key=lambda changes: sum(s for _, s in self.delivered(changes, once=True)))
+
+    def scattered_once(self, type: TensorType, give: Layout, read: Layout, stored: Layout) -> tuple[Reshard, ...]:
+        """`summed_once`, for a parameter that is stored otherwise than it is read."""
+        return scatters(added_up_type(type), give, read, stored, self.mesh)
+
+    def gathered_once(self, changes: Sequence[Reshard]) -> tuple[Step, ...]:
+        """The steps of layout changes that a step of several micro-batches makes once."""
+        steps = (step for change in changes for step in change.steps(self.mesh.size(change.axis)))
+        return tuple(as_once(step) for step in steps)
 
     def delivery(self, type: TensorType, give: Layout, take: Layout) -> tuple[Reshard, ...]:
         """The layout changes that bring a gradient to its parameter."""
@@ -155,7 +172,7 @@ class Pricer:
         """
         if not travels_together(changes, self.mesh, self.bucket_bytes):
             steps = [step for change in changes for step in change.steps(self.mesh.size(change.axis))]
-            told = (replace(step, once=True) if once and isinstance(step, Comm) else step for step in steps)
+            told = (as_once(step) if once else step for step in steps)
             return [(step, self.seconds((step,))) for step in told]
         local = changes[0].local
         found: list[tuple[Step, float]] = []
@@ -259,9 +276,21 @@ class Pricer:
                 raise ValueError(f"no residence {residence!r}; known: device, host, stream")
 
 
+def as_once(step: Step) -> Step:
+    """The step, done once in all micro-batches: work as part of the updates, which are."""
+    if isinstance(step, Comm):
+        return replace(step, once=True)
+    return replace(step, op=OPTIMIZER) if isinstance(step, Compute) else step
+
+
 def added_up_bytes(nbytes: Any, dtype: str) -> Any:
     """Bytes of the sum over a step's micro-batches of what has `nbytes` in each."""
     return nbytes * ITEMSIZE[wide(dtype)] // ITEMSIZE[dtype]
+
+
+def added_up_type(type: TensorType) -> TensorType:
+    """The type of that sum, of values of this type."""
+    return replace(type, dtype=wide(type.dtype))
 
 
 def adding_up(nbytes: Any, dtype: str) -> Compute:

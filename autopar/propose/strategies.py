@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.attention import OPERANDS_OF_ATTENTION, priced_as
 from autopar.ir.graph import Arg, Graph, Node, Ref, TensorType, map_refs
 from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, local_shape, local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.work import FETCH, STORE, VIEWS, bytes_moved, flops_of
+from autopar.propose.stored import layouts_stored
 from autopar.rules.bodies import BODIES
 from autopar.rules.looped import Offer
 from autopar.rules.notation import Rule
@@ -35,7 +36,8 @@ class Strategy:
     arithmetic changes when split, the axes that split the factors it is for, and the product of those factors' global
     sizes; or the pattern whose loop does, the axis along which it sends, and 1. `steps`: what one rank performs.
     `workspace`: bytes that a pattern holds beside operands and results; `workspace_alone`: where no send runs beside
-    work.
+    work. `stored`: of a parameter that a step stores otherwise than its micro-batches read it, the layout (see
+    `autopar.propose.stored`).
     """
 
     roles: tuple[str, ...]
@@ -47,6 +49,12 @@ class Strategy:
     steps: tuple[Step, ...]
     workspace: int = 0
     workspace_alone: int = 0
+    stored: Layout = ()
+
+    @property
+    def lies(self) -> Layout:
+        """Of a parameter, the layout in which it is stored."""
+        return self.stored or self.gives[0]
 
 
 Signature = tuple[object, ...]
@@ -91,16 +99,19 @@ def propose(graph: Graph, mesh: Mesh) -> tuple[dict[str, tuple[Strategy, ...]], 
             rule = None if node.is_source else rule_of(node, types)
             if rule is None and not node.is_source:
                 unruled.add(key)
-            known[key] = source_strategies(node, mesh) if node.is_source else node_strategies(node, types, rule, mesh)
+            if node.is_source:
+                known[key] = source_strategies(node, mesh, stored_apart=graph.rounds.reduces_once)
+            else:
+                known[key] = node_strategies(node, types, rule, mesh)
         if key in unruled:
             without.append(node.name)
         found[node.name] = known[key]
     return found, tuple(without)
 
 
-def source_strategies(node: Node, mesh: Mesh) -> tuple[Strategy, ...]:
+def source_strategies(node: Node, mesh: Mesh, *, stored_apart: bool = False) -> tuple[Strategy, ...]:
     """Layouts in which a value may enter the program: parameters, inputs and tangents split anywhere, the rest
-    whole.
+    whole. `stored_apart`: parameters may be stored in more pieces than they are read in; those come last.
     """
     (type,) = node.outputs
     assert type is not None
@@ -108,7 +119,11 @@ def source_strategies(node: Node, mesh: Mesh) -> tuple[Strategy, ...]:
         layouts: list[Layout] = [(REPLICATE,) * len(mesh.sizes)]
     else:
         layouts = even_layouts(type, mesh)
-    return tuple(Strategy((NOTHING,) * len(mesh.sizes), (), (layout,), "", (), 1, ()) for layout in layouts)
+    nothing = (NOTHING,) * len(mesh.sizes)
+    told = [Strategy(nothing, (), (layout,), "", (), 1, ()) for layout in layouts]
+    if stored_apart and node.op == "parameter":
+        told += [replace(one, stored=apart) for one in told for apart in layouts_stored(type, one.gives[0], mesh)]
+    return tuple(told)
 
 
 def even_layouts(type: TensorType, mesh: Mesh) -> list[Layout]:

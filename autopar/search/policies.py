@@ -151,11 +151,11 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
 
 
 def by_hand(strategies: Strategies) -> dict[str, tuple[Strategy, ...]]:
-    """Those of factor rules: no baseline has loops, but where they are pinned."""
+    """Those of factor rules: no baseline has loops, but where they are pinned, nor what is stored in more pieces."""
     known: dict[int, tuple[Strategy, ...]] = {}  # equal nodes share one tuple, still
     for options in strategies.values():
         if id(options) not in known:
-            plain = tuple(option for option in options if not is_pattern(option.body))
+            plain = tuple(option for option in options if not is_pattern(option.body) and not option.stored)
             known[id(options)] = plain if plain and len(plain) < len(options) else options
     return {name: known[id(options)] for name, options in strategies.items()}
 

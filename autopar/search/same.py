@@ -41,8 +41,10 @@ def same_choices(like: Plan, graph: Graph, memory: float | None, hardware: Hardw
         if before is None or before.op != node.op:
             return None
         choice = like.choices[node.name]
-        same = (choice.gives, choice.roles) if node.is_source else choice.roles
-        found = next((o for o in options if ((o.gives, o.roles) if node.is_source else o.roles) == same), None)
+        same = (choice.gives, choice.roles, choice.stored) if node.is_source else choice.roles
+        found = next(
+            (o for o in options if ((o.gives, o.roles, o.stored) if node.is_source else o.roles) == same), None
+        )
         if found is None:
             return None
         picks[node.name] = found

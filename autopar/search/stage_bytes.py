@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import Graph
-from autopar.lower.halves import reads
+from autopar.lower.halves import HELD_THROUGHOUT, reads
 from autopar.lower.memory import allocated, changes, resident_bytes
 from autopar.lower.program import Buffer, Instruction, Kind, Program
 from autopar.rewrite.stages import Stage
@@ -17,8 +17,8 @@ from cost_models.steps import DEVICE
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a device that a stage's program holds. `always`: what is resident, the casts that all micro-batches
-    read, and gradients that one micro-batch leaves to the updates; `after_forward`: beside that. By how much what is
+    """Bytes of a device that a stage's program holds. `always`: what is resident, what all micro-batches read or
+    add to, and gradients that one micro-batch leaves to the updates; `after_forward`: beside that. By how much what is
     held grows at most: in forward, in the halves of backward, behind the tangent, and in the updates.
     """
 
@@ -47,9 +47,13 @@ class Held:
         second, weight = _grown(backward[half:])
         left = max(0.0, made + first + second - gone)  # by a step of one micro-batch, to its updates
         _, update = _grown(program.instructions.get("optimizer", ()))
-        casts = sum(one.nbytes for _, one, sign in changes(program) if sign > 0 and one.kind is Kind.CAST)
+        throughout = sum(
+            one.nbytes
+            for phase, one, sign in changes(program)
+            if phase == "forward" and sign > 0 and one.tier == DEVICE and one.kind in HELD_THROUGHOUT
+        )
         return Held(
-            resident_bytes(program).get(DEVICE, 0) + casts + left,
+            resident_bytes(program).get(DEVICE, 0) + throughout + left,
             made,
             forward,
             max(0.0, inputs - tangents),
@@ -104,11 +108,11 @@ def _is(buffer: Buffer, kind: Kind) -> bool:
 
 
 def _grown(instructions: Sequence[Instruction]) -> tuple[float, float]:
-    """(bytes of a device that are held more behind these, the most that they are more); without casts."""
+    """(by how many bytes more is held behind these, by how many at most); without what is there throughout."""
     level, most = 0.0, 0.0
     for one in instructions:
         for buffer, sign in allocated(one):
-            if buffer.tier == DEVICE and buffer.kind is not Kind.CAST:
+            if buffer.tier == DEVICE and buffer.kind not in HELD_THROUGHOUT:
                 level += sign * buffer.nbytes
                 most = max(most, level)
     return level, most

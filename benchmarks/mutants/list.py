@@ -109,7 +109,7 @@ MUTANTS = (
     Mutant("what is cast once a step takes no memory", "autopar/assemble/parameters.py",
            "        work.held(item, 0, live.gathered_at + 1, read)\n", "        pass\n", "tests/rewrite/test_cast_once.py"),
     Mutant("parameters that are cast once are updated as they are read", "autopar/lower/lower.py",
-           "nbytes, resides = self._bytes(node, type),", "nbytes, resides = self.listing.values[value][0].nbytes,",
+           "self._stored_bytes(node), dtype, resides", "self.listing.values[value][0].nbytes, dtype, resides",
            "tests/rewrite/test_cast_once.py"),
     Mutant("sums behind all rounds are priced in each", "autopar/price/pricer.py", "isinstance(step, Comm) and step.once", "False",
            "tests/rewrite/test_reduce_once.py -k priced"),

@@ -72,6 +72,7 @@ ON_FOUR = {
         "evaluation_and_other_batches",
         "a_pipeline_is_given_or_kept",
     ],
+    "stored_apart": ["parameters_are_stored_in_more_pieces"],
 }
 
 

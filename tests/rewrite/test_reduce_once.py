@@ -26,7 +26,7 @@ from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import in_rounds
 from cost_models.hardware import Hardware
-from cost_models.steps import COLLECTIVES, received_bytes
+from cost_models.steps import COLLECTIVES, Compute, received_bytes
 from tests.assemble.drawn import drawn
 from tests.rewrite.test_stages import places
 from tests.support.check import mesh_of
@@ -89,7 +89,7 @@ def test_what_is_summed_once_is_added_up_as_it_is_made(name: str) -> None:
             once += 1
             assert result.kind == "gradient" and parameter is not None and not delivery.changes
             assert delivery.layout == plan.choices[result.ref.name].gives[result.ref.index]
-            assert delivery.lies(plan.mesh) == plan.choices[parameter.name].gives[0] != delivery.layout
+            assert delivery.lies(plan.mesh) == plan.choices[parameter.name].lies != delivery.layout
             assert all(change.local.dtype == wide(plan.graph.type_of(result.ref).dtype) for change in delivery.once)
         assert once and rounds.count == 2
         received = sum(received_bytes(comm) * (1 if comm.once else 2) for comm in plan.comms())
@@ -112,8 +112,11 @@ def test_rows_are_summed_where_they_lie(bucket_bytes: int) -> None:
             program = lower(plan, prefetch, Pricer.on(plan.mesh, FAST, "adamw", bucket_bytes, plan.graph.rounds))
             verify(program)
             sends = [one for one in program.instructions[OPTIMIZER] if isinstance(one, Launch)]
-            assert {one.of for one in sends} == {Send(row.places) for row in rows}
-            assert all(one.in_place and getattr(one.step, "once", False) for one in sends)
+            assert all(getattr(one.step, "once", False) for one in sends)
+            scattered = {Send(row.places) for row in rows if row.scatters}
+            sends = [one for one in sends if isinstance(one.of, Send) and one.of not in scattered]
+            assert {one.of for one in sends} == {Send(row.places) for row in rows if not row.scatters}
+            assert all(one.in_place for one in sends)
             assert {id(b) for one in sends for v in one.makes for b in program.values[v]} <= set(
                 map(id, program.resident)
             )
@@ -130,14 +133,19 @@ def test_a_sum_is_priced_once(name: str) -> None:
             rounds = replace(plan.graph.rounds, count=count)
             pricer = Pricer.on(plan.mesh, H100, "adamw", 0, rounds)
             link = pricer.resharder.links[plan.mesh.names[0]]
+            held = {node.target: node.name for node in plan.graph.nodes if node.op == "parameter"}
             for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
                 if delivery is None or not delivery.once or result.ref is None:
                     continue
                 type = plan.graph.type_of(result.ref)
-                (price,) = pricer.deliver(type, [delivery.layout], [delivery.lies(plan.mesh)])[0]
                 (change,) = delivery.once
-                form = COLLECTIVES["all_reduce"]
-                assert price == pytest.approx(form.seconds(2, change.local.nbytes, link.latency_s, link.bytes_per_s))
+                choice = plan.choices[held[result.target]]
+                (price,) = pricer.deliver(type, [delivery.layout], [choice.gives[0]], [choice.lies])[0]
+                form = COLLECTIVES[change.kind]
+                copies = pricer.seconds([step for step in pricer.gathered_once([change]) if isinstance(step, Compute)])
+                assert price - copies == pytest.approx(
+                    form.seconds(2, change.local.nbytes, link.latency_s, link.bytes_per_s)
+                )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -205,5 +213,5 @@ def test_a_plan_file_says_what_is_summed_once(tmp_path: Path) -> None:
     assert again == plan and again.graph.rounds.reduces_once and again.graph.digest == plan.graph.digest
     each = replace(plan.graph, rounds=replace(plan.graph.rounds, reduces_once=False))
     assert each.digest != plan.graph.digest
-    with pytest.raises(PlanMismatch, match="is summed behind all micro-batches, and is no gradient that may be"):
+    with pytest.raises(PlanMismatch, match=r"and is no (gradient|parameter) that may be"):
         Plan.loads(dumps(replace(plan, graph=each)), "text")

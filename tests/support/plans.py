@@ -33,6 +33,7 @@ def random_picks(assembled: Assembled, rng: random.Random) -> list[int]:
     modes = {back.item for back in assembled.modes.values()}
     order = [item for item in range(len(problem.costs)) if item not in modes]
     order += sorted((item for item in modes if item is not None), reverse=True)
+    apart = [item for item in assembled.residences if any(one.stored for one in assembled.options[item])]
     turn = {item: place for place, item in enumerate(order)}
     into: dict[int, list[tuple[int, np.ndarray]]] = {}
     for edge in problem.edges:
@@ -47,8 +48,24 @@ def random_picks(assembled: Assembled, rng: random.Random) -> list[int]:
         for other, finite in into.get(item, []):
             if other != item:
                 allowed = allowed & finite[picks[other]]
+        if item in apart:
+            allowed = allowed & [not one.stored for one in assembled.options[item]]
         picks[item] = rng.choice(np.flatnonzero(allowed).tolist())
+    for item in apart:
+        picks[item] = _stored_anyhow(assembled, picks, item, rng)
     return picks
+
+
+def _stored_anyhow(assembled: Assembled, picks: list[int], item: int, rng: random.Random) -> int:
+    """An option of a parameter in which it is read as it is, and stored in as many pieces or in more."""
+    options, problem = assembled.options[item], assembled.problem
+    allowed = np.isfinite(problem.costs[item]) & [one.gives == options[picks[item]].gives for one in options]
+    for edge in problem.edges:
+        if edge.dst == item:
+            allowed = allowed & np.isfinite(edge.cost[picks[edge.src]])
+        elif edge.src == item:
+            allowed = allowed & np.isfinite(edge.cost[:, picks[edge.dst]])
+    return rng.choice(np.flatnonzero(allowed).tolist())
 
 
 def plan_of(graph: Graph, assembled: Assembled, picks: list[int], pricer: Pricer) -> Plan:
