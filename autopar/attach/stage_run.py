@@ -21,47 +21,15 @@ from autopar.attach.pipe import Pipe
 from autopar.attach.rounds import played_in_stage, widened
 from autopar.attach.rows import Rows
 from autopar.attach.run import Runner, Step, as_terms
+from autopar.attach.stage_part import Held, StagePart, is_channel
 from autopar.attach.staging import Staged
 from autopar.emit.emit import INPUT_KINDS
 from autopar.emit.halves import Halves
-from autopar.emit.moves import settle
 from autopar.emit.seeded import seeds
 from autopar.ir.graph import Node, Result, output_types
 from autopar.ir.layout import Layout, local_shape, local_type
 from autopar.pipeline import Action
 from autopar.plan import Plan
-from autopar.rewrite.stages import CHANNEL, Stage
-
-
-@dataclass(frozen=True)
-class StagePart:
-    """One of the stages of this rank, with its own program.
-
-    runner       of this stage alone
-    halves       its backward in two, where the schedule has that
-    rows         in what its micro-batches add up their gradients
-    parameters   places of what it reads among the parameters of the rank; `others`: among what else a call brings
-    own          places of what the model gives back among its program's results
-    """
-
-    number: int
-    stage: Stage
-    runner: Runner
-    halves: Halves | None
-    rows: Rows
-    parameters: tuple[int, ...]
-    others: tuple[int, ...]
-    own: tuple[int, ...]
-
-    @property
-    def gradients(self) -> list[tuple[int, Result, Layout]]:
-        """(place among those of the program, result, layout) of the gradients of parameters."""
-        told = enumerate(self.runner.program.gradients)
-        return [(at, result, layout) for at, (result, layout) in told if not _is_channel(result.target)]
-
-
-def _is_channel(target: str) -> bool:
-    return target.startswith(CHANNEL)
 
 
 def _first_ones(nodes: Iterable[Node]) -> tuple[Node, ...]:
@@ -89,15 +57,15 @@ class StageRunner(Runner):
         the residence of what this rank holds; `groups`: axis of the mesh -> process group.
         """
         inputs = _first_ones(
-            node for _, one, _ in runners for node in one.program.inputs if not _is_channel(node.target)
+            node for _, one, _ in runners for node in one.program.inputs if not is_channel(node.target)
         )
         held = [node.name for node in inputs if node.op == "parameter"]
         others = [node.name for node in inputs if node.op != "parameter"]
         parts: list[StagePart] = []
         for number, one, halves in runners:
             program = one.program
-            read = [node for node in program.inputs if not _is_channel(node.target)]
-            own = [at for at, (result, _) in enumerate(program.results) if not _is_channel(result.target)]
+            read = [node for node in program.inputs if not is_channel(node.target)]
+            own = [at for at, (result, _) in enumerate(program.results) if not is_channel(result.target)]
             played = played_in_stage(staged.whole, one.plan, read, [program.results[at] for at in own])
             parts.append(
                 StagePart(
@@ -123,7 +91,7 @@ class StageRunner(Runner):
         found: list[tuple[Result, Layout]] = []
         for plan in self.staged.plans:
             for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
-                if result.kind != "gradient" and not _is_channel(result.target):
+                if result.kind != "gradient" and not is_channel(result.target):
                     found.append((result, () if delivery is None else delivery.layout))
         return tuple(found)
 
@@ -152,7 +120,7 @@ class StageRunner(Runner):
     @cached_property
     def _inputs(self) -> tuple[Node, ...]:
         every = (node for part in self.parts for node in part.runner.program.inputs)
-        return _first_ones(node for node in every if not _is_channel(node.target))
+        return _first_ones(node for node in every if not is_channel(node.target))
 
     @cached_property
     def lets_go(self) -> dict[Action, tuple[Action, ...]]:
@@ -185,116 +153,13 @@ class StageRunner(Runner):
         return given, played.gradients()
 
 
-class _Held:
-    """What one stage of a rank has in hand while a step runs; micro-batches by their numbers."""
-
-    def __init__(
-        self, part: StagePart, at: int, step: Step, pieces: Sequence[Tensor], staged: Staged, trains: bool
-    ) -> None:
-        assert part.runner.played is not None
-        self.part, self.at, self.runner, self.stage, self.trains = part, at, part.runner, part.stage, trains
-        self.played, self.step = part.runner.played, step
-        self.pieces = [pieces[place] for place in part.parameters]
-        self.others = [step.others[place] for place in part.others]
-        self.came: dict[tuple[str, int], Tensor] = {}  # (channel, micro-batch) -> an activation that is read here
-        self.back: dict[tuple[str, int], Tensor] = {}  # and a gradient
-        self.going: dict[tuple[str, str, int], Tensor] = {}  # ("output" or "gradient", channel, micro-batch)
-        self.saved: dict[int, list[Any]] = {}
-        self.left: dict[int, list[Any]] = {}  # of a backward whose first half has run, what the second needs
-        self.outputs: list[Tensor | None] = [None] * len(part.own)
-        self.dtypes: list[Any] | None = None
-        self.so_far: list[Tensor | None] = []  # in the order of the program's gradients
-        self.rows: list[Tensor] = []  # in which of these are summed over ranks
-        if trains:
-            self.so_far, self.rows = part.rows.begun(part.runner.coordinates[0].device)
-
-    def forward(self, number: int) -> None:
-        program = self.runner.program
-        others, taken = iter(self.played.part(self.others, number)), list[Tensor]()
-        for node in program.inputs[len(self.pieces) :]:
-            taken.append(self.came[node.target, number] if _is_channel(node.target) else next(others))
-        made = program.forward(*self.pieces, *taken, *self._ranks_own(number))
-        own, kept = made[: len(program.results)], list(made[len(program.results) :])
-        del made, taken
-        for (result, _), value in zip(program.results, own, strict=True):
-            if _is_channel(result.target):
-                assert value is not None
-                self.going["output", result.target, number] = value
-        results = [own[place] for place in self.part.own]
-        self.dtypes = [None if one is None else one.dtype for one in results]
-        self.played.put(self.outputs, results, number)
-        for channel in self.stage.receives:
-            self.came.pop((channel, number))
-        if self.trains:
-            self.saved[number] = kept
-
-    def backward(self, number: int) -> None:
-        backward = self.runner.program.backward
-        if not self.trains or backward is None:
-            return
-        made = backward(self.saved.pop(number), *self._tangents(number), *self._ranks_own(number), *self._sums())
-        settle()
-        self._give(range(len(made)), made, number)
-
-    def input_gradients(self, number: int) -> None:
-        if not self.trains or (halves := self.part.halves) is None:
-            return
-        made = halves.inputs(self.saved[number], *self._tangents(number), *self._ranks_own(number), *self._sums())
-        settle()
-        self.left[number] = list(made[len(halves.first) :])
-        self._give(halves.first, made[: len(halves.first)], number)
-
-    def weight_gradients(self, number: int) -> None:
-        if not self.trains or (halves := self.part.halves) is None:
-            return
-        made = halves.weights(self.left.pop(number), self.saved.pop(number), *self._ranks_own(number), *self._sums())
-        settle()
-        places = [place for place in range(len(self.runner.program.gradients)) if place not in halves.first]
-        self._give(places, made, number)
-
-    def takes(self, channel: str, op: str) -> tuple[list[int], torch.dtype]:
-        """Shape and dtype of what comes over a channel. `op`: "input", or "tangent"."""
-        plan = self.runner.plan
-        node = next(one for one in plan.graph.nodes if one.op == op and one.target == channel)
-        (type,) = node.outputs
-        assert type is not None
-        shape = local_shape(type.shape, plan.choices[node.name].gives[0], plan.mesh)
-        assert shape is not None
-        return [*shape], getattr(torch, type.dtype)
-
-    def _tangents(self, number: int) -> list[Tensor]:
-        nodes = zip(self.runner.program.tangents, self.runner.ones(), strict=True)
-        return [self.back.pop((node.target, number)) if _is_channel(node.target) else one for node, one in nodes]
-
-    def _ranks_own(self, number: int) -> tuple[Tensor, ...]:
-        drawn = self.step.seeds[number][self.at : self.at + 1] if self.runner.pieces else ()
-        return *self.runner.coordinates, *drawn
-
-    def _sums(self) -> tuple[list[Tensor | None], ...]:
-        return (self.so_far,) if self.runner.program.added_up else ()
-
-    def _give(self, places: Iterable[int], made: Sequence[Tensor | None], number: int) -> None:
-        """Gradients that were made and not added up: of what came over a cut, to be sent; of parameters, where a step
-        is one micro-batch.
-        """
-        for place, value in zip(places, made, strict=True):
-            result, _ = self.runner.program.gradients[place]
-            if _is_channel(result.target):
-                assert value is not None
-                self.going["gradient", result.target, number] = value
-            elif value is not None:
-                self.so_far[place] = value
-
-
 class _Played:
     """One step of one rank: its stages, and what goes between them and other ranks."""
 
     def __init__(self, runner: StageRunner, step: Step, pieces: Sequence[Tensor], trains: bool) -> None:
         self.runner, self.pipe, self.staged, self.trains = runner, runner.pipe, runner.staged, trains
         self.pieces, self.rank_of = pieces, runner.staged.schedule.rank_of
-        self.held = {
-            part.number: _Held(part, at, step, pieces, runner.staged, trains) for at, part in enumerate(runner.parts)
-        }
+        self.held = {part.number: Held(part, at, step, pieces, trains) for at, part in enumerate(runner.parts)}
         self.sends: dict[Action, list[tuple[Any, Tensor]]] = {}
 
     def act(self, action: Action) -> None:
@@ -326,7 +191,7 @@ class _Played:
 
     # --- from stage to stage -----------------------------------------------------------------------------------------
 
-    def _hand_over(self, held: _Held, stage: int, kind: str, channels: Sequence[str], number: int) -> None:
+    def _hand_over(self, held: Held, stage: int, kind: str, channels: Sequence[str], number: int) -> None:
         """To another stage of this rank, where the next one is: nothing travels."""
         if (other := self.held.get(stage)) is None or (kind == "gradient" and not self.trains):
             return
@@ -334,7 +199,7 @@ class _Played:
         for channel in channels:
             into[channel, number] = held.going.pop((kind, channel, number))
 
-    def _send(self, held: _Held, action: Action, stage: int, kind: str, channels: Sequence[str]) -> None:
+    def _send(self, held: Held, action: Action, stage: int, kind: str, channels: Sequence[str]) -> None:
         values = [held.going.pop((kind, channel, action.micro_batch)).contiguous() for channel in channels]
         self.sends[action] = [(self.pipe.send(self.rank_of[stage], value), value) for value in values]
 
@@ -343,7 +208,7 @@ class _Played:
             work.wait()
 
     def _receive(
-        self, held: _Held, stage: int, channels: Sequence[str], into: dict[tuple[str, int], Tensor], number: int,
+        self, held: Held, stage: int, channels: Sequence[str], into: dict[tuple[str, int], Tensor], number: int,
         op: str,
     ) -> None:  # fmt: skip
         for channel in channels:
@@ -362,7 +227,7 @@ class _Played:
         for stage, plan in enumerate(self.staged.plans):
             types = output_types(plan.graph)
             for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
-                if result.kind == "gradient" or _is_channel(result.target):
+                if result.kind == "gradient" or is_channel(result.target):
                     continue
                 value = next(mine[stage]) if stage in mine else None
                 if result.ref is None or delivery is None:

@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._compat import TorchDispatchMode
-from autopar.attach.stage_run import StagePart, StageRunner
+from autopar.attach.stage_part import StagePart
+from autopar.attach.stage_run import StageRunner
 from autopar.calibrate.values import as_trained
 from autopar.ir.layout import local_type
 from autopar.measure.pipeline_report import MeasuredPipeline, MeasuredRank, MeasuredStage

@@ -165,7 +165,8 @@ class _Again:
             return best_among(self.known, priced.assembled, priced.wide.again, limit_s, self.prices, stop)
         return solve(
             priced.assembled.problem, time_limit_s=limit_s, gap=max(self.solved.gap, LOOSE), start=self.start,
-            start_prices=self.prices, stop=stop, generations=GENERATIONS,
+            start_prices=self.prices, stop=stop,
+            generations=GENERATIONS if self.solved.tied else None,
             reductions=worthwhile(priced.assembled.problem),
         )  # fmt: skip
 

@@ -111,7 +111,7 @@ def _solved(
     if begins is None:
         solution = solve(
             problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop,
-            generations=GENERATIONS if wanted.simulated else None, reductions=worthwhile(problem),
+            generations=GENERATIONS if wanted.simulated and tied else None, reductions=worthwhile(problem),
         )  # fmt: skip
     elif is_small:
         start = cheapest(question.found, assembled)

@@ -115,7 +115,7 @@ MUTANTS = (
            "tests/rewrite/test_reduce_once.py -k priced"),
     Mutant("what crosses a cut is summed behind all rounds", "autopar/decide/decide.py",
            "if result.target in trained and (once :=", "if (once :=", "tests/rewrite/test_reduce_once.py -k crosses"),
-    Mutant("rows of gradients are not summed", "autopar/attach/stage_run.py", "            held.part.rows.sum(held.rows)\n", "",
+    Mutant("rows of gradients are not summed", "autopar/attach/stage_run.py", "            held.part.rows.sum(held.so_far, held.rows)\n", "",
            "tests/processes/test_processes.py -m slow -k 'four and pipelines'"),
     Mutant("gradients of a micro-batch are held until its backward ends", "autopar/assemble/liveness.py",
            "        if self.graph.adds_up(result):\n            assert", "        if False:\n            assert",
