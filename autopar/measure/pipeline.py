@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar._compat import TorchDispatchMode
+from autopar.attach.module import ParallelModule
 from autopar.attach.stage_part import StagePart
 from autopar.attach.stage_run import StageRunner
 from autopar.calibrate.values import as_trained
@@ -86,7 +87,7 @@ def _part_by_part(twin: Twin) -> dict[Key, float]:
     found: list[Counter[Key]] = []
     for _ in range(WATCHED):
         spent = Counter[Key]()
-        with _timed(twin, spent):
+        with each_part(twin.parallel, lambda run, key, spent=spent: _Timed(run, key, twin.device, spent)):
             dist.barrier()
             twin.step()
         found.append(spent)
@@ -95,24 +96,22 @@ def _part_by_part(twin: Twin) -> dict[Key, float]:
 
 
 @contextmanager
-def _timed(twin: Twin, spent: Counter[Key]) -> Iterator[None]:
-    """Inside the context every part of a stage is timed."""
-    (prepared,) = twin.parallel._autopar.prepared()
+def each_part(parallel: ParallelModule, instead: Callable[[Callable[..., Any], Key], Any]) -> Iterator[None]:
+    """Inside the context every part of this rank's stages is what `instead` makes of it."""
+    (prepared,) = parallel._autopar.prepared()
     runner = prepared.runner
     assert isinstance(runner, StageRunner)
 
-    def timed(part: StagePart) -> StagePart:
-        def of(run: Callable[..., Any], what: str) -> Any:
-            return _Timed(run, (part.number, what), twin.device, spent)
-
-        program, halves = part.runner.program, part.halves
-        backward = None if program.backward is None else of(program.backward, INPUTS)
-        program = replace(program, forward=of(program.forward, FORWARD), backward=backward)
+    def of(part: StagePart) -> StagePart:
+        program, halves, number = part.runner.program, part.halves, part.number
+        backward = None if program.backward is None else instead(program.backward, (number, INPUTS))
+        program = replace(program, forward=instead(program.forward, (number, FORWARD)), backward=backward)
         if halves is not None:
-            halves = replace(halves, inputs=of(halves.inputs, INPUTS), weights=of(halves.weights, WEIGHTS))
+            first, second = instead(halves.inputs, (number, INPUTS)), instead(halves.weights, (number, WEIGHTS))
+            halves = replace(halves, inputs=first, weights=second)
         return replace(part, runner=replace(part.runner, program=program), halves=halves)
 
-    prepared.runner = replace(runner, parts=tuple(map(timed, runner.parts)))
+    prepared.runner = replace(runner, parts=tuple(map(of, runner.parts)))
     try:
         yield
     finally:
