@@ -149,8 +149,7 @@ class Pipe:
         module = None if self.module is None else self.module()
         if module is None:
             return []
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        return [grad for name in names if (grad := parameters[name].grad) is not None]
+        return [grad for name in names if (grad := module.get_parameter(name).grad) is not None]
 
 
 def is_elsewhere(held: Any) -> bool:

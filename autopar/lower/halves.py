@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from autopar.ir.graph import Graph
+from autopar.lower.memory import allocated
 from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Loop, Program, Run, Wait
 from cost_models.steps import DEVICE
 
@@ -54,8 +55,8 @@ def held_between(program: Program, graph: Graph, end: int, targets: Collection[s
     backward = program.instructions.get("backward", ())
     held: dict[Buffer, None] = {}
     for instruction in [*program.instructions.get("forward", ()), *backward[:end]]:
-        for buffer, comes in _allocated(instruction):
-            if comes:
+        for buffer, sign in allocated(instruction):
+            if sign > 0:
                 held[buffer] = None
             else:
                 held.pop(buffer, None)
@@ -92,18 +93,5 @@ def reads(one: Instruction) -> Iterator[int]:
             for inner in body:
                 yield from reads(inner)
             yield from (value for pair in carried for value in pair)
-        case _:
-            pass
-
-
-def _allocated(one: Instruction) -> Iterator[tuple[Buffer, bool]]:
-    match one:
-        case Alloc(buffer):
-            yield buffer, True
-        case Free(buffer):
-            yield buffer, False
-        case Loop(body=body):
-            for inner in body:
-                yield from _allocated(inner)
         case _:
             pass

@@ -6,7 +6,7 @@ bucket's size each, so that nothing is copied for a row to be summed at once. A 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,12 @@ class Row:
     @property
     def scatters(self) -> bool:
         """Whether each rank gets a piece of the sum: there is one gradient alone."""
-        return any(change.kind != "all_reduce" for change in self.changes)
+        return scatter(self.changes)
+
+
+def scatter(changes: Sequence[Reshard]) -> bool:
+    """Whether layout changes of a sum leave each rank a piece of it."""
+    return any(change.kind != "all_reduce" for change in changes)
 
 
 def rows_of(plan: Decision | Plan) -> list[Row]:
@@ -139,7 +144,7 @@ class AddedUp:
             local = nbytes(type, delivery.layout)
             owner = f"gradient of {result.target} so far"
             buffer = Buffer(added_up_bytes(local, type.dtype), Kind.ADDED_UP, owner)
-            (self.go if any(change.kind != "all_reduce" for change in delivery.once) else self.stay).append(buffer)
+            (self.go if scatter(delivery.once) else self.stay).append(buffer)
             self.so_far[place], self.steps[place] = listing.given(buffer), adding_up(local, type.dtype)
 
     def add(self, place: int, value: int) -> int:

@@ -23,11 +23,10 @@ from autopar._compat import TorchDispatchMode
 from autopar.attach.module import ParallelModule
 from autopar.attach.stage_part import StagePart
 from autopar.attach.stage_run import StageRunner
-from autopar.calibrate.values import as_trained
 from autopar.ir.layout import local_type
 from autopar.measure.pipeline_report import MeasuredPipeline, MeasuredRank, MeasuredStage
 from autopar.measure.report import Moved, Pair
-from autopar.measure.twin import OTHER, WARM_UP, WATCHED, Twin, here, twin_of
+from autopar.measure.twin import OTHER, WATCHED, Twin, here, twin_of
 from autopar.measure.watch import now
 from autopar.pipeline import Action, Durations, play
 from autopar.search.pipeline import Pipeline
@@ -53,10 +52,7 @@ def measure_pipeline(
     it, and all get the same answer.
     """
     twin, _, notes = twin_of(pipeline, model, args, kwargs, hardware, precision, device_type)
-    for _ in range(WARM_UP):
-        twin.step()
-    if twin.optimizer is not None:
-        as_trained(twin.optimizer)
+    twin.warm_up()
     step = twin.undisturbed(steps)
     spent = _part_by_part(twin)
     with _Messages(twin) as messages:

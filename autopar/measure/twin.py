@@ -167,14 +167,18 @@ class Twin:
         return {name: axis for axis, name in self.parallel._autopar.groups.items() if self.plan.mesh.size(axis) > 1}
 
     def measured(self, steps: int, pricer: Pricer | None, notes: tuple[str, ...]) -> Measured:
-        for _ in range(WARM_UP):
-            self.step()
-        if self.optimizer is not None:
-            as_trained(self.optimizer)
+        self.warm_up()
         undisturbed = self.undisturbed(steps)
         spent = self.node_by_node()
         traffic, peaks = self.counted()
         return self.report(steps, pricer, notes, undisturbed, spent, traffic, peaks)
+
+    def warm_up(self) -> None:
+        """Steps until every later one is like the one before, with states as a trained model has them."""
+        for _ in range(WARM_UP):
+            self.step()
+        if self.optimizer is not None:
+            as_trained(self.optimizer)
 
     # --- passes ------------------------------------------------------------------------------------------------------
 

@@ -177,7 +177,7 @@ def _of_rank(
                 for one in lets_go.get(action, ()))  # fmt: skip
         held += kept - sum(gone)
     others = sum(of for stage, of in enumerate(nbytes.outputs or ()) if stage not in own)
-    grows = max(nbytes.update[stage] for stage in own) if nbytes.update else 0.0
+    grows = max(_at(nbytes.update, stage) for stage in own)
     curve[-1] = max(curve[-1], always + others + grows)  # behind the list, when all has been received
     peak = max(curve)
     position = curve.index(peak)
@@ -193,16 +193,19 @@ def _changes(action: Action, nbytes: StageBytes) -> tuple[float, float]:
     match action.kind:
         case "F":  # the input's buffer becomes part of what is saved; the output is a new one
             kept = nbytes.saved[stage] - before + behind
-            return max(kept, nbytes.forward[stage] if nbytes.forward else 0.0), kept
+            return max(kept, _at(nbytes.forward, stage)), kept
         case "B" | "I":  # the gradient from behind is read, that for the stage before is made
             pending = nbytes.pending[stage] if action.kind == "I" else 0.0
-            grows = max(given, nbytes.backward[stage] if nbytes.backward else 0.0)
-            return grows, given + pending - nbytes.saved[stage] - got
+            return max(given, _at(nbytes.backward, stage)), given + pending - nbytes.saved[stage] - got
         case "W":
-            return nbytes.weight[stage] if nbytes.weight else 0.0, -nbytes.pending[stage]
+            return _at(nbytes.weight, stage), -nbytes.pending[stage]
         case "RA":
             return before, before
         case "RG":
             return got, got
         case "SA" | "SG":
             return 0.0, 0.0
+
+
+def _at(entries: Sequence[float] | None, stage: int) -> float:
+    return 0.0 if entries is None else entries[stage]

@@ -192,10 +192,10 @@ class Cutting:
         stages, plans = tuple(stage for stage, _ in cut), tuple(plan for _, plan in cut)
         priced = [price_of(stage, plan, self.pricer) for stage, plan in cut]
         weights = tuple(one.backward - one.inputs for one in priced)
-        ranks = ranks_of(self.mesh)
+        ranks, call = ranks_of(self.mesh), call_bytes(self.whole)
         for name in names:
             lists = make_schedule(name, ranks, self.whole.graph.rounds.count, self.chunks)
-            nbytes, updates = together(priced, lists.rank_of, call_bytes(self.whole), not lists.splits_backward)
+            nbytes, updates = together(priced, lists.rank_of, call, not lists.splits_backward)
             sends, returns = (
                 tuple(self.cuts.send(one) if lists.crosses(at) else 0.0 for at, one in enumerate(of))
                 for of in (nbytes.sent, nbytes.gradients)

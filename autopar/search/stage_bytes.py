@@ -4,19 +4,19 @@ what crosses its cuts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import Graph
 from autopar.lower.halves import HELD_THROUGHOUT, reads
-from autopar.lower.memory import allocated, changes, resident_bytes
+from autopar.lower.memory import allocated, resident_bytes
 from autopar.lower.program import Buffer, Instruction, Kind, Program
 from autopar.rewrite.stages import Stage
 from cost_models.steps import DEVICE
 
 
 @dataclass(frozen=True)
-class Held:
+class Footprint:
     """Bytes of a device that a stage's program holds. `always`: what is resident, what all micro-batches read or
     add to, and gradients that one micro-batch leaves to the updates; `after_forward`: beside that. By how much what is
     held grows at most: in forward, in the halves of backward, behind the tangent, and in the updates.
@@ -31,28 +31,18 @@ class Held:
     update: float
 
     @staticmethod
-    def of(program: Program, half: int, gone: float) -> Held:
+    def of(program: Program, half: int, gone: float) -> Footprint:
         """`half`: how many instructions of backward are its first half. `gone`: bytes of what other stages get, which
         the program holds to its end.
         """
-        backward = program.instructions.get("backward", ())
-        tangents = sum(
-            buffer.nbytes
-            for one in backward
-            for buffer, sign in allocated(one)
-            if _is(buffer, Kind.TANGENT) and sign > 0
-        )
-        made, forward = _grown(program.instructions.get("forward", ()))
+        ahead, backward = program.instructions.get("forward", ()), program.instructions.get("backward", ())
+        tangents, throughout = _allocated(backward, (Kind.TANGENT,)), _allocated(ahead, HELD_THROUGHOUT)
+        made, forward = _grown(ahead)
         first, inputs = _grown(backward[:half])
         second, weight = _grown(backward[half:])
         left = max(0.0, made + first + second - gone)  # by a step of one micro-batch, to its updates
         _, update = _grown(program.instructions.get("optimizer", ()))
-        throughout = sum(
-            one.nbytes
-            for phase, one, sign in changes(program)
-            if phase == "forward" and sign > 0 and one.tier == DEVICE and one.kind in HELD_THROUGHOUT
-        )
-        return Held(
+        return Footprint(
             resident_bytes(program).get(DEVICE, 0) + throughout + left,
             made,
             forward,
@@ -95,16 +85,18 @@ class Crossing:
             if graph.results[place].kind == "output" and graph.results[place].target in stage.sends
             for buffer in program.values[value]
         }
-        given = sum(one.nbytes for one in program.resident if one.kind is Kind.INPUT and one.tier == DEVICE)
-        return Crossing(float(given), _bytes(came & read), _bytes(goes - read - came), _bytes(goes & read))
+        given = (one for one in program.resident if one.kind is Kind.INPUT)
+        return Crossing(_bytes(given), _bytes(came & read), _bytes(goes - read - came), _bytes(goes & read))
 
 
 def _bytes(buffers: Iterable[Buffer]) -> float:
     return float(sum(one.nbytes for one in buffers if one.tier == DEVICE))
 
 
-def _is(buffer: Buffer, kind: Kind) -> bool:
-    return buffer.tier == DEVICE and buffer.kind is kind
+def _allocated(instructions: Sequence[Instruction], kinds: Collection[Kind]) -> float:
+    """Bytes of a device of the buffers of these kinds that these allocate."""
+    found = (buffer for one in instructions for buffer, sign in allocated(one) if sign > 0 and buffer.kind in kinds)
+    return _bytes(found)
 
 
 def _grown(instructions: Sequence[Instruction]) -> tuple[float, float]:

@@ -17,7 +17,7 @@ from autopar.pipeline import StageBytes
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.stages import Stage
-from autopar.search.stage_bytes import Crossing, Held
+from autopar.search.stage_bytes import Crossing, Footprint
 from autopar.simulate.events import events
 from cost_models.simulator import COMPUTE, Timeline, play
 from cost_models.steps import DEVICE
@@ -39,7 +39,7 @@ class StagePrice:
     fixed: float
     saved: float
     pending: float
-    grows: Held
+    grows: Footprint
     sent: float
     returned: float
     shared: float
@@ -58,7 +58,7 @@ def price_of(stage: Stage, plan: Plan, pricer: Pricer) -> StagePrice:
     half = first_half(program, plan.graph, stage.gives_back)
     sent, returned = _sent_bytes(stage.sends, "output", plan), _sent_bytes(stage.gives_back, "gradient", plan)
     crossing = Crossing.of(program, plan.graph, stage)
-    held = Held.of(program, half, sent + (returned if rounds == 1 else 0.0))
+    held = Footprint.of(program, half, sent + (returned if rounds == 1 else 0.0))
     return StagePrice(
         spent["forward"] / rounds,
         spent["backward"] / rounds,

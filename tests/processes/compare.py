@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,21 @@ def whole(value: Tensor) -> Tensor:
 def loss_of(output: Any) -> Tensor:
     leaves, _ = pytree.tree_flatten(output)
     return next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim == 0)
+
+
+def step_alike(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], inputs: Mapping[str, Any], near: float
+) -> None:
+    """A step of two models, with clipping: their losses and norms are near, relatively."""
+    found, wanted = (loss_of(one(**inputs)) for one in models)
+    found.backward()
+    wanted.backward()
+    torch.testing.assert_close(found.detach(), wanted.detach(), rtol=near, atol=0)
+    norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in models]
+    torch.testing.assert_close(norms[0], norms[1], rtol=near, atol=0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def near(ours: Tensor, wanted: Tensor, relative: float, what: str, least: float = 0.0) -> None:

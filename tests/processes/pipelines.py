@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.attach.pipe import is_elsewhere
+from tests.processes.compare import loss_of, step_alike, whole
 from tests.processes.worker import Ranks
 from tests.support.families import IGNORED, family
 from tests.support.machines import machine
@@ -25,18 +25,10 @@ def mesh_of(ranks: Ranks) -> Any:
     return autopar.init_mesh("cpu", **({"pipe": 2, "data": 2} if ranks.count == 4 else {"pipe": 2}))
 
 
-def loss_of(made: Any) -> torch.Tensor:
-    return made.loss if hasattr(made, "loss") else made
-
-
 def doubled(name: str) -> tuple[nn.Module, dict[str, Any]]:
     case = family(name)
     inputs = {key: value.double() if value.is_floating_point() else value for key, value in case.inputs.items()}
     return copy.deepcopy(case.model).double(), inputs
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class Scaled(nn.Module):
@@ -243,15 +235,7 @@ def _check_steps(ranks: Ranks, cases: tuple[tuple[str, str, int | None], ...]) -
         )  # fmt: skip
         ours, theirs = (torch.optim.SGD(one.parameters(), 1e-1, momentum=0.9) for one in (parallel, plain))
         for _ in range(STEPS):
-            found, wanted = (loss_of(one(**inputs)) for one in (parallel, plain))
-            found.backward()
-            wanted.backward()
-            torch.testing.assert_close(found.detach(), wanted.detach(), rtol=NEAR, atol=0)
-            norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (parallel, plain)]
-            torch.testing.assert_close(norms[0], norms[1], rtol=NEAR, atol=0)
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
+            step_alike((parallel, plain), (ours, theirs), inputs, NEAR)
         right = plain.state_dict()
         if ranks.count == 4 and (name, count) == ("gpt2", 2):  # the axis `data` splits a micro-batch of two
             sums = [one for plan in parallel.pipeline.plans for one in plan.deliveries if one is not None and one.once]

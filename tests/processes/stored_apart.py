@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import autopar
 from autopar.attach import rows
-from tests.processes.pipelines import NEAR, STEPS, doubled, loss_of, mesh_of
+from tests.processes.compare import loss_of, step_alike
+from tests.processes.pipelines import NEAR, STEPS, doubled, mesh_of
 from tests.processes.worker import Ranks
 from tests.support.machines import machine
 
@@ -34,16 +35,7 @@ def check_parameters_are_stored_in_more_pieces(ranks: Ranks) -> None:
         ours, theirs = (torch.optim.AdamW(one.parameters(), 1e-3, eps=1e-4) for one in (parallel, plain))
         for _ in range(STEPS):
             with _received() as received:
-                found = loss_of(parallel(**inputs))
-            wanted = loss_of(plain(**inputs))
-            found.backward()
-            wanted.backward()
-            torch.testing.assert_close(found.detach(), wanted.detach(), rtol=NEAR, atol=0)
-            norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (parallel, plain)]
-            torch.testing.assert_close(norms[0], norms[1], rtol=NEAR, atol=0)
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
+                step_alike((parallel, plain), (ours, theirs), inputs, NEAR)
             plan = parallel.pipeline.plans[dist.get_rank() // 2]
             apart = {node.target for node in plan.graph.nodes if plan.choices[node.name].stored}
             assert apart, f"{name}: no parameter is stored in more pieces than it is read in"
