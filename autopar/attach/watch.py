@@ -17,17 +17,17 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._compat import default_store
+from autopar.attach.stacks import lines_of
 from autopar.attach.verdict import Judge, Report, ended, loads
 
 PATIENCE_S = 60.0
@@ -146,18 +146,14 @@ class _Calls:
         what, since = self._within or waits or ("", now)
         slack = self._longest_s + (ALONE * self.patience_s if self._alone else 0.0)
         failed = self._failed and (*self._failed[:2], now - self._failed[2])
-        at = _where(sys._current_frames().get(self._main))
+        at = _where(lines_of(self._main))
         told = tuple(self._told)
         return Report(beat, self._calls, told, what, now - since, slack, self._works, at, failed, "", dead)
 
-    def dtensor_operation(self) -> tuple[int, int] | None:
-        """Which one the calling thread is in, if any."""
-        frame = sys._current_frames().get(self._main)
-        while frame is not None:
-            if WAITS in frame.f_code.co_filename:
-                return id(frame), frame.f_lasti
-            frame = frame.f_back
-        return None
+    def dtensor_operation(self) -> tuple[tuple[str, int], ...]:
+        """Which one the calling thread is in, as the lines that it is at; none where it is in none."""
+        lines = lines_of(self._main)
+        return lines if any(WAITS in file for file, _ in lines) else ()
 
 
 class _Teller:
@@ -174,7 +170,7 @@ class _Teller:
         self._judge = Judge(calls.patience_s)
         self._neighbours: dict[int, tuple[int, str]] = {}
         self._dead: tuple[int, ...] = ()
-        self._waits: tuple[tuple[int, int], float] | None = None
+        self._waits: tuple[tuple[tuple[str, int], ...], float] | None = None
         self._beat, self._has_store, self._verdict = 0, True, ""
         self._answered_s = self._hub_s = calls.clock()
         self._hub_beat = -1
@@ -248,7 +244,7 @@ class _Teller:
     def _waiting(self) -> tuple[str, float] | None:
         """In which operation of DTensors the rank has been for how long."""
         operation, now = self._calls.dtensor_operation(), self._calls.clock()
-        if operation is None:
+        if not operation:
             self._waits = None
         elif self._waits is None or self._waits[0] != operation:
             self._waits = operation, now
@@ -351,14 +347,9 @@ def _flush() -> None:
         sys.stdout.flush()
 
 
-def _where(frame: Any) -> str:
+def _where(lines: Iterable[tuple[str, int]]) -> str:
     """The innermost line of a stack that is the user's."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(OURS):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+    return next((f"{file}:{line}" for file, line in lines if not file.startswith(OURS)), "")
 
 
 def _machine() -> str:

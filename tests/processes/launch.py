@@ -8,6 +8,7 @@ A hang ends the same way, with the stack of every thread shown.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import tempfile
 import time
@@ -23,6 +24,7 @@ FORKS.set_forkserver_preload(["tests.processes.worker", "tests.support.families"
 # A collective that waits longer than the first has lost its partners (rank 0 may be searching); a check that takes
 # longer than the second hangs.
 COLLECTIVE_S, CHECK_S = 60, 110
+LOST = re.compile("Connection (closed|reset) by peer")  # what is left of a collective whose partner has ended
 
 
 def run_checks(
@@ -63,11 +65,12 @@ def start(
             its_own = dict(os.environ) | {name: str(value) for name, value in of_rank.items()} | dict(environment)
             processes.append(FORKS.Process(target=_as_rank, args=(arguments, its_own, f"{logs}/{rank}")))
             processes[-1].start()
-        codes = _wait(processes, limit_s, progress)
+        codes, ended = _wait(processes, limit_s, progress)
         if not any(codes):
             return None
         told = {rank: Path(logs, str(rank)).read_text(errors="replace")[-3000:] for rank in range(ranks)}
-        own = [rank for rank in told if codes[rank] > 0 and "Connection closed by peer" not in told[rank]]
+        own = [rank for rank in ended if codes[rank] < 0]  # by a signal that nobody here has sent
+        own += [rank for rank in ended if codes[rank] > 0 and not LOST.search(told[rank])]
         shown = own[:1] or told  # one that failed by itself says enough; after a hang, where is each of them?
         return "\n".join(f"--- rank {rank}, status {codes[rank]}\n{told[rank]}" for rank in shown)
 
@@ -85,9 +88,12 @@ def _as_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str)
     worker.main(*arguments)
 
 
-def _wait(processes: Sequence[ForkServerProcess], limit_s: float, progress: Path) -> list[int]:
-    """Exit codes, once all have ended: 2 s after the first failure, `limit_s` after the last change of `progress`."""
+def _wait(processes: Sequence[ForkServerProcess], limit_s: float, progress: Path) -> tuple[list[int], list[int]]:
+    """Exit codes, once all have ended: 2 s after the first failure, `limit_s` after the last change of `progress`.
+    And which ranks ended by themselves.
+    """
     until, seen = time.monotonic() + limit_s, 0
+    ended = list[int]()
     try:
         while any(process.is_alive() for process in processes):
             if progress.exists() and (changed := progress.stat().st_mtime_ns) != seen:
@@ -102,7 +108,8 @@ def _wait(processes: Sequence[ForkServerProcess], limit_s: float, progress: Path
                 break
             time.sleep(0.05)
     finally:
+        ended += [rank for rank, process in enumerate(processes) if not process.is_alive()]
         for process in processes:
             process.kill()
             process.join()
-    return [process.exitcode or 0 for process in processes]
+    return [process.exitcode or 0 for process in processes], ended

@@ -35,6 +35,7 @@ class Ranks:
 
 
 def main(file: str, notes: str, folder: str, *wanted: str) -> None:
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
