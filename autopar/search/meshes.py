@@ -146,7 +146,7 @@ def best_mesh(
         progress(f"{row.mesh}: {_told(done[-1])}")
     if all(row.plan is None for row in done):
         raise _nothing(meshes, errors)
-    return tuple(sorted(done, key=_rank))
+    return tuple(sorted(done, key=quickest_first))
 
 
 def _looks(
@@ -177,7 +177,7 @@ def _looks(
 
 def _in_turn(rows: Sequence[Row]) -> list[Row]:
     """The order of the searches. What the first looks say of a mesh says nothing of those that got none."""
-    looked = sorted((row for row in rows if row.why != NO_LOOK), key=_rank)
+    looked = sorted((row for row in rows if row.why != NO_LOOK), key=quickest_first)
     return [*looked[:1], *(row for row in rows if row.why == NO_LOOK), *looked[1:]]
 
 
@@ -216,7 +216,7 @@ def _tried(
     return Row(mesh, plan, floor, searched=not look)
 
 
-def _rank(row: Row) -> tuple[float, int, tuple[int, ...]]:
+def quickest_first(row: Row) -> tuple[float, int, tuple[int, ...]]:
     """What comes first: the quickest; of equal ones, to nine digits, the one with fewer axes."""
     return float(f"{row.seconds:.9g}"), len(row.mesh.sizes), row.mesh.sizes
 

@@ -8,6 +8,7 @@ in that its labels are shifted by the data loader. Attention is causal without a
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,8 +24,16 @@ SHAPES: dict[str, dict[str, int]] = {
     "llama-3.1-8b": {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336, "vocabulary": 128256},
     "llama-2-13b": {"layers": 40, "width": 5120, "heads": 40, "kv_heads": 40, "hidden": 13824, "vocabulary": 32000},
     "llama-2-70b": {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672, "vocabulary": 32000},
+    "llama-3.1-405b": {
+        "layers": 126,
+        "width": 16384,
+        "heads": 128,
+        "kv_heads": 8,
+        "hidden": 53248,
+        "vocabulary": 128256,
+    },
     "llama-3.1-70b": {"layers": 80, "width": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672, "vocabulary": 128256},
-}
+}  # fmt: skip
 
 
 def _causal(
@@ -73,6 +82,15 @@ def graph_of_model(shape: dict[str, int], layers: int, batch: int, sequence: int
         ids = torch.empty(batch, sequence, dtype=torch.long)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return graph_of(capture(model, (), {"input_ids": ids, "labels": ids}, precision=precision), precision)
+
+
+@cache
+def half_precision_graph(shape: str, layers: int, batch: int, sequence: int) -> Graph:
+    """One micro-batch, forward and backward, all in bfloat16: what is cast and summed once a step is not in it."""
+    with torch.device("meta"):
+        model = model_of(SHAPES[shape], layers, sequence).bfloat16()
+        ids = torch.empty(batch, sequence, dtype=torch.long)
+    return graph_of(capture(model, (), {"input_ids": ids, "labels": ids}))
 
 
 def with_batch(graph: Graph, traced: int, batch: int, sequence: int) -> Graph:

@@ -19,6 +19,7 @@ from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import events_of
 from benchmarks.replay.recompute import AGAIN, SHARE, layer_of
 from benchmarks.replay.repeat import MIDDLE
+from cost_models.simulator import COMPUTE
 
 LAYER, FRONT, HEAD = "layer", "front", "head"
 PARTS = (LAYER, FRONT, HEAD)
@@ -48,8 +49,8 @@ def part_of(node: Node) -> str | None:
     return FRONT if where.startswith(("embed", "drop", "model.embed")) else HEAD
 
 
-def parts_of(plan: Plan, pricer: Pricer) -> dict[str, Part]:
-    """Of a plan of three layers."""
+def parts_of(plan: Plan, pricer: Pricer, pieces: int = 1) -> dict[str, Part]:
+    """Of a plan of three layers. Collectives run beside the products that they feed, but for one of so many pieces."""
     found = {name: Part() for name in PARTS}
     node_of, first = plan.graph.by_name, _needed_below(plan)
     for event in events_of(plan, pricer):
@@ -60,12 +61,13 @@ def parts_of(plan: Plan, pricer: Pricer) -> dict[str, Part]:
         part = part_of(node)
         if part is not None:
             one = found[part]
+            spent = event.seconds / (1 if event.stream == COMPUTE else pieces)
             if node.phase == "forward" and event.phase == "forward":
-                one.forward += event.seconds
+                one.forward += spent
             elif name in first or name.endswith(AGAIN):
-                one.inputs += event.seconds
+                one.inputs += spent
             else:
-                one.weights += event.seconds
+                one.weights += spent
     _bytes(plan, found, first)
     return found
 

@@ -7,11 +7,15 @@ optimizer; Megatron of those years overlaps neither with anything. Without a `ba
 after it was taken) a rank begins its next step when it is done, so that a step is the longest span of a rank.
 
 A message over a cut is split over the ranks of tensor parallel and gathered by NVLink on arrival (SC'21, 4.1).
+
+Llama's rows are of FSDP in stages: weights are gathered once a step and gradients scattered once, which is priced as
+one sum of the mean of their bytes; states of the optimizer are split. With `async_tp` a collective of tensor parallel
+is cut into pieces beside its product, and the first piece alone is waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -19,16 +23,22 @@ from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.pipeline import Durations, Schedule, StageBytes, make_schedule, memory, play
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
+from benchmarks.replay.float8 import FLOAT8, as_float8
 from benchmarks.replay.gpt import gpt, kernel_of
 from benchmarks.replay.kernels import as_kernels
+from benchmarks.replay.llama import half_precision_graph
 from benchmarks.replay.parts import FRONT, HEAD, LAYER, Part, parts_of
+from benchmarks.replay.predict import fitted_rate as titan_rate
+from benchmarks.replay.predict import plan_of as titan_plan
 from benchmarks.replay.published import SEQUENCE, plan_of_megatron
-from benchmarks.replay.recompute import checkpointed
-from benchmarks.replay.rows import machine, read, row_of
+from benchmarks.replay.recompute import checkpointed, layer_of
+from benchmarks.replay.repeat import TRACED
+from benchmarks.replay.rows import machine, read, row_of, torchtitan
 from cost_models.hardware import Hardware
 from cost_models.price import link_of, links_of, seconds
 from cost_models.steps import Comm
 
+PARAMETERS = {"llama-3.1-405b": 405.85e9}  # of the model; six flops each for a token, forward and backward
 HALF = 2  # bytes of an activation's element
 # Bytes that an optimizer step moves for a parameter: the gradient widened (2 + 4), its norm (4), scaled (8), Adam in
 # float32 (four read, three written), the parameter in half precision (4 + 2).
@@ -36,6 +46,9 @@ UPDATE = 52
 # Half-precision parameter and gradient, float32 parameter, gradient, and Adam's two states (Korthikanti 2022: 45.56 GiB
 # of 22B's layers on 8 GPUs are 18 a parameter).
 STATE = 18
+KEPT = 6  # of these a rank of FSDP that gathers once a step holds whole: the parameter, and its gradient's sum
+ACCUMULATE = 10  # bytes that adding a half-precision gradient to a float32 sum moves, for each micro-batch
+PIECES = 8  # of a collective of asynchronous tensor parallel: as many as ranks (torch's symmetric memory kernels)
 
 
 @dataclass(frozen=True)
@@ -59,13 +72,22 @@ class PipelineRow:
     sequence: int
     recompute: str
     gradient_bytes: int
+    model: str = "gpt"
     split: bool = False
     gb: float | None = None
     barrier: bool = True
+    fsdp: bool = False
+    float8: bool = False
+    async_tp: bool = False
 
     @property
     def ranks(self) -> Mapping[str, int]:
         return dict(zip(self.mesh.names, self.mesh.sizes, strict=True))
+
+    @property
+    def dtype(self) -> str:
+        """Of products in half precision."""
+        return "float16" if self.model == "gpt" else "bfloat16"
 
     @property
     def micro_batches(self) -> int:
@@ -77,6 +99,13 @@ class PipelineRow:
             return rate
         if self.unit == "samples/GPU/s":
             return self.batch / (self.mesh.ranks * rate)
+        if self.unit == "tokens/GPU/s":
+            return self.batch * self.sequence / (self.mesh.ranks * rate)
+        if self.model != "gpt":
+            attention = 6 * self.layers * self.width * self.sequence  # forward and backward, half of the square
+            return (
+                self.batch * self.sequence * (6 * PARAMETERS[self.model] + attention) / (self.mesh.ranks * rate * 1e12)
+            )
         size = self.layers * self.width**2
         extra = 1 + self.sequence / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
         return 96 * self.batch * self.sequence * size * extra / (self.mesh.ranks * rate * 1e12)
@@ -90,7 +119,7 @@ class PipelineRow:
 class PipelineTable:
     rows: tuple[PipelineRow, ...]
     sources: Mapping[str, Mapping[str, object]]
-    fitted: Mapping[str, str]  # profile -> row
+    fitted: Mapping[str, str]  # source -> the row, of this table or of torchtitan's, that its rate is fitted on
 
     def row(self, name: str) -> PipelineRow:
         return row_of(self.rows, name)
@@ -119,7 +148,7 @@ class Predicted:
 def pipelines() -> PipelineTable:
     """The rows of `pipelines.toml`."""
     document = read("pipelines.toml")
-    own = ("unit", "hardware", "vocabulary", "sequence", "recompute", "gradient_bytes")
+    own = ("unit", "model", "hardware", "vocabulary", "sequence", "recompute", "gradient_bytes", "fsdp", "split")
     rows: list[PipelineRow] = []
     for name, entry in document["rows"].items():
         source = document["sources"][entry["source"]]
@@ -129,8 +158,12 @@ def pipelines() -> PipelineTable:
 
 
 def plan_of(row: PipelineRow, hardware: Hardware) -> Plan:
-    """Three layers of its model on the ranks of tensor parallel, by Megatron's kernels."""
+    """Three layers of its model on the ranks of tensor parallel, by the kernels that its authors had."""
     split = SEQUENCE if row.split else None
+    if row.model != "gpt":
+        return _plan_of_llama(
+            row.model, row.micro, row.sequence, row.recompute, row.ranks["tensor"], row.float8, hardware
+        )
     return _plan(
         row.width, row.heads, row.vocabulary, row.micro, row.sequence, row.recompute, row.ranks["tensor"], split,
         hardware,
@@ -146,6 +179,16 @@ def _plan(
     return as_kernels(plan_of_megatron(graph, Mesh(("tensor",), (ranks,)), hardware, split), kernel_of)
 
 
+@cache
+def _plan_of_llama(
+    model: str, micro: int, sequence: int, recompute: str, ranks: int, float8: bool, hardware: Hardware
+) -> Plan:
+    """Layers are compiled, each by itself; activations are split along the sequence between products."""
+    graph = checkpointed(half_precision_graph(model, TRACED, micro, sequence), recompute, keep_sums=True)
+    plan = as_kernels(plan_of_megatron(graph, Mesh(("tensor",), (ranks,)), hardware, SEQUENCE), layer_of)
+    return as_float8(plan) if float8 else plan
+
+
 def layers_of(row: PipelineRow) -> list[int]:
     """Layers of each stage: equal, or one less in the first and the last."""
     stages = row.ranks["pipe"] * row.chunks
@@ -157,8 +200,12 @@ def layers_of(row: PipelineRow) -> list[int]:
     raise ValueError(f"row {row.name}: {row.layers} layers do not go into {stages} stages")
 
 
-def priced(plan: Plan, hardware: Hardware) -> dict[str, Part]:
-    return parts_of(plan, Pricer.on(plan.mesh, hardware, "none"))
+def priced(row: PipelineRow, hardware: Hardware) -> dict[str, Part]:
+    plan = plan_of(row, machine(row.hardware))
+    found = parts_of(plan, Pricer.on(plan.mesh, hardware, "none"), PIECES if row.async_tp else 1)
+    for part in found.values() if row.fsdp else ():
+        part.weights += part.numel * ACCUMULATE / hardware.tiers["hbm"].bytes_per_s
+    return found
 
 
 def predict(row: PipelineRow, hardware: Hardware, parts: Mapping[str, Part]) -> Predicted:
@@ -173,7 +220,7 @@ def predict(row: PipelineRow, hardware: Hardware, parts: Mapping[str, Part]) -> 
     numel = max(_of_ranks(schedule, _stages(parts, layers, "numel")))
     links = links_of(hardware, row.mesh.names, row.mesh.sizes) if row.ranks["data"] > 1 else {}
     sums = seconds(Comm("all_reduce", "data", row.ranks["data"], int(numel * row.gradient_bytes)), hardware, links)
-    update = numel * UPDATE / hardware.tiers["hbm"].bytes_per_s
+    update = numel / _split_states(row) * UPDATE / hardware.tiers["hbm"].bytes_per_s
     held, activations = _memory(row, schedule, parts, layers)
     played = play(schedule, durations)
     spent = played.makespan if row.barrier else max(end - begin for begin, end in played.spans)
@@ -194,6 +241,11 @@ def _of_ranks(schedule: Schedule, values: list[float]) -> list[float]:
     return found
 
 
+def _split_states(row: PipelineRow) -> int:
+    """Ranks that have a part each of the optimizer's states."""
+    return row.ranks["data"] if row.fsdp else 1
+
+
 def _sent(row: PipelineRow) -> float:
     return row.micro * row.sequence * row.width * HALF / row.ranks["tensor"]
 
@@ -212,7 +264,8 @@ def _send_seconds(row: PipelineRow, hardware: Hardware) -> float:
 
 def _memory(row: PipelineRow, schedule: Schedule, parts: Mapping[str, Part], layers: list[int]) -> tuple[float, float]:
     """The most that a rank holds, and of it what micro-batches keep of the layers for backward."""
-    state = [STATE * numel for numel in _stages(parts, layers, "numel")]
+    each = KEPT + (STATE - KEPT) / _split_states(row) if row.fsdp else STATE
+    state = [each * numel for numel in _stages(parts, layers, "numel")]
     state = [one + parts[LAYER].again for one in state]
     saved, pending = _stages(parts, layers, "saved"), [parts[LAYER].pending * count for count in layers]
     sent = (_sent(row),) * (len(layers) - 1)
@@ -223,18 +276,21 @@ def _memory(row: PipelineRow, schedule: Schedule, parts: Mapping[str, Part], lay
     return max(one.peak for one in ranks), max(one.peak for one in kept)
 
 
-def with_rate(hardware: Hardware, rate: float) -> Hardware:
-    """The same machine with another rate of half-precision products."""
-    return replace(hardware, achieved_flops_per_s={**hardware.achieved_flops_per_s, "float16": rate})
+def with_rate(row: PipelineRow, hardware: Hardware, rate: float) -> Hardware:
+    """The same machine with another rate of half-precision products; those of float8 are slower by as much."""
+    rates = dict(hardware.achieved_flops_per_s)
+    if FLOAT8 in rates:
+        rates[FLOAT8] *= rate / rates[row.dtype]
+    return replace(hardware, achieved_flops_per_s=rates | {row.dtype: rate})
 
 
 def fitted_rate(row: PipelineRow, hardware: Hardware) -> float:
-    """The rate of float16 products at which the step of that row takes its seconds (bisection)."""
-    plan, low, high = plan_of(row, hardware), 1e13, hardware.flops_per_s["float16"]
+    """The rate of half-precision products at which the step of that row takes its seconds (bisection)."""
+    low, high = 1e13, hardware.flops_per_s[row.dtype]
 
     def seconds_with(rate: float) -> float:
-        machine_ = with_rate(hardware, rate)
-        return predict(row, machine_, priced(plan, machine_)).seconds
+        machine_ = with_rate(row, hardware, rate)
+        return predict(row, machine_, priced(row, machine_)).seconds
 
     if seconds_with(high) > row.seconds:
         raise ValueError(f"row {row.name} is quicker than the peak of {hardware.name} allows; fit on another row")
@@ -244,15 +300,31 @@ def fitted_rate(row: PipelineRow, hardware: Hardware) -> float:
     return (low * high) ** 0.5
 
 
+def rates_of(table: PipelineTable, sources: Collection[str]) -> dict[str, float]:
+    """Source -> the rate of products that its rows are predicted with, where one is fitted."""
+    found: dict[str, float] = {}
+    titan = torchtitan()
+    for source, name in table.fitted.items():
+        if source in sources and name in (row.name for row in titan.rows):
+            row = titan.row(name)
+            hardware = machine(row.source.hardware)
+            found[source] = titan_rate(row, hardware, titan_plan(row, hardware))
+        elif source in sources:
+            found[source] = fitted_rate(table.row(name), machine(table.row(name).hardware))
+    return found
+
+
 def predictions(table: PipelineTable, rows: list[PipelineRow]) -> tuple[list[Predicted], dict[str, float]]:
-    """Of these rows, on machines that are fitted on one row each; and the rates that were fitted."""
-    rates = {profile: fitted_rate(table.row(name), machine(profile)) for profile, name in table.fitted.items()}
+    """Of these rows, and the rates that were fitted: source -> products per second."""
+    rates = rates_of(table, {row.source for row in rows})
     found: list[Predicted] = []
-    parts: dict[int, dict[str, Part]] = {}  # of each plan, which `_plan` keeps
+    parts: dict[object, dict[str, Part]] = {}  # plans are kept, and each is priced once for each rate
     for row in rows:
         hardware = machine(row.hardware)
-        fitted, plan = with_rate(hardware, rates[row.hardware]), plan_of(row, hardware)
-        if id(plan) not in parts:
-            parts[id(plan)] = priced(plan, fitted)
-        found.append(predict(row, fitted, parts[id(plan)]))
+        if row.source in rates:
+            hardware = with_rate(row, hardware, rates[row.source])
+        key = id(plan_of(row, machine(row.hardware))), row.source
+        if key not in parts:
+            parts[key] = priced(row, hardware)
+        found.append(predict(row, hardware, parts[key]))
     return found, rates

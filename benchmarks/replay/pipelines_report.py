@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from statistics import median
 
+from scipy.stats import spearmanr
+
 from benchmarks.replay.pipelines import PipelineTable, Predicted
 from benchmarks.replay.rows import machine
 
@@ -31,11 +33,13 @@ def pipeline_cells(table: PipelineTable, found: Sequence[Predicted]) -> list[lis
 
 def pipeline_notes(table: PipelineTable, found: Sequence[Predicted], rates: Mapping[str, float]) -> list[str]:
     """What was fitted, errors by source, memory, and ratios between schedules."""
-    lines = [
-        f"{profile}: float16 products at {rate / 1e12:.0f} TFLOP/s, fitted on {table.fitted[profile]}; the profile has "
-        f"{machine(profile).rate('float16', 'matmul') / 1e12:.0f}"
-        for profile, rate in rates.items()
-    ]
+    lines: list[str] = []
+    for source, rate in rates.items():
+        one = next(one.row for one in found if one.row.source == source)
+        lines.append(
+            f"{source}: {one.dtype} products at {rate / 1e12:.0f} TFLOP/s, fitted on {table.fitted[source]}; "
+            f"{one.hardware} has {machine(one.hardware).rate(one.dtype, 'matmul') / 1e12:.0f}"
+        )
     for source, about in table.sources.items():
         mine = [one for one in found if one.row.source == source]
         reported = [one.error for one in mine if one.row.name not in table.fitted.values()]
@@ -44,12 +48,27 @@ def pipeline_notes(table: PipelineTable, found: Sequence[Predicted], rates: Mapp
                 f"time, {source}: {len(reported)} rows, median error {100 * median(map(abs, reported)):.1f} %, worst "
                 f"{100 * max(reported, key=abs):+.1f} % ({about['url']}, {about['about']})"
             )
-    memory = [one.held / GB / one.row.gb - 1 for one in found if one.row.gb is not None]
-    if memory:
+    for source in dict.fromkeys(one.row.source for one in found if one.row.gb is not None):
+        memory = [
+            one.held / GB / one.row.gb - 1 for one in found if one.row.source == source and one.row.gb is not None
+        ]
         worst = max(memory, key=abs)
-        lines.append(f"memory, zero-bubble: {len(memory)} rows, median error "
+        lines.append(f"memory, {source}: {len(memory)} rows, median error "
                      f"{100 * median(map(abs, memory)):.1f} %, worst {100 * worst:+.1f} %")  # fmt: skip
+    lines += _orders(found)
     lines += _between_schedules(found)
+    return lines
+
+
+def _orders(found: Sequence[Predicted]) -> list[str]:
+    """Whether rates come in the published order, where a source has rows of several sizes."""
+    lines: list[str] = []
+    for source in ("sc21", "llama3", "titan-405b"):
+        mine = [one for one in found if one.row.source == source]
+        if len(mine) > 1:
+            published, predicted = [one.row.rate for one in mine], [one.row.rate / (1 + one.error) for one in mine]
+            rank = float(spearmanr(published, predicted)[0])
+            lines.append(f"order, {source}: rank correlation of {len(mine)} rows {rank:.2f}")
     return lines
 
 
