@@ -1,43 +1,45 @@
 """Where another thread of this process is, line by line.
 
-`sys._current_frames` is no way to ask: on Python 3.11 a frame object may collect garbage while it is made, so that
-code runs and the thread that is looked at goes on; its frames are then followed where they no longer are (an endless
-walk, or a segmentation fault). What faulthandler writes is read off in one go and makes no objects.
+Two ways to ask do not hold. To follow its frames while it runs: on Python 3.11 a frame object may collect garbage while
+it is made, so that other code runs and the thread goes on, and its frames are looked for where they no longer are (an
+endless walk, or a segmentation fault). To let faulthandler write where all threads are: it reads threads without a
+lock, while libraries make new ones. So frames are followed with no garbage collected meanwhile.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import os
-import re
-import tempfile
+import gc
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*$", re.MULTILINE)
-LINE = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)
-ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")  # what is not ASCII in a name
+COLLECTS_ANYWHERE = sys.version_info < (3, 12)  # later ones collect garbage between instructions only
+_one_at_a_time = threading.Lock()  # or the first that is through would let the garbage of the others' walk be collected
 
 
 def lines_of(thread: int) -> tuple[tuple[str, int], ...]:
-    """File and line of each of a thread's calls, innermost first: of the innermost 100, which is what there is.
+    """File and line of each of a thread's calls, innermost first. `thread`: what `threading.get_ident` says there.
 
-    `thread`: what `threading.get_ident` says there. Nothing where there is no such thread (any more).
+    Nothing where there is no such thread (any more).
     """
-    with _file() as file:
-        faulthandler.dump_traceback(file.fileno(), all_threads=True)
-        file.seek(0)
-        written = file.read().decode("ascii", "replace")
-    headers = list(THREAD.finditer(written))
-    ends = [header.start() for header in headers[1:]] + [len(written)]
-    for header, end in zip(headers, ends, strict=True):
-        if int(header[1], 16) == thread:
-            return tuple((_plain(file), int(line)) for file, line in LINE.findall(written, header.end(), end))
-    return ()
+    found: list[tuple[str, int]] = []
+    with _one_at_a_time, _no_collection():
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            found.append((frame.f_code.co_filename, frame.f_lineno or 0))
+            frame = frame.f_back
+    return tuple(found)
 
 
-def _file():
-    """Memory where there are files of memory: a disk may be full."""
-    return os.fdopen(os.memfd_create("stacks"), "w+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
-
-
-def _plain(name: str) -> str:
-    return ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), name)
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """For some microseconds. Who turns collection off just then finds it on, as if it had been done before."""
+    if not (COLLECTS_ANYWHERE and gc.isenabled()):
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

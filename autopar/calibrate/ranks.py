@@ -31,7 +31,7 @@ PARTS = ("all", "crowd")  # everything; or collectives and a few probes of compu
 COMPUTE_SHARE = 0.5  # of the time; the rest is for collectives
 BENCHES = 420  # about so many calls share the time for compute
 LOST_S = 120  # a collective that waits longer has lost its partners
-START_S = 60  # for starting the processes
+START_S = 180  # for starting the processes, beside others who work
 
 
 def measure_world(parts: str, budget_s: float, device: torch.device, say: Say) -> list[Sample]:

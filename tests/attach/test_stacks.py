@@ -38,7 +38,7 @@ print(len(found), max(map(len, found)))
 
 
 def test_a_thread_is_where_it_is_innermost_first(tmp_path: Path) -> None:
-    script = tmp_path / "größe, 大.py"  # names are written in ASCII
+    script = tmp_path / "größe, 大.py"
     script.write_text("def waits(event):\n\n    event.wait()\n\n\ndef outer(event):\n    waits(event)\n")
     space: dict[str, object] = {}
     exec(compile(script.read_text(), str(script), "exec"), space)
