@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from autopar._compat import dtensor_handlers
+from autopar.attach.tensors import whole_within
 
 _aten = torch.ops.aten
 DRAWS = (
@@ -38,7 +39,7 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     seed = torch.randint(2**31, (), device=held.to_local().device)
     if mesh.size() > 1:
         dist.broadcast(seed, 0)
-    whole = held.detach().full_tensor()
+    whole = whole_within(held.detach())
     devices = [whole.get_device()] if whole.is_cuda else []
     with torch.no_grad(), torch.random.fork_rng(devices):
         torch.manual_seed(int(seed))

@@ -11,7 +11,7 @@ A number of DTensors beside a plain tensor (a penalty on the parameters, added t
 gradient the plain tensor's backward cannot take. Here it becomes a plain number first.
 
 Norms over what is split are held in parts, which sums and further sums over them take for terms. Here a norm is put
-together where it is made. Numbers print as numbers do.
+together where it is made. Numbers print as numbers do. Of a pipeline, numbers are those of all stages.
 
 `torch.save` writes the piece that a rank holds, and nothing of the others': a checkpoint that rank 0 alone writes lacks
 the rest of the model. Here it says so.
@@ -27,6 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from autopar._compat import dtensor_handlers
+from autopar.attach.over_stages import everywhere, pipe_of
 from autopar.attach.tensors import over_pieces
 
 ITEM = torch.ops.aten._local_scalar_dense.default
@@ -53,12 +54,8 @@ def _item(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> int | float 
 
 
 def _whole(number: DTensor) -> torch.Tensor:
-    if number.device_mesh.get_coordinate() is None:
-        raise RuntimeError(
-            "a number is asked for that comes of parameters of another pipeline stage, of which this rank has no "
-            "elements; ask parallel.full_state_dict(), called on all ranks, or leave those of other stages out"
-        )
-    return number.full_tensor()
+    pipe = pipe_of(number)
+    return number.full_tensor() if pipe is None else everywhere(number, pipe)
 
 
 def _set_data(held: DTensor, value: torch.Tensor) -> None:
@@ -92,9 +89,13 @@ def _arithmetic(plain: Any) -> Any:
 
     @functools.wraps(plain)
     def method(held: DTensor, other: Any) -> Any:
-        if held.ndim == 0 and isinstance(other, torch.Tensor) and not isinstance(other, DTensor):
+        if held.ndim or not isinstance(other, torch.Tensor) or other.ndim:
+            return plain(held, other)
+        if not isinstance(other, DTensor):
             return plain(_whole(held), other)
-        return plain(held, other)
+        if pipe_of(held) is None and pipe_of(other) is None:
+            return plain(held, other)
+        return plain(_whole(held), _whole(other))  # of any stages: on all ranks alike
 
     return method
 

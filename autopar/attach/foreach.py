@@ -14,23 +14,38 @@ import torch
 from torch.distributed.tensor import DTensor, Partial
 
 from autopar._compat import dtensor_handlers
-from autopar.attach.tensors import over_pieces
+from autopar.attach.tensors import over_pieces, whole_within
 
 REDUCE = ("norm", "max", "powsum")  # give numbers, and not lists of what they take
+LISTS = ("_foreach_", "_fused_")
+NORMS = torch.ops.aten._foreach_norm.Scalar
 
 
 def mend_lists() -> None:
     """From now on such operators do each rank's pieces, whatever stages they are of."""
     for op in _operators():
         dtensor_handlers.setdefault(op, _on_pieces)
+    dtensor_handlers.setdefault(NORMS, _norms)
 
 
 def _operators() -> Iterator[Any]:
     for name in dir(torch.ops.aten):
-        kind = name.removeprefix("_foreach_")
-        if kind != name and kind.rstrip("_") not in REDUCE:
+        kind = name.removeprefix("_foreach_").rstrip("_")
+        if name.startswith(LISTS) and kind not in REDUCE:
             packet = getattr(torch.ops.aten, name)
-            yield from (getattr(packet, overload) for overload in packet.overloads() if "out" not in overload)
+            found = (getattr(packet, overload) for overload in packet.overloads() if "out" not in overload)
+            yield from (op for op in found if _takes_lists(op))
+
+
+def _takes_lists(op: Any) -> bool:
+    """A list of tensors first: optimizers' fused steps among what is called fused."""
+    return isinstance(op._schema.arguments[0].type, torch.ListType)
+
+
+def _norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Of each by itself, on its own mesh."""
+    given = dict(zip(("self", "ord", "dtype"), args, strict=False)) | kwargs
+    return [torch.linalg.vector_norm(one, given.get("ord", 2), dtype=given.get("dtype")) for one in given["self"]]
 
 
 def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,7 +55,7 @@ def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(one, DTensor) for one in cast("list[Any]", value)):
             return [_piece(one, like) for one, like in zip(cast("list[Any]", value), first, strict=True)]
-        return value.full_tensor() if isinstance(value, DTensor) else value
+        return whole_within(value) if isinstance(value, DTensor) else value
 
     made = op(pieces, *map(local, args[1:]), **{key: local(value) for key, value in kwargs.items()})
     if made is None or op._schema.is_mutable:

@@ -22,7 +22,7 @@ def local_input(value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMe
     """This rank's piece of an argument. A plain tensor is the whole; a DTensor says where it lies."""
     if isinstance(value, DTensor):
         value = _on(value, device_mesh)
-        return as_stored(value.redistribute(device_mesh, placements_of(layout)).to_local())
+        return as_stored(value.redistribute(placements=placements_of(layout)).to_local())
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     return piece_of(value.detach(), layout, mesh, coordinate).to(device_of(device_mesh))

@@ -46,7 +46,8 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
         step.without_tangent = prepared.without_tangent
         if prepared.runner.played is None:
             step.again = _with_every_tangent(parallel, prepared, call, key, step)
-    outputs, written = prepared.runner(step, parameters)
+    beside = [tensors[name] for tensors, name in prepared.beside]
+    outputs, written = prepared.runner(step, parameters, beside)
     with torch.no_grad():
         for name, value in written:
             tensors, leaf = prepared.buffers[name]

@@ -382,8 +382,6 @@ def _lay_out(parallel: ParallelModule, main: Prepared) -> None:
         else:
             laid_out = parameter_on(state.mesh, state.device_mesh, parameter, layout, on_host=on_host)
         become(parameter, laid_out)
-    if isinstance(main.runner, StageRunner):
-        main.runner.pipe.note(parallel, holders)
     for name, parameter in parameters.items():
         if id(parameter) not in done:
             raise AssertionError(f"parameter {name} is not in the plan")

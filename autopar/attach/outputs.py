@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from autopar.attach.late import Late
-from autopar.attach.tensors import as_dtensor, is_whole, piece_of
+from autopar.attach.tensors import as_dtensor, is_whole, piece_of, whole_within
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 
@@ -34,7 +34,7 @@ class _WholeWhenRead(torch.autograd.Function):
         def gather() -> Tensor:
             if not found:
                 with torch.no_grad():
-                    found.append(as_dtensor(local.detach(), shape, layout, device_mesh).full_tensor())
+                    found.append(whole_within(as_dtensor(local.detach(), shape, layout, device_mesh)))
             return found[0]
 
         return Late(torch.empty(shape, dtype=local.dtype, device="meta"), gather, local.device)

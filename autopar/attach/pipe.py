@@ -9,9 +9,7 @@ crosses from stage to stage goes between ranks with the same coordinates within 
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,15 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import replace_total_norm, total_norm
-from autopar.attach.foreach import mend_lists
+from autopar.attach import over_stages
 from autopar.attach.tensors import device_of, over_pieces, placements_of, take_part
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.search.orders import PIPE, within_stage
 from cost_models.price import groups_over
-
-PIPES: weakref.WeakSet[Pipe] = weakref.WeakSet()  # of all modules of this process: a norm sees only gradients
 
 
 class Pipe:
@@ -47,13 +42,7 @@ class Pipe:
         self.rank_within, self.ranks_within = at, self.inner.ranks
         self.peers = [int(one.flatten()[at]) for one in numbers]
         self.group = device_mesh.get_group(PIPE)
-        # Names: torch does not swap a parameter (`to_empty`, `double`) to which there is a weak reference.
-        self.module: weakref.ref[nn.Module] | None = None
-        self.held: frozenset[str] = frozenset()  # parameters of this place
-        self.copies: frozenset[str] = frozenset()  # those of them that an earlier place counts
-        PIPES.add(self)
-        _count_all_stages()
-        mend_lists()
+        over_stages.begin(self)
 
     @property
     def count(self) -> int:
@@ -103,6 +92,19 @@ class Pipe:
         dist.broadcast(value, self.peers[place], group=self.group)
         return value
 
+    def first_of(self, value: Tensor, is_there: bool) -> Tensor:
+        """The value of the first place where there is one, at all of them, which all call it. Elsewhere `value` is room
+        for it.
+        """
+        flags = torch.tensor([is_there], dtype=torch.int32, device=value.device)
+        found = [torch.empty_like(flags) for _ in self.meshes]
+        dist.all_gather(found, flags, group=self.group)
+        first = [bool(flag) for flag in found].index(True)
+        value = value.contiguous()
+        parts = torch.view_as_real(value) if value.is_complex() else value
+        self.from_place(first, parts.reshape(-1).view(torch.uint8))  # of any dtype
+        return value
+
     def sum_over(self, places: Sequence[int], value: Tensor) -> Tensor:
         """The sum of the values at these places, which all call it, in that order."""
         value = value.contiguous()
@@ -138,76 +140,7 @@ class Pipe:
             take_part(value, layout, self.inner, self.whole)
         return self.elsewhere(whole, layout, place)
 
-    def note(self, module: nn.Module, holders: Mapping[str, Sequence[int]]) -> None:
-        """What this place holds. Of a parameter that several places hold, the first one counts the gradient."""
-        self.module = weakref.ref(module)
-        self.held = frozenset(name for name, places in holders.items() if self.place in places)
-        self.copies = frozenset(name for name, places in holders.items() if self.place in places[1:])
-
-    def gradients(self, names: Collection[str]) -> list[Tensor]:
-        """Those of these parameters that have one."""
-        module = None if self.module is None else self.module()
-        if module is None:
-            return []
-        return [grad for name in names if (grad := module.get_parameter(name).grad) is not None]
-
 
 def is_elsewhere(held: Any) -> bool:
     """Whether a tensor is one of another stage."""
     return isinstance(held, DTensor) and held.device_mesh.get_coordinate() is None
-
-
-# --- norms over all stages -------------------------------------------------------------------------------------------
-
-
-def _count_all_stages() -> None:
-    """From now on `torch.nn.utils.clip_grad_norm_` and `get_total_norm` of the gradients of a pipeline are of all its
-    stages; torch has each stage's own, without a word.
-    """
-    plain = total_norm()
-    if not getattr(plain, "counts_all_stages", False):
-        replace_total_norm(_over_stages(plain))
-
-
-def _over_stages(plain: Any) -> Any:
-    @functools.wraps(plain)
-    def norm_of(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Tensor:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        pipe = _pipe_of(given)
-        if pipe is None:
-            return plain(given, norm_type, error_if_nonfinite, foreach)
-        copies = pipe.gradients(pipe.copies)
-        own = [one for one in given if not any(one is copy for copy in copies)]
-        with torch.no_grad():
-            norm = plain(own, norm_type, False, foreach)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            norm = norm.to(device_of(pipe.whole), torch.float64, copy=True)  # alike in a stage without gradients
-            if norm_type == float("inf"):
-                dist.all_reduce(norm, dist.ReduceOp.MAX, group=pipe.group)
-            else:
-                norm = norm**norm_type
-                dist.all_reduce(norm, group=pipe.group)
-                norm = norm ** (1.0 / norm_type)
-            norm = norm.to(max((one.dtype for one in given), key=lambda dtype: torch.finfo(dtype).bits))
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
-                "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
-            )
-        return norm
-
-    norm_of.counts_all_stages = True  # type: ignore[attr-defined]
-    return norm_of
-
-
-def _pipe_of(tensors: Sequence[Tensor]) -> Pipe | None:
-    """The pipeline of whose parameters these are the gradients. Equal meshes are one to torch, whichever module they
-    were made for, and every module has process groups of its own.
-    """
-    given = {id(one) for one in tensors}
-    for pipe in PIPES:
-        if any(id(one) in given for one in pipe.gradients(pipe.held)):
-            return pipe
-    return None

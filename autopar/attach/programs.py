@@ -63,16 +63,18 @@ class Prepared:
     """A program with all that a call of it needs.
 
     `inputs`: for each input of the program its place among the tensors of a call, and its layout. `parameters`: where
-    they are found, in the order of the program; `buffers`: all that the module has. `trained`: which parameters of the
-    model, in any stage, required grad. `same`: slots that hold one tensor under two names. `hooked`: dicts of hooks,
-    and how many there were. `without_tangent`: outputs whose gradient the program does not take. `writes`: attributes
-    that forward sets, as `Reads.written` has them; `sets`: those that are no tensors, and to what. `told`: in words.
+    they are found, in the order of the program; `beside`: those of other stages that train; `buffers`: all that the
+    model has. `trained`: which parameters of the model, in any stage, required grad. `same`: slots that hold one tensor
+    under two names. `hooked`: dicts of hooks, and how many there were. `without_tangent`: outputs whose gradient the
+    program does not take. `writes`: attributes that forward sets, as `Reads.written` has them; `sets`: those that are
+    no tensors, and to what. `told`: in words.
     """
 
     plan: Plan
     runner: Runner
     inputs: tuple[tuple[Node, int, Layout], ...]
     parameters: list[Slot]
+    beside: list[Slot]
     buffers: dict[str, Slot]
     constants: Mapping[str, Tensor]
     out_spec: Any
@@ -333,6 +335,7 @@ def _prepared(
     paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
     places = {path: place for place, path in enumerate(paths)}
     held = [slots[node.target] for node in runner.parameters]
+    beside = [slots[name] for name in runner.beside]
     whole = [slots[node.target] for node in graph.nodes if node.op == "parameter"]
     modules = dict(parallel.named_modules(remove_duplicate=False))
     sets = [
@@ -352,6 +355,7 @@ def _prepared(
             if node.op == "input"
         ),
         held,
+        beside,
         buffers,
         {name: value.to(state.device_mesh.device_type) for name, value in captured.constants.items()},
         captured.out_spec,

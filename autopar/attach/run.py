@@ -80,6 +80,11 @@ class Runner:
         return self.program.gradients
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """Parameters of other stages, which get gradients of no elements."""
+        return ()
+
+    @property
     def own_inputs(self) -> tuple[Node, ...]:
         """What a call brings."""
         return self.program.inputs
@@ -112,12 +117,12 @@ class Runner:
         return {result.target: (i, layout) for i, (result, layout) in told if result.kind == "output"}
 
     def __call__(
-        self, step: Step, parameters: Sequence[Tensor]
+        self, step: Step, parameters: Sequence[Tensor], beside: Sequence[Tensor] = ()
     ) -> tuple[list[Tensor | None], list[tuple[str, Tensor]]]:
         """(outputs in the model's order, new values of the buffers it writes). Outputs carry gradients where those of
-        the model do.
+        the model do. `parameters`: those of the program; `beside`: those of `self.beside`.
         """
-        found: tuple[Tensor | None, ...] = _Step.apply(self, step, *parameters)  # type: ignore[assignment]
+        found: tuple[Tensor | None, ...] = _Step.apply(self, step, *parameters, *beside)  # type: ignore[assignment]
         if not torch.is_grad_enabled():
             settle()  # what is fetched from the host may be changed there from now on
         outputs: list[Tensor | None] = []
@@ -172,8 +177,9 @@ class Step:
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, runner: Runner, step: Step, *parameters: Tensor) -> tuple[Tensor | None, ...]:
-        program = runner.program
+    def forward(ctx: Any, runner: Runner, step: Step, *given: Tensor) -> tuple[Tensor | None, ...]:
+        program, count = runner.program, len(runner.parameters)
+        parameters, ctx.beside = given[:count], given[count:]
         ctx.drawn = _random_states(runner) if step.without_tangent else None
         pieces = runner.as_read(tuple(map(local_of, parameters)))
         count = len(runner.results)
@@ -201,7 +207,8 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         runner = ctx.runner
         with runner.watch.call(BACKWARD):
-            return _backward(ctx, gradients)
+            nothing = [gradient_of(one, torch.zeros_like(local_of(one))) for one in ctx.beside]
+            return *_backward(ctx, gradients), *nothing
 
 
 def _all_rounds(

@@ -110,6 +110,13 @@ class StageRunner(Runner):
         return tuple(found.values())
 
     @cached_property
+    def beside(self) -> tuple[str, ...]:
+        own = {result.target for result, _ in self.gradients}
+        every = [result for plan in self.staged.plans for result in plan.graph.results if result.kind == "gradient"]
+        names = dict.fromkeys(result.target for result in every if not is_channel(result.target))
+        return tuple(name for name in names if name not in own)
+
+    @cached_property
     def parameters(self) -> tuple[Node, ...]:
         return tuple(node for node in self._inputs if node.op == "parameter")
 

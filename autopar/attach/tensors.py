@@ -25,6 +25,10 @@ from autopar.ir import layout as plain
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 
+# All of a tensor, put together by the ranks of its own mesh: in a pipeline those of one place
+# (`autopar.attach.over_stages`, which makes `full_tensor` that of all stages).
+whole_within = DTensor.full_tensor
+
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     """Our plain mesh. torch's unnamed axes are called axis0, axis1, ..."""
@@ -81,7 +85,7 @@ def as_dtensor(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh:
 
 def over_pieces(local: Tensor, shape: Sequence[int], placements: Sequence[Any], device_mesh: DeviceMesh) -> DTensor:
     """A DTensor over local pieces. A piece on the host stays there, whatever the mesh is of, as torch's FSDP has it
-    with CPUOffloadPolicy.
+    with CPUOffloadPolicy. A rank that is not in the mesh keeps what it is given, which torch would throw away.
     """
     stride: list[int] = []
     step = 1
@@ -89,6 +93,7 @@ def over_pieces(local: Tensor, shape: Sequence[int], placements: Sequence[Any], 
         stride.insert(0, step)
         step *= max(size, 1)
     is_here = local.is_meta or local.device.type == device_mesh.device_type
+    is_here = is_here and device_mesh.get_coordinate() is not None
     made = DTensor.from_local(
         local if is_here else local.to("meta"), device_mesh, placements, run_check=False,
         shape=torch.Size(shape), stride=tuple(stride),
@@ -121,7 +126,7 @@ def parameter_on(
     if isinstance(value, DTensor):  # in pieces where an earlier call had no memory for those behind it
         if layout_of(value) == layout and not is_whole(layout) and is_on_host(value) == on_host:
             return whole
-        value = value.to_local() if is_whole(layout_of(value)) else value.full_tensor()
+        value = value.to_local() if is_whole(layout_of(value)) else whole_within(value)
     if value.is_meta:
         shape = plain.local_shape(tuple(value.shape), layout, mesh)
         assert shape is not None
@@ -293,9 +298,10 @@ def refuse_pieces_of_others(name: str, value: Any, held: Any) -> None:
 def piece_as(value: Tensor, held: DTensor) -> DTensor:
     """A whole tensor as a DTensor laid out like `held`."""
     mesh, device_mesh = mesh_of(held.device_mesh), held.device_mesh
-    coordinate = device_mesh.get_coordinate()
-    assert coordinate is not None
-    layout = layout_of(held)
+    layout, coordinate = layout_of(held), device_mesh.get_coordinate()
+    if coordinate is None:  # of another stage
+        nothing = torch.zeros_like(held.to_local(), dtype=value.dtype)
+        return over_pieces(nothing, value.shape, held.placements, device_mesh)
     local = piece_of(value.detach(), layout, mesh, coordinate).to(held.to_local().device)
     return as_dtensor(local, value.shape, layout, device_mesh)
 

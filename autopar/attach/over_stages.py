@@ -1,0 +1,163 @@
+"""Numbers of parameters and gradients of all stages of a pipeline: what each rank has a part of, every rank gets whole.
+
+Every rank has all parameters, and gradients of all, of no elements where they are of other stages. So what a script
+computes of them by hand (a norm, a penalty, a step size that an optimizer finds) is asked for by all ranks alike, in
+the same order, and each gets the number of the whole model; torch would give a rank what its own stage makes of it,
+without a word. All ranks must ask, as for numbers of what is split.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from autopar._compat import dtensor_handlers, replace_total_norm, total_norm
+from autopar.attach.foreach import mend_lists
+from autopar.attach.tensors import device_of, over_pieces, whole_within
+
+if TYPE_CHECKING:
+    from autopar.attach.pipe import Pipe
+
+STACK = torch.ops.aten.stack.default
+_redistribute = DTensor.redistribute
+
+_PIPES: weakref.WeakKeyDictionary[Pipe, int] = weakref.WeakKeyDictionary()  # of all modules, in the order of compiles
+_numbers = itertools.count()
+
+
+def begin(pipe: Pipe) -> None:
+    """From now on numbers of this pipeline's parameters are of all its stages."""
+    _PIPES[pipe] = next(_numbers)
+    mend_lists()
+    dtensor_handlers.setdefault(STACK, _stacked)
+    DTensor.full_tensor, DTensor.redistribute = _full, _whole_on_its_mesh  # type: ignore[method-assign]
+    plain = total_norm()
+    if not getattr(plain, "counts_all_stages", False):
+        replace_total_norm(_over_stages(plain))
+
+
+def pipe_of(value: Any) -> Pipe | None:
+    """The pipeline that a tensor is of. Equal meshes are one to torch, whichever module they were made for."""
+    if not isinstance(value, DTensor) or not _PIPES:
+        return None
+    mesh: DeviceMesh = value.device_mesh
+    return next((pipe for pipe in sorted(_PIPES, key=_PIPES.__getitem__) if mesh in pipe.meshes), None)
+
+
+def everywhere(value: DTensor, pipe: Pipe) -> Tensor:
+    """The whole tensor, on every rank of the pipe, all of which ask. Gradients go to those that have a piece of it."""
+    if value.device_mesh.get_coordinate() is None:
+        room = torch.zeros(value.shape, dtype=value.dtype, device=device_of(pipe.whole))
+        return pipe.first_of(room, False)
+    own = whole_within(value)
+    pipe.first_of(own.detach().clone(), True)
+    return own
+
+
+@functools.wraps(whole_within)
+def _full(held: DTensor, **kwargs: Any) -> Tensor:
+    """On every rank of a pipeline, whichever stage it is of."""
+    pipe = pipe_of(held)
+    return whole_within(held, **kwargs) if pipe is None else everywhere(held, pipe)
+
+
+@functools.wraps(_redistribute)
+def _whole_on_its_mesh(
+    held: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **kwargs: Any
+) -> DTensor:
+    """What torch asks for where it puts state dicts together (`StateDictOptions(full_state_dict=True)`), and then takes
+    the piece: of other stages, too, it is all of the tensor.
+    """
+    pipe = pipe_of(held) if device_mesh is not None and placements and all(map(_is_whole, placements)) else None
+    if pipe is None or device_mesh != held.device_mesh:
+        return _redistribute(held, device_mesh, placements, **kwargs)
+    return over_pieces(everywhere(held, pipe), held.shape, placements or (), held.device_mesh)
+
+
+def _is_whole(placement: Any) -> bool:
+    return isinstance(placement, Replicate)
+
+
+def _stacked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Numbers of any stages as one plain tensor."""
+    (given, *dim) = args
+    if all(one.ndim == 0 for one in given) and (pipe := next(filter(None, map(pipe_of, given)), None)) is not None:
+        return op([everywhere(one, pipe) if isinstance(one, DTensor) else one for one in given], *dim, **kwargs)
+    return torch.cat([one.unsqueeze(*dim or (0,)) for one in given], *dim)
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+
+def _over_stages(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def norm_of(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> Tensor:
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        pipe = next((found for one in given if (found := pipe_of(one)) is not None), None)
+        if pipe is None:
+            return plain(given, norm_type, error_if_nonfinite, foreach)
+        with torch.no_grad():
+            norm = torch.linalg.vector_norm(_norms(given, float(norm_type), pipe), norm_type)
+            norm = norm.to(max((one.dtype for one in given), key=lambda dtype: torch.finfo(dtype).bits))
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
+                "this error and scale the gradients by the non-finite norm anyway, set error_if_nonfinite=False"
+            )
+        return norm
+
+    norm_of.counts_all_stages = True  # type: ignore[attr-defined]
+    return norm_of
+
+
+def _norms(given: Sequence[Tensor], p: float, pipe: Pipe) -> Tensor:
+    """The norm of each tensor, in float64, the same on all ranks. What several stages hold is taken where it is first.
+
+    Of a piece |x|_p ** p, or the largest; these are put together within a place, then over places.
+    """
+    if p < 0:
+        raise ValueError(f"the norm of order {p:g} of gradients in pipeline stages is not built; use one from 0 to inf")
+    found = torch.zeros(2, len(given), dtype=torch.float64, device=device_of(pipe.whole))  # norms; which are here
+    pieces: dict[int, Tensor] = {}
+    for number, one in enumerate(given):
+        if isinstance(one, DTensor):
+            if (coordinate := one.device_mesh.get_coordinate()) is None:
+                continue
+            if any(isinstance(place, Partial) for place in one.placements):
+                one = _redistribute(
+                    one, placements=[Replicate() if isinstance(place, Partial) else place for place in one.placements]
+                )
+            repeats = any(at for at, place in zip(coordinate, one.placements, strict=True) if place.is_replicate())
+            one = one.to_local()
+        else:
+            repeats = pipe.rank_within > 0
+        found[1, number] = 1.0
+        if one.numel() and not repeats:
+            pieces[number] = one.detach()
+    if pieces:
+        norms = torch.stack([norm.double() for norm in torch.ops.aten._foreach_norm.Scalar([*pieces.values()], p)])
+        found[0, [*pieces]] = norms if p in (0.0, float("inf")) else norms**p
+    together = dist.ReduceOp.MAX if p == float("inf") else dist.ReduceOp.SUM
+    for axis in range(pipe.here.ndim):
+        norms = found[0].clone()
+        dist.all_reduce(norms, together, group=pipe.here.get_group(axis))
+        found[0] = norms
+    if p not in (0.0, float("inf")):
+        found[0] **= 1.0 / p
+    places = [torch.empty_like(found) for _ in pipe.meshes]
+    dist.all_gather(places, found, group=pipe.group)
+    total = torch.zeros_like(found[0])
+    for norms, is_here in reversed(places):
+        total = torch.where(is_here > 0, norms, total)
+    return total
