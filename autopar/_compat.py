@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as functional_collectives
+import torch.distributed._state_dict_utils as _state_dict_utils
 from torch._C._distributed_c10d import HashStore
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.compile_utils import fx_graph_cse
@@ -57,6 +58,18 @@ def replace_total_norm(by: Any) -> None:
     torch.nn.utils.get_total_norm = by
 
 
+def distribute_tensors() -> Any:
+    """What puts whole values into a state dict (`set_model_state_dict`): called with (state dict with (held, whole) for
+    each key, keys, device, process group).
+    """
+    return _state_dict_utils._distribute_tensors
+
+
+def replace_distribute_tensors(by: Any) -> None:
+    """Put them in with something else."""
+    _state_dict_utils._distribute_tensors = by
+
+
 # Operator -> what DTensor does for it instead of looking for layouts: called with (operator, args, kwargs).
 dtensor_handlers = DTensor._op_dispatcher._custom_op_handlers
 
@@ -71,6 +84,7 @@ __all__ = [
     "aot_export_joint_with_descriptors",
     "cuda_sleep",
     "default_store",
+    "distribute_tensors",
     "dtensor_handlers",
     "functional_collectives",
     "fx_graph_cse",
@@ -79,6 +93,7 @@ __all__ = [
     "group_named",
     "groups_like",
     "pytree",
+    "replace_distribute_tensors",
     "replace_total_norm",
     "total_norm",
 ]

@@ -30,7 +30,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
 from autopar.machine.device import has_expandable_segments, host_threads
 from autopar.plan import Plan
-from autopar.plan.fit import check
+from autopar.plan.fit import OF_RANK_0, check
 from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import dumps
 from autopar.rewrite.micro_batches import in_rounds
@@ -275,7 +275,7 @@ def _on_rank_zero(
 
     def receive() -> Plan:
         plan = found or Plan.loads(text, "rank 0", rules)
-        check(plan, in_rounds(graph, plan.graph.rounds.count), mesh or plan.mesh, origin="the plan of rank 0")
+        check(plan, in_rounds(graph, plan.graph.rounds.count), mesh or plan.mesh, origin=OF_RANK_0)
         return plan
 
     return agreed(receive, device_mesh)

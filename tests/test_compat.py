@@ -110,6 +110,23 @@ def check_fx_graph_cse() -> None:
     assert sum(node.target is torch.sin for node in merged.graph.nodes) == 1
 
 
+def check_distribute_tensors() -> None:
+    held = torch.zeros(2)
+    state = {"a": held}
+    _compat.distribute_tensors()(state, ["a", "b"], torch.device("cpu"), object())
+    assert state == {"a": held}  # what is a tensor stays
+
+
+def check_replace_distribute_tensors() -> None:
+    plain, seen = _compat.distribute_tensors(), list[object]()
+    try:
+        _compat.replace_distribute_tensors(lambda *given: seen.append(given))
+        _compat.distribute_tensors()({}, ["a"])
+    finally:
+        _compat.replace_distribute_tensors(plain)
+    assert seen == [({}, ["a"])] and _compat.distribute_tensors() is plain
+
+
 def check_total_norm() -> None:
     assert _compat.total_norm()([torch.tensor([3.0, 4.0])], 2.0, False, None).item() == 5.0
 

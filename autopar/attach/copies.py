@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +33,27 @@ def copied(module: Module, state: Any, memo: dict[int, Any]) -> Module:
     made = type(module).__new__(type(module))
     memo[id(module)] = made
     made.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    if state.pipe is not None and state.plan is None:
+        of_made: Any = made._autopar
+        state.alike = of_made.alike = state.alike or [weakref.ref(module)]
+        state.alike.append(weakref.ref(made))
     return made
+
+
+def alike(module: nn.Module) -> list[Any]:
+    """The module, and what was copied with it before any of them was planned for stages and is not yet: they are laid
+    out together, so that averages of weights meet what they average.
+    """
+    state: Any = module._autopar
+    others = [one for held in state.alike if (one := held()) is not None and one is not module]
+    return [module, *(one for one in others if one._autopar.plan is None)]
+
+
+def hand_on(module: nn.Module) -> None:
+    """Give those that were laid out with it the plan of the module. Their programs are made when they are called."""
+    state: Any = module._autopar
+    for one in alike(module)[1:]:
+        one._autopar.plan, one._autopar.staged, one._autopar.seed = state.plan, state.staged, state.seed
 
 
 def _parameter(parameter: nn.Parameter) -> nn.Parameter:

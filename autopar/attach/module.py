@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import pytree
 from autopar.attach import batches
 from autopar.attach.agree import text_from
-from autopar.attach.copies import copied, copied_shallowly, unpicklable, unshareable
+from autopar.attach.copies import alike, copied, copied_shallowly, hand_on, unpicklable, unshareable
 from autopar.attach.draws import draw_whole
 from autopar.attach.dtensors import mend_dtensors
 from autopar.attach.full_state import full_state, received_state
@@ -325,7 +325,8 @@ def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool
     main = prepare(parallel, state, call, key, training=training, loosely=loosely)
     with torch.inference_mode(False):  # parameters made here are trained later
         try:
-            _lay_out(parallel, main)
+            for one in alike(parallel):
+                _lay_out(one, main)
         except Exception:  # no memory, on some rank: nothing may run on what lies otherwise than it was planned
             state.programs.clear(), state.calls.clear()
             raise
@@ -335,6 +336,7 @@ def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool
     state.plan, state.main = main.plan, main
     if isinstance(main.runner, StageRunner):
         state.staged = main.runner.staged
+        hand_on(parallel)
 
 
 def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepared, Call]:
@@ -371,14 +373,14 @@ def _lay_out(parallel: ParallelModule, main: Prepared) -> None:
     for buffer in parallel.buffers():
         if not buffer.is_meta:
             buffer.copy_(from_rank_zero(buffer, state.device_mesh))
-    done: set[int] = set()
-    holders = main.runner.staged.holders if isinstance(main.runner, StageRunner) else {}
+    runner, done = main.runner, set[int]()
+    holders = runner.staged.holders if isinstance(runner, StageRunner) else {}
     for name, layout in main.plan.parameters.items():
         parameter = parameters[name]
         done.add(id(parameter))
         on_host = main.plan.residence.get(name) == "host"
-        if isinstance(main.runner, StageRunner) and main.runner.pipe.place not in holders[name]:
-            laid_out = main.runner.pipe.given_to_others(parameter, layout, holders[name][0])
+        if isinstance(runner, StageRunner) and runner.pipe.place not in holders[name]:
+            laid_out = runner.pipe.given_to_others(parameter, layout, holders[name][0])
         else:
             laid_out = parameter_on(state.mesh, state.device_mesh, parameter, layout, on_host=on_host)
         become(parameter, laid_out)

@@ -20,9 +20,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from autopar._compat import dtensor_handlers, replace_total_norm, total_norm
+from autopar._compat import (
+    distribute_tensors,
+    dtensor_handlers,
+    replace_distribute_tensors,
+    replace_total_norm,
+    total_norm,
+)
 from autopar.attach.foreach import mend_lists
-from autopar.attach.tensors import device_of, over_pieces, whole_within
+from autopar.attach.tensors import device_of, is_of_this_rank, over_pieces, whole_within
 
 if TYPE_CHECKING:
     from autopar.attach.pipe import Pipe
@@ -40,6 +46,9 @@ def begin(pipe: Pipe) -> None:
     mend_lists()
     dtensor_handlers.setdefault(STACK, _stacked)
     DTensor.full_tensor, DTensor.redistribute = _full, _whole_on_its_mesh  # type: ignore[method-assign]
+    put = distribute_tensors()
+    if not hasattr(put, "leaves_other_stages"):
+        replace_distribute_tensors(_without_other_stages(put))
     plain = total_norm()
     if not getattr(plain, "counts_all_stages", False):
         replace_total_norm(_over_stages(plain))
@@ -85,6 +94,21 @@ def _whole_on_its_mesh(
 
 def _is_whole(placement: Any) -> bool:
     return isinstance(placement, Replicate)
+
+
+def _without_other_stages(put: Any) -> Any:
+    """Whole values that are put into parameters: other stages' ranks take those of theirs."""
+
+    @functools.wraps(put)
+    def into(state: dict[str, Any], keys: Sequence[str], *args: Any, **kwargs: Any) -> None:
+        for key in keys:
+            pair = state.get(key)
+            if isinstance(pair, tuple) and pipe_of(pair[0]) is not None and not is_of_this_rank(pair[0]):
+                state[key] = pair[0]  # as it is; what is no pair is passed over
+        put(state, keys, *args, **kwargs)
+
+    into.leaves_other_stages = True  # type: ignore[attr-defined]
+    return into
 
 
 def _stacked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -131,6 +131,7 @@ class State:
         self.device_mesh = device_mesh  # of a pipeline, that of this rank's stage
         self.pipe = pipe
         self.staged: Staged | None = None  # the stages of the training step
+        self.alike: list[Any] = []  # of a pipeline without a plan: references to it and its copies (`copies.alike`)
         self.mesh = mesh_of(device_mesh)
         self.planner = planner
         self.outputs, self.inputs = outputs, inputs

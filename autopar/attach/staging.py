@@ -22,7 +22,7 @@ from autopar.pipeline import Action, Schedule, make_schedule, placed
 from autopar.pipeline.generate import recipe_of
 from autopar.pipeline.messages import projected
 from autopar.plan import Plan
-from autopar.plan.fit import check
+from autopar.plan.fit import OF_RANK_0, check
 from autopar.plan.store import dumps
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
@@ -32,6 +32,7 @@ from autopar.search import Request, answer, ask
 from autopar.search.cuts import cut_by_owner
 from autopar.search.kept import keep_plan, kept_pipeline
 from autopar.search.micro_batches import count_near
+from autopar.search.orders import can_be_ordered
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipelines import find_pipeline
 from cost_models.hardware import Hardware
@@ -127,7 +128,7 @@ def staged(graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, La
     def receive() -> Staged:
         made = found or _read(text, pipe, asked, trains)
         rounds = in_rounds_of_stages(graph, made.whole.graph.rounds.count)
-        check(made.whole, rounds, pipe.inner, origin="the plan of rank 0")
+        check(made.whole, rounds, pipe.inner, origin=OF_RANK_0)
         return made
 
     return agreed(receive, pipe.whole)
@@ -164,7 +165,18 @@ def _found(graph: Graph, pipe: Pipe, asked: Asked) -> Pipeline:
             f"a batch of {batch} has no multiple of {pipe.count} equal parts, as {pipe.count} stages want them; give "
             f"micro_batches= a number that divides {batch}"
         )
-    return min(map(of, counts), key=lambda found: found.step_seconds)
+    found: list[Pipeline] = []
+    refused: list[NotCut] = []
+    for count in (*counts, 1):  # a single one is the slowest, for models that cannot be cut into more
+        if count == 1 and (found or not can_be_ordered(asked.schedule, pipe.count, 1, asked.stages_per_rank)):
+            break
+        try:
+            found.append(of(count))
+        except NotCut as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda one: one.step_seconds)
 
 
 def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], asked: Asked) -> Staged:

@@ -282,6 +282,12 @@ def refuse_pieces_of_others(name: str, value: Any, held: Any) -> None:
     """
     if isinstance(held, DTensor) and isinstance(value, DTensor) and held.device_mesh is value.device_mesh:
         return  # no file brings the mesh of this process
+    if isinstance(value, DTensor) and is_of_this_rank(held) and (not is_of_this_rank(value) or _is_empty(value)):
+        raise RuntimeError(
+            f"{name} has no elements on this rank: it was saved by a rank of another pipeline stage, and torch.save "
+            "writes what that rank holds. Save parallel.full_state_dict(), or let all ranks write with "
+            "torch.distributed.checkpoint"
+        )
     if not isinstance(value, DTensor) or not any(isinstance(placement, Shard) for placement in value.placements):
         return
     mesh = value.device_mesh
@@ -293,6 +299,16 @@ def refuse_pieces_of_others(name: str, value: Any, held: Any) -> None:
         "one rank leaves out what the others have. Save parallel.full_state_dict() (for an optimizer, torch's "
         "get_optimizer_state_dict with full_state_dict=True), or let all ranks write with torch.distributed.checkpoint"
     )
+
+
+def is_of_this_rank(held: Any) -> bool:
+    """Whether a tensor is split over ranks of which this is one."""
+    return isinstance(held, DTensor) and held.device_mesh.get_coordinate() is not None
+
+
+def _is_empty(value: DTensor) -> bool:
+    whole = all(placement.is_replicate() for placement in value.placements)
+    return whole and value.numel() > 0 and value.to_local().numel() == 0
 
 
 def piece_as(value: Tensor, held: DTensor) -> DTensor:

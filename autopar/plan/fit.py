@@ -20,6 +20,11 @@ from autopar.rules.outside import check_same
 from autopar.rules.patterns import is_pattern
 from cost_models.steps import Compute, Step
 
+OF_RANK_0 = "the plan of rank 0"
+RANKS = (
+    "all ranks must build the same model, give it inputs of the same shapes and let forward use the same values where "
+    "it reads tensors that are no parameters, buffers or inputs (make those from one seed, or register them as buffers)"
+)
 _EITHER_WAY = ("aten.add.Tensor", "aten.mul.Tensor")  # of two tensors: the same numbers whichever stands first
 
 
@@ -28,11 +33,13 @@ def check(plan: PlanValue, graph: Graph, mesh: Mesh, *, outputs: str | None = No
 
     `graph`: what the model traces to now. Names of operators do not count, as the program is emitted from the plan's
     own graph; operators, arguments, shapes and the names of inputs, parameters and buffers do. Nor does what the plan
-    runs again, offloads or fetches. `outputs`: as in `search`, if it matters.
+    runs again, offloads or fetches. `outputs`: as in `search`, if it matters. `origin`: whose plan it is; that of
+    rank 0 is refused on ranks whose model is another.
     """
+    again = RANKS if origin == OF_RANK_0 else AGAIN
 
     def fail(told: str, instead: str = "") -> None:
-        raise PlanMismatch(f"{origin} was made for {shortened(told)}; {instead}{AGAIN}")
+        raise PlanMismatch(f"{origin} was made for {shortened(told)}; {'' if again is RANKS else instead}{again}")
 
     if (claim := false_claim_of(plan.graph)) is not None:
         told = shortened(f"node %{claim[0].name} ({claim[0].op}) {claim[1]}")

@@ -44,7 +44,6 @@ FIRST = {
     "optimizers": ["one_number_of_all_parameters_is_the_same_on_every_rank", "what_dtensors_do_not_run_says_what_does"],
     "pipelines": [
         "steps_are_those_of_one_process",
-        "numbers_buffers_and_averages",
         "evaluation_and_other_batches",
         "what_trains_changes_between_calls",
         "a_model_on_meta_gets_its_values_in_its_stages",
@@ -53,6 +52,7 @@ FIRST = {
     ],
     "residence": ["clipping"],
     "saving_memory": ["the_step_of_the_host", "micro_batches"],
+    "stage_habits": ["numbers_buffers_and_averages", "numbers_made_by_hand", "states_of_optimizers"],
     "state": ["a_whole_state_dict_is_what_the_plain_model_loads", "no_rank_holds_two_whole_tensors"],
     "updates": ["training"],
 }
@@ -71,6 +71,12 @@ ON_FOUR = {
         "a_state_goes_out_and_in_again",
         "evaluation_and_other_batches",
         "a_pipeline_is_given_or_kept",
+    ],
+    "stage_habits": [
+        "numbers_made_by_hand",
+        "states_of_optimizers",
+        "what_one_rank_saved_is_refused",
+        "averages_begin_before_the_first_call",
     ],
     "stored_apart": ["parameters_are_stored_in_more_pieces"],
 }

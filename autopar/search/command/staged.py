@@ -85,9 +85,12 @@ class _Tried:
     why: dict[int, Exception] = field(default_factory=dict[int, Exception])
 
     def best(self) -> Pipeline:
-        """The quickest. Raises the reason of the last one where there is none."""
+        """The quickest. Raises the reason of the last one where there is none, or why the model cannot be cut."""
         if not self.found:
-            raise [*self.why.values()][-1]
+            first, last = (list(self.why.values())[place] for place in (0, -1))
+            if isinstance(first, NotCut):
+                raise BadArgument(str(first)) from first
+            raise last
         return min(self.found.values(), key=lambda one: one.step_seconds)
 
     def told(self) -> list[str]:
@@ -114,11 +117,13 @@ def staged(given: argparse.Namespace, asked: Asked, progress: Progress, check: C
         progress(f"mesh {mesh}, {count_of(mesh.ranks, 'rank')} of {asked.hardware.name}")
         posing = posed(replace(asked, meshes=(inner,)), given.optimizer, None, progress)
         for count in _counts(given, posing, ranks_of(mesh)):
+            if count == 1 and (tried.found or not all(isinstance(why, NotCut) for why in tried.why.values())):
+                break  # a single one is the slowest, for models that cannot be cut into more
             check()
             progress(f"a step in {count_of(count, 'micro-batch', 'micro-batches')}")
             try:
                 tried.found[count] = _found(given, posing.of(count, in_stages=True), mesh, room, progress)
-            except (Infeasible, NoAnswerInTime) as error:
+            except (Infeasible, NoAnswerInTime, NotCut) as error:
                 tried.why[count] = error
         rows = _compared(given, posing, mesh, tried.best(), room, progress)
     best = tried.best()
@@ -166,7 +171,7 @@ def _counts(given: argparse.Namespace, posing: Posing, stages: int) -> list[int]
     graph = posing.graph(posing.asked.batch_norm, posing.asked.meshes[0]).graph
     if counts := counts_in_stages(graph, stages):
         or_bad(lambda: orders_of(schedule, stages, counts[0], chunks))
-        return [one for one in counts if can_be_ordered(schedule, stages, one, chunks)]
+        return [one for one in (*counts, 1) if can_be_ordered(schedule, stages, one, chunks)]
     raise BadArgument(
         f"a batch of {batch_size(graph)} does not divide into {stages} micro-batches, one for each stage, nor into 2, "
         f"4 or 8 times as many, and --micro-batches {AUTO} tries no others; give a number that divides the batch"
@@ -202,7 +207,4 @@ def _found(given: argparse.Namespace, posing: Posing, mesh: Mesh, room: Room, pr
                 progress=progress,
             )  # fmt: skip
 
-    try:
-        return timed(posing.seconds, "search", find)
-    except NotCut as error:
-        raise BadArgument(str(error)) from error
+    return timed(posing.seconds, "search", find)

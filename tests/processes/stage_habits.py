@@ -1,0 +1,217 @@
+"""What scripts do around the calls of a pipeline, on real processes: numbers by hand, averages, states, files."""
+
+from __future__ import annotations
+
+import copy
+import unittest
+import warnings
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+
+import autopar
+from autopar.attach.pipe import is_elsewhere
+from autopar.errors import PlanMismatch
+from autopar.optim import Whole
+from tests.processes.compare import loss_of, whole
+from tests.processes.pipelines import NEAR, STEPS, Blocks, doubled, mesh_of
+from tests.processes.worker import Ranks
+from tests.support.machines import machine
+
+
+class Scaled(nn.Module):
+    """Batch norms in every stage, and a parameter that is one number, which the last stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) * self.scale - y).square().mean()
+
+
+def check_numbers_buffers_and_averages(ranks: Ranks) -> None:
+    """Of what other stages have: buffers that forward writes, a parameter of one number, averages of all weights by
+    operators on lists; numbers of parameters, which all ranks ask for.
+    """
+    plain = Scaled().double()
+    inputs = [dict(zip("xy", torch.randn(2, 8, 8, dtype=torch.float64), strict=True)) for _ in range(STEPS)]
+    parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), micro_batches=1, memory="4GiB", time_limit_s=10)
+    models = (parallel, plain)
+    averaged = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    averages = [torch.optim.swa_utils.AveragedModel(plain, multi_avg_fn=averaged)]
+    optimizers = [torch.optim.SGD(one.parameters(), 1e-1) for one in models]
+    for step, given in enumerate(inputs):
+        for optimizer, model in zip(optimizers, models, strict=True):
+            model(**given).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 0:
+            averages = [torch.optim.swa_utils.AveragedModel(one, multi_avg_fn=averaged) for one in models]
+        for average, model in zip(averages, models, strict=True):
+            average.update_parameters(model)
+    for ours, theirs in (models, [one.module for one in averages]):
+        assert isinstance(ours, autopar.ParallelModule)
+        state, right = ours.full_state_dict(rank0_only=False), theirs.state_dict()
+        assert state.keys() == right.keys() and state["scale"].shape == ()
+        for key, value in state.items():
+            torch.testing.assert_close(
+                value, right[key], rtol=1e-10, atol=1e-12, msg=lambda told, key=key: f"{key}: {told}"
+            )
+    assert any(map(is_elsewhere, parallel.parameters()))
+    for ours, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.norm().item(), theirs.norm().item(), rtol=1e-10, atol=1e-12)
+
+
+def numbers_by_hand(model: nn.Module) -> list[float]:
+    """Of gradients and parameters, in the ways that scripts have."""
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    listed = torch.stack([one.detach().norm() for one in gradients])
+    told = [
+        sum((one**2).sum() for one in gradients) ** 0.5,
+        sum(one.norm().item() ** 2 for one in gradients) ** 0.5,
+        listed.norm(),
+        torch.stack([*torch._foreach_norm(gradients)]).norm(),
+        torch.linalg.vector_norm(torch.stack([whole(one) for one in torch._foreach_norm(gradients)])),
+        max(one.abs().max().item() for one in gradients),
+        torch.nn.utils.get_total_norm(gradients, float("inf")),
+        torch.nn.utils.get_total_norm(gradients[::2], 3.0),
+    ]
+    return [float(one) for one in told]
+
+
+def check_numbers_made_by_hand(ranks: Ranks) -> None:
+    """Norms, penalties beside the loss, clipping by hand, of a model whose first and last stage share a weight."""
+    model, inputs = doubled("gpt2")
+    plain = copy.deepcopy(model)
+    parallel = autopar.compile(
+        model, mesh_of(ranks), hardware=machine(1e10, flops=1e10), micro_batches=2, memory="4GiB", time_limit_s=10
+    )
+    models = parallel, plain
+    optimizers = [torch.optim.AdamW(one.parameters(), 1e-2, eps=1e-4, fused=True) for one in models]  # losses: float32
+    for _ in range(STEPS):
+        for one in models:
+            loss = loss_of(one(**inputs))
+            (loss + 1e-2 * sum((held**2).sum() for held in one.parameters())).backward()
+        torch.testing.assert_close(*map(numbers_by_hand, models), rtol=NEAR, atol=0)
+        for one, optimizer in zip(models, optimizers, strict=True):
+            norm = sum((held.grad**2).sum() for held in one.parameters() if held.grad is not None) ** 0.5
+            for held in one.parameters():
+                held.grad.mul_(0.5 / float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+    right = plain.state_dict()
+    for key, value in parallel.full_state_dict(rank0_only=False).items():
+        torch.testing.assert_close(value, right[key], rtol=NEAR, atol=1e-7, msg=lambda told, key=key: f"{key}: {told}")
+
+
+def check_states_of_optimizers(ranks: Ranks) -> None:
+    """Whole states of a plain optimizer are taken, and given back; and an optimizer of whole copies steps alike."""
+    plain = Blocks().double()
+    x, y = torch.randn(2, 8, 8, dtype=torch.float64)
+    before = torch.optim.AdamW(plain.parameters(), 1e-2)
+    plain(x, y).backward()
+    before.step()
+    before.zero_grad()
+    parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    ours = torch.optim.AdamW(parallel.parameters(), 1e-2)
+    ours.load_state_dict(copy.deepcopy(before.state_dict()))
+    copied = copy.deepcopy(plain)
+    other = autopar.compile(copied, mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    other(x, y)  # lays parameters out
+    stepped = Whole(other.parameters(), torch.optim.AdamW, lr=1e-2)
+    stepped.load_state_dict(copy.deepcopy(before.state_dict()))
+    for _ in range(STEPS):
+        for model, optimizer in ((plain, before), (parallel, ours), (other, stepped)):
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one in (parallel, other):
+        for key, value in one.full_state_dict(rank0_only=False).items():
+            torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-11)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(parallel, ours, options=options)
+    values = get_model_state_dict(parallel, options=options)
+    if ranks.rank == 0:
+        wanted = get_optimizer_state_dict(plain, before)
+        assert state["state"].keys() == wanted["state"].keys()
+        for name, kept in wanted["state"].items():
+            for key, value in kept.items():
+                torch.testing.assert_close(state["state"][name][key], value, rtol=1e-9, atol=1e-11, check_device=False)
+        torch.testing.assert_close(values, dict(plain.state_dict()), rtol=1e-9, atol=1e-11)
+    given = {key: 2 * value for key, value in plain.state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(parallel, dict(given) if ranks.rank == 0 else {}, options=options)  # which changes the dict
+    torch.testing.assert_close(dict(parallel.full_state_dict(rank0_only=False)), given, rtol=0, atol=0)
+
+
+def check_what_one_rank_saved_is_refused(ranks: Ranks) -> None:
+    """It has nothing of what other stages hold."""
+    x, y = torch.randn(2, 8, 8)
+    parallel = autopar.compile(Blocks(), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    parallel(x, y)
+    state, file = parallel.state_dict(), ranks.folder / "one.pt"
+    if ranks.rank == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.save(state, file)
+    torch.distributed.barrier()
+    read = torch.load(file, weights_only=False)
+    told = ""
+    try:
+        parallel.load_state_dict(read)
+    except RuntimeError as error:
+        told = str(error)
+    assert ("saved by a rank of another pipeline stage" in told) == (parallel._autopar.pipe.place > 0), told
+
+
+def check_averages_begin_before_the_first_call(ranks: Ranks) -> None:
+    """Copies are laid out with what they average, though they have not been called."""
+    plain = Blocks().double()
+    x, y = torch.randn(2, 8, 8, dtype=torch.float64)
+    parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    models = parallel, plain
+    averages = [torch.optim.swa_utils.AveragedModel(one, avg_fn=lambda a, b, _: a.lerp(b, 0.1)) for one in models]
+    copies = [copy.deepcopy(one) for one in models]
+    optimizers = [torch.optim.SGD(one.parameters(), 1e-1) for one in models]
+    for _ in range(STEPS):
+        for model, average, copied, optimizer in zip(models, averages, copies, optimizers, strict=True):
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+            with torch.no_grad():
+                for mine, new in zip(copied.parameters(), model.parameters(), strict=True):
+                    mine.lerp_(new, 0.5)
+    for ours, theirs in ((averages[0].module, averages[1].module), copies):
+        state = ours.full_state_dict(rank0_only=False)
+        torch.testing.assert_close(dict(state), dict(theirs.state_dict()), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(whole(ours(x, y)), theirs(x, y), rtol=1e-10, atol=1e-12)
+
+
+def check_a_model_that_runs_whole_is_not_asked_for_more(ranks: Ranks) -> None:
+    """Batch norms take one micro-batch, and nobody has asked for two."""
+    plain = Scaled().double()
+    x, y = torch.randn(2, 8, 8, dtype=torch.float64)
+    parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), memory="4GiB", time_limit_s=10)
+    torch.testing.assert_close(whole(parallel(x, y)), plain(x, y), rtol=1e-10, atol=1e-12)
+    assert parallel.pipeline.schedule.micro_batches == 1
+
+
+def check_ranks_with_other_constants_are_told(ranks: Ranks) -> None:
+    class Weighted(Blocks):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * weights, y)
+
+    weights = torch.randn(8, generator=torch.Generator().manual_seed(ranks.rank))
+    x, y = torch.randn(2, 8, 8)
+    with unittest.TestCase().assertRaisesRegex(PlanMismatch, "all ranks must .* same values where it reads tensors"):
+        autopar.compile(Weighted(), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)(x, y)
