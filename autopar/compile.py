@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.attach.agree import agreed
 from autopar.attach.module import ParallelModule, attach, plan_module
+from autopar.attach.over_stages import begin
 from autopar.attach.pipe import Pipe
 from autopar.attach.tensors import mesh_of
 from autopar.attach.watch import PATIENCE_S
@@ -200,7 +201,7 @@ def _pipe_of(
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise ValueError(f"{given[0]}= is not built for a mesh with {PIPE!r}; leave it out, or {PIPE!r}")
-    return Pipe(device_mesh, mesh)
+    return begin(Pipe(device_mesh, mesh))
 
 
 def _mesh_of_all(device_mesh: DeviceMesh) -> Mesh:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,8 @@ from autopar._compat import (
     total_norm,
 )
 from autopar.attach.foreach import mend_lists
+from autopar.attach.pipe import Pipe
 from autopar.attach.tensors import device_of, is_of_this_rank, over_pieces, whole_within
-
-if TYPE_CHECKING:
-    from autopar.attach.pipe import Pipe
 
 STACK = torch.ops.aten.stack.default
 _redistribute = DTensor.redistribute
@@ -40,7 +38,7 @@ _PIPES: weakref.WeakKeyDictionary[Pipe, int] = weakref.WeakKeyDictionary()  # of
 _numbers = itertools.count()
 
 
-def begin(pipe: Pipe) -> None:
+def begin(pipe: Pipe) -> Pipe:
     """From now on numbers of this pipeline's parameters are of all its stages."""
     _PIPES[pipe] = next(_numbers)
     mend_lists()
@@ -52,6 +50,7 @@ def begin(pipe: Pipe) -> None:
     plain = total_norm()
     if not getattr(plain, "counts_all_stages", False):
         replace_total_norm(_over_stages(plain))
+    return pipe
 
 
 def pipe_of(value: Any) -> Pipe | None:

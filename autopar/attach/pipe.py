@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.attach import over_stages
 from autopar.attach.tensors import device_of, over_pieces, placements_of, take_part
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -42,7 +41,6 @@ class Pipe:
         self.rank_within, self.ranks_within = at, self.inner.ranks
         self.peers = [int(one.flatten()[at]) for one in numbers]
         self.group = device_mesh.get_group(PIPE)
-        over_stages.begin(self)
 
     @property
     def count(self) -> int:
