@@ -77,19 +77,20 @@ class Cuts:
         if self.count == 1:
             return [], in_stages(self.whole, [], self.pricer)
         why: NotCut | None = None
-        for _ in range(len(self.spent)):
-            places = self.places()
-            if len(places) < self.count - 1:
-                break
-            ends = choose(places)
-            if len(ends) < self.count - 1:
-                break
-            try:
-                return ends, in_stages(self.whole, ends, self.pricer)
-            except NotCut as error:
-                why = error
-            if all([self._is_legal(end) for end in ends]):
-                self._closed.add(ends[0])
+        for narrowest in (False, True):
+            if narrowest:
+                self._closed.clear()
+            for _ in range(len(self.spent)):
+                places = self.places(narrowest)
+                ends = choose(places) if len(places) >= self.count - 1 else []
+                if len(ends) < self.count - 1:
+                    break
+                try:
+                    return ends, in_stages(self.whole, ends, self.pricer)
+                except NotCut as error:
+                    why = error
+                if all([self._is_legal(end) for end in ends]):
+                    self._closed.add(ends[0])
         raise NotCut(self._none(why))
 
     def _none(self, why: NotCut | None) -> str:
@@ -119,13 +120,16 @@ class Cuts:
         except NotCut:
             return None
 
-    def places(self) -> list[int]:
-        """Ends that are narrow and not known to be illegal; between any two of them a parameter that trains is read."""
-        open_ = self._open()
+    def places(self, narrowest: bool = False) -> list[int]:
+        """Ends that are narrow and not known to be illegal; between any two of them a parameter that trains is read: of
+        those between the same two reads the first one, or that where least crosses.
+        """
         read, found = _trained_before(self.whole), list[int]()
-        for end in open_:
+        for end in self._open():
             if (read[found[-1]] if found else 0) < read[end] < read[-1] or not read[-1]:
                 found.append(end)
+            elif narrowest and found and read[found[-1]] == read[end]:
+                found[-1] = min(found[-1], end, key=lambda one: self.crossing[one - 1])
         return found
 
     def _open(self) -> list[int]:

@@ -40,6 +40,12 @@ def orders_of(schedule: str, ranks: int, micro_batches: int, stages_per_rank: in
             f"{count_of(micro_batches, 'micro-batch', 'micro-batches')}; interleaved has several where the "
             "micro-batches are a multiple of the ranks"
         )
+    if stages_per_rank is not None and (recipe := recipe_of(schedule)).fixed and recipe.chunks != stages_per_rank:
+        others = [one for one in SCHEDULES if _can(one, ranks, ranks, stages_per_rank)]
+        raise ValueError(
+            f"{schedule} has {count_of(recipe.chunks, 'stage')} on each rank, and {stages_per_rank} are asked for; "
+            f"take one of {', '.join(others)} for that"
+        )
     make_schedule(schedule, ranks, micro_batches, stages_per_rank)  # which says why not
     raise AssertionError(schedule)
 

@@ -1,0 +1,76 @@
+"""Where a model may be cut: of layers that train by a few added parameters, too; and what is said of schedules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.ir.mesh import Mesh
+from autopar.search.orders import SCHEDULES, orders_of
+from autopar.search.pipelines import find_pipeline
+from autopar.trace import capture, graph_of
+from tests.search.test_pipelines import ALONE
+from tests.support.machines import FAST
+
+
+class Added(nn.Module):
+    """A frozen linear layer and two small matrices beside it that train (LoRA)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.down = nn.Linear(linear.in_features, 4, bias=False)
+        self.up = nn.Linear(4, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.up(self.down(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+        self.norm_2, self.grow, self.shrink = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width)
+        self.requires_grad_(False)
+        self.qkv = Added(nn.Linear(width, 3 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.qkv(self.norm(x)).chunk(3, -1))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.shrink(nn.functional.gelu(self.grow(self.norm_2(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.mse_loss(x, y)
+
+
+def test_each_stage_gets_one_layer_where_each_layer_trains_two_matrices() -> None:
+    """The first places between what trains cannot be taken together; those where least crosses can."""
+    x, y = torch.randn(2, 8, 8, 16)
+    graph = graph_of(capture(Blocks(), (x, y), {}))
+    found = find_pipeline(graph, Mesh(("pipe",), (2,)), FAST, 4, ALONE, schedule="zb-v")
+    trains = [
+        {result.target for result in plan.graph.results if result.kind == "gradient" and "blocks" in result.target}
+        for plan in found.plans
+    ]
+    assert len(trains) == 4 and all(len(one) == 2 for one in trains) and len(set().union(*trains)) == 8
+
+
+@pytest.mark.parametrize(("name", "stages"), [("1f1b", 2), ("zb-v", 3), ("gpipe", 4)])
+def test_a_refusal_names_only_what_can_be_asked_for(name: str, stages: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"^{name} has .* and {stages} are asked for; take one of .* for that$"
+    ) as told:
+        orders_of(name, 2, 4, stages)
+    named = str(told.value).split("take one of ")[1].removesuffix(" for that").split(", ")
+    assert {*named} <= {*SCHEDULES} and all(orders_of(one, 2, 4, stages) for one in named)
+    assert ("zb-v" in named) == (stages == 2)
