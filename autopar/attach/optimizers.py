@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Adafactor, Optimizer, Rprop
+from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar.attach.over_stages import pipe_of
 from autopar.attach.tensors import piece_as, refuse_pieces_of_others
 
 # Parameter of a plain model -> its name, and the parallel module beside that model.
@@ -62,6 +63,13 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_whole_matrices(optimizer: Optimizer) -> None:
     """torch's optimizers that fail inside of DTensor where a parameter is split (torch 2.11 to 2.13)."""
+    if isinstance(optimizer, LBFGS) and any(
+        pipe_of(one) for group in optimizer.param_groups for one in group["params"]
+    ):
+        raise RuntimeError(
+            "LBFGS strings all gradients into one vector, which is not built for parameters in pipeline stages; take "
+            "another optimizer, or a mesh without `pipe`"
+        )
     if not isinstance(optimizer, (Adafactor, Rprop)):
         return
     for group in optimizer.param_groups:

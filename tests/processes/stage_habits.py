@@ -217,3 +217,18 @@ def check_ranks_with_other_constants_are_told(ranks: Ranks) -> None:
     x, y = torch.randn(2, 8, 8)
     with unittest.TestCase().assertRaisesRegex(PlanMismatch, "all ranks must .* same values where it reads tensors"):
         autopar.compile(Weighted(), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)(x, y)
+
+
+def check_what_strings_all_gradients_together_is_refused(ranks: Ranks) -> None:
+    parallel = autopar.compile(Blocks(), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    x, y = torch.randn(2, 8, 8)
+    optimizer = torch.optim.LBFGS(parallel.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = parallel(x, y)
+        loss.backward()
+        return loss
+
+    with unittest.TestCase().assertRaisesRegex(RuntimeError, "one vector, .* or a mesh without `pipe`"):
+        optimizer.step(closure)
