@@ -113,6 +113,7 @@ def test_tokens_per_second_become_seconds_of_a_step() -> None:
 
 def test_the_shapes_have_the_models_parameters() -> None:
     published = {"llama-3.1-8b": 8.03e9, "llama-3.1-70b": 70.55e9, "llama-2-13b": 13.02e9, "llama-2-70b": 68.98e9}
+    published |= PARAMETERS
     for name, shape in SHAPES.items():
         attention = shape["width"] * shape["width"] * (2 + 2 * shape["kv_heads"] / shape["heads"])
         layer = attention + 3 * shape["width"] * shape["hidden"] + 2 * shape["width"]
