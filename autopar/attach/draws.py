@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from autopar._compat import dtensor_handlers
-from autopar.attach.tensors import whole_within
+from autopar.attach.tensors import is_of_this_rank, over_pieces, whole_within
 
 _aten = torch.ops.aten
 DRAWS = (
@@ -39,6 +39,11 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     seed = torch.randint(2**31, (), device=held.to_local().device)
     if mesh.size() > 1:
         dist.broadcast(seed, 0)
+    if not is_of_this_rank(held):  # of another stage: drawn by the ranks of that, from a seed that is drawn here, too
+        if op._schema.is_mutable:
+            return held
+        like = {name: value for name, value in kwargs.items() if name not in ("memory_format", "device")}
+        return _nothing(op(torch.empty(held.shape, dtype=held.dtype, device="meta"), *args[1:], **like), held)
     whole = whole_within(held.detach())
     devices = [whole.get_device()] if whole.is_cuda else []
     with torch.no_grad(), torch.random.fork_rng(devices):
@@ -52,6 +57,14 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         held.to_local().copy_(pieces[0].to_local())
         return held
     return pieces if isinstance(drawn, tuple) else pieces[0]
+
+
+def _nothing(drawn: Any, held: Any) -> Any:
+    """What was drawn, with no elements, laid out as what it was drawn for."""
+    if isinstance(drawn, tuple):
+        return tuple(_nothing(one, held) for one in drawn)
+    none = torch.zeros(0 if drawn.ndim else (), dtype=drawn.dtype, device=held.to_local().device)
+    return over_pieces(none, drawn.shape, [*map(_own, held.placements)], held.device_mesh)
 
 
 def _own(placement: Any) -> Any:

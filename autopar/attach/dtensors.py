@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from autopar._compat import dtensor_handlers
 from autopar.attach.over_stages import everywhere, pipe_of
-from autopar.attach.tensors import over_pieces
+from autopar.attach.tensors import is_of_this_rank, over_pieces
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 NORM = torch.ops.aten.linalg_vector_norm.default
@@ -116,6 +116,8 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tenso
             gone = 0 if keepdim or not isinstance(one, Shard) else sum(d < one.dim for d in dims)
             placements.append(Shard(one.dim - gone) if isinstance(one, Shard) else one), ends.append(placements[-1])
     local, rest = x.to_local(), (p, dim, keepdim)
+    if not is_of_this_rank(x):
+        return _as(local.new_zeros(0 if keepdim or len(dims) < x.ndim else ()), x, ends, keepdim, dims)
     if local.numel() == 0 and x.numel():
         empty = {"max": 0.0, "min": float("inf"), "sum": 0.0}[together]
         made = op(

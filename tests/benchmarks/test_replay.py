@@ -35,6 +35,7 @@ from benchmarks.replay.__main__ import main, outcomes_of
 from benchmarks.replay.kernels import as_kernels, kernels
 from benchmarks.replay.llama import SHAPES, graph_of_model, model_of, with_batch
 from benchmarks.replay.optimus import optimus
+from benchmarks.replay.pipelines import PARAMETERS
 from benchmarks.replay.published import plan_as_published
 from benchmarks.replay.recompute import AGAIN, checkpointed, kept_by_policy, layer_of
 from benchmarks.replay.repeat import repeated

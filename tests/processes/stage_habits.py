@@ -232,3 +232,28 @@ def check_what_strings_all_gradients_together_is_refused(ranks: Ranks) -> None:
 
     with unittest.TestCase().assertRaisesRegex(RuntimeError, "one vector, .* or a mesh without `pipe`"):
         optimizer.step(closure)
+
+
+def check_what_scripts_make_of_each_gradient(ranks: Ranks) -> None:
+    """Norms of rows and columns, noise, values drawn anew: of other stages' parameters, too."""
+    plain = Blocks().double()
+    x, y = torch.randn(2, 8, 8, dtype=torch.float64)
+    parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    for model in (parallel, plain):
+        model(x, y).backward()
+    for ours, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        makes = (
+            lambda g: g.norm(2, dim=0, keepdim=True), lambda g: g.norm(dim=-1), lambda g: g.norm(1), lambda g: g.mean(),
+            lambda g: g.abs().amax(0), lambda g: g / (g.norm(2, dim=-1, keepdim=True) + 1),
+        )  # fmt: skip
+        for number, make in enumerate(makes):
+            told = f"number {number} of {list(theirs.shape)}"
+            torch.testing.assert_close(
+                whole(make(ours.grad)), make(theirs.grad), msg=lambda why, told=told: f"{told}: {why}"
+            )
+        with torch.no_grad():
+            noise, before = torch.randn_like(ours.grad), whole(ours.grad).clone()
+            ours.grad.add_(noise)
+            torch.testing.assert_close(whole(ours.grad) - before, whole(noise))
+            nn.init.normal_(ours, std=3.0)
+        assert noise.shape == ours.shape and 0.5 < whole(ours).abs().mean() < 6

@@ -77,6 +77,7 @@ ON_FOUR = {
         "states_of_optimizers",
         "what_one_rank_saved_is_refused",
         "averages_begin_before_the_first_call",
+        "what_scripts_make_of_each_gradient",
     ],
     "stored_apart": ["parameters_are_stored_in_more_pieces"],
 }
