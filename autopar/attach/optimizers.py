@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.attach.over_stages import pipe_of
-from autopar.attach.tensors import piece_as, refuse_pieces_of_others
+from autopar.attach.tensors import is_of_this_rank, piece_as, refuse_pieces_of_others
 
 # Parameter of a plain model -> its name, and the parallel module beside that model.
 _BESIDE: Any = WeakIdKeyDictionary()
@@ -93,7 +93,10 @@ def _look_at_states(optimizer: Optimizer) -> None:
                 continue
             if not isinstance(value, DTensor):
                 states[name] = value if name == "step" else piece_as(value, parameter)
-            elif value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
+            elif value.device_mesh != parameter.device_mesh:
+                if is_of_this_rank(value) and all(one.is_replicate() for one in value.placements):
+                    states[name] = piece_as(value.to_local(), parameter)  # whole, from before there were stages
+            elif value.placements != parameter.placements:
                 states[name] = value.redistribute(placements=parameter.placements)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 
 import autopar
@@ -151,6 +152,15 @@ def check_states_of_optimizers(ranks: Ranks) -> None:
         torch.testing.assert_close(values, dict(plain.state_dict()), rtol=1e-9, atol=1e-11)
     given = {key: 2 * value for key, value in plain.state_dict().items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    late = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    later = torch.optim.AdamW(late.parameters(), 1e-2)
+    kept = copy.deepcopy(get_optimizer_state_dict(plain, before))
+    set_optimizer_state_dict(late, later, kept if ranks.rank == 0 else {}, options=options)  # before it is laid out
+    for model, optimizer in ((plain, before), (late, later)):
+        model(x, y).backward()
+        optimizer.step()
+    for key, value in late.full_state_dict(rank0_only=False).items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-11)
     set_model_state_dict(parallel, dict(given) if ranks.rank == 0 else {}, options=options)  # which changes the dict
     torch.testing.assert_close(dict(parallel.full_state_dict(rank0_only=False)), given, rtol=0, atol=0)
 
