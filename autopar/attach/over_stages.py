@@ -30,6 +30,7 @@ from autopar._compat import (
 from autopar.attach.foreach import mend_lists
 from autopar.attach.pipe import Pipe
 from autopar.attach.tensors import device_of, is_of_this_rank, over_pieces, whole_within
+from autopar.ir.words import count_of
 
 STACK = torch.ops.aten.stack.default
 _redistribute = DTensor.redistribute
@@ -151,6 +152,7 @@ def _norms(given: Sequence[Tensor], p: float, pipe: Pipe) -> Tensor:
     """
     if p < 0:
         raise ValueError(f"the norm of order {p:g} of gradients in pipeline stages is not built; use one from 0 to inf")
+    pipe.together(f"norms of {count_of(len(given), 'gradient')}")
     found = torch.zeros(2, len(given), dtype=torch.float64, device=device_of(pipe.whole))  # norms; which are here
     pieces: dict[int, Tensor] = {}
     for number, one in enumerate(given):

@@ -9,6 +9,7 @@ crosses from stage to stage goes between ranks with the same coordinates within 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -90,14 +91,27 @@ class Pipe:
         dist.broadcast(value, self.peers[place], group=self.group)
         return value
 
+    def together(self, what: str, is_there: bool = True) -> list[bool]:
+        """At which places it is there. All ranks ask for it; raises RuntimeError on those that ask for another thing
+        than the others, where sizes that differ would end the process.
+        """
+        mine = torch.tensor([zlib.crc32(what.encode()), is_there], dtype=torch.int64, device=device_of(self.whole))
+        found = [torch.empty_like(mine) for _ in self.meshes]
+        dist.all_gather(found, mine, group=self.group)
+        codes, flags = torch.stack(found).t().tolist()
+        if others := [rank for rank, code in zip(self.peers, codes, strict=True) if code != codes[self.place]]:
+            raise RuntimeError(
+                f"this rank asks for {what}, and rank {others[0]} for something else: numbers of parameters and "
+                "gradients are of all pipeline stages, so all ranks must ask for the same ones, in the same order, "
+                "also where one rank alone prints them"
+            )
+        return [bool(flag) for flag in flags]
+
     def first_of(self, value: Tensor, is_there: bool) -> Tensor:
         """The value of the first place where there is one, at all of them, which all call it. Elsewhere `value` is room
         for it.
         """
-        flags = torch.tensor([is_there], dtype=torch.int32, device=value.device)
-        found = [torch.empty_like(flags) for _ in self.meshes]
-        dist.all_gather(found, flags, group=self.group)
-        first = [bool(flag) for flag in found].index(True)
+        first = self.together(f"a tensor {list(value.shape)} of {value.dtype}", is_there).index(True)
         value = value.contiguous()
         parts = torch.view_as_real(value) if value.is_complex() else value
         self.from_place(first, parts.reshape(-1).view(torch.uint8))  # of any dtype

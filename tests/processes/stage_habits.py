@@ -267,3 +267,17 @@ def check_what_scripts_make_of_each_gradient(ranks: Ranks) -> None:
             torch.testing.assert_close(whole(ours.grad) - before, whole(noise))
             nn.init.normal_(ours, std=3.0)
         assert noise.shape == ours.shape and 0.5 < whole(ours).abs().mean() < 6
+
+
+def check_a_rank_that_asks_alone_is_told(ranks: Ranks) -> None:
+    """Not by an abort of gloo, where what the others ask for has another size."""
+    parallel = autopar.compile(Blocks(), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    x, y = torch.randn(2, 8, 8)
+    parallel(x, y).backward()
+    first = next(parallel.parameters())
+    with unittest.TestCase().assertRaisesRegex(
+        RuntimeError, "this rank asks for .*, and rank . for something else: .* in"
+    ):
+        if parallel._autopar.pipe.place == 0:
+            first.grad.norm().item()
+        torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
