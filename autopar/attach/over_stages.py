@@ -62,12 +62,14 @@ def pipe_of(value: Any) -> Pipe | None:
     return next((pipe for pipe in sorted(_PIPES, key=_PIPES.__getitem__) if mesh in pipe.meshes), None)
 
 
-def everywhere(value: DTensor, pipe: Pipe) -> Tensor:
-    """The whole tensor, on every rank of the pipe, all of which ask. Gradients go to those that have a piece of it."""
+def everywhere(value: DTensor, pipe: Pipe, **kwargs: Any) -> Tensor:
+    """The whole tensor, on every rank of the pipe, all of which ask. Gradients go to those that have a piece of it.
+    `kwargs`: of `DTensor.full_tensor`.
+    """
     if value.device_mesh.get_coordinate() is None:
         room = torch.zeros(value.shape, dtype=value.dtype, device=device_of(pipe.whole))
         return pipe.first_of(room, False)
-    own = whole_within(value)
+    own = whole_within(value, **kwargs)
     pipe.first_of(own.detach().clone(), True)
     return own
 
@@ -76,7 +78,7 @@ def everywhere(value: DTensor, pipe: Pipe) -> Tensor:
 def _full(held: DTensor, **kwargs: Any) -> Tensor:
     """On every rank of a pipeline, whichever stage it is of."""
     pipe = pipe_of(held)
-    return whole_within(held, **kwargs) if pipe is None else everywhere(held, pipe)
+    return whole_within(held, **kwargs) if pipe is None else everywhere(held, pipe, **kwargs)
 
 
 @functools.wraps(_redistribute)
