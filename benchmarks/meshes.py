@@ -14,9 +14,7 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -27,14 +25,12 @@ import torch.distributed as dist
 
 import autopar
 from autopar import Plan
-from autopar.machine.local_ranks import environment
 from autopar.measure.twin import traced
 from autopar.search import search
 from autopar.search.meshes import Row as OfMesh
 from autopar.search.meshes import meshes_of, quickest_first
 from benchmarks.models import MODELS
-from benchmarks.predictions import step_times, training
-from cost_models.hardware import Hardware
+from benchmarks.predictions import profile_of, rows_of, step_times, training
 from cost_models.whole_file import write_whole
 
 WITHIN = 1.05  # of the quickest: what a chosen mesh may take
@@ -56,7 +52,7 @@ def worker(name: str, profile: str, folder: str, rounds: int) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, kwargs, _ = MODELS[name]()
-    hardware = Hardware.load(Path(profile)) if profile.endswith(".toml") else Hardware.load(profile)
+    hardware = profile_of(profile)
     if dist.get_rank() == 0:
         graph = traced(model, (), kwargs)
         found = [OfMesh(mesh, search(graph, mesh, hardware)) for mesh in meshes_of(dist.get_world_size(), hardware)]
@@ -77,15 +73,8 @@ def worker(name: str, profile: str, folder: str, rounds: int) -> None:
 
 def run(name: str, processes: int, profile: str, rounds: int) -> list[Row]:
     """Measure the best plan of each mesh of a model on so many processes."""
-    with tempfile.TemporaryDirectory(prefix="autopar-meshes-") as folder:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m",
-            "benchmarks.meshes", "--worker", name, "--hardware", profile, "--folder", folder,
-            "--rounds", str(rounds),
-        ]  # fmt: skip
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment())
-    lines = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    return [Row(**json.loads(line)) for line in lines]
+    found = rows_of("benchmarks.meshes", name, processes, profile, "--rounds", str(rounds))
+    return [Row(**row) for row in found]
 
 
 def of_models(rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -153,7 +153,7 @@ def worker(name: str, hardware: str, folder: str) -> None:
     mesh = autopar.init_mesh("cpu", data=world)
     torch.manual_seed(0)
     model, kwargs, _ = MODELS[name]()
-    machine = Hardware.load(Path(hardware)) if hardware.endswith(".toml") else Hardware.load(hardware)
+    machine = profile_of(hardware)
     if dist.get_rank() == 0:
         for number, (told, plan) in enumerate(plans(model, kwargs, mesh_of(mesh), machine)):
             plan.save(Path(folder, f"{number:02d}.json"))
@@ -177,14 +177,23 @@ def worker(name: str, hardware: str, folder: str) -> None:
 
 def run(name: str, processes: int, hardware: str) -> list[Row]:
     """Measure the plans of a model on so many processes."""
-    with tempfile.TemporaryDirectory(prefix="autopar-predictions-") as folder:
+    return [Row(**row) for row in rows_of("benchmarks.predictions", name, processes, hardware)]
+
+
+def rows_of(module: str, name: str, processes: int, profile: str, *more: str) -> list[dict[str, Any]]:
+    """What the workers of a benchmark print of a model behind `ROW `. A folder is theirs to share."""
+    with tempfile.TemporaryDirectory(prefix="autopar-benchmark-") as folder:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m",
-            "benchmarks.predictions", "--worker", name, "--hardware", hardware, "--folder", folder,
+            module, "--worker", name, "--hardware", profile, "--folder", folder, *more,
         ]  # fmt: skip
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment())
-    lines = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line.startswith("ROW ")]
-    return [Row(**json.loads(line)) for line in lines]
+    return [json.loads(line.removeprefix("ROW ")) for line in done.stdout.splitlines() if line.startswith("ROW ")]
+
+
+def profile_of(text: str) -> Hardware:
+    """A profile by its name, or from its file."""
+    return Hardware.load(Path(text)) if text.endswith(".toml") else Hardware.load(text)
 
 
 def verdict(rows: list[Row]) -> list[str]:

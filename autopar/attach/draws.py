@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from autopar._compat import dtensor_handlers
-from autopar.attach.tensors import is_of_this_rank, over_pieces, whole_within
+from autopar.attach.tensors import is_elsewhere, over_pieces, whole_within
 
 _aten = torch.ops.aten
 DRAWS = (
@@ -39,7 +39,7 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     seed = torch.randint(2**31, (), device=held.to_local().device)
     if mesh.size() > 1:
         dist.broadcast(seed, 0)
-    if not is_of_this_rank(held):  # of another stage: drawn by the ranks of that, from a seed that is drawn here, too
+    if is_elsewhere(held):  # drawn by the ranks of that stage, from a seed that is drawn here, too
         if op._schema.is_mutable:
             return held
         like = {name: value for name, value in kwargs.items() if name not in ("memory_format", "device")}

@@ -27,8 +27,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from autopar._compat import dtensor_handlers
-from autopar.attach.over_stages import everywhere, pipe_of
-from autopar.attach.tensors import is_of_this_rank, over_pieces
+from autopar.attach.over_stages import pipe_among
+from autopar.attach.tensors import is_elsewhere, over_pieces
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 NORM = torch.ops.aten.linalg_vector_norm.default
@@ -50,12 +50,7 @@ def mend_dtensors() -> None:
 
 def _item(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> int | float | complex | bool:
     (number,) = args
-    return op(_whole(number))
-
-
-def _whole(number: DTensor) -> torch.Tensor:
-    pipe = pipe_of(number)
-    return number.full_tensor() if pipe is None else everywhere(number, pipe)
+    return op(number.full_tensor())
 
 
 def _set_data(held: DTensor, value: torch.Tensor) -> None:
@@ -92,10 +87,10 @@ def _arithmetic(plain: Any) -> Any:
         if held.ndim or not isinstance(other, torch.Tensor) or other.ndim:
             return plain(held, other)
         if not isinstance(other, DTensor):
-            return plain(_whole(held), other)
-        if pipe_of(held) is None and pipe_of(other) is None:
+            return plain(held.full_tensor(), other)
+        if pipe_among((held, other)) is None:
             return plain(held, other)
-        return plain(_whole(held), _whole(other))  # of any stages: on all ranks alike
+        return plain(held.full_tensor(), other.full_tensor())  # of any stages: on all ranks alike
 
     return method
 
@@ -116,7 +111,7 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tenso
             gone = 0 if keepdim or not isinstance(one, Shard) else sum(d < one.dim for d in dims)
             placements.append(Shard(one.dim - gone) if isinstance(one, Shard) else one), ends.append(placements[-1])
     local, rest = x.to_local(), (p, dim, keepdim)
-    if not is_of_this_rank(x):
+    if is_elsewhere(x):
         return _as(local.new_zeros(0 if keepdim or len(dims) < x.ndim else ()), x, ends, keepdim, dims)
     if local.numel() == 0 and x.numel():
         empty = {"max": 0.0, "min": float("inf"), "sum": 0.0}[together]

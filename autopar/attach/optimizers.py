@@ -16,8 +16,8 @@ from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.attach.over_stages import pipe_of
-from autopar.attach.tensors import is_of_this_rank, piece_as, refuse_pieces_of_others
+from autopar.attach.over_stages import pipe_among
+from autopar.attach.tensors import is_elsewhere, piece_as, refuse_pieces_of_others
 
 # Parameter of a plain model -> its name, and the parallel module beside that model.
 _BESIDE: Any = WeakIdKeyDictionary()
@@ -63,9 +63,8 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _refuse_whole_matrices(optimizer: Optimizer) -> None:
     """torch's optimizers that fail inside of DTensor where a parameter is split (torch 2.11 to 2.13)."""
-    if isinstance(optimizer, LBFGS) and any(
-        pipe_of(one) for group in optimizer.param_groups for one in group["params"]
-    ):
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    if isinstance(optimizer, LBFGS) and pipe_among(held) is not None:
         raise RuntimeError(
             "LBFGS strings all gradients into one vector, which is not built for parameters in pipeline stages; take "
             "another optimizer, or a mesh without `pipe`"
@@ -94,7 +93,7 @@ def _look_at_states(optimizer: Optimizer) -> None:
             if not isinstance(value, DTensor):
                 states[name] = value if name == "step" else piece_as(value, parameter)
             elif value.device_mesh != parameter.device_mesh:
-                if is_of_this_rank(value) and all(one.is_replicate() for one in value.placements):
+                if not is_elsewhere(value) and all(one.is_replicate() for one in value.placements):
                     states[name] = piece_as(value.to_local(), parameter)  # whole, from before there were stages
             elif value.placements != parameter.placements:
                 states[name] = value.redistribute(placements=parameter.placements)

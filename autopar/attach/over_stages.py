@@ -9,9 +9,8 @@ without a word. All ranks must ask, as for numbers of what is split.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,29 +28,30 @@ from autopar._compat import (
 )
 from autopar.attach.foreach import mend_lists
 from autopar.attach.pipe import Pipe
-from autopar.attach.tensors import device_of, is_of_this_rank, over_pieces, whole_within
+from autopar.attach.tensors import device_of, is_elsewhere, over_pieces, whole_within
 from autopar.ir.words import count_of
 
 STACK = torch.ops.aten.stack.default
 _redistribute = DTensor.redistribute
 
-_PIPES: weakref.WeakKeyDictionary[Pipe, int] = weakref.WeakKeyDictionary()  # of all modules, in the order of compiles
-_numbers = itertools.count()
+_PIPES: weakref.WeakKeyDictionary[Pipe, None] = weakref.WeakKeyDictionary()  # of all modules, in the order of compiles
 
 
 def begin(pipe: Pipe) -> Pipe:
     """From now on numbers of this pipeline's parameters are of all its stages."""
-    _PIPES[pipe] = next(_numbers)
+    _PIPES[pipe] = None
+    _mend()
+    return pipe
+
+
+@functools.cache
+def _mend() -> None:
+    """Once in a process."""
     mend_lists()
     dtensor_handlers.setdefault(STACK, _stacked)
     DTensor.full_tensor, DTensor.redistribute = _full, _whole_on_its_mesh  # type: ignore[method-assign]
-    put = distribute_tensors()
-    if not hasattr(put, "leaves_other_stages"):
-        replace_distribute_tensors(_without_other_stages(put))
-    plain = total_norm()
-    if not getattr(plain, "counts_all_stages", False):
-        replace_total_norm(_over_stages(plain))
-    return pipe
+    replace_distribute_tensors(_without_other_stages(distribute_tensors()))
+    replace_total_norm(_over_stages(total_norm()))
 
 
 def pipe_of(value: Any) -> Pipe | None:
@@ -59,14 +59,19 @@ def pipe_of(value: Any) -> Pipe | None:
     if not isinstance(value, DTensor) or not _PIPES:
         return None
     mesh: DeviceMesh = value.device_mesh
-    return next((pipe for pipe in sorted(_PIPES, key=_PIPES.__getitem__) if mesh in pipe.meshes), None)
+    return next((pipe for pipe in list(_PIPES) if mesh in pipe.meshes), None)
+
+
+def pipe_among(values: Iterable[Any]) -> Pipe | None:
+    """That of the first tensor that is of one."""
+    return next((pipe for value in values if (pipe := pipe_of(value)) is not None), None)
 
 
 def everywhere(value: DTensor, pipe: Pipe, **kwargs: Any) -> Tensor:
     """The whole tensor, on every rank of the pipe, all of which ask. Gradients go to those that have a piece of it.
     `kwargs`: of `DTensor.full_tensor`.
     """
-    if value.device_mesh.get_coordinate() is None:
+    if is_elsewhere(value):
         room = torch.zeros(value.shape, dtype=value.dtype, device=device_of(pipe.whole))
         return pipe.first_of(room, False)
     own = whole_within(value, **kwargs)
@@ -105,19 +110,18 @@ def _without_other_stages(put: Any) -> Any:
     def into(state: dict[str, Any], keys: Sequence[str], *args: Any, **kwargs: Any) -> None:
         for key in keys:
             pair = state.get(key)
-            if isinstance(pair, tuple) and pipe_of(pair[0]) is not None and not is_of_this_rank(pair[0]):
+            if isinstance(pair, tuple) and pipe_of(pair[0]) is not None and is_elsewhere(pair[0]):
                 state[key] = pair[0]  # as it is; what is no pair is passed over
         put(state, keys, *args, **kwargs)
 
-    into.leaves_other_stages = True  # type: ignore[attr-defined]
     return into
 
 
 def _stacked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Numbers of any stages as one plain tensor."""
     (given, *dim) = args
-    if all(one.ndim == 0 for one in given) and (pipe := next(filter(None, map(pipe_of, given)), None)) is not None:
-        return op([everywhere(one, pipe) if isinstance(one, DTensor) else one for one in given], *dim, **kwargs)
+    if all(one.ndim == 0 for one in given) and pipe_among(given) is not None:
+        return op([one.full_tensor() if isinstance(one, DTensor) else one for one in given], *dim, **kwargs)
     return torch.cat([one.unsqueeze(*dim or (0,)) for one in given], *dim)
 
 
@@ -130,7 +134,7 @@ def _over_stages(plain: Any) -> Any:
         tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        pipe = next((found for one in given if (found := pipe_of(one)) is not None), None)
+        pipe = pipe_among(given)
         if pipe is None:
             return plain(given, norm_type, error_if_nonfinite, foreach)
         with torch.no_grad():
@@ -143,7 +147,6 @@ def _over_stages(plain: Any) -> Any:
             )
         return norm
 
-    norm_of.counts_all_stages = True  # type: ignore[attr-defined]
     return norm_of
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.attach.tensors import device_of, over_pieces, placements_of, take_part
+from autopar.attach.tensors import device_of, is_elsewhere, over_pieces, placements_of, take_part
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.search.orders import PIPE, within_stage
@@ -151,8 +151,3 @@ class Pipe:
         if not value.is_meta:
             take_part(value, layout, self.inner, self.whole)
         return self.elsewhere(whole, layout, place)
-
-
-def is_elsewhere(held: Any) -> bool:
-    """Whether a tensor is one of another stage."""
-    return isinstance(held, DTensor) and held.device_mesh.get_coordinate() is None

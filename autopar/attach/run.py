@@ -178,7 +178,7 @@ class Step:
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Runner, step: Step, *given: Tensor) -> tuple[Tensor | None, ...]:
-        program, count = runner.program, len(runner.parameters)
+        program, count = runner.program, len(given) - len(runner.beside)
         parameters, ctx.beside = given[:count], given[count:]
         ctx.drawn = _random_states(runner) if step.without_tangent else None
         pieces = runner.as_read(tuple(map(local_of, parameters)))

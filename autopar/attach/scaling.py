@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import dtensor_handlers
-from autopar.attach.over_stages import pipe_of
+from autopar.attach.over_stages import pipe_among
+from autopar.attach.tensors import is_elsewhere
 
 CHECK = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -32,13 +33,13 @@ def _check_and_unscale(op: Any, args: tuple[list[Tensor], Tensor, Tensor], kwarg
     split = {
         (gradient.device_mesh, axis): None  # in the order in which they come, the same on every rank
         for gradient in gradients
-        if isinstance(gradient, DTensor) and gradient.device_mesh.get_coordinate() is not None
+        if isinstance(gradient, DTensor) and not is_elsewhere(gradient)
         for axis, placement in enumerate(gradient.placements)
         if not placement.is_replicate()
     }
     for mesh, axis in split:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    if (pipe := next((of for one in gradients if (of := pipe_of(one)) is not None), None)) is not None:
+    if (pipe := pipe_among(gradients)) is not None:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=pipe.group)
 
 

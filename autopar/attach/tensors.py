@@ -266,7 +266,7 @@ def _cut_to_layouts(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
             state_dict[prefix + name] = value.full_tensor()
         if not isinstance(held, DTensor) or not isinstance(value, Tensor):
             continue
-        if held.device_mesh.get_coordinate() is None:  # of another stage, whose ranks take it
+        if is_elsewhere(held):  # whose ranks take it
             if value.shape == held.shape:
                 state_dict[prefix + name] = held.detach()
             continue
@@ -282,7 +282,8 @@ def refuse_pieces_of_others(name: str, value: Any, held: Any) -> None:
     """
     if isinstance(held, DTensor) and isinstance(value, DTensor) and held.device_mesh is value.device_mesh:
         return  # no file brings the mesh of this process
-    if isinstance(value, DTensor) and is_of_this_rank(held) and (not is_of_this_rank(value) or _is_empty(value)):
+    is_here = isinstance(held, DTensor) and not is_elsewhere(held)
+    if is_here and isinstance(value, DTensor) and (is_elsewhere(value) or _is_empty(value)):
         raise RuntimeError(
             f"{name} has no elements on this rank: it was saved by a rank of another pipeline stage, and torch.save "
             "writes what that rank holds. Save parallel.full_state_dict(), or let all ranks write with "
@@ -301,9 +302,9 @@ def refuse_pieces_of_others(name: str, value: Any, held: Any) -> None:
     )
 
 
-def is_of_this_rank(held: Any) -> bool:
-    """Whether a tensor is split over ranks of which this is one."""
-    return isinstance(held, DTensor) and held.device_mesh.get_coordinate() is not None
+def is_elsewhere(held: Any) -> bool:
+    """Whether a tensor is one of another stage, of which this rank has no elements."""
+    return isinstance(held, DTensor) and held.device_mesh.get_coordinate() is None
 
 
 def _is_empty(value: DTensor) -> bool:

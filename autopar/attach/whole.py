@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.attach.agree import text_from
-from autopar.attach.over_stages import everywhere, pipe_of
 from autopar.attach.tensors import piece_as
 
 SEEDS = 2**31
@@ -103,9 +102,6 @@ def _set_settings(groups: list[dict[str, Any]], like: list[dict[str, Any]]) -> N
 
 
 def _whole(value: Tensor) -> Tensor:
-    pipe = pipe_of(value)
-    if pipe is not None and isinstance(value, DTensor):
-        return everywhere(value, pipe).detach().clone()
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 

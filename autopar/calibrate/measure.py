@@ -100,9 +100,10 @@ class Clock:
         count = max(1, int(LEAST_ROUND_S / max(once_s, 1e-7)))
         if self.counts_own_time:
             count = min(count, CALLS)
-        rounds = [once_s] if once_s >= LONG_S else []
+        is_long = once_s >= LONG_S
+        rounds = [once_s] if is_long else []
         until = time.perf_counter() + budget_s
-        while len(rounds) < (2 if once_s >= LONG_S else 3) or (time.perf_counter() < until and len(rounds) < 200):
+        while len(rounds) < (2 if is_long else 3) or (time.perf_counter() < until and len(rounds) < 200):
             if self.counts_own_time:
                 other_work()
             taken_s, result = self.round_s(call, count)

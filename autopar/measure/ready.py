@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import pytree
 from autopar.attach.inputs import type_of
 from autopar.attach.module import ParallelModule
-from autopar.attach.pipe import is_elsewhere
+from autopar.attach.tensors import is_elsewhere
 from autopar.calibrate.values import input_bounds, random_tensor
 from autopar.errors import PlanMismatch
 from autopar.machine.device import hardware_or_here

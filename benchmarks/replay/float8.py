@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from autopar.ir.graph import Node, Ref
 from autopar.ir.layout import local_type
-from autopar.ir.work import VIEWS
 from autopar.plan import Plan
-from benchmarks.replay.recompute import SHARE, layer_of
+from benchmarks.replay.recompute import layer_of, storage_of
 from cost_models.steps import Compute
 
 FLOAT8 = "float8_e4m3fn"
@@ -23,14 +22,14 @@ CAST = 6  # bytes that are moved for an element
 
 def as_float8(plan: Plan) -> Plan:
     """The plan with the products of its layers in float8; what is outside of layers stays as it is."""
-    node_of, choices = plan.graph.by_name, dict(plan.choices)
+    choices = dict(plan.choices)
     cast: set[tuple[Ref, str]] = set()
     for node in plan.graph.nodes:
         if not _is_product(node, plan):
             continue
         choice, numel = choices[node.name], 0
         for ref, layout in zip(node.operands, choice.takes, strict=True):
-            key = _storage(ref, node_of), node.phase
+            key = storage_of(ref, plan.graph), node.phase
             if key not in cast:
                 cast.add(key)
                 numel += local_type(plan.graph.type_of(ref), layout, plan.mesh).numel
@@ -44,10 +43,3 @@ def _is_product(node: Node, plan: Plan) -> bool:
     if node.is_source or layer_of(node) is None:
         return False
     return any(isinstance(step, Compute) and step.kind == "matmul" for step in plan.choices[node.name].steps)
-
-
-def _storage(ref: Ref, node_of: dict[str, Node]) -> Ref:
-    """What is looked at, behind views and shared reads."""
-    while (node := node_of[ref.name]).op in VIEWS or node.op == SHARE:
-        ref = node.operands[0]
-    return ref

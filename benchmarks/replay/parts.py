@@ -17,7 +17,7 @@ from autopar.ir.work import VIEWS
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import events_of
-from benchmarks.replay.recompute import AGAIN, SHARE, layer_of
+from benchmarks.replay.recompute import AGAIN, SHARE, layer_of, storage_of
 from benchmarks.replay.repeat import MIDDLE
 from cost_models.simulator import COMPUTE
 
@@ -101,9 +101,7 @@ def _storages(plan: Plan, readers: Iterable[Node]) -> dict[Ref, None]:
     found: dict[Ref, None] = {}
     for reader in readers:
         for ref in reader.operands:
-            while (node := plan.graph.by_name[ref.name]).op in VIEWS or node.op == SHARE:
-                ref = node.operands[0]
-            found[ref] = None
+            found[storage_of(ref, plan.graph)] = None
     return found
 
 

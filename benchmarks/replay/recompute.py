@@ -50,6 +50,13 @@ def layer_of(node: Node) -> int | None:
     return None if found is None else int(found[1])
 
 
+def storage_of(ref: Ref, graph: Graph) -> Ref:
+    """What a value is behind views and shared reads."""
+    while (node := graph.by_name[ref.name]).op in VIEWS or node.op == SHARE:
+        ref = node.operands[0]
+    return ref
+
+
 def checkpointed(
     graph: Graph, policy: str, *, keep_sums: bool = False, hold_saved: bool = False, whole: bool = False
 ) -> Graph:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.attach.pipe import is_elsewhere
+from autopar.attach.tensors import is_elsewhere
 from tests.processes.compare import loss_of, step_alike, whole
 from tests.processes.worker import Ranks
 from tests.support.families import IGNORED, family

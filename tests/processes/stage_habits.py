@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import autopar
-from autopar.attach.pipe import is_elsewhere
+from autopar.attach.tensors import is_elsewhere
 from autopar.errors import PlanMismatch
 from autopar.optim import Whole
 from tests.processes.compare import loss_of, whole
