@@ -93,9 +93,10 @@ def place_at(x: Tensor, made: Tensor, dim: int, parts: int, coordinate: Tensor, 
     return x
 
 
-def panel(x: Tensor, dim: int, parts: int, number: int) -> Tensor:
-    """One of `parts` equal pieces of `dim`, that dim in front, in memory of its own."""
-    return in_front(x.narrow(dim, number * (x.shape[dim] // parts), x.shape[dim] // parts), dim)
+def panel(x: Tensor, dim: int, blocks: int, parts: int, number: int) -> Tensor:
+    """Of each of the `blocks` of `dim` one of its `parts` equal pieces, that dim in front, in memory of its own."""
+    pieces = _pieces(x, dim, blocks, parts, number).movedim((dim, dim + 1), (0, 1))
+    return pieces.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def in_front(x: Tensor, dim: int) -> Tensor:
@@ -103,11 +104,16 @@ def in_front(x: Tensor, dim: int) -> Tensor:
     return x.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
 
 
-def place_panel(x: Tensor, made: Tensor, dim: int, parts: int, number: int) -> Tensor:
-    """Write to `x` where `panel` reads."""
-    size = x.shape[dim] // parts
-    x.narrow(dim, number * size, size).copy_(made.movedim(0, dim))
+def place_panel(x: Tensor, made: Tensor, dim: int, blocks: int, parts: int, number: int) -> Tensor:
+    """Write to `x`, which is contiguous, where `panel` reads."""
+    pieces = _pieces(x, dim, blocks, parts, number)
+    pieces.copy_(made.movedim(0, dim).unflatten(dim, pieces.shape[dim : dim + 2]))
     return x
+
+
+def _pieces(x: Tensor, dim: int, blocks: int, parts: int, number: int) -> Tensor:
+    size = x.shape[dim] // (blocks * parts)
+    return x.unflatten(dim, (blocks, parts, size)).select(dim + 1, number)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """SUMMA in panels: a matrix product of which both operands and the result are split over two axes, and stay so.
 
-    C = A B, AB(T), A(T) B      on q x q ranks, each of which has one block of A, of B, and of C
+    C = A B, AB(T), A(T) B      on p x q ranks, each of which has one block of A, of B, and of C
 
 One of the three does not move. The two others share a factor that it lacks: along that one they are cut in panels, and
 panel by panel an operand is gathered along its axis, and the result is reduce-scattered along its own:
@@ -16,7 +16,8 @@ layer, y = x w(T) is ABT, dx = dy w is AB and dw = dy(T) x is ATB.
 van de Geijn and Watts, "SUMMA: Scalable Universal Matrix Multiplication Algorithm" (1997); Xu and You, "An Efficient 2D
 Method for Training Super-Large Deep Learning Models" (Optimus, IPDPS 2023), sections 2 and 3. They broadcast each panel
 from the ranks that have it. Here a panel is a part of every rank's block: an all-gather moves the same bytes, and needs
-no roots; the two axes must have the same size, else the panels of A and of B would not be of the same rows.
+no roots. Where the axes have two sizes, the factor is seen as lcm(p, q) blocks, and a panel is a part of each of them:
+so the panels of A, from q ranks, and those of B, from p, are of the same rows, in the same order.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ RESULT = 2  # the place of the result behind the two operands
 
 
 def product(node: Node, types: tuple[TensorType, ...], mesh: Mesh) -> Iterator[Offer]:
-    """On two axes of one size: the first splits the batch, and so do all others; the second splits what is left."""
+    """On two axes: the first splits the batch, and so do all others; the second splits what is left."""
     rule, whole = rule_of_product(node, types), node.outputs[0]
     if rule is None or whole is None:
         return
     batch = first_of_longest(rule)
     with_batch = [place for place, dims in enumerate(_dims(rule)) if batch in factors(dims)]
     for first, second in itertools.combinations(range(len(mesh.sizes)), 2):
-        if mesh.sizes[first] != mesh.sizes[second] or mesh.sizes[first] == 1 or batch not in rule.splittable:
+        if 1 in (mesh.sizes[first], mesh.sizes[second]) or batch not in rule.splittable:
             continue
         for stays, moves in (with_batch, with_batch[::-1]):
             for panels in PANELS:
@@ -89,7 +90,7 @@ def _blocks(
     blocks = _Blocks(node, types, rule, mesh, axes, stays, moves, third, batch, kept, cutting, panels)
     if not divide(blocks.whole, blocks.layouts, mesh):
         return None
-    return blocks if rule.sizes[cutting] % (mesh.sizes[axes[0]] * panels) == 0 else None
+    return blocks if rule.sizes[cutting] % (blocks.common * panels) == 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,30 +164,39 @@ class _Blocks:
         assert dim is not None
         return dim
 
-    def panel(self, place: int, blocks: int = 1) -> TensorType:
-        """Of so many blocks, that dim in front."""
+    def panel(self, place: int, ranks: int = 1) -> TensorType:
+        """Of so many ranks, that dim in front."""
         type, dim = cut(self.local(place), self.dim(place), self.panels), self.dim(place)
-        return TensorType((type.shape[dim] * blocks, *type.shape[:dim], *type.shape[dim + 1 :]), type.dtype)
+        return TensorType((type.shape[dim] * ranks, *type.shape[:dim], *type.shape[dim + 1 :]), type.dtype)
+
+    def axis(self, place: int) -> int:
+        """Along which it moves."""
+        return self.axes[1 if place == self.moves else 0]
+
+    def ranks(self, place: int) -> int:
+        return self.mesh.sizes[self.axis(place)]
 
     @property
-    def ranks(self) -> int:
-        return self.mesh.sizes[self.axes[0]]
+    def common(self) -> int:
+        """Blocks of the factor that is cut, of which each rank of either axis has some."""
+        return math.lcm(*(self.mesh.sizes[axis] for axis in self.axes))
 
-    def along(self, place: int) -> str:
-        return self.mesh.names[self.axes[1 if place == self.moves else 0]]
+    def pieces(self, place: int) -> tuple[int, int, int]:
+        """(dim, blocks that a rank has, panels): how a rank's part is cut."""
+        return self.dim(place), self.common // self.ranks(place), self.panels
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def fetch(self, place: int, makes: str, ahead: int = 0) -> Iterator[Part]:
         """The panel of all ranks along its axis, of the turn that is so many ahead."""
-        dim, own = self.dim(place), f"panel of {place}"
+        own, ranks, axis = f"panel of {place}", self.ranks(place), self.mesh.names[self.axis(place)]
 
         def write(b: Any, turn: int, x: Value) -> Value:
-            return b.call("autopar.panel", x, dim, self.panels, turn + ahead)
+            return b.call("autopar.panel", x, *self.pieces(place), turn + ahead)
 
         piece = self.panel(place)
         yield Do("panel", write, (str(place),), own, piece, copied(2, piece))
-        yield Collective("all_gather", self.along(place), self.ranks, own, makes, self.panel(place, self.ranks))
+        yield Collective("all_gather", axis, ranks, own, makes, self.panel(place, ranks))
 
     def multiply(self, reads: dict[int, str], makes: str) -> Do:
         """The product of panels, and of the operand that stays as it is. `reads`: place -> panel."""
@@ -198,7 +208,7 @@ class _Blocks:
                 for place, value in enumerate(values)
             ))  # fmt: skip
 
-        read = tuple(self.panel(place, self.ranks) if place in reads else self.local(place) for place in (0, 1))
+        read = tuple(self.panel(at, self.ranks(at)) if at in reads else self.local(at) for at in (0, 1))
         step = step_of(self.node, self.types, read, self.made, self.panels * math.prod(self.mesh.sizes))
         return Do("multiply", write, names, makes, self.made, step, lies=lying(self.node, self.made))
 
@@ -209,7 +219,7 @@ class _Blocks:
         if self.stays == RESULT:
             return result
         dim = self.dim(RESULT)
-        size = result.shape[dim] * self.ranks // self.panels
+        size = result.shape[dim] * self.ranks(RESULT) // self.panels
         return TensorType((*result.shape[:dim], size, *result.shape[dim + 1 :]), result.dtype)
 
     def terms(self, reads: dict[int, str], makes: str) -> Iterator[Part]:
@@ -222,19 +232,20 @@ class _Blocks:
         def write(b: Any, turn: int, made: Value) -> Value:
             return b.call("autopar.in_front", made, dim)
 
-        front = self.panel(RESULT, self.ranks)
+        front = self.panel(RESULT, self.ranks(RESULT))
         yield self.multiply(reads, "made")
         yield Do("in front", write, ("made",), makes, front, copied(2, front))
 
     def sum(self, reads: str, makes: str) -> Collective:
-        return Collective("reduce_scatter", self.along(RESULT), self.ranks, reads, makes, self.panel(RESULT))
+        axis = self.mesh.names[self.axis(RESULT)]
+        return Collective("reduce_scatter", axis, self.ranks(RESULT), reads, makes, self.panel(RESULT))
 
     def place(self, reads: str, behind: int) -> Do:
         """In the result, the panel of the turn that is so many behind."""
-        dim, piece = self.dim(RESULT), self.panel(RESULT)
+        piece = self.panel(RESULT)
 
         def write(b: Any, turn: int, result: Value, made: Value) -> Value:
-            return b.call("autopar.place_panel", result, made, dim, self.panels, turn - behind)
+            return b.call("autopar.place_panel", result, made, *self.pieces(RESULT), turn - behind)
 
         return Do("place", write, ("result", reads), "result", None, copied(2, piece))
 

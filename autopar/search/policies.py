@@ -21,6 +21,7 @@ from autopar.propose.strategies import Strategy, propose
 from autopar.rewrite import gathered_once, kept_whole
 from autopar.rules.patterns import is_pattern
 from autopar.search.elixir.placing import placed
+from autopar.search.grid_policies import AXES, CUBE, SUMMA, TESSERACT, grid_of, on_a_grid
 from autopar.search.memory_options import MemoryOptions, checkpointed
 from autopar.search.policy_axis import PolicyAxis, Strategies
 from autopar.search.sequence_policies import DoesNotApply, along_the_sequence, with_attention
@@ -67,6 +68,9 @@ NAMED: Mapping[str, str] = {
     "megatron-sp": "tensor-parallel, with norms split along the sequence (Korthikanti et al. 2022, section 4.2)",
     "ulysses": "the sequence is split, and in attention the heads are (Jacobs et al. 2023); parameters as in fsdp",
     "ring": "the sequence is split, and keys and values go round (Liu et al. 2023); parameters as in fsdp",
+    "optimus-2d": "activations and weights lie in blocks of the last two axes, products are SUMMA (Xu and You 2023)",
+    "2.5d": "optimus-2d, while the axis before splits the batch and has all weights (Tesseract, Wang et al. 2022)",
+    "3d": "activations and weights are split by the last three axes, of one size (Bian et al. 2021)",
 }
 
 
@@ -137,6 +141,8 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
         strategies = {**propose(graph, mesh)[0], **strategies}
     policy = MEMORY_SAVING.get(policy, policy)
     on_last = "tensor-parallel" if policy == "fsdp+tensor-parallel" else policy
+    if policy in AXES:
+        return _and_a_grid(policy, graph, strategies, mesh)
     kept = by_hand(strategies)
     if policy in NAMED:
         kept = with_attention(graph, kept, strategies)
@@ -150,12 +156,27 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
     return kept
 
 
-def by_hand(strategies: Strategies) -> dict[str, tuple[Strategy, ...]]:
-    """Those of factor rules: no baseline has loops, but where they are pinned, nor what is stored in more pieces."""
+def _and_a_grid(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> dict[str, tuple[Strategy, ...]]:
+    """A grid of the last axes, behind axes that split the batch."""
+    grid = grid_of(policy, mesh)
+    kept = with_attention(graph, by_hand(strategies, and_body="" if policy == CUBE else SUMMA), strategies)
+    for axis in range(grid[0]):
+        if mesh.sizes[axis] > 1:
+            has_all = policy == TESSERACT and axis == grid[0] - 1
+            kept = PolicyAxis("data-parallel" if has_all else "fsdp", axis, graph, kept).run()
+    return on_a_grid(policy, mesh, graph, kept)
+
+
+def by_hand(strategies: Strategies, and_body: str = "") -> dict[str, tuple[Strategy, ...]]:
+    """Those of factor rules: no baseline has loops, but where they are pinned, nor what is stored in more pieces.
+    `and_body`: loops that are what a policy is about.
+    """
     known: dict[int, tuple[Strategy, ...]] = {}  # equal nodes share one tuple, still
     for options in strategies.values():
         if id(options) not in known:
-            plain = tuple(option for option in options if not is_pattern(option.body) and not option.stored)
+            plain = tuple(
+                one for one in options if (not is_pattern(one.body) or one.body == and_body) and not one.stored
+            )
             known[id(options)] = plain if plain and len(plain) < len(options) else options
     return {name: known[id(options)] for name, options in strategies.items()}
 

@@ -142,6 +142,16 @@ def check_contexts(ranks: Ranks) -> None:
         same_steps(copy.deepcopy(case.model), parallel, case.inputs)
 
 
+def check_optimus(ranks: Ranks) -> None:
+    """A whole Llama in blocks of two by two ranks: products in panels, norms and the loss over both axes."""
+    mesh, case, file = ranks.mesh(2, 2), family("llama"), ranks.folder / "optimus.json"
+    if ranks.rank == 0:
+        search(case.graph, mesh_of(mesh), FAST, Request(policy="optimus-2d")).save(file)
+    dist.barrier()
+    parallel = autopar.compile(copy.deepcopy(case.model), mesh, plan=file, hardware=FAST)
+    same_steps(copy.deepcopy(case.model), parallel, case.inputs)
+
+
 def check_panels(ranks: Ranks) -> None:
     """Every product that SUMMA may run on two by two ranks is run so."""
     mesh, case, file = ranks.mesh(2, 2), family("mlp"), ranks.folder / "panels.json"

@@ -130,7 +130,7 @@ def test_contexts_of_processes_train_as_one(tmp_path: Path, ranks: int) -> None:
 
 @pytest.mark.slow
 def test_products_in_panels_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
-    run_checks("families", 4, tmp_path, ["check_panels"])
+    run_checks("families", 4, tmp_path, ["check_panels", "check_optimus"])
 
 
 def test_four_processes_train_on_the_mesh_of_the_plan(tmp_path: Path) -> None:

@@ -21,14 +21,14 @@ from autopar.search.baselines import compare, table
 from autopar.search.command.arguments import policies_named
 from autopar.search.overlap_loop import best_prefetch
 from autopar.search.policies import NAMED, policies_for
-from autopar.search.sequence_policies import NORMS, DoesNotApply
+from autopar.search.sequence_policies import NORMS, ROLES, DoesNotApply
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from tests.support.check import difference, mesh_of, worst_difference
 from tests.support.families import family
 
 H100 = Hardware.load("h100-sxm")
-ROLES = {"megatron-sp": {HEADS, GROUPED}, "ulysses": {HEADS, GROUPED}, "ring": {RING}}
+DOES = {"megatron-sp": {HEADS, GROUPED}, "ulysses": {HEADS, GROUPED}, "ring": {RING}}
 
 
 @cache
@@ -41,7 +41,7 @@ def plan_of(name: str, sizes: tuple[int, ...], policy: str) -> Plan:
     return answer(question(name, sizes), Request(policy=policy))
 
 
-@pytest.mark.parametrize("policy", NAMED)
+@pytest.mark.parametrize("policy", ROLES)
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_numbers_are_those_of_one_process_and_attention_does_what_the_name_says(
@@ -51,12 +51,12 @@ def test_numbers_are_those_of_one_process_and_attention_does_what_the_name_says(
     off, where = difference(plan, family(name))
     assert off <= 1e-10, where
     attention = [node for node in plan.graph.nodes if node.op in OPERANDS_OF_ATTENTION]
-    assert attention and {plan.choices[node.name].roles[-1] for node in attention} <= ROLES[policy]
+    assert attention and {plan.choices[node.name].roles[-1] for node in attention} <= DOES[policy]
     if len(sizes) > 1:  # the other axis is fsdp
         assert {plan.choices[node.name].roles[0] for node in attention} == {"b"}
 
 
-@pytest.mark.parametrize("policy", NAMED)
+@pytest.mark.parametrize("policy", ROLES)
 def test_they_run_under_local_tensors(policy: str) -> None:
     plan, case = plan_of("llama", (2, 2), policy), family("llama")
     with fake_ranks(plan.mesh) as device_mesh:
@@ -132,7 +132,7 @@ def test_where_they_do_not_apply_a_sentence_says_why() -> None:
     refused(question("mlp", (2,)), "ring", "the model has no attention")
     refused(question("gpt2", (2, 1)), "ring", "axis b=1: one rank splits nothing")
     refused(ask(llama(4, 4, 26), mesh_of(4), H100), "ulysses", "a sequence of 26, which 4 ranks do not divide")
-    with pytest.raises(BadArgument, match=r"no policy 'rings'; known policies: .*ulysses, ring"):
+    with pytest.raises(BadArgument, match=r"no policy 'rings'; known policies: .*ulysses, ring, optimus-2d, 2.5d, 3d"):
         policies_named("ulysses,rings")
     with pytest.raises(BadArgument, match="names 'ring' twice"):
         policies_named("ring,ring")
@@ -155,7 +155,7 @@ def slower_than(asked: Question) -> dict[str, float]:
     """Policy -> the searched plan's simulated time to its own."""
     best = answer(asked, Request(simulation=True))
     found: dict[str, float] = {}
-    for policy in NAMED:
+    for policy in ROLES:
         plan = answer(asked, Request(policy=policy))
         found[policy] = best.predicted_seconds / best_prefetch(plan, asked.pricer, None).seconds
     return found
