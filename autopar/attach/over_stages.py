@@ -9,7 +9,6 @@ without a word. All ranks must ask, as for numbers of what is split.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,12 +33,17 @@ from autopar.ir.words import count_of
 STACK = torch.ops.aten.stack.default
 _redistribute = DTensor.redistribute
 
-_PIPES: weakref.WeakKeyDictionary[Pipe, None] = weakref.WeakKeyDictionary()  # of all modules, in the order of compiles
+# Of equal meshes the first one, in the order of compiles, and with the process group that it was made in. They are kept
+# when their modules are gone: ranks collect garbage at different times, and all of them must find the same one.
+_PIPES: list[tuple[Any, Pipe]] = []
 
 
 def begin(pipe: Pipe) -> Pipe:
     """From now on numbers of this pipeline's parameters are of all its stages."""
-    _PIPES[pipe] = None
+    world = dist.group.WORLD
+    _PIPES[:] = [(made_in, one) for made_in, one in _PIPES if made_in is world]  # else its groups are destroyed
+    if not any(one.meshes == pipe.meshes for _, one in _PIPES):
+        _PIPES.append((world, pipe))
     _mend()
     return pipe
 
@@ -59,7 +63,7 @@ def pipe_of(value: Any) -> Pipe | None:
     if not isinstance(value, DTensor) or not _PIPES:
         return None
     mesh: DeviceMesh = value.device_mesh
-    return next((pipe for pipe in list(_PIPES) if mesh in pipe.meshes), None)
+    return next((pipe for made_in, pipe in _PIPES if made_in is dist.group.WORLD and mesh in pipe.meshes), None)
 
 
 def pipe_among(values: Iterable[Any]) -> Pipe | None:

@@ -78,6 +78,7 @@ ON_FOUR = {
         "what_one_rank_saved_is_refused",
         "averages_begin_before_the_first_call",
         "what_scripts_make_of_each_gradient",
+        "a_model_that_some_ranks_have_dropped",
     ],
     "stored_apart": ["parameters_are_stored_in_more_pieces"],
 }
