@@ -6,6 +6,7 @@ torch is not imported here: tests of solver/, cost_models/ and the plain values 
 import os
 import random
 import sys
+import tomllib
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,10 +21,11 @@ os.environ["AUTOPAR_PROFILES"] = "no profiles in tests"
 import numpy as np
 import pytest
 
-from tests.thinned import THINNED
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+THINNED: dict[str, dict[str, int]] = tomllib.loads(Path(__file__).with_name("thinned.toml").read_text(encoding="utf-8"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

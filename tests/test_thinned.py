@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import is_in_part
-from tests.thinned import THINNED
+from tests.conftest import THINNED, is_in_part
 
 
 def test_every_thinned_test_exists() -> None:

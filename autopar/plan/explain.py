@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 
 from autopar.ir import batch_norm, precision
@@ -29,13 +29,24 @@ TIGHT = 0.95  # of the memory limit: from here on memory shaped the plan
 def explain(plan: PlanValue) -> str:
     """About 40 lines of at most 110 columns (a few more on a mesh of many axes, or with long notes)."""
     facts = [*head(plan), *_time(plan), *_utilisation(plan), *_candidates(plan), *_memory(plan)]
-    facts += [*saving(plan), *words(plan)]
-    notes = [*_notes(plan)]
+    facts = _on_lines([*facts, *saving(plan), *words(plan)])
+    notes = _on_lines(_notes(plan))
     left = HEIGHT - len(facts) - len(notes) - 4  # each table has a line above and one below
-    of_products = [*products(plan, max(3, left * 2 // 5))]
-    of_parameters = [*parameters(plan, max(3, left + 2 - len(of_products)))]
-    lines = [*facts, *of_parameters, *of_products, *notes]
-    return "\n".join(part for line in lines for part in wrapped(line, "    ")) + "\n"
+    of_products = _rows(products, plan, max(3, left * 2 // 5))
+    of_parameters = _rows(parameters, plan, max(3, left + 2 - len(of_products)))
+    return "\n".join([*facts, *of_parameters, *of_products, *notes]) + "\n"
+
+
+def _rows(table: Callable[[PlanValue, int], Iterable[str]], plan: PlanValue, most: int) -> list[str]:
+    """The table with so many rows, or with as many as are on so many lines, where some take two."""
+    rows = most
+    while len(found := _on_lines(table(plan, rows))) > most + 2 and rows > 1:
+        rows -= 1
+    return found
+
+
+def _on_lines(told: Iterable[str]) -> list[str]:
+    return [part for line in told for part in wrapped(line, "    ")]
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ watchers = [threading.Thread(target=look, args=(threading.get_ident(),)) for _ i
 while time.monotonic() < until:
     assert deep(30) == 30
 [watcher.join() for watcher in watchers]
-print(len(found), max(map(len, found)))
+print(len(found), max(map(len, found)), *{lines[-1] for lines in found if lines})
 """
 
 
@@ -59,5 +59,8 @@ def test_a_thread_may_run_on_while_it_is_looked_at(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, cwd=root,
                           env={"PYTHONPATH": str(root)}, check=False)  # fmt: skip
     assert done.returncode == 0, (done.returncode, done.stderr)
-    count, deepest = map(int, done.stdout.split())
-    assert count > 100 and 25 < deepest < 40
+    count, deepest, *outermost = map(int, done.stdout.split())
+    assert count > 100 and 1 < deepest < 40
+    lines = BUSY.splitlines()  # every walk came out where the thread began, in the script itself
+    assert outermost and all("def" not in lines[n - 1] and not lines[n - 1].startswith("    return") for n in outermost)
+    assert min(outermost) > lines.index("gc.set_threshold(5), sys.setswitchinterval(1e-5)")
