@@ -139,7 +139,7 @@ def node_strategies(node: Node, types: tuple[TensorType, ...], rule: Rule | None
     flops, kind = flops_of(node, types)
     if rule is None:
         return (make_strategy(node, types, None, whole, mesh, flops, kind),)
-    splittable = rule.splittable
+    splittable = (*rule.splittable, *rule.behind)
     linear = [_linear_role(positions) for positions in rule.linear]
     per_axis = [
         [NOTHING, *(f for f in splittable if rule.sizes[f] % size == 0), *linear] if size > 1 else [NOTHING]
@@ -168,7 +168,7 @@ def strategy_of(
         offer = offered(node, types, mesh, body, roles)
         return None if offer is None else _of_pattern(body, offer, mesh)
     rule = rule_of(node, types)
-    known = set[str]() if rule is None else {*rule.splittable, *map(_linear_role, rule.linear)}
+    known = set[str]() if rule is None else {*rule.splittable, *rule.behind, *map(_linear_role, rule.linear)}
     for role, size in zip(roles, mesh.sizes, strict=True):
         if role and (size == 1 or role not in known):
             return None
@@ -186,11 +186,16 @@ def _linear_positions(role: str) -> set[int]:
 
 
 def _is_possible(rule: Rule, roles: tuple[str, ...], mesh: Mesh) -> bool:
-    """Whether sizes divide, and one local body at most stands in for the operator."""
+    """Whether sizes divide, what stands behind other factors is split where those are in pieces of one, and one local
+    body at most stands in for the operator.
+    """
     if len({rule.bodies[role] for role in roles if role in rule.bodies}) > 1:
         return False
     parts: dict[str, int] = {}
+    behind = rule.behind
     for role, size in zip(roles, mesh.sizes, strict=True):
+        if any(parts.get(other, 1) < rule.sizes[other] for other in behind.get(role, ())):
+            return False
         parts[role] = parts.get(role, 1) * size
     return all(rule.sizes[role] % count == 0 for role, count in parts.items() if role in rule.sizes)
 

@@ -9,7 +9,7 @@ ranks is the value (`k` above).
 
     b s! -> b s!                         ! : the factor is never split
     a 1, b -> a b                        1 : a dim of size one (broadcast)
-    a (h d) -> a h d                     (h d) : one dim made of several factors, major first; only the outermost splits
+    a (h d) -> a h d                     (h d) : one dim made of several factors, major first; the outermost one splits
     (h=4 k) -> (h k)                     =4 : the size, where the shapes leave it open
     a b -> b ^max                        ^max, ^min : how a result is put together where a factor is missing from it
     n c@stats, c -> n c, n ^same         ^same : factors missing from it do not matter: every rank has it whole
@@ -54,6 +54,22 @@ class Rule:
         for dim in (dim for tensor in self.inputs + self.outputs for dim in tensor):
             inner.update([name for name in dim if self.sizes[name] != 1][1:])
         return tuple(name for name, size in self.sizes.items() if size > 1 and name not in self.locked | inner)
+
+    @property
+    def behind(self) -> Mapping[str, frozenset[str]]:
+        """Factors that stand behind others in a first dim, as the sequence behind the batch where both are one dim of
+        tokens -> those others. An axis may split one where axes in front of it have the others in pieces of one: what
+        a rank has then is a piece of that dim, too.
+        """
+        found: dict[str, frozenset[str]] = {}
+        never = {*self.locked, *self.bodies}
+        for tensor in self.inputs + self.outputs:
+            for place, dim in enumerate(tensor):
+                names = [name for name in dim if self.sizes[name] != 1]
+                for i, name in enumerate(names[1:], 1):
+                    found[name] = found.get(name, frozenset()) | {*names[:i]}
+                    never |= {name} if place or self.bodies.keys() & {*names[:i]} else set()
+        return {name: others for name, others in found.items() if name not in never}
 
 
 def parse(text: str, operand_shapes: Sequence[Shape], output_shapes: Sequence[Shape | None]) -> Rule:

@@ -17,6 +17,7 @@ from autopar.machine.rules_files import FLAG, HELP, METAVAR
 from autopar.plan.fit import check_rules
 from autopar.rewrite import plain
 from autopar.rules.patterns import is_pattern
+from autopar.scale.elsewhere import splits_behind
 from autopar.scale.grow import growth_where_possible
 from autopar.scale.growth import Sources, usual_sources
 from autopar.scale.report import report, spelled
@@ -89,6 +90,12 @@ def _scale(given: argparse.Namespace) -> int:
         raise BadArgument(
             f"{given.plan} runs %{looped} in a loop, and how that grows is not known; make a plan without with "
             "python -m autopar.search ... --policy NAME"
+        )
+    if tokens := next((node for node in plan.graph.nodes if splits_behind(plan, node)), None):
+        raise BadArgument(
+            f"{given.plan} splits the tokens of %{tokens.name} by the sequence behind a batch of one a rank, and how "
+            "that grows is not known; make a plan of a larger batch, or one without: python -m autopar.search ... "
+            "--policy NAME"
         )
     if (count := plan.graph.rounds.count) > 1:
         raise BadArgument(

@@ -22,9 +22,10 @@ from autopar.plan.plan import Plan
 from autopar.plan.value import Choice, Decision, Delivery
 from autopar.price.pricer import Pricer
 from autopar.price.reshard import Reshard, Resharder
-from autopar.propose.strategies import signature_of, steps_of
+from autopar.propose.strategies import operand_types, signature_of, steps_of
 from autopar.rules.local import localise
 from autopar.rules.patterns import is_pattern
+from autopar.rules.table import rule_of
 from autopar.scale.growth import Growth
 from autopar.scale.sizes import value_of
 from cost_models.formulas import Form
@@ -170,10 +171,22 @@ class _Move:
     # --- does it divide? ---------------------------------------------------------------------------------------------
 
     def _check_roles(self, node: Node, choice: Choice) -> None:
-        """Every factor divides by the axes that split it."""
-        sizes = self.growth.factors.get(node.name, {})
+        """Every factor divides by the axes that split it; what stands behind others is split where those are in
+        pieces of one.
+        """
+        sizes, rule = self.growth.factors.get(node.name, {}), self.growth.rules.get(node.name)
+        behind = {} if rule is None else rule.behind
         counts: dict[str, Any] = {}
         for role, ranks in zip(choice.roles, self.mesh.sizes, strict=True):
+            for other in behind.get(role, ()):
+                assert rule is not None
+                whole = value_of(sizes[other], self.values) if other in sizes else rule.sizes[other]
+                is_number = isinstance(whole, int) and isinstance(ranks, int)
+                if is_number and counts.get(other, 1) != whole:
+                    raise DoesNotSplit(
+                        f"%{node.name} ({node.module or node.op}) splits what stands behind {whole} that are in "
+                        f"{counts.get(other, 1)} pieces"
+                    )
             counts[role] = counts.get(role, 1) * ranks
         for role, count in counts.items():
             if role in sizes and value_of(sizes[role], self.values) % count:
@@ -185,6 +198,17 @@ class _Move:
         if local_shape(type.shape, layout, self.mesh) is None:
             laid = show(layout, self.mesh, len(type.shape))
             raise DoesNotSplit(f"%{node.name} ({node.module or node.target or node.op}) lays out {type} as {laid}")
+
+
+def splits_behind(plan: Plan, node: Node) -> bool:
+    """Whether an axis splits what stands behind another factor in one dim, as the sequence behind a batch of one a
+    rank: a plan of one size.
+    """
+    roles = {*plan.choices[node.name].roles} - {""}
+    if len(roles) < 2 or node.is_source:
+        return False
+    rule = rule_of(node, operand_types(node, plan.graph.by_name))
+    return rule is not None and not roles.isdisjoint(rule.behind)
 
 
 def units(plan: Plan, growth: Growth) -> dict[str, int]:

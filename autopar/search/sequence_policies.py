@@ -2,9 +2,9 @@
 
 Ulysses and the ring split the sequence as data parallelism splits the batch: what holds it is split there wherever
 that is possible, and attention does what gives the policy its name. Where an operator has made one dim of batch and
-sequence, as losses do, the batch is split from there on; with one sample there is no such difference. Megatron is a
-tensor axis whose attention splits heads and whose norms split the sequence; what lies between follows, as it is cheaper
-so.
+sequence, as losses do, the batch is split from there on; with one sample a rank there is no such difference. Megatron
+is a tensor axis whose attention splits heads and whose norms split the sequence; what lies between follows, as it is
+cheaper so.
 """
 
 from __future__ import annotations

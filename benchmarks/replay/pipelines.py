@@ -16,18 +16,19 @@ is cut into pieces beside its product, and the first piece alone is waited for.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.pipeline import Durations, Schedule, StageBytes, make_schedule, memory, play
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
-from benchmarks.replay.float8 import FLOAT8, as_float8
+from benchmarks.replay.float8 import as_float8
 from benchmarks.replay.gpt import gpt, kernel_of
 from benchmarks.replay.kernels import as_kernels
 from benchmarks.replay.llama import half_precision_graph
 from benchmarks.replay.parts import FRONT, HEAD, LAYER, Part, parts_of
+from benchmarks.replay.predict import PIECES, with_rate
 from benchmarks.replay.predict import fitted_rate as titan_rate
 from benchmarks.replay.predict import plan_of as titan_plan
 from benchmarks.replay.published import SEQUENCE, plan_of_megatron
@@ -48,7 +49,6 @@ UPDATE = 52
 STATE = 18
 KEPT = 6  # of these a rank of FSDP that gathers once a step holds whole: the parameter, and its gradient's sum
 ACCUMULATE = 10  # bytes that adding a half-precision gradient to a float32 sum moves, for each micro-batch
-PIECES = 8  # of a collective of asynchronous tensor parallel: as many as ranks (torch's symmetric memory kernels)
 
 
 @dataclass(frozen=True)
@@ -276,20 +276,12 @@ def _memory(row: PipelineRow, schedule: Schedule, parts: Mapping[str, Part], lay
     return max(one.peak for one in ranks), max(one.peak for one in kept)
 
 
-def with_rate(row: PipelineRow, hardware: Hardware, rate: float) -> Hardware:
-    """The same machine with another rate of half-precision products; those of float8 are slower by as much."""
-    rates = dict(hardware.achieved_flops_per_s)
-    if FLOAT8 in rates:
-        rates[FLOAT8] *= rate / rates[row.dtype]
-    return replace(hardware, achieved_flops_per_s=rates | {row.dtype: rate})
-
-
 def fitted_rate(row: PipelineRow, hardware: Hardware) -> float:
     """The rate of half-precision products at which the step of that row takes its seconds (bisection)."""
     low, high = 1e13, hardware.flops_per_s[row.dtype]
 
     def seconds_with(rate: float) -> float:
-        machine_ = with_rate(row, hardware, rate)
+        machine_ = with_rate(hardware, rate, row.dtype)
         return predict(row, machine_, priced(row, machine_)).seconds
 
     if seconds_with(high) > row.seconds:
@@ -322,7 +314,7 @@ def predictions(table: PipelineTable, rows: list[PipelineRow]) -> tuple[list[Pre
     for row in rows:
         hardware = machine(row.hardware)
         if row.source in rates:
-            hardware = with_rate(row, hardware, rates[row.source])
+            hardware = with_rate(hardware, rates[row.source], row.dtype)
         key = id(plan_of(row, machine(row.hardware))), row.source
         if key not in parts:
             parts[key] = priced(row, hardware)

@@ -21,9 +21,10 @@ from autopar.ir.layout import REPLICATE, local_type
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.simulate.timeline import events_of
+from benchmarks.replay.float8 import FLOAT8, as_float8
 from benchmarks.replay.kernels import as_kernels
 from benchmarks.replay.llama import SHAPES, graph_of_model, with_batch
-from benchmarks.replay.published import plan_as_published
+from benchmarks.replay.published import CONTEXT, plan_as_published
 from benchmarks.replay.recompute import checkpointed, layer_of
 from benchmarks.replay.repeat import TRACED, repeated
 from benchmarks.replay.rows import Row
@@ -34,6 +35,8 @@ from cost_models.simulator import COMPUTE as COMPUTE_STREAM
 from cost_models.simulator import Event, Hold, play
 
 PREFETCH = 8  # matrix operators of a layer's forward pass: seven products and attention
+TENSOR = "comm:tensor"  # the stream of its collectives
+PIECES = 8  # of a collective of asynchronous tensor parallel: as many as ranks (torch's symmetric memory kernels)
 TRACED_BATCH = 131  # a prime, so that no other size is taken for it
 COMPUTE, GATHERS, GRADIENTS = "hbm", "hbm of gathers", "hbm of gradients"
 
@@ -60,9 +63,12 @@ class Prediction:
         return sum(self.reserved_by.values())
 
 
-def with_rate(hardware: Hardware, bfloat16: float) -> Hardware:
-    """The same machine with another rate of matrix products."""
-    return replace(hardware, achieved_flops_per_s={**hardware.achieved_flops_per_s, "bfloat16": bfloat16})
+def with_rate(hardware: Hardware, rate: float, dtype: str = "bfloat16") -> Hardware:
+    """The same machine with another rate of half-precision products; those of float8 are slower by as much."""
+    rates = dict(hardware.achieved_flops_per_s)
+    if FLOAT8 in rates:
+        rates[FLOAT8] *= rate / hardware.rate(dtype, "matmul")
+    return replace(hardware, achieved_flops_per_s={**rates, dtype: rate})
 
 
 @cache
@@ -72,7 +78,7 @@ def plan_of(row: Row, hardware: Hardware) -> Plan:
     graph = with_batch(_graph(row.model, row.sequence), TRACED_BATCH, row.batch, row.sequence)
     graph = checkpointed(graph, row.recompute, keep_sums=row.tensor_ranks > 1, hold_saved=not row.compile)
     plan = as_kernels(plan_as_published(graph, row.mesh, hardware), layer_of if row.compile else _none)
-    return repeated(plan, shape["layers"])
+    return repeated(as_float8(plan) if row.float8 else plan, shape["layers"])
 
 
 @cache
@@ -107,7 +113,11 @@ def seconds_of(row: Row, hardware: Hardware, plan: Plan) -> float:
 
 
 def _events(row: Row, hardware: Hardware, plan: Plan) -> list[Event]:
-    return events_of(plan, Pricer.on(row.mesh, hardware, plan.optimizer, plan.bucket_bytes), prefetch=PREFETCH)
+    """In asynchronous tensor parallel collectives are cut into pieces beside their product: one piece is waited for."""
+    events = events_of(plan, Pricer.on(row.mesh, hardware, plan.optimizer, plan.bucket_bytes), prefetch=PREFETCH)
+    if not row.async_tp:
+        return events
+    return [replace(one, seconds=one.seconds / PIECES) if one.stream == TENSOR else one for one in events]
 
 
 def fitted_rate(row: Row, hardware: Hardware, plan: Plan) -> float:
@@ -131,12 +141,12 @@ def _root(plan: Plan) -> list[Hold]:
     backward the last layer (`apply_fsdp` does not reshard it). And the flat buffers of all-gathers, see the module.
     """
     gathered: dict[int | None, int] = defaultdict(int)  # layer -> bytes of its parameters as they are gathered
-    embedding, data = 0, plan.mesh.names.index("data")
+    embedding, fsdp = 0, ("data", CONTEXT)
     for node in plan.graph.nodes:
         if node.op == "parameter":
             (type,), (layout, *_) = node.outputs, plan.choices[node.name].gives
             assert type is not None
-            whole = (*layout[:data], REPLICATE, *layout[data + 1 :])
+            whole = tuple(REPLICATE if name in fsdp else one for name, one in zip(plan.mesh.names, layout, strict=True))
             nbytes = local_type(TensorType(type.shape, "bfloat16"), whole, plan.mesh).nbytes
             gathered[layer_of(node)] += nbytes
             embedding += nbytes if "embed" in node.target else 0

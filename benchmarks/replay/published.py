@@ -3,7 +3,8 @@
 torchtitan: one axis is FSDP. A second one is tensor parallel with sequence parallel (`apply_tp`): q, k, v, gate, up and
 the logits by columns, o and down by rows, the embedding by its vocabulary; between them activations are split along the
 sequence, and the loss is taken of split logits. What that leaves open is decided by price: where a value that several
-operators read is gathered.
+operators read is gathered. Or the second one is context parallel: the sequence is split everywhere, keys and values go
+round in attention, and parameters are in pieces over both axes.
 
 Megatron (2020): one axis of tensor parallel, activations whole between the products.
 """
@@ -27,15 +28,18 @@ from cost_models.steps import MATRIX_KINDS
 
 BY_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")  # [out, in]: the outputs are split
 BY_ROWS = ("o_proj", "down_proj")
+CONTEXT = "context"  # the axis of context parallel
 SEQUENCE = 1  # the dim of an activation [batch, sequence, width] that sequence parallel splits
 
 
 def plan_as_published(graph: Graph, mesh: Mesh, hardware: Hardware, optimizer: str = "adamw") -> Plan:
-    """torchtitan's: FSDP on the first axis; on a second one tensor parallel with sequence parallel."""
-    policy = "fsdp" if len(mesh.sizes) == 1 else "fsdp+tensor-parallel"
+    """torchtitan's: FSDP on the first axis; on a second one tensor parallel with sequence parallel, or context parallel
+    ("context").
+    """
+    policy = "fsdp" if len(mesh.sizes) == 1 else "ring" if CONTEXT in mesh.names else "fsdp+tensor-parallel"
     question = ask(graph, mesh, hardware, optimizer=optimizer)
     fixed = {node.target: stored(node.target, mesh) for node in graph.nodes if node.op == "parameter"}
-    if len(mesh.sizes) > 1:
+    if policy == "fsdp+tensor-parallel":
         question = replace(question, strategies=_narrowed(question, policy, fixed, SEQUENCE))
     return answer(question, Request(policy=policy, fixed=fixed, tied=True))
 
@@ -65,8 +69,8 @@ def stored(parameter: str, mesh: Mesh) -> Layout:
     layouts cannot name.
     """
     owner = parameter.rsplit(".", 2)[-2]
-    if len(mesh.sizes) == 1:
-        return (Shard(0) if mesh.ranks > 1 else Replicate(),)
+    if len(mesh.sizes) == 1 or CONTEXT in mesh.names:
+        return tuple(Shard(0) if size > 1 else Replicate() for size in mesh.sizes)
     if owner in BY_COLUMNS or owner == "embed_tokens":
         return Shard(1), Shard(0)
     if owner in BY_ROWS:

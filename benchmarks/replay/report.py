@@ -70,23 +70,23 @@ def outcome_cells(outcomes: Iterable[Outcome]) -> list[list[str]]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """Median and worst of the reported rows, and how far ratios between rows of one table are off."""
+    """Median and worst of the reported rows of each kind, and how far ratios between such rows of one table are off."""
     reported = [one for one in outcomes if one.row.use == "reported"]
     lines: list[str] = []
-    groups = {one.row.source.hardware for one in reported}
-    for name in sorted(groups, reverse=True):
-        errors = [one.time_error for one in reported if one.row.source.hardware == name]
-        lines.append(f"time, {name}: {_told(errors)}")
+    groups = {(one.row.source.hardware, one.row.kind) for one in reported}
+    for name, kind in sorted(groups, key=lambda group: (group[0] != "h100-grand-teton", group)):
+        errors = [one.time_error for one in reported if (one.row.source.hardware, one.row.kind) == (name, kind)]
+        lines.append(f"time, {name}{kind and ', '}{kind}: {_told(errors)}")
     errors = [one.memory_error for one in outcomes if one.memory_error is not None]
     if errors:
         lines.append(f"memory: {_told(errors)}")
-    for url in dict.fromkeys(one.row.source.url for one in reported):
-        mine = [one for one in reported if one.row.source.url == url]
+    for url, kind in dict.fromkeys((one.row.source.url, one.row.kind) for one in reported):
+        mine = [one for one in reported if (one.row.source.url, one.row.kind) == (url, kind)]
         if len(mine) > 1:
-            off = max((abs(_ratio_off(one, other)), one, other) for one, other in _pairs(mine))
+            off, one, other = max(((_ratio_off(*pair), *pair) for pair in _pairs(mine)), key=lambda found: found[0])
             lines.append(
-                f"ratios between the {len(mine)} rows of {url.rsplit('/', 1)[-1]}: at most {100 * off[0]:.1f} % off "
-                f"({off[1].row.name} to {off[2].row.name})"
+                f"ratios between the {len(mine)} rows of {url.rsplit('/', 1)[-1]}{kind and ', '}{kind}: at most "
+                f"{100 * off:.1f} % off ({one.row.name} to {other.row.name})"
             )
     return lines
 

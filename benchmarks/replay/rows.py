@@ -51,12 +51,19 @@ class Row:
             raise ValueError(f"row {self.name}: use is {self.use!r}, must be one of {', '.join(USES)}")
         if (self.use == "not modelled") != bool(self.why):
             raise ValueError(f"row {self.name}: a row that is not modelled says why, and no other does")
-        if self.use != "not modelled" and (self.recompute not in POLICIES or self.float8 or self.async_tp):
+        if self.use != "not modelled" and self.recompute not in POLICIES:
             raise ValueError(f"row {self.name} has something that is not modelled, but is {self.use}")
 
     @property
     def tensor_ranks(self) -> int:
         return self.mesh.size("tensor") if "tensor" in self.mesh.names else 1
+
+    @property
+    def kind(self) -> str:
+        """What sets the run apart from most: rows of one kind are summed up together."""
+        long = self.sequence > 2 * 8192
+        words = {"long sequences": long, "float8": self.float8, "asynchronous tensor parallel": self.async_tp}
+        return ", ".join(word for word, holds in words.items() if holds)
 
     @property
     def batch(self) -> int:

@@ -35,6 +35,14 @@ def test_only_the_outermost_factor_of_a_dim_splits_unless_what_is_outside_has_si
     assert parse("(h d) -> h d", [(6,)], [(1, 6)]).splittable == ("d",)
 
 
+def test_what_stands_behind_the_batch_in_a_dim_of_tokens_is_split_where_the_batch_is_in_pieces_of_one():
+    rule = parse("b s (h d) -> (b s) h d", [(4, 6, 8)], [(24, 2, 4)])
+    assert rule.splittable == ("b", "h") and rule.behind == {"s": {"b"}}
+    assert parse("b s d -> (b s d)", [(4, 6, 8)], [(192,)]).behind == {"s": {"b"}, "d": {"b", "s"}}
+    assert parse("(b s!) d -> b s d", [(24, 8)], [(4, 6, 8)]).behind == {}
+    assert parse("(b s@masked_lookup) d -> b s d", [(24, 8)], [(4, 6, 8)]).behind == {}
+
+
 def test_all_operands_may_be_partial_together():
     assert parse("a, a, a -> a | *", [(2,)] * 3, [(2,)]).linear == (frozenset({0, 1, 2}),)
 
