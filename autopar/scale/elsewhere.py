@@ -175,17 +175,17 @@ class _Move:
         pieces of one.
         """
         sizes, rule = self.growth.factors.get(node.name, {}), self.growth.rules.get(node.name)
-        behind = {} if rule is None else rule.behind
+        behind: Mapping[str, frozenset[str]] = {} if rule is None else rule.behind
         counts: dict[str, Any] = {}
         for role, ranks in zip(choice.roles, self.mesh.sizes, strict=True):
             for other in behind.get(role, ()):
                 assert rule is not None
                 whole = value_of(sizes[other], self.values) if other in sizes else rule.sizes[other]
-                is_number = isinstance(whole, int) and isinstance(ranks, int)
-                if is_number and counts.get(other, 1) != whole:
+                pieces = counts.get(other, 1)
+                if isinstance(whole, int) and isinstance(pieces, int) and pieces != whole:
                     raise DoesNotSplit(
                         f"%{node.name} ({node.module or node.op}) splits what stands behind {whole} that are in "
-                        f"{counts.get(other, 1)} pieces"
+                        f"{pieces} pieces"
                     )
             counts[role] = counts.get(role, 1) * ranks
         for role, count in counts.items():
