@@ -183,7 +183,7 @@ def posed_of(
 def limits_of(pricer: Pricer, memory_options: MemoryOptions, memory: float | None) -> dict[str, float]:
     """Bytes of each tier that a problem may take: what buckets of gradients need is not the problem's to give."""
     buckets = pricer.bucket_bytes * (BUCKETS if len(memory_options.residences) == 1 else BUCKETS + 1)
-    limits = {} if memory is None else {DEVICE: memory - buckets}
+    limits = {} if memory is None else {DEVICE: max(0.0, memory - buckets)}
     return limits | ({HOST: host_bytes(pricer)} if memory_options.uses_host else {})
 
 

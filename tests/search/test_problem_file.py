@@ -1,6 +1,7 @@
 """--problem FILE: the program whose bound the plan carries, which `python -m solver` solves to the same cost."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,14 @@ import pytest
 
 from autopar import Plan
 from autopar.assemble.problem import Assembled
+from autopar.errors import Infeasible
+from autopar.price.pricer import Pricer
 from autopar.search import Request, answer, ask
 from autopar.search.__main__ import main
+from autopar.search.command import posing
 from autopar.search.problems import write
 from cost_models.hardware import Hardware
+from cost_models.reserve import Room
 from solver.__main__ import main as solver_main
 from solver.store import read_problem
 from tests.support.check import mesh_of
@@ -69,3 +74,20 @@ def test_of_a_simulated_search_it_is_the_problem_of_the_bound(
 def test_a_folder_that_does_not_exist_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*MODEL, "--problem", str(tmp_path / "lost" / "problem.json")]) == 2
     assert "of --problem" in capsys.readouterr().err
+
+
+def test_where_there_is_no_plan_in_less_memory_the_problem_is_that_of_the_plan_that_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The allocator would reserve more than there is, and in so much less nothing fits."""
+
+    def tried_again(room: Room, find: Callable[[float], Plan], pricer: Pricer) -> Plan:
+        plan = find(room.tensors)
+        with pytest.raises(Infeasible):
+            find(1.0)
+        return plan
+
+    monkeypatch.setattr(posing, "held_within", tried_again)
+    file = tmp_path / "problem.json"
+    assert main([*MODEL, "--memory", "70GiB", "--allow", "recompute", "--problem", str(file)]) == 0
+    assert read_problem(file) and "step time" in capsys.readouterr().out

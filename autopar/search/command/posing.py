@@ -181,11 +181,12 @@ def _found(posing: Posing, question: Question, request: Request, progress: Progr
     simulated: list[Plan] = []
 
     def find(most: float) -> Plan:
-        limited = replace(request, memory=most, buckets_for=room.tensors)
-        problems.clear()
-        return answer(
-            question, limited, progress=progress, stop=stop, as_posed=problems.append, as_played=simulated.append
+        limited, posed = replace(request, memory=most, buckets_for=room.tensors), list[Assembled]()
+        plan = answer(
+            question, limited, progress=progress, stop=stop, as_posed=posed.append, as_played=simulated.append
         )  # fmt: skip
+        problems[:] = posed[-1:]  # where there is no plan in less memory, the one before stays, and its problem
+        return plan
 
     with telling(room):
         plan = held_within(room, find, question.pricer)
