@@ -63,7 +63,8 @@ def compare(
             plan = answer(asked, replace(request, policy=policy, allow=None, simulation=False), stop=stop)
         except Infeasible as error:
             needs = error.at_least if error.enough is None else error.enough
-            return Row(policy, None, f"does not fit ({_needs(error)})", needs, norms)
+            why = str(error).partition(". ")[0] if needs is None else f"does not fit ({_needs(error)})"
+            return Row(policy, None, why, needs, norms)
         except DoesNotApply as error:
             return Row(policy, None, str(error), batch_norm=norms)
         except NoAnswerInTime:
@@ -92,7 +93,8 @@ def compare(
 def _needs(error: Infeasible) -> str:
     if error.enough is not None:
         return f"needs {human(error.enough)}"
-    return "needs more" if error.at_least is None else f"needs more than {human(error.at_least)}"
+    assert error.at_least is not None
+    return f"needs more than {human(error.at_least)}"
 
 
 def _ms(plan: Plan | None) -> str:

@@ -146,7 +146,11 @@ class _Grid:
         best = max(fits.values())
         kept = tuple(option for option in options if fits[option] == best)
         alike = tuple(one for one in kept if self._gives(one) == self._gives(kept[0]))
-        return alike, tuple(self.lie(layout) for layout in alike[0].gives), False
+        return alike, tuple(self._made(layout) for layout in alike[0].gives), False
+
+    def _made(self, layout: Layout) -> Lies:
+        """Terms of a sum over the batch are those of a loss, or of a gradient of weights, and may stay so."""
+        return WEIGHT if isinstance(layout[self.axes[0]], Partial) else self.lie(layout)
 
     def product(self, options: tuple[Strategy, ...], lie: tuple[Lies, ...]) -> Kept | None:
         """As the policy does a product with activations; None where it cannot."""

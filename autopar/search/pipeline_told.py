@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from autopar.ir.graph import Node
 from autopar.ir.precision import told
 from autopar.ir.words import count_of
 from autopar.ir.work import VIEWS
@@ -93,10 +94,15 @@ def modules_of(pipeline: PipelineValue) -> tuple[str, ...]:
     order = forward_order(pipeline.whole.graph)
     bounds = [0, *pipeline.ends, len(order)]
     weight_of, found = weights_of(pipeline.whole.graph), list[dict[str, None]]()
+    node_of = pipeline.whole.graph.by_name
+
+    def label(node: Node) -> str:
+        """A parameter of the model itself has no module, and stands by its own name."""
+        read = (weight_of[ref.name] for ref in node.operands if ref.name in weight_of)
+        return _layer(node.module or next((node_of[name].target for name in read), ""))
+
     for first, last in pairwise(bounds):
-        labels = [
-            (_layer(node.module), is_weighted(node, weight_of)) for node in order[first:last] if node.op not in VIEWS
-        ]
+        labels = [(label(node), is_weighted(node, weight_of)) for node in order[first:last] if node.op not in VIEWS]
         found.append(dict.fromkeys(one for one, weighted in labels if weighted or re.search(r"\d$", one)))
     shared = [label for one, other in pairwise(found) for label in one if label in other]
     return tuple(", ".join(_ranges(names, shared)) or "-" for names in found)

@@ -37,6 +37,7 @@ FLOORS = Table[str | None, float]("seconds that no plan of a policy can do witho
 EXACT_BELOW_PAIRS = 250_000
 GAP = 1e-3
 SAME = 1e-3  # relative: what began a large problem counts as not bettered
+LEAST_S, AGAIN = 2.0, 4  # for a solve that was quick and found nothing: seconds, or so many times what it took
 LARGE_GAP = 5e-3  # of a large problem with all that may be recomputed and offloaded
 
 
@@ -113,6 +114,9 @@ def _solved(
             problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop,
             generations=GENERATIONS if wanted.simulated and tied else None, reductions=worthwhile(problem),
         )  # fmt: skip
+        left_s = min(wanted.time_limit_s - solution.seconds, max(LEAST_S, AGAIN * solution.seconds))
+        if wanted.quick and solution.status == "unknown" and left_s > 0 and not wanted.stop():
+            solution = solve(problem, time_limit_s=left_s, gap=LARGE_GAP, stop=wanted.stop)
     elif is_small:
         start = cheapest(question.found, assembled)
         solution = solve(problem, time_limit_s=wanted.time_limit_s, gap=gap, start=start, stop=wanted.stop)

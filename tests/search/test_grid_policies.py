@@ -19,11 +19,13 @@ from autopar.search.overlap_loop import best_prefetch
 from autopar.search.policies import policies_for
 from autopar.search.sequence_policies import DoesNotApply
 from autopar.trace import capture, graph_of
+from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware
 from tests.support.check import difference, mesh_of, worst_difference
 from tests.support.families import family
 
 H100 = Hardware.load("h100-sxm")
+BF16 = precision_named("bf16")
 GRIDS = [
     ("optimus-2d", (2, 2)), ("optimus-2d", (2, 4)), ("optimus-2d", (4, 2)), ("optimus-2d", (2, 2, 2)),
     ("2.5d", (2, 2, 2)), ("3d", (2, 2, 2)),
@@ -90,6 +92,19 @@ def test_no_activation_is_whole_along_any_axis(name: str, policy: str, sizes: tu
                 assert split(layout) == len(sizes), (node.name, node.op, layout)
                 found += 1
     assert found > 40
+
+
+@pytest.mark.parametrize(("policy", "sizes"), [("optimus-2d", (2, 2)), ("2.5d", (2, 2, 2)), ("3d", (2, 2, 2))], ids=str)
+def test_with_low_precision_there_is_a_plan_too(policy: str, sizes: tuple[int, ...]) -> None:
+    """Gradients of weights are summed behind their cast, so terms of a sum stay so until then."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(
+            torch.nn.LayerNorm(16), torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16)
+        )
+        captured = capture(model, (torch.empty(8, 4, 16),), {}, precision=BF16)
+    plan = answer(ask(graph_of(captured, BF16), mesh_of(*sizes), H100), Request(policy=policy))
+    products = [plan.choices[node.name] for node in plan.graph.nodes if is_product(node)]
+    assert len(products) >= 5 and {choice.body for choice in products} == {"" if policy == "3d" else "SUMMA"}
 
 
 @pytest.mark.parametrize(("policy", "sizes"), [("optimus-2d", (2, 2)), ("3d", (2, 2, 2))], ids=str)

@@ -268,6 +268,21 @@ def test_a_tied_embedding_is_in_both_stages_that_read_it() -> None:
     assert "transformer.wte" in modules_of(found)[0] and "lm_head" in modules_of(found)[1]
 
 
+def test_a_parameter_of_the_model_itself_stands_by_its_own_name() -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(16))
+            self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x + self.shift).square().mean()
+
+    graph = graph_of(capture(Shifted(), (torch.randn(8, 16),), {}))
+    found = find_pipeline(graph, TWO, FAST, 2, ALONE, schedule="1f1b")
+    assert modules_of(found)[0].startswith("shift, layers.0") and ", ," not in explain(found)
+
+
 def test_an_encoder_and_a_decoder_are_cut() -> None:
     found = find_pipeline(family("t5").graph, Mesh(("pipe",), (3,)), FAST, 2, ALONE)
     assert len(found.plans) == 3 and found.step_seconds > found.least_seconds

@@ -134,6 +134,8 @@ def test_where_they_do_not_apply_a_sentence_says_why() -> None:
     refused(ask(llama(4, 4, 26), mesh_of(4), H100), "ulysses", "a sequence of 26, which 4 ranks do not divide")
     with pytest.raises(BadArgument, match=r"no policy 'rings'; known policies: .*ulysses, ring, optimus-2d, 2.5d, 3d"):
         policies_named("ulysses,rings")
+    with pytest.raises(BadArgument, match="--policy gpipe is one of pipeline stages; give --mesh pipe=2"):
+        policies_named("ring,gpipe")
     with pytest.raises(BadArgument, match="names 'ring' twice"):
         policies_named("ring,ring")
     assert policies_named(None) == () and policies_named("ddp, data-parallel") == ("data-parallel",)

@@ -373,6 +373,8 @@ def policies_named(text: str | None, *, staged: bool = False) -> tuple[str, ...]
     """Those with which a plan is to be compared; in stages there are others. Raises BadArgument."""
     words = [] if text is None else _listed(text, "--policy")
     if not staged:
+        if of_stages := [word for word in words if word in STAGED]:
+            raise BadArgument(f"--policy {of_stages[0]} is one of pipeline stages; give --mesh pipe=2, or more axes")
         return tuple(dict.fromkeys(or_bad(lambda word=word: policy_named(word)) for word in words))
     if unknown := [word for word in words if word not in STAGED]:
         raise BadArgument(
