@@ -37,8 +37,8 @@ def unsplit(plan: PlanValue, axis: str) -> str:
     ]
     size, divides = leading[0]
     return (
-        f"nothing is split over its {ranks} ranks, which all do the same work: batches do not divide by them, and a split "
-        "of something else costs more than it saves, or does not divide. "
+        f"nothing is split over its {ranks} ranks, which all do the same work: batches do not divide by them, and a "
+        "split of something else costs more than it saves, or does not divide. "
         f"It would help to pad the {size} of {_dim(0, rows[0][0])} to {divides}. Not divisible are {'; '.join(told)}"
     )
 
