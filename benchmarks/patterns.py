@@ -21,10 +21,10 @@ import transformers
 
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.propose.strategies import Strategy
 from autopar.rules.patterns import is_pattern
 from autopar.search import Question, Request, answer, ask
 from autopar.search.overlap_loop import best_prefetch
+from autopar.search.policy_axis import everywhere
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 
@@ -80,23 +80,13 @@ def graph(shape: Shape) -> Graph:
         return graph_of(capture(model.bfloat16(), (), {"input_ids": ids, "labels": ids}))
 
 
-def without(strategies: Mapping[str, tuple[Strategy, ...]], bodies: Collection[str]) -> dict[str, tuple[Strategy, ...]]:
-    """Equal nodes share one tuple, still."""
-    known: dict[int, tuple[Strategy, ...]] = {}
-    for options in strategies.values():
-        if id(options) not in known:
-            left = tuple(option for option in options if option.body not in bodies)
-            known[id(options)] = left if len(left) < len(options) else options
-    return {name: known[id(options)] for name, options in strategies.items()}
-
-
 def compared(shape: Shape, hardware: Hardware) -> tuple[float, dict[str, float]]:
     """Simulated seconds of the searched plan; and what was left out, or the policy -> seconds of that plan."""
     made, mesh = graph(shape), Mesh(tuple("abc"[: len(shape.mesh)]), shape.mesh)
 
     def question(left_out: Collection[str] = ()) -> Question:
         asked = ask(made, mesh, hardware)
-        return replace(asked, strategies=without(asked.strategies, left_out)) if left_out else asked
+        return replace(asked, strategies=everywhere(asked.strategies, lambda one: one.body not in left_out))
 
     asked = question()
     bodies = sorted({one.body for options in asked.strategies.values() for one in options if is_pattern(one.body)})

@@ -139,7 +139,8 @@ def node_strategies(node: Node, types: tuple[TensorType, ...], rule: Rule | None
     flops, kind = flops_of(node, types)
     if rule is None:
         return (make_strategy(node, types, None, whole, mesh, flops, kind),)
-    splittable = (*rule.splittable, *rule.behind)
+    behind = rule.behind
+    splittable = (*rule.splittable, *behind)
     linear = [_linear_role(positions) for positions in rule.linear]
     per_axis = [
         [NOTHING, *(f for f in splittable if rule.sizes[f] % size == 0), *linear] if size > 1 else [NOTHING]
@@ -147,7 +148,7 @@ def node_strategies(node: Node, types: tuple[TensorType, ...], rule: Rule | None
     ]
     found: list[Strategy] = []
     for roles in itertools.product(*per_axis):
-        if _is_possible(rule, roles, mesh):
+        if _is_possible(rule, behind, roles, mesh):
             found.append(make_strategy(node, types, rule, roles, mesh, flops, kind))
     found += [_of_pattern(name, offer, mesh) for name, offer in offers(node, types, mesh)]
     return _undominated(found)
@@ -168,11 +169,12 @@ def strategy_of(
         offer = offered(node, types, mesh, body, roles)
         return None if offer is None else _of_pattern(body, offer, mesh)
     rule = rule_of(node, types)
-    known = set[str]() if rule is None else {*rule.splittable, *rule.behind, *map(_linear_role, rule.linear)}
+    behind: Mapping[str, frozenset[str]] = {} if rule is None else rule.behind
+    known = set[str]() if rule is None else {*rule.splittable, *behind, *map(_linear_role, rule.linear)}
     for role, size in zip(roles, mesh.sizes, strict=True):
         if role and (size == 1 or role not in known):
             return None
-    if rule is not None and not _is_possible(rule, roles, mesh):
+    if rule is not None and not _is_possible(rule, behind, roles, mesh):
         return None
     return make_strategy(node, types, rule, roles, mesh, *flops_of(node, types))
 
@@ -185,14 +187,13 @@ def _linear_positions(role: str) -> set[int]:
     return {int(position) for position in role[1:].split(",")}
 
 
-def _is_possible(rule: Rule, roles: tuple[str, ...], mesh: Mesh) -> bool:
+def _is_possible(rule: Rule, behind: Mapping[str, frozenset[str]], roles: tuple[str, ...], mesh: Mesh) -> bool:
     """Whether sizes divide, what stands behind other factors is split where those are in pieces of one, and one local
-    body at most stands in for the operator.
+    body at most stands in for the operator. `behind`: `rule.behind`.
     """
     if len({rule.bodies[role] for role in roles if role in rule.bodies}) > 1:
         return False
     parts: dict[str, int] = {}
-    behind = rule.behind
     for role, size in zip(roles, mesh.sizes, strict=True):
         if any(parts.get(other, 1) < rule.sizes[other] for other in behind.get(role, ())):
             return False

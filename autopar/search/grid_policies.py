@@ -18,14 +18,14 @@ They store weights of 3D in an order of their own; here rows lie in mesh order (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from autopar.ir.graph import Graph, Node, TensorType
 from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard
 from autopar.ir.mesh import Mesh
 from autopar.propose.strategies import Strategy, operand_types
 from autopar.rules.products import rule_of_product
-from autopar.search.policy_axis import Strategies, prefer
+from autopar.search.policy_axis import Strategies, in_walking_order, prefer
 from autopar.search.sequence_policies import DoesNotApply
 
 OPTIMUS, TESSERACT, CUBE = "optimus-2d", "2.5d", "3d"
@@ -61,7 +61,7 @@ def on_a_grid(policy: str, mesh: Mesh, graph: Graph, strategies: Strategies) -> 
     run so.
     """
     axes = grid_of(policy, mesh)
-    walk = (_Cube if policy == CUBE else _Blocks)(axes, graph, strategies)
+    walk = _Grid(axes, graph, strategies, _in_a_cube if policy == CUBE else _in_blocks)
     kept = walk.run()
     if not walk.products:
         where = ",".join(f"{mesh.names[axis]}={mesh.sizes[axis]}" for axis in axes)
@@ -72,11 +72,12 @@ def on_a_grid(policy: str, mesh: Mesh, graph: Graph, strategies: Strategies) -> 
 
 class _Grid:
     """A walk through the graph, which keeps strategies and learns how every value lies. The first of the axes splits
-    the batch, the last one features. `products`: how many run as the policy's name says.
+    the batch, the last one features. `product`: how the policy does a product with activations; None where it cannot.
+    `products`: how many run so.
     """
 
-    def __init__(self, axes: tuple[int, ...], graph: Graph, strategies: Strategies) -> None:
-        self.axes, self.graph, self.strategies = axes, graph, strategies
+    def __init__(self, axes: tuple[int, ...], graph: Graph, strategies: Strategies, product: Product) -> None:
+        self.axes, self.graph, self.strategies, self.product = axes, graph, strategies, product
         self.node_of = graph.by_name
         self.lies: dict[str, tuple[Lies, ...]] = {}
         self.known: dict[object, Kept] = {}
@@ -85,8 +86,7 @@ class _Grid:
     def run(self) -> dict[str, tuple[Strategy, ...]]:
         kept: dict[str, tuple[Strategy, ...]] = {}
         outputs = {result.target: result.ref for result in self.graph.results if result.kind == "output"}
-        turn = {"tangent": 1}  # it takes after an output, wherever it stands
-        for node in sorted(self.graph.nodes, key=lambda n: turn.get(n.op, 0 if n.phase == "forward" else 2)):
+        for node in in_walking_order(self.graph):
             options = self.strategies[node.name]
             read = (*node.operands, *filter(None, [outputs.get(node.target)] if node.op == "tangent" else []))
             lie = tuple(self.lies[ref.name][ref.index] for ref in read)
@@ -140,7 +140,7 @@ class _Grid:
         if all(isinstance(one, str) for one in lie):
             return options, (WEIGHT if WEIGHT in lie else FREE,) * len(node.outputs), False
         types = operand_types(node, self.node_of)
-        if rule_of_product(node, types) is not None and (kept := self.product(options, lie)) is not None:
+        if rule_of_product(node, types) is not None and (kept := self.product(self, options, lie)) is not None:
             return kept
         fits = {option: self._fit(option, node, lie, types) for option in options}
         best = max(fits.values())
@@ -151,10 +151,6 @@ class _Grid:
     def _made(self, layout: Layout) -> Lies:
         """Terms of a sum over the batch are those of a loss, or of a gradient of weights, and may stay so."""
         return WEIGHT if isinstance(layout[self.axes[0]], Partial) else self.lie(layout)
-
-    def product(self, options: tuple[Strategy, ...], lie: tuple[Lies, ...]) -> Kept | None:
-        """As the policy does a product with activations; None where it cannot."""
-        raise NotImplementedError
 
     def _gives(self, option: Strategy) -> tuple[tuple[Placement, ...], ...]:
         return tuple(self.at(layout) for layout in option.gives)
@@ -194,50 +190,46 @@ class _Grid:
         )
 
 
-class _Blocks(_Grid):
-    """SUMMA on two axes."""
+def _in_blocks(grid: _Grid, options: tuple[Strategy, ...], lie: tuple[Lies, ...]) -> Kept | None:
+    """SUMMA on the two axes."""
 
-    def product(self, options: tuple[Strategy, ...], lie: tuple[Lies, ...]) -> Kept | None:
-        loops = tuple(
-            one for one in options if one.body == SUMMA and self.matches(one, lie, axes=1) and self._is_here(one)
-        )
-        if not loops:
-            return None
-        kept = prefer(loops, lambda one: self.matches(one, lie))
-        return kept, (self.lie(kept[0].gives[0]) if WEIGHT in lie else WEIGHT,), True
+    def is_here(option: Strategy) -> bool:
+        return option.body == SUMMA and all(option.roles[axis].startswith(SUMMA) for axis in grid.axes)
 
-    def _is_here(self, option: Strategy) -> bool:
-        return all(option.roles[axis].startswith(SUMMA) for axis in self.axes)
+    loops = tuple(one for one in options if is_here(one) and grid.matches(one, lie, axes=1))
+    if not loops:
+        return None
+    kept = prefer(loops, lambda one: grid.matches(one, lie))
+    return kept, (grid.lie(kept[0].gives[0]) if WEIGHT in lie else WEIGHT,), True
 
 
-class _Cube(_Grid):
-    """Three axes: tokens along the first and one of the two others, features along the last one."""
+def _in_a_cube(grid: _Grid, options: tuple[Strategy, ...], lie: tuple[Lies, ...]) -> Kept | None:
+    """Tokens are gathered along their second axis. With a weight, the result has features along this one, and terms of
+    a sum along that of the features, which make pieces of tokens of it.
+    """
 
-    def product(self, options: tuple[Strategy, ...], lie: tuple[Lies, ...]) -> Kept | None:
-        """Tokens are gathered along their second axis. With a weight, the result has features along this one, and terms
-        of a sum along that of the features, which make pieces of tokens of it.
-        """
+    def is_gathered(option: Strategy) -> bool:
+        """Each activation has one axis of three for features, and one for nothing."""
+        read = [grid.lie(take)[1:] for take, one in zip(option.takes, lie, strict=True) if not isinstance(one, str)]
+        return all(dims.count(None) == 1 and batch not in dims for dims, batch in zip(read, batches, strict=True))
 
-        def is_gathered(option: Strategy) -> bool:
-            """Each activation has one axis of three for features, and one for nothing."""
-            read = [self.lie(take)[1:] for take, one in zip(option.takes, lie, strict=True) if not isinstance(one, str)]
-            return all(dims.count(None) == 1 and batch not in dims for dims, batch in zip(read, batches, strict=True))
+    def is_split(option: Strategy) -> bool:
+        places = grid.at(option.gives[0])
+        return REPLICATE not in places and sum(isinstance(place, Partial) for place in places) == 1
 
-        def is_split(option: Strategy) -> bool:
-            places = self.at(option.gives[0])
-            return REPLICATE not in places and sum(isinstance(place, Partial) for place in places) == 1
+    batches = [one[0] for one in lie if not isinstance(one, str)]
+    split = tuple(one for one in options if grid.matches(one, lie, axes=1) and is_gathered(one) and is_split(one))
+    if not split:
+        return None
+    as_they_lie = tuple(
+        one if isinstance(one, str) else (one[0], *(None if dim == one[0] else dim for dim in one[1:])) for one in lie
+    )
+    kept = prefer(split, lambda option: grid.matches(option, as_they_lie))
+    kept = tuple(option for option in kept if option.gives == kept[0].gives)
+    if WEIGHT not in lie:
+        return kept, (WEIGHT,), True
+    first, *others = grid.lie(kept[0].gives[0])
+    return kept, ((first, *(first if dim is None else dim for dim in others)),), True
 
-        batches = [one[0] for one in lie if not isinstance(one, str)]
-        split = tuple(one for one in options if self.matches(one, lie, axes=1) and is_gathered(one) and is_split(one))
-        if not split:
-            return None
-        as_they_lie = tuple(
-            one if isinstance(one, str) else (one[0], *(None if dim == one[0] else dim for dim in one[1:]))
-            for one in lie
-        )
-        kept = prefer(split, lambda option: self.matches(option, as_they_lie))
-        kept = tuple(option for option in kept if option.gives == kept[0].gives)
-        if WEIGHT not in lie:
-            return kept, (WEIGHT,), True
-        first, *others = self.lie(kept[0].gives[0])
-        return kept, ((first, *(first if dim is None else dim for dim in others)),), True
+
+Product = Callable[[_Grid, tuple[Strategy, ...], tuple[Lies, ...]], Kept | None]

@@ -23,7 +23,7 @@ from autopar.rules.patterns import is_pattern
 from autopar.search.elixir.placing import placed
 from autopar.search.grid_policies import AXES, CUBE, SUMMA, TESSERACT, grid_of, on_a_grid
 from autopar.search.memory_options import MemoryOptions, checkpointed
-from autopar.search.policy_axis import PolicyAxis, Strategies
+from autopar.search.policy_axis import PolicyAxis, Strategies, everywhere
 from autopar.search.sequence_policies import DoesNotApply, along_the_sequence, with_attention
 
 POLICIES: Mapping[str, str] = {
@@ -171,14 +171,7 @@ def by_hand(strategies: Strategies, and_body: str = "") -> dict[str, tuple[Strat
     """Those of factor rules: no baseline has loops, but where they are pinned, nor what is stored in more pieces.
     `and_body`: loops that are what a policy is about.
     """
-    known: dict[int, tuple[Strategy, ...]] = {}  # equal nodes share one tuple, still
-    for options in strategies.values():
-        if id(options) not in known:
-            plain = tuple(
-                one for one in options if (not is_pattern(one.body) or one.body == and_body) and not one.stored
-            )
-            known[id(options)] = plain if plain and len(plain) < len(options) else options
-    return {name: known[id(options)] for name, options in strategies.items()}
+    return everywhere(strategies, lambda one: (not is_pattern(one.body) or one.body == and_body) and not one.stored)
 
 
 def agree(strategies: Strategies, class_of: Mapping[str, str]) -> dict[str, tuple[Strategy, ...]]:

@@ -32,6 +32,22 @@ def prefer(options: tuple[Strategy, ...], *wishes: Wish) -> tuple[Strategy, ...]
     return options
 
 
+def everywhere(strategies: Strategies, wish: Wish) -> dict[str, tuple[Strategy, ...]]:
+    """`prefer` for all nodes. Those that shared one tuple share one still, which is what pricing them once rests on."""
+    known: dict[int, tuple[Strategy, ...]] = {}
+    for options in strategies.values():
+        if id(options) not in known:
+            kept = prefer(options, wish)
+            known[id(options)] = kept if len(kept) < len(options) else options
+    return {name: known[id(options)] for name, options in strategies.items()}
+
+
+def in_walking_order(graph: Graph) -> list[Node]:
+    """Forward, then tangents, then the rest: a tangent takes after an output, wherever it stands."""
+    turn = {"tangent": 1}
+    return sorted(graph.nodes, key=lambda node: turn.get(node.op, 0 if node.phase == "forward" else 2))
+
+
 class PolicyAxis:
     """One policy on one mesh axis: a walk through the graph keeps strategies and learns the kind of every value."""
 
@@ -45,9 +61,7 @@ class PolicyAxis:
 
     def run(self) -> dict[str, tuple[Strategy, ...]]:
         kept: dict[str, tuple[Strategy, ...]] = {}
-        # A tangent takes after an output, wherever it stands: it comes when the forward pass is through.
-        turn = {"tangent": 1}
-        for node in sorted(self.graph.nodes, key=lambda n: turn.get(n.op, 0 if n.phase == "forward" else 2)):
+        for node in in_walking_order(self.graph):
             options = self.strategies[node.name]
             if node.is_source:
                 key: object = (id(options), node.op, self.kind_of_source(node))

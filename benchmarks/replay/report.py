@@ -74,7 +74,7 @@ def summary(outcomes: Sequence[Outcome]) -> list[str]:
     reported = [one for one in outcomes if one.row.use == "reported"]
     lines: list[str] = []
     groups = {(one.row.source.hardware, one.row.kind) for one in reported}
-    for name, kind in sorted(groups, key=lambda group: (group[0] != "h100-grand-teton", group)):
+    for name, kind in sorted(sorted(groups), key=lambda group: group[0], reverse=True):
         errors = [one.time_error for one in reported if (one.row.source.hardware, one.row.kind) == (name, kind)]
         lines.append(f"time, {name}{kind and ', '}{kind}: {_told(errors)}")
     errors = [one.memory_error for one in outcomes if one.memory_error is not None]
