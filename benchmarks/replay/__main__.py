@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from benchmarks.replay import report
 from benchmarks.replay.optimus import fitted, optimus, predicted
+from benchmarks.replay.optimus_report import optimus_cells, optimus_notes
 from benchmarks.replay.pipelines import pipelines, predictions
 from benchmarks.replay.pipelines_report import pipeline_cells, pipeline_notes
 from benchmarks.replay.predict import fitted_rate, plan_of, predict, seconds_of, with_rate
@@ -69,8 +70,8 @@ def replay_optimus(only: Sequence[str], page: bool) -> str:
     rows = [table.row(name) for name in only] or list(table.rows)
     predictions = [predicted(row, table, hardware) for row in rows]
     show = report.markdown if page else report.text
-    notes = _list(report.optimus_notes(table, hardware, predictions), page)
-    return f"{show(report.optimus_cells(predictions))}\n{notes}".rstrip("\n")
+    notes = _list(optimus_notes(table, hardware, predictions), page)
+    return f"{show(optimus_cells(predictions))}\n{notes}".rstrip("\n")
 
 
 def replay_pipelines(only: Sequence[str], page: bool) -> str:

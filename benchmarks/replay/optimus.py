@@ -1,18 +1,20 @@
-"""The Optimus paper's table: Megatron's rows simulated, Optimus' rows from the closed form of SUMMA.
+"""The Optimus paper's table: both schemes planned by their policies and simulated.
 
-Megatron: the stack of layers is traced, planned as tensor parallel over all ranks, and simulated. A rank
-of a node reaches the other nodes through one adapter that it shares (`cost_models.price.link_of`).
+Megatron: the stack of layers is traced, planned as tensor parallel over all ranks, and every collective is waited for
+where it stands. A rank of a node reaches the other nodes through one adapter that it shares
+(`cost_models.price.link_of`).
 
-Optimus: a matrix product on a q x q mesh is a loop of q broadcasts of panels along rows and columns. autopar has the
-storage (both dims split over both axes) but not that loop, so its rows are arithmetic:
+Optimus: the policy optimus-2d on q x q ranks, so that every product with a weight is a loop over panels
+(`autopar.rules.summa`). Its transfers are waited for, too: the published code calls torch.distributed.broadcast and
+reduce without async_op (github.com/xuqifan897/Optimus, summa/mpu/layers.py, 2021). The paper's loop broadcasts each
+panel from the ranks that have it, where ours gathers and reduce-scatters pieces of it. So the links of both axes are
+slowed down by what a broadcast takes more, for each of the two ways to broadcast; an implementation lies between them:
 
-    elements that a rank receives, per layer    forward  f(p) (7 b s h + 12 h^2)      backward  3 times that
-    f(p)     tree broadcasts  log2(p) / (2 sqrt(p))      pipelined broadcasts  1 / sqrt(p)
+    tree         log2(q) panels one after the other, in place of (q - 1) / q of one
+    pipelined    one panel; two groups of a node are busy at once, and share its adapter
 
-7 b s h are the inputs of the four products, 12 h^2 their weights; with checkpointing backward runs the forward again
-and both products of the gradients. Compute is what the simulator has for the layer's operators, split evenly over the
-ranks. Bytes go at the rate of the link inside a node for p = 4, else at a node's adapter; pipelined broadcasts keep two
-groups of a node busy at once, which halves it. What an implementation does lies between the two.
+A node has 2 x 2 ranks of the grid, as the paper places them. Links are those inside a node for q = 2, else the adapters
+of nodes: all of one for a tree, half of it for pipelined broadcasts.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from math import log2, sqrt
+from math import isqrt, log2, sqrt
 
 import torch
 from torch import Tensor, nn
 
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.work import VIEWS, bytes_moved, flops_of
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
-from autopar.propose.strategies import operand_types
+from autopar.search.request import Request
+from autopar.search.search import Question, answer, ask
 from autopar.simulate.timeline import events_of
 from autopar.trace import capture, graph_of
 from benchmarks.replay.published import plan_of_megatron
@@ -38,11 +40,11 @@ from benchmarks.replay.recompute import checkpointed
 from benchmarks.replay.repeat import TRACED, repeated
 from benchmarks.replay.rows import read
 from cost_models.hardware import Hardware, Link
-from cost_models.price import seconds
-from cost_models.simulator import play
-from cost_models.steps import Compute
+from cost_models.simulator import Timeline, play
+from cost_models.steps import DEVICE
 
 BYTES = 4  # float32 throughout
+DROPOUT = 0.1  # of scores and of what is added to the residual: the scripts' default
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,21 @@ class OptimusTable:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """Sequences per second of training, and of the forward pass by itself."""
+
+    training: float
+    forward: float
+
+
+@dataclass(frozen=True, slots=True)
 class OptimusPrediction:
-    """Sequences per second. Optimus has two: with tree broadcasts, and with `pipelined` ones."""
+    """Optimus has two: with tree broadcasts, and with `pipelined` ones. `peak_bytes`: of a rank, of tensors."""
 
     row: OptimusRow
-    sequences_per_s: float
-    pipelined: float | None = None
+    step: Step
+    peak_bytes: int
+    pipelined: Step | None = None
 
 
 def optimus() -> OptimusTable:
@@ -95,7 +106,7 @@ def optimus() -> OptimusTable:
 
 
 class Layer(nn.Module):
-    """A layer of Megatron's ParallelTransformer: scores are materialised. Without dropout and biases of q, k and v."""
+    """A layer of Megatron's ParallelTransformer: scores are materialised. Without biases of q, k and v."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -109,11 +120,15 @@ class Layer(nn.Module):
         y = self.norm_1(x)
         q, k, v = (self.split(proj(y)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         scores = torch.softmax(q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5) + mask, -1)
-        x = x + self.o_proj((scores @ v).transpose(1, 2).flatten(2))
-        return x + self.down_proj(nn.functional.gelu(self.up_proj(self.norm_2(x))))
+        x = x + dropped(self.o_proj((dropped(scores) @ v).transpose(1, 2).flatten(2)))
+        return x + dropped(self.down_proj(nn.functional.gelu(self.up_proj(self.norm_2(x)))))
 
     def split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def dropped(x: Tensor) -> Tensor:
+    return nn.functional.dropout(x, DROPOUT)
 
 
 class Stack(nn.Module):
@@ -142,7 +157,25 @@ def _graph(width: int, heads: int, batch: int, sequence: int) -> Graph:
 @cache
 def plan_of(row: OptimusRow, table: OptimusTable, hardware: Hardware) -> Plan:
     graph = _graph(row.width, row.heads, row.batch, table.sequence)
-    return repeated(plan_of_megatron(graph, Mesh(("tensor",), (row.ranks,)), hardware), table.layers)
+    if row.scheme == "megatron":
+        plan = plan_of_megatron(graph, Mesh(("tensor",), (row.ranks,)), hardware)
+    else:
+        plan = answer(_on_a_square(row, graph, hardware), Request(policy="optimus-2d", tied=True))
+    return repeated(plan, table.layers)
+
+
+def _on_a_square(row: OptimusRow, graph: Graph, hardware: Hardware) -> Question:
+    side = isqrt(row.ranks)
+    return ask(graph, Mesh(("row", "column"), (side, side)), hardware, optimizer="none")
+
+
+def own_step(row: OptimusRow, table: OptimusTable, hardware: Hardware) -> tuple[Step, Plan]:
+    """What the search finds for the model and batch of a row on the same grid; its axes lie as ranks are numbered."""
+    graph = _graph(row.width, row.heads, row.batch, table.sequence)
+    plan = answer(_on_a_square(row, graph, hardware), Request(tied=True, simulation=True))
+    plan = repeated(plan, table.layers)
+    pricer = Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes)
+    return _step(row, play(events_of(plan, pricer, plan.prefetch))), plan
 
 
 def with_links(hardware: Hardware, intra: float, inter: float) -> Hardware:
@@ -156,7 +189,15 @@ def with_links(hardware: Hardware, intra: float, inter: float) -> Hardware:
 
 def step_seconds(row: OptimusRow, hardware: Hardware, plan: Plan) -> float:
     """Megatron's step: every collective is waited for where it stands, as its functions do."""
-    return play(events_of(plan, Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes))).seconds
+    return _played(hardware, plan).seconds
+
+
+def _played(hardware: Hardware, plan: Plan) -> Timeline:
+    return play(events_of(plan, Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes)))
+
+
+def _step(row: OptimusRow, timeline: Timeline) -> Step:
+    return Step(row.batch / timeline.seconds, row.batch / timeline.phase_seconds["forward"])
 
 
 def fitted(table: OptimusTable, hardware: Hardware) -> Hardware:
@@ -185,36 +226,35 @@ def _rate(row: OptimusRow, seconds_at: Callable[[float], float]) -> float:
 
 def predicted(row: OptimusRow, table: OptimusTable, hardware: Hardware) -> OptimusPrediction:
     """`hardware`: with fitted links."""
+    plan = plan_of(row, table, hardware)
     if row.scheme == "megatron":
-        seconds_ = step_seconds(row, hardware, plan_of(row, table, hardware))
-        return OptimusPrediction(row, row.batch / seconds_)
-    tree, pipelined = (
-        row.batch / (compute_seconds(row, table, hardware) + broadcast_seconds(row, table, hardware, pipelined=way))
-        for way in (False, True)
-    )
-    return OptimusPrediction(row, tree, pipelined)
+        timeline = _played(hardware, plan)
+        return OptimusPrediction(row, _step(row, timeline), timeline.memory[DEVICE].peak_bytes)
+    tree, pipelined = (_broadcasting(plan, hardware, pipelined=way) for way in (False, True))
+    return OptimusPrediction(row, _step(row, tree), tree.memory[DEVICE].peak_bytes, _step(row, pipelined))
 
 
-def compute_seconds(row: OptimusRow, table: OptimusTable, hardware: Hardware) -> float:
-    """Seconds of a step's operators, every one of them split evenly over the ranks."""
-    graph = _graph(row.width, row.heads, row.batch, table.sequence)
-    total = 0.0
-    for node in graph.nodes:
-        types = operand_types(node, graph.by_name)
-        if not node.is_source and node.op not in VIEWS:
-            flops, kind = flops_of(node, types)
-            moved = bytes_moved(node, types, node.outputs)
-            step = Compute(node.op, flops / row.ranks, moved / row.ranks, "float32", 1, kind)
-            total += seconds(step, hardware, {})
-    return total * table.layers / TRACED
+def _broadcasting(plan: Plan, hardware: Hardware, *, pipelined: bool) -> Timeline:
+    """The plan of Optimus, with panels of its loops that are broadcast; see the module."""
+    side = plan.mesh.sizes[0]
+    inside = plan.mesh.ranks <= hardware.ranks_per_node
+    link = hardware.links["intra" if inside else "inter"]
+    rate = link.bytes_per_s if inside else hardware.ranks_per_node * link.bytes_per_s / (2 if pipelined else 1)
+    panels = 1.0 if pipelined else log2(side)
+    slower = Link(link.latency_s, rate * (side - 1) / side / panels)
+    pricer = Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes)
+    links = dict.fromkeys(pricer.resharder.links, slower)
+    return play(events_of(plan, replace(pricer, resharder=pricer.resharder.at(links))))
 
 
-def broadcast_seconds(row: OptimusRow, table: OptimusTable, hardware: Hardware, *, pipelined: bool) -> float:
-    """Seconds of a step's broadcasts and reductions; see the module."""
-    root = sqrt(row.ranks)
-    share = 1 / root if pipelined else log2(row.ranks) / (2 * root)
-    elements = 7 * row.batch * table.sequence * row.width + 12 * row.width**2
-    inside = row.ranks <= hardware.ranks_per_node
-    node = hardware.ranks_per_node * hardware.links["inter"].bytes_per_s
-    rate = hardware.links["intra"].bytes_per_s if inside else node / (2 if pipelined else 1)
-    return table.layers * 4 * share * elements * BYTES / rate
+def most_sequences(one: OptimusPrediction, table: OptimusTable, memory: float) -> float:
+    """The largest batch whose tensors fit: parameters and gradients stay, all else grows with the batch. Megatron's
+    checkpoints are cut in pieces for it, as its option has it, which its replayed program has not.
+    """
+    row = one.row
+    held = 2 * 12 * row.width**2 * table.layers * BYTES / row.ranks
+    grows = one.peak_bytes - held
+    if row.scheme == "megatron":
+        checkpoints = table.layers * row.batch * table.sequence * row.width * BYTES
+        grows -= checkpoints * (1 - 1 / row.ranks)
+    return row.batch * (memory - held) / grows

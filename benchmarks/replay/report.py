@@ -13,10 +13,8 @@ from statistics import median
 
 import torch
 
-from benchmarks.replay.optimus import OptimusPrediction, OptimusTable
 from benchmarks.replay.predict import Prediction
 from benchmarks.replay.rows import Row, Table, machine
-from cost_models.hardware import Hardware
 from cost_models.whole_file import write_whole
 
 PAGE = Path(__file__).parents[2] / "docs" / "benchmarks" / "replay.md"
@@ -60,11 +58,11 @@ def outcome_cells(outcomes: Iterable[Outcome]) -> list[list[str]]:
         told = [f"{nbytes / GIB:.1f}" for nbytes in (one.prediction.held, one.prediction.reserved)]
         memory = ["-", *told, "-"]
         if row.memory_gib is not None and one.memory_error is not None:
-            memory = [f"{row.memory_gib:g}", *told, _percent(one.memory_error)]
+            memory = [f"{row.memory_gib:g}", *told, percent(one.memory_error)]
         cells.append([
             row.name, row.source.hardware, f"{row.model} {row.sequence}", str(row.mesh), str(row.local_batch),
             row.recompute, "yes" if row.compile else "no", f"{row.tokens_per_s:g}", f"{one.tokens_per_s:.0f}",
-            "fitted on" if is_fit else _percent(one.time_error), _percent(one.unfitted_s / row.seconds - 1), *memory,
+            "fitted on" if is_fit else percent(one.time_error), percent(one.unfitted_s / row.seconds - 1), *memory,
         ])  # fmt: skip
     return cells
 
@@ -103,7 +101,7 @@ def _ratio_off(one: Outcome, other: Outcome) -> float:
 def _told(errors: Sequence[float]) -> str:
     middle = median(abs(error) for error in errors)
     worst = max(errors, key=abs)
-    return f"{len(errors)} rows, median error {100 * middle:.1f} %, worst {_percent(worst)}"
+    return f"{len(errors)} rows, median error {100 * middle:.1f} %, worst {percent(worst)}"
 
 
 def fits(table: Table, rates: Mapping[str, float]) -> list[str]:
@@ -129,44 +127,6 @@ def not_modelled(table: Table) -> list[list[str]]:
                 [row.name, f"{row.model} {row.sequence}", str(row.mesh), f"{row.tokens_per_s:g}", memory, row.why]
             )
     return cells
-
-
-def optimus_cells(predictions: Iterable[OptimusPrediction]) -> list[list[str]]:
-    """Megatron is simulated; Optimus has the closed form's two ends."""
-    cells = [["row", "ranks", "width", "batch", "sequences/s", "predicted", "time error", "pipelined", "time error"]]
-    for one in predictions:
-        row = one.row
-        error = row.sequences_per_s / one.sequences_per_s - 1
-        other = ["-", "-"]
-        if one.pipelined is not None:
-            other = [f"{one.pipelined:.2f}", _percent(row.sequences_per_s / one.pipelined - 1)]
-        cells.append([
-            row.name, str(row.ranks), str(row.width), str(row.batch), f"{row.sequences_per_s:.2f}",
-            f"{one.sequences_per_s:.2f}", "fitted on" if row.use == "fit" else _percent(error), *other,
-        ])  # fmt: skip
-    return cells
-
-
-def optimus_notes(table: OptimusTable, hardware: Hardware, predictions: Sequence[OptimusPrediction]) -> list[str]:
-    """What was fitted on what, and the ratios that the paper is about."""
-    by_name = {one.row.name: one for one in predictions}
-    intra, inter = hardware.links["intra"].bytes_per_s, hardware.links["inter"].bytes_per_s * hardware.ranks_per_node
-    profile = Hardware.load(table.hardware)
-    lines = [
-        f"{table.hardware}: {intra / 1e9:.2f} GB/s inside a node, fitted on {table.fitted['links.intra.bytes_per_s']}; "
-        f"{inter / 1e9:.2f} GB/s of a node, fitted on {table.fitted['links.inter.bytes_per_s']}; products at "
-        f"{profile.rate('float32', 'matmul') / 1e12:.2f} TFLOP/s, 0.7 of the peak, assumed",
-    ]
-    for ranks in (4, 16, 36, 64):
-        one, other = by_name.get(f"optimus-{ranks}"), by_name.get(f"megatron-{ranks}")
-        if one is not None and other is not None and one.pipelined is not None:
-            lines.append(
-                f"Optimus over Megatron on {ranks} ranks: published "
-                f"{one.row.sequences_per_s / other.row.sequences_per_s:.2f}, predicted "
-                f"{one.sequences_per_s / other.sequences_per_s:.2f} with tree broadcasts, "
-                f"{one.pipelined / other.sequences_per_s:.2f} pipelined"
-            )
-    return lines
 
 
 # --- text and page ---------------------------------------------------------------------------------------------------
@@ -203,5 +163,5 @@ def write(section: str, body: str, seconds: float) -> None:
     write_whole(path, f"{before}{begin}\n\n{about}\n\n{body}\n{end}{after}")
 
 
-def _percent(error: float) -> str:
+def percent(error: float) -> str:
     return f"{100 * error:+.1f} %"
