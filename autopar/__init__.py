@@ -6,6 +6,7 @@ loss = parallel(ids, labels=labels)     # means what model(ids, labels=labels) m
 loss.backward()
 """
 
+from autopar import optim
 from autopar._version import __version__
 from autopar.attach.module import ParallelModule
 from autopar.compile import compile
@@ -31,4 +32,5 @@ __all__ = [
     "check_rule",
     "compile",
     "init_mesh",
+    "optim",
 ]

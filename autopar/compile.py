@@ -8,11 +8,13 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 
 from autopar.attach.agree import agreed
 from autopar.attach.module import ParallelModule, attach, plan_module
@@ -138,13 +140,13 @@ def compile(
     Raises ValueError for arguments that do not fit, TraceError for a model that cannot be captured, Infeasible where no
     plan fits in memory, PlanMismatch for a plan made for something else.
     """
+    _check_kinds(model, device_mesh, plan, pin)
     is_open = isinstance(device_mesh, Devices)
     device_mesh = device_mesh.flat if isinstance(device_mesh, Devices) else device_mesh
     mesh = _mesh_of_all(device_mesh)
     _check_words(outputs, inputs, backend, batch_norm, optimizer)
-    _check_numbers(patience_s, micro_batches)
+    _check_numbers(patience_s, time_limit_s, micro_batches)
     brought, precision = given_rules(rules), precision_named(precision)
-    _check_what_is_planned(model, plan, pin)
     pipe = _pipe_of(device_mesh, mesh, schedule, stages_per_rank, micro_batches, {"profile": profile})
 
     def read() -> tuple[Machine, tuple[str, ...] | None, Plan | Pipeline | None]:
@@ -210,7 +212,43 @@ def _mesh_of_all(device_mesh: DeviceMesh) -> Mesh:
     return mesh
 
 
-def _check_numbers(patience_s: float, micro_batches: int | str | None) -> None:
+def _check_kinds(model: object, device_mesh: object, plan: object, pin: object) -> None:
+    """What is given where something else belongs."""
+    if not isinstance(model, nn.Module):
+        is_class = isinstance(model, type)
+        what = f"the class {model.__name__}; give an instance of it" if is_class else f"a {type(model).__name__}"
+        raise ValueError(f"the model is no torch.nn.Module but {what}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            f"the model is compiled by torch.jit ({type(model).__name__}), which leaves no Python code to trace: give "
+            "the module that it was made of"
+        )
+    empty = next((name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)), None)
+    if empty is not None:
+        raise ValueError(
+            f"parameter {empty} has no shape before the model's first call, which a lazy module learns it from: call "
+            "the model once with a batch, under torch.no_grad(), and compile it then"
+        )
+    if not isinstance(device_mesh, (DeviceMesh, Devices)):
+        raise ValueError(
+            f"device_mesh is {device_mesh!r} and no device mesh; give autopar.init_mesh('cpu', data=2), or one of torch"
+        )
+    if pin is not None and not isinstance(pin, Mapping):
+        raise ValueError(f"pin={pin!r} is no dictionary; give names and what is settled: {{'layers.*': 'recompute'}}")
+    if pin and plan is not None:
+        raise ValueError(
+            "pin= is for a search, and plan= is the answer of one: search with `--pin`, or leave one of them out"
+        )
+    if isinstance(model, WRAPPERS):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}, which parallelizes it already: compile the model that is "
+            "inside, before it is wrapped"
+        )
+
+
+def _check_numbers(patience_s: float, time_limit_s: float, micro_batches: int | str | None) -> None:
+    if isinstance(time_limit_s, bool) or not time_limit_s > 0:
+        raise ValueError(f"time_limit_s={time_limit_s} is not a time; give seconds above 0, for example 60")
     if isinstance(patience_s, bool) or not patience_s > 0:
         raise ValueError(f"patience_s={patience_s} is not a time; give seconds above 0, for example 60, or math.inf")
     count = micro_batches
@@ -228,18 +266,6 @@ def _check_words(outputs: str, inputs: str, backend: str, batch_norm: str, optim
     _known("backend", backend, BACKENDS)
     _known("batch_norm", batch_norm, STATISTICS)
     _known("optimizer", optimizer or "adamw", tuple(OPTIMIZER_STATES))
-
-
-def _check_what_is_planned(model: nn.Module, plan: object, pin: Mapping[str, str] | None) -> None:
-    if pin and plan is not None:
-        raise ValueError(
-            "pin= is for a search, and plan= is the answer of one: search with `--pin`, or leave one of them out"
-        )
-    if isinstance(model, WRAPPERS):
-        raise ValueError(
-            f"the model is wrapped in {type(model).__name__}, which parallelizes it already: compile the model that is "
-            "inside, before it is wrapped"
-        )
 
 
 def _known(what: str, value: str, known: tuple[str, ...]) -> None:

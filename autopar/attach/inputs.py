@@ -23,6 +23,11 @@ def local_input(value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMe
     if isinstance(value, DTensor):
         value = _on(value, device_mesh)
         return as_stored(value.redistribute(placements=placements_of(layout)).to_local())
+    if value.is_meta:
+        raise ValueError(
+            f"an argument {list(value.shape)} lies on meta, where tensors have no values; a step needs them (to plan "
+            "without, give it as example_inputs=)"
+        )
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     return piece_of(value.detach(), layout, mesh, coordinate).to(device_of(device_mesh))

@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.attach.over_stages import pipe_among
 from autopar.attach.tensors import is_elsewhere, piece_as, refuse_pieces_of_others
+from autopar.attach.whole import Whole
 
 # Parameter of a plain model -> its name, and the parallel module beside that model.
 _BESIDE: Any = WeakIdKeyDictionary()
@@ -85,6 +86,8 @@ def _look_at_states(optimizer: Optimizer) -> None:
     """What was loaded into an optimizer is refused where it is another rank's, and laid out as the parameter where it
     is whole, or was made or loaded before there was a plan. The count of steps, which has no dims, stays as it is.
     """
+    if isinstance(optimizer, Whole):  # its states are of whole copies, and stay whole
+        return
     for parameter, states in optimizer.state.items():
         for name, value in list(states.items()) if isinstance(states, MutableMapping) else ():
             refuse_pieces_of_others(f"{name} of an optimizer", value, parameter)

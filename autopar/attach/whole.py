@@ -24,14 +24,14 @@ class Whole(torch.optim.Optimizer):
     For optimizers that DTensors do not run (LAMB, LARS, Shampoo, SOAP, Prodigy, Adafactor: whatever reads norms, rows
     or factors of a matrix into tensors of its own). AdamW, SGD and other optimizers that update each number by itself
     need it not. What it costs, on the device of every rank: all parameters, gradients and states once more, whole, and
-    an all-gather of all gradients at each step; no plan knows of them, so leave room with `memory=`.
+    an all-gather of all parameters and gradients at each step; no plan knows of them, so leave room with `memory=`.
 
     params: parameters, or groups of them, as every optimizer takes them. optimizer_class: called with copies of the
     same groups and `settings`. `param_groups` are the optimizer's own settings over the split parameters: schedulers
-    work. State dicts are the optimizer's, the same on every rank, and load on any number of ranks. Random numbers that
-    it draws are the same on every rank.
+    work; `state` has its states of them, whole. State dicts are the optimizer's, the same on every rank, and load on
+    any number of ranks. Random numbers that it draws are the same on every rank.
 
-    Every rank must step. Values written to parameters between steps (load_state_dict) are seen.
+    Every rank must step. Values written to parameters between steps, however that is done, are seen.
     """
 
     _step_supports_amp_scaling = False  # gradients are unscaled before the step
@@ -43,7 +43,6 @@ class Whole(torch.optim.Optimizer):
         **settings: Any,
     ) -> None:
         self._copies: dict[Tensor, nn.Parameter] = {}
-        self._written: dict[Tensor, int] = {}
         super().__init__(params, {})
         self.optimizer = optimizer_class([self._copied(group) for group in self.param_groups], **settings)
         self.defaults = self.optimizer.defaults
@@ -55,7 +54,7 @@ class Whole(torch.optim.Optimizer):
 
     def _copy(self, parameter: Tensor) -> nn.Parameter:
         copy = nn.Parameter(_whole(parameter), requires_grad=parameter.requires_grad)
-        self._copies[parameter], self._written[parameter] = copy, _version(parameter)
+        self._copies[parameter] = copy
         return copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -71,6 +70,13 @@ class Whole(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
         _set_settings(self.param_groups, self.optimizer.param_groups)
+        self._show_states()
+
+    def _show_states(self) -> None:
+        """torch.distributed.checkpoint takes an optimizer without states for a new one, and steps it to make them."""
+        states = self.optimizer.state
+        self.state.clear()
+        self.state.update({parameter: states[copy] for parameter, copy in self._copies.items() if copy in states})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -79,8 +85,7 @@ class Whole(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for parameter, copy in self._copies.items():
-            if _version(parameter) != self._written[parameter]:
-                copy.copy_(_whole(parameter))
+            copy.copy_(_whole(parameter))  # versions do not tell whether it was written: a DTensor's piece has its own
             copy.grad = None if parameter.grad is None else _whole(parameter.grad)
         _set_settings(self.optimizer.param_groups, self.param_groups)
         devices = sorted({copy.get_device() for copy in self._copies.values() if copy.is_cuda})
@@ -91,8 +96,8 @@ class Whole(torch.optim.Optimizer):
         self._steps += 1
         for parameter, copy in self._copies.items():
             parameter.copy_(piece_as(copy, parameter) if isinstance(parameter, DTensor) else copy)
-            self._written[parameter] = _version(parameter)
             copy.grad = None
+        self._show_states()
         return loss
 
 
@@ -103,10 +108,6 @@ def _set_settings(groups: list[dict[str, Any]], like: list[dict[str, Any]]) -> N
 
 def _whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-
-
-def _version(value: Tensor) -> int:
-    return (value.to_local() if isinstance(value, DTensor) else value)._version
 
 
 def _agreed_seed(parameters: list[Tensor]) -> int:

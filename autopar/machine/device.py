@@ -76,6 +76,9 @@ def init_mesh(device_type: str = "cpu", *, devices: int | None = None, **axes: i
         raise ValueError(f"devices={devices} leaves the axes to the plan, and {told} names them; give one of the two")
     if devices is not None:
         _check_devices(devices, dist.get_world_size())
+    for name, size in axes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise ValueError(f"axis {name} has size {size!r}; sizes are whole numbers from 1: {name}=2")
     if not axes:
         axes = {"data": dist.get_world_size()}
     check_size(tuple(axes.values()), dist.get_world_size())

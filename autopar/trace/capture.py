@@ -39,7 +39,7 @@ from autopar.trace.forward import no_unknown_constants, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.masks import masks_left_out
-from autopar.trace.modules import aliases, check_names, computed_tensors, with_tensors
+from autopar.trace.modules import aliases, as_plain_modules, check_names, computed_tensors, with_tensors
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
@@ -270,6 +270,7 @@ def _autocast_around(device_type: str) -> Autocast:
 def _ready_to_trace(setting: _Setting, may_cache: bool) -> _Watched:
     """A fake copy of the model, made ready to be traced."""
     copy, notes, reads = setting.copy(), list[str](), Reads()
+    as_plain_modules(copy)
     make_traceable(copy)
     if setting.training is not None:
         copy.train(setting.training)

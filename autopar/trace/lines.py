@@ -31,7 +31,8 @@ CACHE = (
     "model.config.use_cache = False)."
 )
 BY_ITSELF = "Call the model with these inputs without autopar: it should run there first."
-IT_RUNS = "Without autopar the model runs with these inputs, but torch.export cannot follow it: rewrite that line."
+IT_RUNS = "Without autopar the model runs with these inputs, but torch.export cannot follow it"
+NO_LINE = ", and names no line: a module that is none of Python (quantized, compiled) stands in the way, mostly."
 NO_RUN = "Without autopar it fails in the same way: make the model and its inputs fit each other there."
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
@@ -79,7 +80,8 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
         if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
             raise TraceError(f"the model does not run with its inputs, {inputs},{what} {NO_RUN}") from error
         if not advice:
-            advice = IT_RUNS if alone is None else BY_ITSELF
+            it_runs = IT_RUNS + (": rewrite that line." if line_of(error) else NO_LINE)
+            advice = it_runs if alone is None else BY_ITSELF
         raise TraceError(f"the model cannot be captured as one graph{what} {advice}") from error
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
+import types
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from autopar.errors import TraceError
+from autopar.trace.closures import look_at_copies
 
 
 def check_names(model: nn.Module) -> None:
@@ -29,38 +33,80 @@ def check_names(model: nn.Module) -> None:
 def with_tensors(model: nn.Module, tensor_of: Mapping[int, torch.Tensor]) -> nn.Module:
     """A structural copy of `model` in which the tensor with `id` i is `tensor_of[i]`.
 
-    Names, aliases (one module or tensor under two names) and the user's attributes stay as they are; `model` is not
-    changed, and no parameter or buffer storage is copied.
+    Names, aliases (one module or tensor under two names) and the user's attributes stay as they are; functions that
+    look at the model look at the copy. `model` is not changed, and no parameter or buffer storage is copied.
     """
-    return copy.deepcopy(model, dict(tensor_of))
+    copy_of: dict[int, Any] = dict(tensor_of)
+    made = copy.deepcopy(model, copy_of)
+    look_at_copies(made, copy_of)
+    return made
+
+
+def as_plain_modules(model: nn.Module) -> None:
+    """Let graph modules of torch.fx, in a copy that is only traced, be ordinary modules with their generated forward:
+    torch.export takes arguments and results of a graph module as its graph has them, and not as its forward does.
+    """
+    for part in model.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            kind, plain = type(part), cast(Any, part)
+            plain.__class__ = type(
+                kind.__name__, (nn.Module,), {"forward": kind.forward, "__module__": kind.__module__}
+            )
 
 
 def replace_tensors(model: nn.Module, tensor_of: Mapping[int, torch.Tensor], *, registered: bool = True) -> None:
-    """Put `tensor_of[i]` wherever a module holds the tensor with `id` i: as an attribute, or in lists, tuples and
-    dictionaries. Without `registered`, parameters and buffers themselves stay.
+    """Put `tensor_of[i]` wherever a module holds the tensor with `id` i: as an attribute, in lists, tuples and
+    dictionaries, or in a variable or an argument of a function. Without `registered`, parameters and buffers themselves
+    stay.
     """
-    seen: set[int] = set()
+    replacing = _Replacing(tensor_of)
     for part in model.modules():
         held = vars(part)
         for name in held.keys() - (set() if registered else {"_parameters", "_buffers"}):
-            held[name] = _replaced(held[name], tensor_of, seen)
+            held[name] = replacing.of(held[name])
 
 
-def _replaced(value: Any, tensor_of: Mapping[int, torch.Tensor], seen: set[int]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tensor_of.get(id(value), value)
-    if not isinstance(value, (list, tuple, dict)) or id(value) in seen:
-        return value
-    seen.add(id(value))
-    if isinstance(value, tuple):
-        parts = [_replaced(part, tensor_of, seen) for part in value]
-        if all(map(operator.is_, parts, value)):
+class _Replacing:
+    """`seen`: id of what was looked at -> that, and what stands in its place, wherever it is held again."""
+
+    def __init__(self, tensor_of: Mapping[int, torch.Tensor]) -> None:
+        self.tensor_of = tensor_of
+        self.seen: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.tensor_of.get(id(value), value)
+        if not isinstance(value, (list, tuple, dict, partial, types.FunctionType)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    places = range(len(value)) if isinstance(value, list) else [*value]
-    for place in places:
-        value[place] = _replaced(value[place], tensor_of, seen)
-    return value
+        if id(value) not in self.seen:
+            self.seen[id(value)] = value, value  # it may hold itself
+            made = self._made(value)
+            self.seen[id(value)] = value, made
+            self.seen[id(made)] = made, made
+        return self.seen[id(value)][1]
+
+    def _made(self, value: Any) -> Any:
+        if isinstance(value, types.FunctionType):
+            for cell in value.__closure__ or ():
+                with contextlib.suppress(ValueError):  # not filled yet
+                    now = cell.cell_contents
+                    if (then := self.of(now)) is not now:
+                        cell.cell_contents = then
+            if (defaults := self.of(value.__defaults__)) is not value.__defaults__:
+                value.__defaults__ = defaults
+            return value
+        if isinstance(value, partial):
+            func, args, keywords = self.of(value.func), self.of(value.args), self.of(value.keywords)
+            return value if func is value.func and args is value.args else partial(func, *args, **keywords)
+        if isinstance(value, tuple):
+            parts = [self.of(part) for part in value]
+            if all(map(operator.is_, parts, value)):
+                return value
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        places = range(len(value)) if isinstance(value, list) else [*value]
+        for place in places:
+            value[place] = self.of(value[place])
+        return value
 
 
 def tensors_by_name(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.optim import Whole
 from tests.processes.boundary import POLICIES, _batch, _compiled, _net
@@ -122,3 +124,68 @@ def check_states_of_the_plain_model_s_optimizer_are_laid_out(ranks: Ranks) -> No
             ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
             _steps((plain, parallel), (theirs, ours), (x, y))
             same_state(plain, parallel)
+
+
+WRITES: tuple[Callable[[nn.Module, dict[str, Tensor]], Any], ...] = (
+    lambda model, values: [p.copy_(values[name]) for name, p in model.named_parameters()],
+    lambda model, values: [p.detach().copy_(values[name]) for name, p in model.named_parameters()],
+    lambda model, values: [p.data.copy_(values[name]) for name, p in model.named_parameters()],
+    lambda model, values: [setattr(p, "data", values[name].clone()) for name, p in model.named_parameters()],
+    lambda model, values: model.load_state_dict(values, strict=False),
+)
+
+
+@torch.no_grad()
+def _as_laid_out(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those values, in the layouts of the parameters."""
+    return {
+        name: distribute_tensor(values[name], p.device_mesh, p.placements) if isinstance(p, DTensor) else values[name]
+        for name, p in model.named_parameters()
+    }
+
+
+def check_whole_copies_see_what_is_written(ranks: Ranks) -> None:
+    """Between two steps, however it is done."""
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        plain = _net()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        parallel(x, y)
+        optimizers = (
+            torch.optim.Adafactor(plain.parameters(), lr=0.01),
+            Whole(parallel.parameters(), torch.optim.Adafactor, lr=0.01),
+        )
+        for number, write in enumerate(WRITES):
+            _steps((plain, parallel), optimizers, (x, y), 2)
+            values = {name: torch.full_like(p, 0.1) + 0.01 * number * p for name, p in plain.named_parameters()}
+            values = {name: value.detach() for name, value in values.items()}
+            with torch.no_grad():
+                write(plain, values), write(parallel, _as_laid_out(parallel, values))
+        _steps((plain, parallel), optimizers, (x, y), 2)
+        same_state(plain, parallel)
+
+
+def check_states_of_whole_copies_are_read_and_set(ranks: Ranks) -> None:
+    """By torch.distributed.checkpoint, which steps an optimizer that shows no states."""
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        plain = _net()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        parallel(x, y)
+        theirs, ours = torch.optim.AdamW(plain.parameters()), Whole(parallel.parameters(), torch.optim.AdamW)
+        _steps((plain, parallel), (theirs, ours), (x, y))
+        wanted, found = get_optimizer_state_dict(plain, theirs), get_optimizer_state_dict(parallel, ours)
+        assert wanted["state"].keys() == found["state"].keys()
+        for name, state in wanted["state"].items():
+            for key, value in state.items():
+                near(found["state"][name][key], value, 1e-4, f"{key} of {name}", 1e-9)
+        assert all(float(ours.state[p]["step"]) == 3 for p in parallel.parameters())
+        model, optimizer = get_state_dict(parallel, ours)
+        model, optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
+        other = _compiled(ranks, _net(), policy, x, y)
+        other(x, y)
+        further = Whole(other.parameters(), torch.optim.AdamW)
+        set_state_dict(other, further, model_state_dict=model, optim_state_dict=optimizer)
+        same_state(plain, other)
+        _steps((plain, other), (theirs, further), (x, y), 2)
+        same_state(plain, other)

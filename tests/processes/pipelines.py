@@ -109,9 +109,9 @@ class Skipping(nn.Module):
     layer, which interleaved has on one rank; and numbers are dropped.
     """
 
-    def __init__(self, p: float = 0.0) -> None:
+    def __init__(self, p: float = 0.0, layers: int = 8) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
         self.layers[4].weight = self.layers[0].weight
         self.dropout = nn.Dropout(p)
 

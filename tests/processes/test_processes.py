@@ -41,7 +41,11 @@ FIRST = {
     "micro_batches": ["policies", "parts_of_each_rank"],
     "norms": ["local_ones_are_those_of_ddp"],
     "operators": ["gradient_scaling"],
-    "optimizers": ["one_number_of_all_parameters_is_the_same_on_every_rank", "what_dtensors_do_not_run_says_what_does"],
+    "optimizers": [
+        "one_number_of_all_parameters_is_the_same_on_every_rank",
+        "what_dtensors_do_not_run_says_what_does",
+        "whole_copies_see_what_is_written",
+    ],
     "pipelines": [
         "steps_are_those_of_one_process",
         "evaluation_and_other_batches",
@@ -111,6 +115,12 @@ def test_models_train_on_four_processes_as_on_one(tmp_path: Path) -> None:
 
 def test_a_pipeline_of_two_processes_trains_as_one(tmp_path: Path) -> None:
     run_checks("pipelines", 2, tmp_path, ["check_a_small_model"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 4, 6, 8])
+def test_three_stages_and_four_train_as_one_process(tmp_path: Path, ranks: int) -> None:
+    run_checks("deep_stages", ranks, tmp_path, limit_s=400)
 
 
 @pytest.mark.slow

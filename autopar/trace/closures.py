@@ -1,0 +1,131 @@
+"""Functions that a module holds and that look at it through a variable of an enclosing function:
+
+    self.to_logits = lambda x: x @ self.embedding.weight.t()
+
+`copy.deepcopy` leaves functions as they are, so the one of a copy would read the module that was copied.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+from torch import nn
+
+
+def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> None:
+    """Let the functions that modules of `made` hold look at copies: `copy_of[i]`, in the place of the object with `id`
+    i (what `copy.deepcopy` leaves in its memo). Those that look at nothing that was copied stay the same objects, as do
+    their variables.
+    """
+    turned = _Turned(copy_of)
+    for part in made.modules():
+        held = vars(part)
+        for name, value in [*held.items()]:
+            if isinstance(value, (types.FunctionType, partial)):
+                held[name] = turned.of(value)
+            elif isinstance(value, (list, dict)):
+                turned.inside(value)
+
+
+class _Turned:
+    def __init__(self, copy_of: Mapping[int, Any]) -> None:
+        self.copy_of = copy_of
+        self.cells: dict[int, tuple[types.CellType, types.CellType]] = {}  # with the old one, whose id stays its own
+        self.functions: dict[int, tuple[types.FunctionType, types.FunctionType]] = {}
+
+    def of(self, value: Any) -> Any:
+        """What stands for the value where it is read."""
+        if not self._reaches(value, set()):
+            return value
+        if id(value) in self.copy_of:
+            return self.copy_of[id(value)]
+        match value:
+            case types.FunctionType():
+                return self._function(value)
+            case types.MethodType():
+                return types.MethodType(self.of(value.__func__), self.of(value.__self__))
+            case partial():
+                given = cast("partial[Any]", value)
+                return partial(self.of(given.func), *map(self.of, given.args), **self._named(given.keywords))
+            case list():
+                return [self.of(part) for part in cast("list[Any]", value)]
+            case dict():
+                return self._named(cast("dict[Any, Any]", value))
+            case _:
+                parts = [self.of(part) for part in value]
+                return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+    def inside(self, container: list[Any] | dict[Any, Any]) -> None:
+        """Of a list or dictionary that is the copy's own: hooks, tables of activations."""
+        places = range(len(container)) if isinstance(container, list) else [*container]
+        for place in places:
+            if isinstance(container[place], (types.FunctionType, partial)):
+                container[place] = self.of(container[place])
+
+    def _named(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {name: self.of(value) for name, value in values.items()}
+
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        if id(function) in self.functions:
+            return self.functions[id(function)][1]
+        cells = function.__closure__ or ()
+        closure = tuple(self._cell(cell) for cell in cells)
+        made = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+        )
+        self.functions[id(function)] = function, made  # it may be named in one of its own variables
+        made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+        made.__module__, made.__doc__ = function.__module__, function.__doc__
+        made.__dict__.update(function.__dict__)
+        if function.__defaults__ is not None:
+            made.__defaults__ = tuple(map(self.of, function.__defaults__))
+        if function.__kwdefaults__ is not None:
+            made.__kwdefaults__ = self._named(function.__kwdefaults__)
+        for old, new in zip(cells, closure, strict=True):
+            if new is not old:
+                new.cell_contents = self.of(old.cell_contents)
+        return made
+
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        """An empty one in its place, the same for all functions that share it; itself, where nothing is to be seen."""
+        if id(cell) in self.cells:
+            return self.cells[id(cell)][1]
+        made = types.CellType() if self._reaches(cell, set()) else cell
+        self.cells[id(cell)] = cell, made
+        return made
+
+    def _reaches(self, value: Any, seen: set[int]) -> bool:
+        """Whether anything that was copied can be come to from there."""
+        if id(value) in self.copy_of and self.copy_of[id(value)] is not value:
+            return True
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        return any(self._reaches(part, seen) for part in _parts(value))
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a function, or a plain container, holds."""
+    match value:
+        case types.FunctionType():
+            named = [*(value.__kwdefaults__ or {}).values()]
+            return [*(value.__closure__ or ()), *(value.__defaults__ or ()), *named]
+        case types.CellType():
+            try:
+                return [value.cell_contents]
+            except ValueError:  # not filled yet
+                return []
+        case types.MethodType():
+            return [value.__func__, value.__self__]
+        case partial():
+            given = cast("partial[Any]", value)
+            return [given.func, *given.args, *given.keywords.values()]
+        case list() | tuple():
+            return [*cast("list[Any]", value)]
+        case dict():
+            return [*cast("dict[Any, Any]", value).values()]
+        case _:
+            return []

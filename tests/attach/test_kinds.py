@@ -1,0 +1,89 @@
+"""What is given to compile: graph modules are models, and what is none is refused in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from tests.processes.compare import near, same_gradients
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, scale: float = 2.0) -> dict[str, Tensor]:
+        return {"y": self.last(torch.relu(self.norm(self.first(x)))) * scale}
+
+
+MADE = {
+    "traced": lambda x: torch.fx.symbolic_trace(Net()),
+    "exported": lambda x: torch.export.export(Net(), (x,)).module(),
+    "a part of it": lambda x: nn.Sequential(torch.fx.symbolic_trace(nn.Sequential(nn.Linear(6, 8), nn.GELU())), Net8()),
+}
+
+
+class Net8(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.last(x)}
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # torch's, of copies of what it exported
+@pytest.mark.parametrize("way", MADE)
+def test_a_graph_module_trains(one: DeviceMesh, way: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6)
+    plain = MADE[way](x)
+    parallel = autopar.compile(plain, one)
+    for _ in range(2):  # the second one updates what the first one updated: running statistics
+        ours, theirs = parallel(x), plain(x)
+        near(ours["y"], theirs["y"], 1e-6, way)
+    ours["y"].square().sum().backward()
+    theirs["y"].square().sum().backward()
+    same_gradients(plain, parallel)
+    for (name, ours), theirs in zip(parallel.named_buffers(), plain.buffers(), strict=True):
+        near(ours, theirs, 1e-6, name)
+
+
+REFUSED = (
+    (lambda: nn.Linear, {}, "no torch.nn.Module but the class Linear; give an instance"),
+    (lambda: torch.relu, {}, "no torch.nn.Module but a builtin"),
+    (lambda: torch.jit.script(nn.Linear(2, 2)), {}, "compiled by torch.jit"),
+    (lambda: nn.Sequential(nn.LazyLinear(2)), {}, "parameter 0.weight has no shape before the model's first call"),
+    (lambda: nn.Linear(2, 2), {"device_mesh": "cpu"}, "device_mesh is 'cpu' and no device mesh"),
+    (lambda: nn.Linear(2, 2), {"pin": ["0"]}, "pin=.'0'. is no dictionary"),
+    (lambda: nn.Linear(2, 2), {"time_limit_s": -1}, "time_limit_s=-1 is not a time"),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+@pytest.mark.parametrize(("model", "given", "told"), REFUSED)
+def test_what_is_none_is_refused(one: DeviceMesh, model: Any, given: dict[str, Any], told: str) -> None:
+    mesh = given.get("device_mesh", one)
+    with pytest.raises(ValueError, match=told):
+        autopar.compile(model(), mesh, **{name: value for name, value in given.items() if name != "device_mesh"})
+
+
+def test_a_size_is_a_number(one: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match="axis data has size '2'; sizes are whole numbers from 1: data=2"):
+        autopar.init_mesh("cpu", data="2")  # type: ignore[call-overload]
+
+
+def test_an_argument_without_values_is_refused_in_a_step(one: DeviceMesh) -> None:
+    parallel = autopar.compile(nn.Linear(4, 2), one)
+    with pytest.raises(ValueError, match=r"an argument \[3, 4\] lies on meta"):
+        parallel(torch.empty(3, 4, device="meta"))
+
+
+def test_optimizers_are_there_by_the_name_that_texts_give() -> None:
+    assert autopar.optim.Whole.__module__ == "autopar.attach.whole"
