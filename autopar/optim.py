@@ -44,7 +44,7 @@ class Streamed(torch.optim.Optimizer):
     when it fetches it, and so does whoever reads or writes it, its gradient or its states otherwise; state dicts, the
     next backward and the next step wait for all. An error of the thread is raised there. Not seen are looks at a
     parameter's memory that were taken before (`to_local()`, `data`, an old state dict), and `optimizer.state` past this
-    class. Hooks of `optimizer`'s step run in the thread, for each parameter.
+    class. Hooks of `optimizer`'s step run in the thread, for each parameter; without `overlap`, for each part.
 
     Raises ValueError for `overlap` where the module's code is compiled, which takes all parameters at once, and with an
     optimizer that looks at more than one number of a parameter at a time, as Adafactor does.
@@ -80,12 +80,27 @@ class Streamed(torch.optim.Optimizer):
         self._updates.finish()
         return self.optimizer.state
 
+    @state.setter
+    def state(self, states: Any) -> None:
+        self._updates.finish()
+        self.optimizer.state = states
+
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.optimizer.defaults
 
     def __getattr__(self, name: str) -> Any:
+        if "optimizer" not in self.__dict__:  # a copy that is being made
+            raise AttributeError(name)
         return getattr(self.__dict__["optimizer"], name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._updates.finish()
+        return {"optimizer": self.optimizer, "parallel": self.parallel, "overlap": self.overlap}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._updates = self.parallel._autopar.updates
 
     def __repr__(self) -> str:
         return f"Streamed({self.optimizer!r})"
@@ -117,14 +132,15 @@ class Streamed(torch.optim.Optimizer):
         if self.overlap and host:
             self._begin_updates([parameter for parameter in host if parameter.ndim])
             host = [parameter for parameter in host if not parameter.ndim]  # whose states look like counters
-        self._step(lambda parameter: id(parameter) not in elsewhere)
+        parts = _Parts(self.optimizer)
+        parts.step(lambda parameter: id(parameter) not in elsewhere)
         for parameter in streams:
             if parameter.grad is not None:
                 self._move_states(parameter, FETCH)
-                self._step(lambda other, parameter=parameter: other is parameter)
+                parts.step(lambda other, parameter=parameter: other is parameter)
                 self._move_states(parameter, STORE)
         on_host = {id(parameter) for parameter in host}
-        self._step(lambda parameter: id(parameter) in on_host)
+        parts.step(lambda parameter: id(parameter) in on_host)
         settle()  # whoever looks at the states sees the new ones
         return loss
 
@@ -172,18 +188,6 @@ class Streamed(torch.optim.Optimizer):
         states = [value for value in state.values() if isinstance(value, DTensor)]
         self._updates.begin(parameter, states, work, made)
 
-    def _step(self, wanted: Callable[[Tensor], bool]) -> None:
-        """The optimizer's own step, on some of its parameters."""
-        groups = [(group, group["params"]) for group in self.param_groups]
-        try:
-            for group, parameters in groups:
-                group["params"] = [parameter for parameter in parameters if wanted(parameter)]
-            if any(group["params"] for group, _ in groups):
-                self.optimizer.step()
-        finally:
-            for group, parameters in groups:
-                group["params"] = parameters
-
     def _move_states(self, parameter: Tensor, way: Any) -> None:
         """States of the parameter's size from the host to where it lies, or back."""
         state = self.optimizer.state.get(parameter, {})
@@ -192,6 +196,60 @@ class Streamed(torch.optim.Optimizer):
         for name, made, source in begun:
             WAIT(made, source, name)
             state[name] = _like(made, state[name])
+
+
+class _Parts:
+    """One step of an optimizer, made for some of its parameters after the other. Each part begins with the settings
+    with which the step began: some count steps in their groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.begun = [_settled(group) for group in optimizer.param_groups]
+        self.ended: dict[int, dict[str, Any]] = {}  # number of a group -> its settings behind a part with some of it
+
+    def step(self, wanted: Callable[[Tensor], bool]) -> None:
+        groups = self.optimizer.param_groups
+        held = [group["params"] for group in groups]
+        for group, begun, parameters in zip(groups, self.begun, held, strict=True):
+            _set(group, begun)
+            group["params"] = [parameter for parameter in parameters if wanted(parameter)]
+        stepped = [number for number, group in enumerate(groups) if group["params"]]
+        try:
+            if stepped:
+                self.optimizer.step()
+        finally:
+            for group, parameters in zip(groups, held, strict=True):
+                group["params"] = parameters
+        for number in stepped:
+            self._end(number, groups[number])
+        for number, ended in self.ended.items():
+            _set(groups[number], ended)
+
+    def _end(self, number: int, group: dict[str, Any]) -> None:
+        ended = self.ended.setdefault(number, _settled(group))
+        for name, value in ended.items():
+            now = group.get(name)
+            same = torch.equal(value, now) if isinstance(value, Tensor) and isinstance(now, Tensor) else value == now
+            if name != "params" and not same:
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__} makes {name!r} of its param_groups out of all parameters of a "
+                    "group, which Streamed updates one after the other: leave out 'offload-optimizer' and "
+                    "'offload-parameters' (allow=), or take another optimizer"
+                )
+
+
+def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    """The group's settings, but for its parameters. Tensors stay the same ones: schedulers hold them."""
+    for name in [name for name in group if name not in settings]:
+        del group[name]
+    for name, value in settings.items():
+        if name == "params":
+            continue
+        if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+            group[name].copy_(value)
+        else:
+            group[name] = value
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -31,7 +31,9 @@ class Whole(torch.optim.Optimizer):
     work; `state` has its states of them, whole. State dicts are the optimizer's, the same on every rank, and load on
     any number of ranks. Random numbers that it draws are the same on every rank.
 
-    Every rank must step. Values written to parameters between steps, however that is done, are seen.
+    Every rank must step. Values written to parameters between steps, however that is done, are seen, and so are states
+    that are reset and parameters that are taken out of groups. Methods of the optimizer's own (`train()` and `eval()`
+    of schedule-free ones) are handed on; every rank must call them.
     """
 
     _step_supports_amp_scaling = False  # gradients are unscaled before the step
@@ -43,40 +45,65 @@ class Whole(torch.optim.Optimizer):
         **settings: Any,
     ) -> None:
         self._copies: dict[Tensor, nn.Parameter] = {}
+        self._shown: dict[Tensor, Any] = {}  # states of parameters as `state` had them last
+        self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []  # a group, and that of the optimizer inside
         super().__init__(params, {})
         self.optimizer = optimizer_class([self._copied(group) for group in self.param_groups], **settings)
         self.defaults = self.optimizer.defaults
         self._steps, self._seed = 0, _agreed_seed([*self._copies])
-        _set_settings(self.param_groups, self.optimizer.param_groups)
+        self._pair()
+        self._show_states()
+
+    def __getattr__(self, name: str) -> Any:
+        """What the optimizer inside has beyond torch's own: methods see the parameters, and what they write is kept."""
+        if name.startswith("_") or "optimizer" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        found = getattr(self.optimizer, name)
+        if not callable(found):
+            return found
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                self._begin()
+                result = found(*args, **kwargs)
+                self._end()
+            return result
+
+        return called
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_copies", "_shown", "_pairs", "optimizer", "_steps", "_seed")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in names}}
 
     def _copied(self, group: dict[str, Any]) -> dict[str, Any]:
         return {**group, "params": [*map(self._copy, group["params"])]}
 
     def _copy(self, parameter: Tensor) -> nn.Parameter:
-        copy = nn.Parameter(_whole(parameter), requires_grad=parameter.requires_grad)
-        self._copies[parameter] = copy
-        return copy
+        if parameter not in self._copies:
+            self._copies[parameter] = nn.Parameter(_whole(parameter), requires_grad=parameter.requires_grad)
+        return self._copies[parameter]
+
+    def _pair(self) -> None:
+        """The groups and those inside stand in one order when they were just made or loaded."""
+        self._pairs = [*zip(self.param_groups, self.optimizer.param_groups, strict=True)]
+        self._set_ours()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         if hasattr(self, "optimizer"):
+            self._set_inside()
             self.optimizer.add_param_group(self._copied(self.param_groups[-1]))
-            _set_settings(self.param_groups, self.optimizer.param_groups)
+            self._pair()
 
     def state_dict(self) -> dict[str, Any]:
-        _set_settings(self.optimizer.param_groups, self.param_groups)  # schedulers change ours
+        self._set_inside()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._set_inside()
         self.optimizer.load_state_dict(state_dict)
-        _set_settings(self.param_groups, self.optimizer.param_groups)
+        self._pair()
         self._show_states()
-
-    def _show_states(self) -> None:
-        """torch.distributed.checkpoint takes an optimizer without states for a new one, and steps it to make them."""
-        states = self.optimizer.state
-        self.state.clear()
-        self.state.update({parameter: states[copy] for parameter, copy in self._copies.items() if copy in states})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -84,26 +111,60 @@ class Whole(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for parameter, copy in self._copies.items():
-            copy.copy_(_whole(parameter))  # versions do not tell whether it was written: a DTensor's piece has its own
-            copy.grad = None if parameter.grad is None else _whole(parameter.grad)
-        _set_settings(self.optimizer.param_groups, self.param_groups)
+        self._begin()
         devices = sorted({copy.get_device() for copy in self._copies.values() if copy.is_cuda})
         with torch.random.fork_rng(devices):
             torch.manual_seed((self._seed + self._steps) % SEEDS)
             self.optimizer.step()
-        _set_settings(self.param_groups, self.optimizer.param_groups)  # some change their own
         self._steps += 1
-        for parameter, copy in self._copies.items():
-            parameter.copy_(piece_as(copy, parameter) if isinstance(parameter, DTensor) else copy)
-            copy.grad = None
-        self._show_states()
+        self._end()
         return loss
 
+    def _begin(self) -> None:
+        """The optimizer inside has the parameters, gradients, groups, settings and states that are here."""
+        self._set_inside()
+        for parameter, copy in self._copies.items():
+            copy.copy_(_whole(parameter))  # versions do not tell whether it was written: a DTensor's piece has its own
+            copy.grad = None if parameter.grad is None else _whole(parameter.grad)
 
-def _set_settings(groups: list[dict[str, Any]], like: list[dict[str, Any]]) -> None:
-    for group, other in zip(groups, like, strict=True):
-        group |= {name: value for name, value in other.items() if name != "params"}
+    def _end(self) -> None:
+        """What it has made of them is here."""
+        self._set_ours()  # some change their settings
+        held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for parameter, copy in self._copies.items():
+            copy.grad = None
+            if id(parameter) in held:
+                parameter.copy_(piece_as(copy, parameter) if isinstance(parameter, DTensor) else copy)
+        self._show_states()
+
+    def _set_inside(self) -> None:
+        """Groups that were taken out, parameters that were, settings that schedulers change, states that were reset."""
+        inside_of = {id(group): inside for group, inside in self._pairs}
+        if any(id(group) not in inside_of for group in self.param_groups):
+            raise ValueError("a group was put into param_groups of Whole by hand; use add_param_group")
+        self.optimizer.param_groups[:] = [inside_of[id(group)] for group in self.param_groups]
+        for group, inside in zip(self.param_groups, self.optimizer.param_groups, strict=True):
+            inside |= {name: value for name, value in group.items() if name != "params"}
+            inside["params"] = [*map(self._copy, group["params"])]
+        for parameter, copy in self._copies.items():
+            now = self.state.get(parameter)
+            if now is self._shown.get(parameter):
+                continue
+            if now is None:
+                self.optimizer.state.pop(copy, None)
+            else:
+                self.optimizer.state[copy] = now
+
+    def _set_ours(self) -> None:
+        for group, inside in self._pairs:
+            group |= {name: value for name, value in inside.items() if name != "params"}
+
+    def _show_states(self) -> None:
+        """torch.distributed.checkpoint takes an optimizer without states for a new one, and steps it to make them."""
+        states = self.optimizer.state
+        self._shown = {parameter: states[copy] for parameter, copy in self._copies.items() if copy in states}
+        self.state.clear()
+        self.state.update(self._shown)
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -24,16 +24,14 @@ def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> None:
     for part in made.modules():
         held = vars(part)
         for name, value in [*held.items()]:
-            if isinstance(value, (types.FunctionType, partial)):
-                held[name] = turned.of(value)
-            elif isinstance(value, (list, dict)):
-                turned.inside(value)
+            held[name] = turned.within(value)
 
 
 class _Turned:
     def __init__(self, copy_of: Mapping[int, Any]) -> None:
         self.copy_of = copy_of
         self.cells: dict[int, tuple[types.CellType, types.CellType]] = {}  # with the old one, whose id stays its own
+        self.own: dict[int, Any] = {}
         self.functions: dict[int, tuple[types.FunctionType, types.FunctionType]] = {}
 
     def of(self, value: Any) -> Any:
@@ -58,12 +56,16 @@ class _Turned:
                 parts = [self.of(part) for part in value]
                 return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
-    def inside(self, container: list[Any] | dict[Any, Any]) -> None:
-        """Of a list or dictionary that is the copy's own: hooks, tables of activations."""
-        places = range(len(container)) if isinstance(container, list) else [*container]
-        for place in places:
-            if isinstance(container[place], (types.FunctionType, partial)):
-                container[place] = self.of(container[place])
+    def within(self, value: Any) -> Any:
+        """`of`, of what a copy holds; its lists and dictionaries (hooks, tables of activations) are its own already."""
+        if isinstance(value, (types.FunctionType, partial, tuple)):
+            return self.of(value)
+        if isinstance(value, (list, dict)) and id(value) not in self.own:
+            self.own[id(value)] = value
+            for place in range(len(value)) if isinstance(value, list) else [*value]:
+                if (now := self.within(value[place])) is not value[place]:
+                    value[place] = now
+        return value
 
     def _named(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
         return {name: self.of(value) for name, value in values.items()}

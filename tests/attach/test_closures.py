@@ -52,17 +52,20 @@ class Tied(nn.Module):
             "default": lambda x, of=self.embedding: x @ of.weight.t(), "partial": partial(given, self.embedding.weight),
             "method": self.read,
         }  # fmt: skip
-        self.head = self.calls[way]
+        self.deep = {"heads": [straight]}
+        self.head = self.calls.get(way)
 
     def read(self, x: Tensor) -> Tensor:
         return x @ self.embedding.weight.t()
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits = self.head(self.norm(self.embedding(ids)))
+        head = self.head or self.deep["heads"][0]
+        logits = head(self.norm(self.embedding(ids)))
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
 WAYS = (
+    "in a list of a dictionary",
     "its parameter",
     "its parameter as default",
     "variable",

@@ -189,3 +189,51 @@ def check_states_of_whole_copies_are_read_and_set(ranks: Ranks) -> None:
         same_state(plain, other)
         _steps((plain, other), (theirs, further), (x, y), 2)
         same_state(plain, other)
+
+
+class Averaged(torch.optim.SGD):
+    """Has the parameters changed for evaluation and back, as schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def scaled(self, by: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(by)
+
+
+def check_whole_copies_do_what_is_done_to_the_optimizer(ranks: Ranks) -> None:
+    """States are reset, a parameter and a group are taken out, methods of its own are called, all is copied."""
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        models: list[nn.Module] = [_net()]
+        models.append(_compiled(ranks, models[0], policy, x, y))
+        models[1](x, y)
+        groups = [[{"params": [p]} for p in model.parameters()] for model in models]
+        optimizers: list[Any] = [torch.optim.AdamW(groups[0], lr=0.01), Whole(groups[1], torch.optim.AdamW, lr=0.01)]
+
+        def steps(count: int = 2, models: Any = models, optimizers: Any = optimizers) -> None:
+            _steps((models[0], models[1]), optimizers, (x, y), count)
+            same_state(models[0], models[1])
+
+        steps()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            first, *_ = model.parameters()
+            optimizer.state[first] = {}
+        steps()
+        for optimizer in optimizers:
+            optimizer.state.clear()
+        steps()
+        for optimizer in optimizers:
+            optimizer.param_groups[-1]["params"] = []
+        steps()
+        for optimizer in optimizers:
+            del optimizer.param_groups[0]
+        steps()
+        pairs = [copy.deepcopy(pair) for pair in zip(models, optimizers, strict=True)]
+        steps(models=[model for model, _ in pairs], optimizers=[optimizer for _, optimizer in pairs])
+        steps()
+        others: list[Any] = [Averaged(models[0].parameters()), Whole(models[1].parameters(), Averaged)]
+        for optimizer in others:
+            optimizer.scaled(0.5)
+        same_state(models[0], models[1])
+        steps(optimizers=others)
