@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dis
 import enum
 import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
         classes[id(module)] = kind
         with contextlib.suppress(TypeError):  # a scripted module: its attributes are compiled in
             module.__class__ = watched[kind]
-    _names_seen({kind.forward for kind in watched}, reads)
+    _names_seen({kind.forward for kind in watched}, _methods_of(watched), reads)
     try:
         yield
     finally:
@@ -167,9 +168,24 @@ class Cell(dict[str, Any]):
         return self._cell.cell_contents
 
 
-def _names_seen(functions: set[Any], reads: Reads) -> None:
-    """What may change of the globals and enclosing variables that functions name, and those functions that they name:
-    numbers, text, tensors, arrays, lists and the like.
+def _methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
+    """Name -> the methods and properties that classes of the user's have by that name."""
+    found: dict[str, list[Any]] = {}
+    for kind in dict.fromkeys(one for made in kinds for one in made.__mro__):
+        for name, value in vars(kind).items():
+            call = _plain(value.fget if isinstance(value, property) else value)
+            if call is not None and not is_torchs(call.__code__.co_filename) and not _is_installed(call):
+                found.setdefault(name, []).append(call)
+    return found
+
+
+def _is_installed(function: types.FunctionType) -> bool:
+    return "site-packages" in function.__code__.co_filename
+
+
+def _names_seen(functions: set[Any], methods: Mapping[str, list[Any]], reads: Reads) -> None:
+    """What may change of the globals and enclosing variables that functions name, and those functions that they name,
+    `methods` among them: numbers, text, tensors, arrays, lists and the like.
     """
     left, done = [*functions], set[types.CodeType]()
     known: set[tuple[int, str]] = set()
@@ -190,12 +206,18 @@ def _names_seen(functions: set[Any], reads: Reads) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not filled yet
                 see(Cell(cell), name, cell.cell_contents)
-        is_installed = "site-packages" in function.__code__.co_filename  # whose tables nobody changes
+        is_installed = _is_installed(function)  # whose tables nobody changes
         names = set(_names_of(function.__code__))
+        left += (call for name in names & methods.keys() for call in methods[name])
+        read: set[str] | None = None
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
             if is_installed and isinstance(value, (list, dict, set, np.ndarray)):
                 continue
+            if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
+                read = set(_globals_of(function.__code__)) if read is None else read
+                if name not in read:  # but of an attribute: `self.loss`, in a script that calls its loss so
+                    continue
             if (inside := _inside(value)) is None:
                 see(function.__globals__, name, value)
             else:
@@ -229,6 +251,16 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_of(constant)
+
+
+def _globals_of(code: types.CodeType) -> Iterator[str]:
+    """Of the names in code, those of variables that are read from outside of all functions."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals_of(constant)
 
 
 def _plain(value: Any) -> types.FunctionType | None:
