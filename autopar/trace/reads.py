@@ -74,7 +74,8 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
         classes[id(module)] = kind
         with contextlib.suppress(TypeError):  # a scripted module: its attributes are compiled in
             module.__class__ = watched[kind]
-    _names_seen({kind.forward for kind in watched}, _methods_of(watched), reads)
+    held = dict.fromkeys(type(value) for module in modules for value in vars(module).values())
+    _names_seen({kind.forward for kind in watched}, _methods_of([*watched.values(), *held]), reads)
     try:
         yield
     finally:
@@ -169,7 +170,9 @@ class Cell(dict[str, Any]):
 
 
 def _methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
-    """Name -> the methods and properties that classes of the user's have by that name."""
+    """Name -> the methods and properties that classes of the user's have by that name: of modules, and of what these
+    hold.
+    """
     found: dict[str, list[Any]] = {}
     for kind in dict.fromkeys(one for made in kinds for one in made.__mro__):
         for name, value in vars(kind).items():

@@ -12,13 +12,18 @@ import torch
 from torch import nn
 import autopar
 
+class Helper:
+    def scaled(self, x):
+        return x * FACTOR
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
+        self.helper = Helper()
         self.x, self.loss, self.step = nn.Linear(4, 4), nn.MSELoss(), 2.0
 
     def out(self, x):
-        return [self.x(one) for one in (x,)][0] * self.step * FACTOR
+        return self.helper.scaled([self.x(one) for one in (x,)][0] * self.step)
 
     def forward(self, x, y):
         return self.loss(self.out(x), y)
