@@ -227,8 +227,10 @@ class _Parts:
             _set(groups[number], ended)
 
     def _end(self, number: int, group: dict[str, Any]) -> None:
-        ended = self.ended.setdefault(number, _settled(group))
-        for name, value in ended.items():
+        if number not in self.ended:  # most steps have one part
+            self.ended[number] = _settled(group)
+            return
+        for name, value in self.ended[number].items():
             now = group.get(name)
             same = torch.equal(value, now) if isinstance(value, Tensor) and isinstance(now, Tensor) else value == now
             if name != "params" and not same:

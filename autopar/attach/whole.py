@@ -144,7 +144,7 @@ class Whole(torch.optim.Optimizer):
             raise ValueError("a group was put into param_groups of Whole by hand; use add_param_group")
         self.optimizer.param_groups[:] = [inside_of[id(group)] for group in self.param_groups]
         for group, inside in zip(self.param_groups, self.optimizer.param_groups, strict=True):
-            inside |= {name: value for name, value in group.items() if name != "params"}
+            _set_settings(inside, group)
             inside["params"] = [*map(self._copy, group["params"])]
         for parameter, copy in self._copies.items():
             now = self.state.get(parameter)
@@ -157,7 +157,7 @@ class Whole(torch.optim.Optimizer):
 
     def _set_ours(self) -> None:
         for group, inside in self._pairs:
-            group |= {name: value for name, value in inside.items() if name != "params"}
+            _set_settings(group, inside)
 
     def _show_states(self) -> None:
         """torch.distributed.checkpoint takes an optimizer without states for a new one, and steps it to make them."""
@@ -165,6 +165,10 @@ class Whole(torch.optim.Optimizer):
         self._shown = {parameter: states[copy] for parameter, copy in self._copies.items() if copy in states}
         self.state.clear()
         self.state.update(self._shown)
+
+
+def _set_settings(group: dict[str, Any], like: dict[str, Any]) -> None:
+    group |= {name: value for name, value in like.items() if name != "params"}
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -27,6 +27,11 @@ def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> None:
             held[name] = turned.within(value)
 
 
+def with_parts(value: Any, parts: list[Any]) -> Any:
+    """A list or tuple like `value` of these; it may be a named one."""
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+
+
 class _Turned:
     def __init__(self, copy_of: Mapping[int, Any]) -> None:
         self.copy_of = copy_of
@@ -53,8 +58,7 @@ class _Turned:
             case dict():
                 return self._named(cast("dict[Any, Any]", value))
             case _:
-                parts = [self.of(part) for part in value]
-                return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+                return with_parts(value, [self.of(part) for part in value])
 
     def within(self, value: Any) -> Any:
         """`of`, of what a copy holds; its lists and dictionaries (hooks, tables of activations) are its own already."""

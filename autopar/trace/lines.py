@@ -76,11 +76,12 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
         told = f"{type(error).__name__} {error}"
         advice = next((advice for pattern, advice in ADVICE if pattern.search(told)), "")
         end = "" if reason.endswith(".") else "."
-        what = f"{line_of(error)}: {type(error).__name__}: {reason}{end}"
+        line = line_of(error)
+        what = f"{line}: {type(error).__name__}: {reason}{end}"
         if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
             raise TraceError(f"the model does not run with its inputs, {inputs},{what} {NO_RUN}") from error
         if not advice:
-            it_runs = IT_RUNS + (": rewrite that line." if line_of(error) else NO_LINE)
+            it_runs = IT_RUNS + (": rewrite that line." if line else NO_LINE)
             advice = it_runs if alone is None else BY_ITSELF
         raise TraceError(f"the model cannot be captured as one graph{what} {advice}") from error
 

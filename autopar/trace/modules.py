@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.trace.closures import look_at_copies
+from autopar.trace.closures import look_at_copies, with_parts
 
 
 def check_names(model: nn.Module) -> None:
@@ -102,7 +102,7 @@ class _Replacing:
             parts = [self.of(part) for part in value]
             if all(map(operator.is_, parts, value)):
                 return value
-            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            return with_parts(value, parts)
         places = range(len(value)) if isinstance(value, list) else [*value]
         for place in places:
             value[place] = self.of(value[place])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
+from autopar.trace.closures import with_parts
 from autopar.trace.installed import HOOKS, hung_on, take_back
 from autopar.trace.reads import MISSING, Reads
 
@@ -130,5 +131,5 @@ def _without_caches(value: Any, notes: list[str]) -> Any:
         parts = [_without_caches(part, notes) for part in value]
         if all(part is before for part, before in zip(parts, value, strict=True)):
             return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        return with_parts(value, parts)
     return value

@@ -250,20 +250,24 @@ def _inside(value: Any) -> Mapping[str, Any] | None:
 
 
 def _names_of(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names_of(constant)
+    for part in _codes(code):
+        yield from part.co_names
 
 
 def _globals_of(code: types.CodeType) -> Iterator[str]:
     """Of the names in code, those of variables that are read from outside of all functions."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
+    for part in _codes(code):
+        for instruction in dis.get_instructions(part):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                yield instruction.argval
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code, and that of functions within."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _globals_of(constant)
+            yield from _codes(constant)
 
 
 def _plain(value: Any) -> types.FunctionType | None:

@@ -33,14 +33,14 @@ from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.search.request import Request
 from autopar.search.search import Question, answer, ask
-from autopar.simulate.timeline import events_of
+from autopar.simulate.timeline import timeline_of
 from autopar.trace import capture, graph_of
 from benchmarks.replay.published import plan_of_megatron
 from benchmarks.replay.recompute import checkpointed
 from benchmarks.replay.repeat import TRACED, repeated
 from benchmarks.replay.rows import read
 from cost_models.hardware import Hardware, Link
-from cost_models.simulator import Timeline, play
+from cost_models.simulator import Timeline
 from cost_models.steps import DEVICE
 
 BYTES = 4  # float32 throughout
@@ -174,8 +174,7 @@ def own_step(row: OptimusRow, table: OptimusTable, hardware: Hardware) -> tuple[
     graph = _graph(row.width, row.heads, row.batch, table.sequence)
     plan = answer(_on_a_square(row, graph, hardware), Request(tied=True, simulation=True))
     plan = repeated(plan, table.layers)
-    pricer = Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes)
-    return _step(row, play(events_of(plan, pricer, plan.prefetch))), plan
+    return _step(row, timeline_of(plan, _pricer(hardware, plan), plan.prefetch)), plan
 
 
 def with_links(hardware: Hardware, intra: float, inter: float) -> Hardware:
@@ -189,11 +188,12 @@ def with_links(hardware: Hardware, intra: float, inter: float) -> Hardware:
 
 def step_seconds(row: OptimusRow, hardware: Hardware, plan: Plan) -> float:
     """Megatron's step: every collective is waited for where it stands, as its functions do."""
-    return _played(hardware, plan).seconds
+    return timeline_of(plan, _pricer(hardware, plan)).seconds
 
 
-def _played(hardware: Hardware, plan: Plan) -> Timeline:
-    return play(events_of(plan, Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes)))
+def _pricer(hardware: Hardware, plan: Plan) -> Pricer:
+    """Of other links than the plan was made with."""
+    return Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes)
 
 
 def _step(row: OptimusRow, timeline: Timeline) -> Step:
@@ -228,7 +228,7 @@ def predicted(row: OptimusRow, table: OptimusTable, hardware: Hardware) -> Optim
     """`hardware`: with fitted links."""
     plan = plan_of(row, table, hardware)
     if row.scheme == "megatron":
-        timeline = _played(hardware, plan)
+        timeline = timeline_of(plan, _pricer(hardware, plan))
         return OptimusPrediction(row, _step(row, timeline), timeline.memory[DEVICE].peak_bytes)
     tree, pipelined = (_broadcasting(plan, hardware, pipelined=way) for way in (False, True))
     return OptimusPrediction(row, _step(row, tree), tree.memory[DEVICE].peak_bytes, _step(row, pipelined))
@@ -242,9 +242,9 @@ def _broadcasting(plan: Plan, hardware: Hardware, *, pipelined: bool) -> Timelin
     rate = link.bytes_per_s if inside else hardware.ranks_per_node * link.bytes_per_s / (2 if pipelined else 1)
     panels = 1.0 if pipelined else log2(side)
     slower = Link(link.latency_s, rate * (side - 1) / side / panels)
-    pricer = Pricer.on(plan.mesh, hardware, plan.optimizer, plan.bucket_bytes)
+    pricer = _pricer(hardware, plan)
     links = dict.fromkeys(pricer.resharder.links, slower)
-    return play(events_of(plan, replace(pricer, resharder=pricer.resharder.at(links))))
+    return timeline_of(plan, replace(pricer, resharder=pricer.resharder.at(links)))
 
 
 def most_sequences(one: OptimusPrediction, table: OptimusTable, memory: float) -> float:

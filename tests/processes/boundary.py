@@ -49,6 +49,14 @@ def _compiled(ranks: Ranks, model: Net, policy: str, *args: Tensor, **options: A
     return autopar.compile(model, mesh, plan=plan, **options)
 
 
+def _both(ranks: Ranks, policy: str, x: Tensor, y: Tensor) -> tuple[Net, Any]:
+    """A plain model, and a parallel one that is laid out: until its first call it looks at the plain one's values."""
+    plain = _net()
+    parallel = _compiled(ranks, plain, policy, x, y)
+    parallel(x, y)
+    return plain, parallel
+
+
 def _agree(ranks: Ranks, value: Tensor, what: str) -> None:
     value = whole(value.detach()).contiguous()
     every = [torch.empty_like(value) for _ in range(ranks.count)]
@@ -132,9 +140,7 @@ def check_data_that_is_set_is_what_trains_on(ranks: Ranks) -> None:
     """SGD by hand, clamped weights, and averages that are swapped in and out."""
     x, y, _ = _batch()
     for policy in POLICIES:
-        plain = _net()
-        parallel = _compiled(ranks, plain, policy, x, y)
-        parallel(x, y)
+        plain, parallel = _both(ranks, policy, x, y)
         for step in range(3):
             losses: list[Tensor] = []
             for model in (plain, parallel):
@@ -163,9 +169,7 @@ def check_penalties_outside_of_the_model(ranks: Ranks) -> None:
     """Sums and norms of parameters beside a loss that is made outside; numbers print as numbers do."""
     x, y, _ = _batch()
     for policy in POLICIES:
-        plain = _net()
-        parallel = _compiled(ranks, plain, policy, x, y)
-        parallel(x, y)
+        plain, parallel = _both(ranks, policy, x, y)
         terms: tuple[Any, ...] = (
             lambda model: 1e-2 * sum(p.pow(2).sum() for p in model.parameters()),
             lambda model: sum(p.norm() for p in model.parameters()) * 1e-2,

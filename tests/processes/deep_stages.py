@@ -8,8 +8,8 @@ import torch
 
 import autopar
 from autopar.attach.tensors import is_elsewhere
-from tests.processes.compare import loss_of, step_alike, whole
-from tests.processes.pipelines import NEAR, STEPS, Skipping, doubled
+from tests.processes.compare import whole
+from tests.processes.pipelines import Skipping, doubled, take_equal_gradients, train_alike
 from tests.processes.worker import Ranks
 from tests.support.machines import machine
 
@@ -40,10 +40,7 @@ def check_every_schedule(ranks: Ranks) -> None:
             loss.backward()
             right.backward()
             torch.testing.assert_close(whole(loss.detach()), right.detach(), rtol=1e-10, atol=1e-12)
-            for name, one in plain.named_parameters():
-                mine = parallel.get_parameter(name)
-                torch.testing.assert_close(whole(mine.grad), one.grad, rtol=1e-10, atol=1e-12, msg=f"{schedule} {name}")
-                mine.grad = one.grad = None
+            take_equal_gradients(parallel, plain, schedule)
         made = parallel.pipeline.schedule
         assert made.name == schedule and len(made.rank_of) == stages * ON_A_RANK.get(schedule, 1)
 
@@ -55,14 +52,6 @@ def check_models(ranks: Ranks) -> None:
         model, inputs = doubled(name)
         plain = copy.deepcopy(model)
         parallel = _compiled(ranks, model, schedule, 2)
-        ours, theirs = (torch.optim.SGD(one.parameters(), 1e-1, momentum=0.9) for one in (parallel, plain))
-        for _ in range(STEPS):
-            step_alike((parallel, plain), (ours, theirs), inputs, NEAR)
-        state, right = parallel.full_state_dict(rank0_only=False), plain.state_dict()
-        assert state.keys() == right.keys()
-        for key, value in state.items():
-            assert torch.allclose(value, right[key], rtol=NEAR, atol=1e-8), f"{name}: {key}"
+        train_alike(parallel, plain, inputs, name)
         held = [one for one in parallel.parameters() if not is_elsewhere(one)]
         assert 0 < len(held) < len([*plain.parameters()]) and len(parallel.pipeline.plans) == stages
-        with torch.no_grad():
-            torch.testing.assert_close(loss_of(parallel(**inputs)), loss_of(plain(**inputs)), rtol=NEAR, atol=1e-8)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.optim import Whole
-from tests.processes.boundary import POLICIES, _batch, _compiled, _net
+from tests.processes.boundary import POLICIES, _batch, _both, _compiled, _net
 from tests.processes.compare import near, same_state
 from tests.processes.errors import refused
 from tests.processes.worker import Ranks
@@ -72,9 +72,7 @@ def check_whole_copies_take_any_optimizer(ranks: Ranks) -> None:
     x, y, _ = _batch()
     for policy in POLICIES:
         for make in WHOLE:
-            plain = _net()
-            parallel = _compiled(ranks, plain, policy, x, y)
-            parallel(x, y)
+            plain, parallel = _both(ranks, policy, x, y)
             optimizers = make(plain.parameters(), lr=0.01), Whole(parallel.parameters(), make, lr=0.01)
             _steps((plain, parallel), optimizers, (x, y))
             same_state(plain, parallel)
@@ -93,9 +91,7 @@ def check_whole_copies_take_any_optimizer(ranks: Ranks) -> None:
 def check_one_number_of_all_parameters_is_the_same_on_every_rank(ranks: Ranks) -> None:
     x, y, _ = _batch()
     for policy in POLICIES:
-        plain = _net()
-        parallel = _compiled(ranks, plain, policy, x, y)
-        parallel(x, y)  # until then it looks at the plain model's values
+        plain, parallel = _both(ranks, policy, x, y)
         _steps((plain, parallel), (OneStep(plain.parameters()), OneStep(parallel.parameters())), (x, y))
         same_state(plain, parallel)
 
@@ -148,9 +144,7 @@ def check_whole_copies_see_what_is_written(ranks: Ranks) -> None:
     """Between two steps, however it is done."""
     x, y, _ = _batch()
     for policy in POLICIES:
-        plain = _net()
-        parallel = _compiled(ranks, plain, policy, x, y)
-        parallel(x, y)
+        plain, parallel = _both(ranks, policy, x, y)
         optimizers = (
             torch.optim.Adafactor(plain.parameters(), lr=0.01),
             Whole(parallel.parameters(), torch.optim.Adafactor, lr=0.01),
@@ -169,9 +163,7 @@ def check_states_of_whole_copies_are_read_and_set(ranks: Ranks) -> None:
     """By torch.distributed.checkpoint, which steps an optimizer that shows no states."""
     x, y, _ = _batch()
     for policy in POLICIES:
-        plain = _net()
-        parallel = _compiled(ranks, plain, policy, x, y)
-        parallel(x, y)
+        plain, parallel = _both(ranks, policy, x, y)
         theirs, ours = torch.optim.AdamW(plain.parameters()), Whole(parallel.parameters(), torch.optim.AdamW)
         _steps((plain, parallel), (theirs, ours), (x, y))
         wanted, found = get_optimizer_state_dict(plain, theirs), get_optimizer_state_dict(parallel, ours)
@@ -182,8 +174,7 @@ def check_states_of_whole_copies_are_read_and_set(ranks: Ranks) -> None:
         assert all(float(ours.state[p]["step"]) == 3 for p in parallel.parameters())
         model, optimizer = get_state_dict(parallel, ours)
         model, optimizer = copy.deepcopy(model), copy.deepcopy(optimizer)
-        other = _compiled(ranks, _net(), policy, x, y)
-        other(x, y)
+        _, other = _both(ranks, policy, x, y)
         further = Whole(other.parameters(), torch.optim.AdamW)
         set_state_dict(other, further, model_state_dict=model, optim_state_dict=optimizer)
         same_state(plain, other)
@@ -205,9 +196,7 @@ def check_whole_copies_do_what_is_done_to_the_optimizer(ranks: Ranks) -> None:
     """States are reset, a parameter and a group are taken out, methods of its own are called, all is copied."""
     x, y, _ = _batch()
     for policy in POLICIES:
-        models: list[nn.Module] = [_net()]
-        models.append(_compiled(ranks, models[0], policy, x, y))
-        models[1](x, y)
+        models = _both(ranks, policy, x, y)
         groups = [[{"params": [p]} for p in model.parameters()] for model in models]
         optimizers: list[Any] = [torch.optim.AdamW(groups[0], lr=0.01), Whole(groups[1], torch.optim.AdamW, lr=0.01)]
 

@@ -122,6 +122,14 @@ class Skipping(nn.Module):
         return (x + first - y).square().mean()
 
 
+def take_equal_gradients(parallel: nn.Module, plain: nn.Module, what: str) -> None:
+    """They are equal to 1e-10, and gone then."""
+    for name, one in plain.named_parameters():
+        mine = parallel.get_parameter(name)
+        torch.testing.assert_close(whole(mine.grad), one.grad, rtol=1e-10, atol=1e-12, msg=f"{what}: {name}")
+        mine.grad = one.grad = None
+
+
 def check_stages_of_a_rank_hand_over(ranks: Ranks) -> None:
     """To 1e-10 of one process under every schedule with several stages on a rank, with receive buffers that hold NaN
     until something has come; then a smaller batch, which does not go into groups of the ranks.
@@ -150,10 +158,7 @@ def check_stages_of_a_rank_hand_over(ranks: Ranks) -> None:
             torch.testing.assert_close(whole(loss.detach()), right.detach(), rtol=1e-10, atol=1e-12)
             norms = [torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5) for one in (parallel, plain)]
             torch.testing.assert_close(*norms, rtol=1e-10, atol=0, check_dtype=False)
-            for name, one in plain.named_parameters():
-                mine = parallel.get_parameter(name)
-                torch.testing.assert_close(whole(mine.grad), one.grad, rtol=1e-10, atol=1e-12)
-                mine.grad = one.grad = None
+            take_equal_gradients(parallel, plain, schedule)
         rank_of = parallel.pipeline.schedule.rank_of
         assert len(rank_of) == (stages or 2) * 2 and parallel.pipeline.schedule.name == schedule
         with torch.no_grad():
@@ -186,21 +191,25 @@ def _check_steps(ranks: Ranks, cases: tuple[tuple[str, str, int | None], ...]) -
             model, mesh_of(ranks), hardware=hardware, schedule=schedule, micro_batches=count, memory="4GiB",
             time_limit_s=10,
         )  # fmt: skip
-        ours, theirs = (torch.optim.SGD(one.parameters(), 1e-1, momentum=0.9) for one in (parallel, plain))
-        for _ in range(STEPS):
-            step_alike((parallel, plain), (ours, theirs), inputs, NEAR)
-        right = plain.state_dict()
+        train_alike(parallel, plain, inputs, name)
         if ranks.count == 4 and (name, count) == ("gpt2", 2):  # the axis `data` splits a micro-batch of two
             sums = [one for plan in parallel.pipeline.plans for one in plan.deliveries if one is not None and one.once]
             assert sums, f"{name}: no gradient is summed behind all micro-batches"
-        state = parallel.full_state_dict(rank0_only=False)
-        assert state.keys() == right.keys()
-        for key, value in state.items():
-            assert torch.allclose(value, right[key], rtol=NEAR, atol=1e-8), f"{name}: {key}"
         held = [one for one in parallel.parameters() if not is_elsewhere(one)]
         assert 0 < len(held) < len([*plain.parameters()]) + 1
-        with torch.no_grad():
-            torch.testing.assert_close(loss_of(parallel(**inputs)), loss_of(plain(**inputs)), rtol=NEAR, atol=1e-8)
+
+
+def train_alike(parallel: Any, plain: nn.Module, inputs: dict[str, Any], what: str) -> None:
+    """Losses and clipped norms of some steps, all that is held behind them, and an evaluation."""
+    optimizers = [torch.optim.SGD(one.parameters(), 1e-1, momentum=0.9) for one in (parallel, plain)]
+    for _ in range(STEPS):
+        step_alike((parallel, plain), optimizers, inputs, NEAR)
+    state, right = parallel.full_state_dict(rank0_only=False), plain.state_dict()
+    assert state.keys() == right.keys()
+    for key, value in state.items():
+        assert torch.allclose(value, right[key], rtol=NEAR, atol=1e-8), f"{what}: {key}"
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(parallel(**inputs)), loss_of(plain(**inputs)), rtol=NEAR, atol=1e-8)
 
 
 def check_parameters_are_cast_once_a_step(ranks: Ranks) -> None:
