@@ -127,7 +127,7 @@ WRONG = [
     ([*GIVEN, "--pin", "layers.0.0=pipe: columns"], "pipe"),
     ([*GIVEN, "--policy", "fsdp"], "--policy 'fsdp' is not known in pipeline stages; choose some of gpipe, 1f1b"),
     ([*GIVEN, "--policy", "1f1b,1f1b"], "--policy '1f1b,1f1b' names '1f1b' twice"),
-    (["--mesh", "data=2", "--policy", "gpipe"], "no policy 'gpipe'"),
+    (["--mesh", "data=2", "--policy", "gpipe"], "--policy gpipe is one of pipeline stages; give --mesh pipe=2"),
     ([*GIVEN, "--micro-batches", "0"], "--micro-batches '0' is no number of micro-batches"),
 ]
 
