@@ -30,6 +30,7 @@ from autopar.machine.device import Devices, check_size, hardware_or_here, is_her
 from autopar.plan import Plan
 from autopar.plan.store import dumps
 from autopar.plan.value import AGAIN
+from autopar.plan.value import OUTPUTS as HOW_DELIVERED
 from autopar.planner import Machine, Planner
 from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.rules.outside import given as given_rules
@@ -44,7 +45,7 @@ from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware
 from cost_models.steps import DEVICE
 
-OUTPUTS = ("auto", "sharded", "global")
+OUTPUTS = ("auto", *HOW_DELIVERED)
 WRAPPERS = (nn.DataParallel, DistributedDataParallel, FullyShardedDataParallel, FSDPModule, ParallelModule)
 INPUTS = ("global", "local")
 BACKENDS = ("eager", "inductor")
@@ -105,7 +106,8 @@ def compile(
     is short for bfloat16 and float32, "fp32" for no casts.
     outputs: what outputs other than scalars come back as. "auto": whole plain tensors; beside a scalar loss, where they
     are seldom read, they are put together when somebody reads them, which all ranks must do. "global": whole tensors,
-    always put together. "sharded": DTensors in the plan's layouts.
+    always put together. "sharded": DTensors in the plan's layouts. "loss": calls that train give None in their place,
+    so that no memory holds logits that nobody reads, of all micro-batches least of all; the others do as with "auto".
     inputs: "global": tensors are the whole batch, the same on every rank. "local": each rank passes its own part, as
     under DistributedDataParallel; parts are equal in shape and stand in rank order along dim 0 (`from_local`). A scalar
     loss is that of the whole batch, other outputs with a row for each sample come back as this rank's own rows, and
@@ -154,12 +156,12 @@ def compile(
         given = _given(plan, brought, None if pipe is None else mesh)
         if given is not None:
             check_size(given.mesh.sizes if is_open else mesh.sizes, mesh.ranks)
-            _check_asked(given, machine, hardware is not None, memory, optimizer, micro_batches, schedule)
+            _check_asked(given, machine, hardware is not None, memory, optimizer, micro_batches, schedule, outputs)
         return machine, allowed(allow), given
 
     # files may be other ones on another rank's machine, or not there
     machine, words, given = agreed(read, device_mesh)
-    optimizer = optimizer or ("adamw" if given is None else _whole(given).optimizer)
+    optimizer, outputs = _as_given(given, optimizer, outputs)
     settings: dict[str, object] = {  # hardware is not among them: rank 0 alone searches
         "a plan of digest": None if given is None else _digest(given),
         "outputs": outputs, "inputs": inputs, "backend": backend, "batch_norm": batch_norm, "optimizer": optimizer,
@@ -295,6 +297,14 @@ def _given(
     return plan
 
 
+def _as_given(given: Plan | Pipeline | None, optimizer: str | None, outputs: str) -> tuple[str, str]:
+    """The optimizer, and what outputs come back as, where the user leaves them to a plan that is given."""
+    if given is None:
+        return optimizer or "adamw", outputs
+    plan = _whole(given)
+    return optimizer or plan.optimizer, "loss" if plan.outputs == "loss" and outputs == "auto" else outputs
+
+
 def _whole(given: Plan | Pipeline) -> Plan:
     return given.whole if isinstance(given, Pipeline) else given
 
@@ -306,7 +316,7 @@ def _digest(given: Plan | Pipeline) -> str:
 
 def _check_asked(
     given: Plan | Pipeline, machine: Machine, is_named: bool, memory: int | float | str | None, optimizer: str | None,
-    micro_batches: int | str | None, schedule: str | None,
+    micro_batches: int | str | None, schedule: str | None, outputs: str,
 ) -> None:  # fmt: skip
     """What is asked for beside a plan is what the plan was made for. `is_named`: the user gave the machine's hardware.
     Raises PlanMismatch, or ValueError for too little memory.
@@ -319,6 +329,8 @@ def _check_asked(
             f"optimizer={optimizer!r} was asked for, and the plan was made for {plan.optimizer!r}, whose states it has "
             f"room for: {again}"
         )
+    if plan.outputs == "loss" and outputs not in ("auto", "loss"):
+        raise PlanMismatch(f"outputs={outputs!r} was asked for, and the plan gives the loss alone: {again}")
     if micro_batches not in (None, AUTO, plan.graph.rounds.count):
         raise PlanMismatch(
             f"micro_batches={micro_batches} was asked for, and the plan has {plan.graph.rounds.count}: {again}"

@@ -173,7 +173,9 @@ class Planner:
         return like.mesh if like is not None else there if there.ranks == 1 else None
 
     def _brought(self, graph: Graph) -> str:
-        """How outputs leave the program, "sharded" or "global"."""
+        """How outputs leave the program."""
+        if self.outputs == "loss":
+            return "loss" if any(result.kind == "gradient" for result in graph.results) else "sharded"
         if self.outputs == "auto" and self.inputs == "global":
             types = [graph.type_of(r.ref) for r in graph.results if r.kind == "output" and r.ref is not None]
             return "sharded" if any(map(_is_scalar, types)) else "global"
@@ -305,6 +307,10 @@ def _is_scalar(type: TensorType) -> bool:
 
 
 def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:
-    """A plan that leaves outputs in pieces cannot give whole ones; a plan that makes them whole can give either."""
+    """A plan that leaves outputs in pieces cannot give whole ones; a plan that makes them whole can give either. One
+    that leaves them out is another one.
+    """
+    if outputs == "loss":
+        return outputs
     in_pieces = any(r.kind == "output" and r.ref is not None and graph.type_of(r.ref).shape for r in graph.results)
     return outputs if outputs == "global" and in_pieces else None

@@ -303,6 +303,7 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
                 training=mode,
                 precision=state.precision,
                 every_tangent=key in state.wants_tangents,
+                loss_alone=state.outputs == "loss" and key.gradients,
                 device_type=state.device_mesh.device_type,
             )
         refuse_carried(captured.reads, [known.writes for known in state.programs.get(key, ())])

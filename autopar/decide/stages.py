@@ -30,14 +30,19 @@ def in_stages(
     """The stages of a plan's graph (`autopar.rewrite.stages.cut_in_stages`), each with its own plan, priced by itself.
     Raises NotCut.
     """
+    stages = stages_of(plan, ends, inputs_first=inputs_first)
+    return tuple((stage, plan_of_stage(stage, plan, pricer)) for stage in stages)
+
+
+def stages_of(plan: Plan, ends: Sequence[int], *, inputs_first: bool = False) -> tuple[Stage, ...]:
+    """The stages of a plan's graph. Raises NotCut, also where one has no parameter that trains."""
     stages = cut_in_stages(plan.graph, ends, inputs_first=inputs_first)
     for number, stage in enumerate(stages if plan.graph.trained else ()):
         if not stage.graph.trained:
             raise NotCut(
                 f"stage {number} of {len(stages)} would hold no parameter that trains; cut the model elsewhere"
             )
-    lies = {channel: _channel_layout(plan, ref_of(channel)) for stage in stages for channel in stage.sends}
-    return tuple((stage, _plan_of(stage, plan, lies, pricer)) for stage in stages)
+    return stages
 
 
 def _channel_layout(plan: Plan, ref: Ref) -> Layout:
@@ -55,7 +60,9 @@ def _is_partial(layout: Layout) -> bool:
     return any(isinstance(placement, Partial) for placement in layout)
 
 
-def _plan_of(stage: Stage, plan: Plan, lies: dict[str, Layout], pricer: Pricer) -> Plan:
+def plan_of_stage(stage: Stage, plan: Plan, pricer: Pricer) -> Plan:
+    """The plan of one of the stages of a plan, priced by itself; it hangs on nothing but these. Raises NotCut."""
+    lies = {channel: _channel_layout(plan, ref_of(channel)) for channel in (*stage.receives, *stage.sends)}
     graph, node_of = stage.graph, stage.graph.by_name
     held = {node.target for node in graph.nodes if node.op == "parameter"}
     given = {

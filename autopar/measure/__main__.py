@@ -137,6 +137,7 @@ def _checked(given: argparse.Namespace) -> tuple[Plan | Pipeline, Example, Hardw
             precision=precision,
             device_type=device,
             rules=whole.graph.outside,
+            loss_alone=whole.outputs == "loss",
         )
     except TypeError as error:
         raise BadArgument(f"{given.model} returned inputs that its model does not take: {error}") from error

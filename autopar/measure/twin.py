@@ -62,15 +62,16 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], torch.optim.Optimizer]] = {
 def traced(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, parts: int = 1,
     precision: MixedPrecisionPolicy | None = None, device_type: str = "cpu", rules: Sequence[Rules] = (),
+    loss_alone: bool = False,
 ) -> Graph:  # fmt: skip
-    """The graph that `autopar.compile` would plan for this call; `parts` and `rules` as in `graph_of`. Raises
-    TraceError.
+    """The graph that `autopar.compile` would plan for this call; `parts` and `rules` as in `graph_of`, `loss_alone` as
+    in `capture`. Raises TraceError.
     """
     positional, named = by_name(model.forward, args, kwargs)
     training = is_trained(model)
     captured = capture(
         model, positional, named, training=None if training == model.training else training, precision=precision,
-        device_type=device_type,
+        loss_alone=loss_alone, device_type=device_type,
     )  # fmt: skip
     return graph_of(captured, precision, parts=parts, rules=rules)
 

@@ -20,7 +20,9 @@ from autopar.propose.strategies import Strategy
 from cost_models.steps import MATRIX_KINDS, Comm, Compute, Step, received_bytes, unrolled
 
 RESIDENCES = ("device", "host", "stream")  # where a parameter, its gradient and its optimizer states live
-OUTPUTS = ("sharded", "global")  # how outputs are delivered: in pieces, or whole on every rank
+# How outputs are delivered: in pieces, whole on every rank, or in pieces those that are left beside the loss: none but
+# other scalars.
+OUTPUTS = ("sharded", "global", "loss")
 # What a rule or a pattern may raise where a file has other arguments than the operator: it reads them by their places.
 NO_CALL = (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, StopIteration, ValueError)
 AGAIN = "run `python -m autopar.search` again to make a new plan"

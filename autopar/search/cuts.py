@@ -20,12 +20,12 @@ from autopar.ir.work import STORE
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.micro_batches import NotCut
-from autopar.rewrite.stages import Stage, forward_order, parameters_read
+from autopar.rewrite.stages import forward_order, parameters_read
+from autopar.search.known_stages import Cut, KnownStages
 from solver import PipelineProblem, Value, additive_stages, chain_cuts, cut_pipeline
 
 Array = NDArray[np.float64]
 Send = Callable[[float], float]  # bytes -> seconds from one stage to the next
-Cut = tuple[tuple[Stage, Plan], ...]
 NARROW = 1.5  # a cut may let so many times the bytes cross that the median narrow place does
 
 
@@ -39,7 +39,7 @@ class Cuts:
 
     whole: Plan
     count: int
-    pricer: Pricer
+    known: KnownStages
     send: Send
     spent: Array
     crossing: tuple[float, ...]
@@ -54,7 +54,7 @@ class Cuts:
         named = [f"{node.op} {re.sub(r'[0-9]+', '#', node.module)}" for node in order]
         pairs = zip(named, named[1:], crossing, strict=False)
         kinds = tuple(f"{one}; {other}; {nbytes:.0f}" for one, other, nbytes in pairs)
-        return Cuts(whole, count, pricer, send, _seconds(whole, pricer), tuple(crossing), kinds)
+        return Cuts(whole, count, KnownStages(whole, pricer), send, _seconds(whole, pricer), tuple(crossing), kinds)
 
     def best(self) -> tuple[list[int], Cut]:
         """(ends, stages) of the best cut by `solver.cut_pipeline` that is legal. Raises NotCut where there is none."""
@@ -75,7 +75,7 @@ class Cuts:
 
     def _legal_one(self, choose: Callable[[Sequence[int]], list[int]]) -> tuple[list[int], Cut]:
         if self.count == 1:
-            return [], in_stages(self.whole, [], self.pricer)
+            return [], self.known.cut([])
         why: NotCut | None = None
         for narrowest in (False, True):
             if narrowest:
@@ -86,7 +86,7 @@ class Cuts:
                 if len(ends) < self.count - 1:
                     break
                 try:
-                    return ends, in_stages(self.whole, ends, self.pricer)
+                    return ends, self.known.cut(ends)
                 except NotCut as error:
                     why = error
                 if all([self._is_legal(end) for end in ends]):
@@ -116,7 +116,7 @@ class Cuts:
     def at(self, ends: list[int]) -> tuple[list[int], Cut] | None:
         """The cut with these ends; None where it is not legal."""
         try:
-            return ends, in_stages(self.whole, ends, self.pricer)
+            return ends, self.known.cut(ends)
         except NotCut:
             return None
 
@@ -253,9 +253,7 @@ def _is_legal_at(whole: Plan, end: int, pricer: Pricer) -> bool:
     return True
 
 
-def cut_by_owner(
-    whole: Plan, owners: Mapping[str, Sequence[int]], count: int, pricer: Pricer
-) -> tuple[list[int], tuple[tuple[Stage, Plan], ...]]:
+def cut_by_owner(whole: Plan, owners: Mapping[str, Sequence[int]], count: int, pricer: Pricer) -> tuple[list[int], Cut]:
     """As `best_cut`, so that each stage reads the parameters that it holds already (`owners`: parameter -> stages) and
     as little crosses as can. Raises NotCut where the order of the model lets no cut do so.
     """

@@ -12,16 +12,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.decide.stages import in_stages
 from autopar.ir.mesh import Mesh
 from autopar.pipeline import Durations, make_schedule, memory, play
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.micro_batches import NotCut
-from autopar.search.cuts import Cut, Cuts, Send
+from autopar.search.cuts import Cuts, Send
+from autopar.search.known_stages import Cut
 from autopar.search.orders import IN_HALVES, PIPE, Orders, ranks_of
 from autopar.search.pipeline import Pipeline
-from autopar.search.stage_prices import call_bytes, price_of, together
+from autopar.search.stage_prices import call_bytes, together
 from cost_models.hardware import Hardware
 from cost_models.steps import Comm
 
@@ -41,7 +41,6 @@ class Cutting:
     mesh: Mesh
     schedules: tuple[str, ...]
     chunks: int
-    pricer: Pricer
     cuts: Cuts
     limit: float | None
     counted: float = 1.0
@@ -52,7 +51,7 @@ class Cutting:
         pricer = Pricer.on(whole.mesh, hardware, whole.optimizer, whole.bucket_bytes, whole.graph.rounds)
         chunks, schedules = orders[0]
         cuts = Cuts.of(whole, chunks * ranks_of(mesh), pricer, _sending(mesh, hardware))
-        return Cutting(whole, mesh, schedules, chunks, pricer, cuts, limit)
+        return Cutting(whole, mesh, schedules, chunks, cuts, limit)
 
     def first(self) -> Pipeline:
         """Of the best cut by the program's estimate, and the even one."""
@@ -182,7 +181,7 @@ class Cutting:
         for inputs_first in (False, True):
             names = [name for name in self.schedules if (name in IN_HALVES) == inputs_first]
             if names:
-                as_run = in_stages(self.whole, ends, self.pricer, inputs_first=True) if inputs_first else cut
+                as_run = self.cuts.known.cut(ends, inputs_first=True) if inputs_first else cut
                 found += self._played(ends, as_run, names)
         fits = [one for one in found if self.limit is None or one.peak_bytes <= self.limit] or found
         return min(fits, key=lambda one: (round(one.step_seconds, 9), one.peak_bytes))
@@ -190,7 +189,7 @@ class Cutting:
     def _played(self, ends: Sequence[int], cut: Cut, names: Sequence[str]) -> Iterator[Pipeline]:
         """Under each of the schedules."""
         stages, plans = tuple(stage for stage, _ in cut), tuple(plan for _, plan in cut)
-        priced = [price_of(stage, plan, self.pricer) for stage, plan in cut]
+        priced = [self.cuts.known.price(stage) for stage in stages]
         weights = tuple(one.backward - one.inputs for one in priced)
         ranks, call = ranks_of(self.mesh), call_bytes(self.whole)
         for name in names:

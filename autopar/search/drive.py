@@ -29,7 +29,9 @@ from solver import Solution, evaluate, solve
 # What people do who use that way alone.
 BY_WAY = {"recompute": "checkpoint-every-block", "host": "zero3-offload"}
 OF_POLICIES = Table[Hashable, Solved | Exception]("the best plan of a policy, or why there is none")
-WITHOUT_LIMIT = Table[Hashable, Solved]("the best plan without a limit of memory")
+WITHOUT_LIMIT = Table[Hashable, list[tuple[float, Solved]]](
+    "best plans without a limit of memory, and their time limits"
+)
 FAR = 2.0  # times the fastest plan: layouts that compute for longer are not worth combining
 
 
@@ -60,7 +62,7 @@ def _of_policy(question: Question, policy: str, wanted: Wanted, progress: Progre
 def without_overlap(question: Question, wanted: Wanted, progress: Progress) -> Solved:
     """The best plan that keeps everything on the device if the best of all is one, which is soon found out."""
     if not wanted.is_limited:
-        return solved_within(question, None, wanted.unlimited, progress)
+        return _free(question, wanted, progress)
     if not wanted.memory_options.ways:
         return solved_within(question, None, wanted, progress)
     free = _free(question, wanted, progress)
@@ -81,9 +83,14 @@ def without_overlap(question: Question, wanted: Wanted, progress: Progress) -> S
 
 
 def _free(question: Question, wanted: Wanted, progress: Progress) -> Solved:
-    """The best plan without a limit."""
+    """The best plan without a limit. One that was found before will do, if it is proven or had no less time."""
     free = wanted.unlimited
-    return question.once(WITHOUT_LIMIT, free.key, lambda: solved_within(question, None, free, progress))
+    known = question.once(WITHOUT_LIMIT, replace(free, time_limit_s=0.0).key, list[tuple[float, Solved]])
+    for limit_s, solved in known:
+        if limit_s >= free.time_limit_s or solved.solution.status == "optimal":
+            return solved
+    known.append((free.time_limit_s, solved_within(question, None, free, progress)))
+    return known[-1][1]
 
 
 def _layouts(question: Question, wanted: Wanted, progress: Progress) -> list[Known]:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from autopar.assemble.builder import DEVICE, HOST
 from autopar.assemble.liveness import liveness
+from autopar.assemble.problem import output_name
 from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.graph import Graph, Node
 from autopar.search.memory_options import ALLOWED
@@ -15,6 +16,7 @@ CERTAIN = 0.05  # of the cost: prices belong to a bound, and where that lies far
 GIB = 2**30
 TOGETHER = "if the others were larger"  # the solver's word for limits of which none alone is too small
 VALUES, WEIGHTS = "values of the step", "parameters with their gradients and optimizer states"
+OUTPUT = output_name("")[:-1]  # how the names of outputs begin in problems
 SAFE = "counted on the safe side"
 # What to allow where most is held by that; offload-optimizer, too, for those who have `autopar.optim`.
 ALLOWS = {VALUES: ("recompute", "offload-activations"), WEIGHTS: ("offload-parameters",)}
@@ -127,8 +129,15 @@ def _help(shortage: Shortage, graph: Graph, closed: Collection[str]) -> str:
         return "Give more memory or more ranks, or make the batch smaller."
     if ways := [word for word in ALLOWS[most] if ALLOWED[word] in closed]:
         others.insert(0, f"let --allow have {' and '.join(ways)}, too")
+    if any(name.startswith(OUTPUT) for name, _ in shortage.tenants) and _has_loss(graph):
+        others.insert(0, "leave out what training does not read beside the loss (--outputs loss)")
     share = f"{size(held[most])} of these {size(sum(held.values()))} are {most}"
     return f"What would help most: {first}, for {share}; else {', or '.join(others)}."
+
+
+def _has_loss(graph: Graph) -> bool:
+    types = (graph.type_of(one.ref) for one in graph.results if one.kind == "output" and one.ref is not None)
+    return any(not type.shape and type.dtype.startswith(("float", "bfloat")) for type in types)
 
 
 def _called(node: Node) -> str:

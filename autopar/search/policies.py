@@ -38,6 +38,8 @@ POLICIES: Mapping[str, str] = {
     "elixir": "checkpoint-every-block, with those parameters on the host that Elixir's search finds no room for",
 }
 
+ON_LAST = "+tensor-parallel"  # behind the name of what the other axes of a mesh do
+
 ALIASES: Mapping[str, str] = {"ddp": "data-parallel", "zero3": "fsdp"}
 
 # What a policy does by its own name, and to what else: the strategies are those of the second.
@@ -63,8 +65,10 @@ REWRITES: Mapping[str, Callable[[Graph, Collection[str]], Graph]] = {"zero2": ga
 DOMINATED: Mapping[str, str] = {"zero1": "zero2"}
 
 # Policies that a search tries only where they are asked for by name. On a mesh of several axes the last one does what
-# is said here, and the others are fsdp.
+# is said here, and the others are fsdp, but where it says something else.
 NAMED: Mapping[str, str] = {
+    "data-parallel+tensor-parallel": "tensor-parallel on the last axis of the mesh, data-parallel on the others, two "
+    "axes or more (Narayanan et al. 2021)",
     "megatron-sp": "tensor-parallel, with norms split along the sequence (Korthikanti et al. 2022, section 4.2)",
     "ulysses": "the sequence is split, and in attention the heads are (Jacobs et al. 2023); parameters as in fsdp",
     "ring": "the sequence is split, and keys and values go round (Liu et al. 2023); parameters as in fsdp",
@@ -81,7 +85,7 @@ def policies_for(mesh: Mesh, *, saving: bool = False, once: bool = False, domina
     """
     named = (name for name in POLICIES if saving or name not in MEMORY_SAVING or (once and name in REWRITES))
     named = (name for name in named if dominated or name not in DOMINATED)
-    return tuple(name for name in named if len(mesh.sizes) > 1 or name != "fsdp+tensor-parallel")
+    return tuple(name for name in named if len(mesh.sizes) > 1 or not name.endswith(ON_LAST))
 
 
 def is_open(policy: str, ways: Collection[str]) -> bool:
@@ -132,7 +136,7 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
     Raises ValueError for a policy that is not known, DoesNotApply for one that is not for this mesh or model.
     """
     policy = policy_named(policy)
-    if policy not in NAMED and policy not in policies_for(mesh, saving=True, dominated=True):
+    if policy.endswith(ON_LAST) and len(mesh.sizes) < 2:
         raise DoesNotApply(
             f"policy {policy} needs two mesh axes or more, mesh {mesh} has one; give --mesh data=N,tensor=N"
         )
@@ -140,19 +144,20 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
         graph = REWRITES[policy](graph, ())
         strategies = {**propose(graph, mesh)[0], **strategies}
     policy = MEMORY_SAVING.get(policy, policy)
-    on_last = "tensor-parallel" if policy == "fsdp+tensor-parallel" else policy
     if policy in AXES:
         return _and_a_grid(policy, graph, strategies, mesh)
     kept = by_hand(strategies)
-    if policy in NAMED:
+    of_sequence = policy in NAMED and not policy.endswith(ON_LAST)
+    if of_sequence:
         kept = with_attention(graph, kept, strategies)
+    on_others = "fsdp" if of_sequence else policy.removesuffix(ON_LAST)
+    on_last = ON_LAST.removeprefix("+") if policy.endswith(ON_LAST) else policy
     for axis, size in enumerate(mesh.sizes):
         is_last = axis == len(mesh.sizes) - 1
-        if policy in NAMED and is_last:
+        if of_sequence and is_last:
             kept = along_the_sequence(policy, axis, mesh, graph, kept)
         elif size > 1:
-            on_axis = on_last if is_last else "fsdp" if policy in NAMED else policy.removesuffix("+tensor-parallel")
-            kept = PolicyAxis(on_axis, axis, graph, kept).run()
+            kept = PolicyAxis(on_last if is_last else on_others, axis, graph, kept).run()
     return kept
 
 

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.mesh import Mesh
 from autopar.plan.tell import human
+from autopar.rewrite import RECOMPUTE
 from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question
 from autopar.search.cutting import Cutting
+from autopar.search.memory_options import ways_on
 from autopar.search.orders import within_stage
+from autopar.search.pins import obeyable
 from autopar.search.pipeline import Pipeline
 from autopar.search.request import Request
 from autopar.search.search import answer
@@ -21,19 +24,25 @@ STAGED: Mapping[str, str] = {
     "gpipe": "as many operators in each stage, all forwards in front of all backwards, data-parallel within a stage "
     "(Huang et al. 2018)",
     "1f1b": "the same with one forward, one backward in turn (Narayanan et al. 2021, PipeDream-Flush)",
-    "megatron-3d": "1f1b, with tensor-parallel on the last axis of a stage's mesh and fsdp on the others (Narayanan et "
-    "al. 2021)",
+    "megatron-3d": "1f1b, with tensor-parallel on the last axis of a stage's mesh and data-parallel on the others "
+    "(Narayanan et al. 2021)",
 }
+# Where a policy does not fit, layers are run again in backward, as both GPipe and Megatron-LM do.
+SAVING_NOTHING: Mapping[str, str] = {"*": "recompute"}
+FITS = {False: "yes", True: "yes, with layers run again"}
 SCHEDULE_OF = {"gpipe": "gpipe", "1f1b": "1f1b", "megatron-3d": "1f1b"}
 
 
 @dataclass(frozen=True)
 class StagedRow:
-    """A policy and its pipeline; without one, `why` there is none."""
+    """A policy and its pipeline; without one, `why` there is none. `again`: its layers are run again in backward, as it
+    does not fit otherwise.
+    """
 
     policy: str
     found: Pipeline | None
     why: str = ""
+    again: bool = False
 
 
 def within(policy: str, mesh: Mesh) -> str:
@@ -42,7 +51,7 @@ def within(policy: str, mesh: Mesh) -> str:
         return "data-parallel"
     if mesh.ranks == 1:
         raise DoesNotApply("a stage has one rank, and megatron-3d splits weights over the last axis of its mesh")
-    return "fsdp+tensor-parallel" if len(mesh.sizes) > 1 else "tensor-parallel"
+    return "data-parallel+tensor-parallel" if len(mesh.sizes) > 1 else "tensor-parallel"
 
 
 def compare_staged(
@@ -51,34 +60,53 @@ def compare_staged(
     request: Request,
     policies: Sequence[str],
     *,
+    order: tuple[int, str] | None = None,
     progress: Progress = lambda text: None,
 ) -> tuple[StagedRow, ...]:
-    """A row for each policy: the question's micro-batches on that mesh, in the memory that is requested."""
+    """A row for each policy: the question's micro-batches on that mesh, in the memory that is requested. `order`:
+    stages on each rank and their schedule; None: one, and the policy's own.
+    """
     rows: list[StagedRow] = []
     for policy in policies:
-        rows.append(_row(question, mesh, request, policy))
+        rows.append(_row(question, mesh, request, policy, order or (1, SCHEDULE_OF[policy])))
         one = rows[-1]
         progress(f"baseline {policy}: {one.why or _ms(one.found)}")
     return tuple(rows)
 
 
-def _row(question: Question, mesh: Mesh, request: Request, policy: str) -> StagedRow:
+def _row(question: Question, mesh: Mesh, request: Request, policy: str, order: tuple[int, str]) -> StagedRow:
+    found, limit = _found(question, mesh, request, policy, order), request.memory
+    if isinstance(found, str):
+        return StagedRow(policy, None, found)
+    if limit is None or found.peak_bytes <= limit:
+        return StagedRow(policy, found)
+    needs = found.peak_bytes
+    if RECOMPUTE in ways_on(question.pricer, request.allow):
+        pin, _ = obeyable({**SAVING_NOTHING, **request.pin}, question)
+        again = _found(question, mesh, replace(request, pin=pin), policy, order)
+        if not isinstance(again, str):
+            if again.peak_bytes <= limit:
+                return StagedRow(policy, again, again=True)
+            needs = min(needs, again.peak_bytes)
+    return StagedRow(policy, None, f"does not fit (needs {human(needs)})")
+
+
+def _found(question: Question, mesh: Mesh, request: Request, policy: str, order: tuple[int, str]) -> Pipeline | str:
+    """The pipeline of a policy, whatever memory it takes, or why there is none."""
     try:
         stages = within(policy, within_stage(mesh))
         asked = replace(request, policy=stages, allow=None, memory=None, simulation=False)
         whole = answer(question, asked)
-        cutting = Cutting.of(whole, mesh, question.pricer.hardware, ((1, (SCHEDULE_OF[policy],)),), request.memory)
+        chunks, schedule = order
+        cutting = Cutting.of(whole, mesh, question.pricer.hardware, ((chunks, (schedule,)),), request.memory)
         even = cutting.cuts.even()
-        found = cutting.pipeline(*(cutting.cuts.best() if even is None else even))
+        return cutting.pipeline(*(cutting.cuts.best() if even is None else even))
     except (DoesNotApply, NotCut) as error:
-        return StagedRow(policy, None, str(error))
+        return str(error)
     except Infeasible as error:
-        return StagedRow(policy, None, f"does not fit: {error}")
+        return f"does not fit: {error}"
     except NoAnswerInTime:
-        return StagedRow(policy, None, f"no answer in {request.time_limit_s:g} s")
-    if request.memory is not None and found.peak_bytes > request.memory:
-        return StagedRow(policy, None, f"does not fit (needs {human(found.peak_bytes)})")
-    return StagedRow(policy, found)
+        return f"no answer in {request.time_limit_s:g} s"
 
 
 def _ms(found: Pipeline | None) -> str:
@@ -88,14 +116,15 @@ def _ms(found: Pipeline | None) -> str:
 def table(chosen: Pipeline, rows: Sequence[StagedRow]) -> str:
     """The comparison as text, one line per policy."""
     lines: list[tuple[str, ...]] = [("policy", "ms per step", "bubble", "peak per rank", "to this plan", "fits")]
-    for name, found, why in [("this plan", chosen, ""), *((row.policy, row.found, row.why) for row in rows)]:
+    for row in (StagedRow("this plan", chosen), *rows):
+        name, found = row.policy, row.found
         if found is None:
-            lines.append((name, *"-" * 4, why))
+            lines.append((name, *"-" * 4, row.why))
             continue
         lines.append(
             (
                 name, f"{found.step_seconds * 1e3:.3f}", f"{100 * found.bubble:.1f} %", human(found.peak_bytes),
-                f"{found.step_seconds / chosen.step_seconds:.2f} x", "yes",
+                f"{found.step_seconds / chosen.step_seconds:.2f} x", FITS[row.again],
             )
         )  # fmt: skip
     widths = [max(len(line[column]) for line in lines) for column in range(5)]
@@ -118,6 +147,7 @@ def documents(chosen: Pipeline, rows: Sequence[StagedRow]) -> list[dict[str, obj
             "simulated_seconds": None if row.found is None else row.found.step_seconds,
             "peak_bytes": None if row.found is None else row.found.peak_bytes,
             "to_this_plan": None if row.found is None else row.found.step_seconds / chosen.step_seconds,
+            "recomputed": row.again,
             "why": row.why,
         }
         for row in rows

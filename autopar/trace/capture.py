@@ -73,28 +73,42 @@ class Captured:
     synced: frozenset[str] = frozenset()
 
 
-def _only_scalars_differentiable(module: torch.fx.GraphModule) -> frozenset[str]:
+@dataclass
+class _Beside:
+    """What is found out about the outputs as a module runs: whether one is a scalar with a gradient, and which beside
+    it (by index) have none any more.
+    """
+
+    has_loss: bool = False
+    without_tangent: set[str] = field(default_factory=set[str])
+
+
+def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int) -> _Beside:
     """Where an output of an exported module is a scalar with a gradient, let the others have none: a tangent of zeros
-    as large as the logits would flow through the whole backward pass. Which they are (by index) is returned.
+    as large as the logits would flow through the whole backward pass. Of the first `alone` outputs those are left out.
     """
     (output,) = module.graph.find_nodes(op="output")
-    leaves = list(output.args[0])
-    dropped: set[str] = set()
+    leaves, found = list(output.args[0]), _Beside()
 
     def keep_scalar_gradients(values: list[Any]) -> list[Any]:
-        has_loss = any(isinstance(v, torch.Tensor) and v.requires_grad and v.ndim == 0 for v in values)
-        if not has_loss:
+        found.has_loss = any(isinstance(v, torch.Tensor) and v.requires_grad and v.ndim == 0 for v in values)
+        if not found.has_loss:
             return values
-        dropped.update(
-            str(i) for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.ndim and v.requires_grad
-        )
-        return [value.detach() if isinstance(value, torch.Tensor) and value.ndim else value for value in values]
+        large = {i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.ndim}
+        found.without_tangent.update(str(i) for i in large if values[i].requires_grad and i >= alone)
+        return [value if i not in large else None if i < alone else value.detach() for i, value in enumerate(values)]
 
     with module.graph.inserting_before(output):
         kept = module.graph.call_function(keep_scalar_gradients, (leaves,))
         output.args = (tuple(module.graph.call_function(operator.getitem, (kept, i)) for i in range(len(leaves))),)
     module.recompile()
-    return dropped  # type: ignore[return-value]  # it is filled when the module runs
+    return found
+
+
+def _own_outputs(exported: torch.export.ExportedProgram) -> int:
+    """How many outputs are the model's own: the last leaves of a `Returned` are tensors that forward keeps."""
+    returned = exported.call_spec.out_spec
+    return 0 if returned is None else returned.num_leaves - len(returned.context)
 
 
 def fake_copy(
@@ -206,6 +220,7 @@ def capture(
     training: bool | None = None,
     precision: MixedPrecisionPolicy | None = None,
     every_tangent: bool = False,
+    loss_alone: bool = False,
     device_type: str = "cpu",
     under_its_autocast: bool = False,
 ) -> Captured:
@@ -215,7 +230,8 @@ def capture(
     `precision`: parameters and inputs are cast as it says before they are used. `device_type`: what the program will
     run on; `under_its_autocast`: some of it runs under that device's autocast (found out where it is left out). Tensors
     among the inputs give shapes and dtypes only; DTensors count with their global shape.
-    `every_tangent`: outputs beside a scalar loss get their gradients, too. Raises TraceError.
+    `every_tangent`: outputs beside a scalar loss get their gradients, too; `loss_alone`: those that are no scalars are
+    None. Raises TraceError.
     """
     check_names(model)
     around = _autocast_around(device_type)
@@ -240,7 +256,7 @@ def capture(
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
             return capture(
                 model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
-                device_type=device_type, under_its_autocast=True,
+                loss_alone=loss_alone, device_type=device_type, under_its_autocast=True,
             )  # fmt: skip
         if random_state() != copy.drawn:
             _refuse_drawing(copy.model, inputs.call(), setting.mode)
@@ -248,16 +264,22 @@ def capture(
         with_functions(inner, functions)
         fakes = _spell_out_casts(setting, inner, inputs.fakes)
         keep_attention(inner)
-        dropped = frozenset[str]() if every_tangent else _only_scalars_differentiable(inner)
+        own = _own_outputs(exported) if loss_alone else 0
+        beside = _Beside() if every_tangent and not loss_alone else _only_scalars_differentiable(inner, own)
         if device_type == "cpu":
             insert_autocast(inner, setting.autocast)
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
         with without_autocast():
             joint = aot_export_joint_with_descriptors(stack, inner, fake_args, fake_kwargs, decompositions=None)
+    if loss_alone and not beside.has_loss:
+        raise TraceError(
+            "outputs='loss' was asked for, and forward returns no scalar that has a gradient; return the loss "
+            "(transformers models do where they are given labels), or leave outputs= out"
+        )
     return Captured(
         joint.graph_module, joint.out_spec, tuple(leaves), _constants(joint.graph_module),
-        _plain_outputs(joint.graph_module), aliases(model), frozenset(dropped), copy.reads, tuple(copy.notes),
-        synced(model),
+        _plain_outputs(joint.graph_module), aliases(model), frozenset(beside.without_tangent), copy.reads,
+        tuple(copy.notes), synced(model),
     )  # fmt: skip
 
 

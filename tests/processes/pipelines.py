@@ -283,6 +283,19 @@ def check_evaluation_and_other_batches(ranks: Ranks) -> None:
     torch.testing.assert_close(loss_of(parallel(**more)), loss_of(plain(**more)), rtol=NEAR, atol=0)
 
 
+def check_logits_stay_where_nobody_reads_them(ranks: Ranks) -> None:
+    """With outputs="loss" a step gives the loss, the same gradients, and evaluation the logits."""
+    model, inputs = doubled("gpt2")
+    plain = copy.deepcopy(model)
+    parallel = autopar.compile(model, mesh_of(ranks), micro_batches=2, outputs="loss", memory="4GiB", time_limit_s=10)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, parallel)]
+    for _ in range(2):
+        step_alike([parallel, plain], optimizers[::-1], inputs, NEAR)
+    assert parallel(**inputs).logits is None
+    with torch.no_grad():
+        torch.testing.assert_close(whole(parallel(**inputs).logits), plain(**inputs).logits, rtol=NEAR, atol=1e-8)
+
+
 def check_a_pipeline_is_given_or_kept(ranks: Ranks) -> None:
     """As a value, as a file and from a cache it is the one that was searched for, and nothing is searched again."""
     model, inputs = doubled("gpt2")

@@ -49,6 +49,7 @@ FIRST = {
     "pipelines": [
         "steps_are_those_of_one_process",
         "evaluation_and_other_batches",
+        "logits_stay_where_nobody_reads_them",
         "what_trains_changes_between_calls",
         "a_model_on_meta_gets_its_values_in_its_stages",
         "stages_of_a_rank_hand_over",

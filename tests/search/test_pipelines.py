@@ -30,7 +30,7 @@ from autopar.search.pipeline_told import document, explain, modules_of, tied_in,
 from autopar.search.pipelines import find_pipeline, pipeline_of
 from autopar.search.request import Held
 from autopar.search.stage_policies import STAGED, compare_staged
-from autopar.search.stage_prices import price_of, together
+from autopar.search.stage_prices import together
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from tests.support.families import family
@@ -95,8 +95,8 @@ def test_the_ends_of_the_model_are_on_one_rank_of_a_v() -> None:
     found = find_pipeline(graph, Mesh(("pipe",), (2,)), FAST, 2, ALONE, schedule="zb-v")
     assert found.schedule.rank_of == (0, 1, 1, 0) and {0, 3} <= {at for at in tied_in(found)["transformer.wte.weight"]}
     looped = found.schedule.rank_of[:2] * 2
-    pricer = Cutting.of(found.whole, found.mesh, FAST, ((2, ("zb-v",)),), None).pricer
-    priced = [price_of(stage, plan, pricer) for stage, plan in zip(found.stages, found.plans, strict=True)]
+    known = Cutting.of(found.whole, found.mesh, FAST, ((2, ("zb-v",)),), None).cuts.known
+    priced = [known.price(stage) for stage in found.stages]
     (once, spent), (twice, _) = together(priced, found.schedule.rank_of, 0.0), together(priced, looped, 0.0)
     seconds, nbytes = priced[3].tied["transformer.wte.weight"]
     (weight,) = (n for n in found.plans[0].graph.nodes if n.op == "parameter" and n.target == "transformer.wte.weight")

@@ -256,6 +256,20 @@ def test_the_mixed_policy_splits_the_batch_over_the_first_axis_only(name: str) -
     assert set(gathered) == {plan.mesh.names[0]}
 
 
+@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+def test_megatrons_two_axes_keep_weights_whole_over_the_first_one(name: str) -> None:
+    plan = plan_of(name, (2, 2), "data-parallel+tensor-parallel")
+    assert set(inputs(plan).values()) == {(Shard(0), REPLICATE)}
+    matrices = weight_nodes(plan.graph, matrices=True)
+    for node, (first, last) in parameters(plan):
+        assert first == REPLICATE, node.target
+        assert isinstance(last, Shard) or node.name not in matrices, node.target
+    assert not any(comm.collective == "all_gather" and comm.axis == plan.mesh.names[0] for comm in plan.comms())
+    asked = question(name, (2,))
+    with pytest.raises(ValueError, match=r"policy data-parallel\+tensor-parallel needs two mesh axes or more"):
+        restrict("data-parallel+tensor-parallel", asked.graph, asked.strategies, asked.pricer.mesh)
+
+
 # --- where a policy cannot do what it wants --------------------------------------------------------------------------
 
 

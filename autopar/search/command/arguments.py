@@ -22,6 +22,7 @@ from autopar.ir.outside import Rules
 from autopar.machine.cli import Parser, same_file, writable
 from autopar.machine.device import hardware_or_here, is_here, memory_bytes
 from autopar.machine.rules_files import FLAG, HELP, METAVAR, rules_named
+from autopar.plan.value import OUTPUTS
 from autopar.price.calls import Profile
 from autopar.price.pricer import OPTIMIZER_STATES
 from autopar.search.memory_options import ALLOWED, NEEDS_OPTIM, allowed
@@ -116,8 +117,9 @@ def _what_is_searched(add: Callable[..., object]) -> None:
     add(FLAG, metavar=METAVAR, help=HELP)
     add("--optimizer", metavar="NAME", default="adamw", choices=tuple(OPTIMIZER_STATES),
         help=f"whose state memory must hold: {', '.join(OPTIMIZER_STATES)} (default: adamw)")  # fmt: skip
-    add("--outputs", choices=("sharded", "global"), default="sharded",
-        help="leave outputs sharded, or bring them whole to every rank (default: sharded)")  # fmt: skip
+    add("--outputs", choices=OUTPUTS, default="sharded",
+        help="leave outputs sharded, bring them whole to every rank, or give scalars alone, as where nobody reads "
+        "logits in training: loss (default: sharded)")  # fmt: skip
     add("--precision", metavar="NAME", default="fp32",
         help="bf16: compute in bfloat16 over the stored parameters and sum gradients in float32; fp32: as the model "
         "is (default: fp32)")  # fmt: skip
@@ -208,6 +210,7 @@ class Asked:
     rules: tuple[Rules, ...] = ()
     policies: tuple[str, ...] = ()
     micro_batches: int | str = 1
+    loss_alone: bool = False
 
 
 def files_read(given: argparse.Namespace) -> list[str]:
@@ -252,7 +255,7 @@ def _read(given: argparse.Namespace, name: str | None, count: str | None, progre
         given.model, meshes, hardware, memory, given.batch_norm,
         allow, pin, precision, _tf32(given), _profile(given, hardware, progress), _paths(files, files_read(given)),
         rules_named(given.rules), policies_named(given.policy, staged=PIPE in meshes[0].names),
-        _micro_batches(given.micro_batches, meshes),
+        _micro_batches(given.micro_batches, meshes), given.outputs == "loss",
     )  # fmt: skip
 
 

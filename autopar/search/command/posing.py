@@ -94,7 +94,11 @@ def posed(asked: Asked, optimizer: str, captured: Captured | None, progress: Pro
     hardware, seconds = asked.hardware, dict[str, float]()
     device_type = device_type_of(hardware)
     if captured is None:
-        captured = timed(seconds, "trace", lambda: traced(asked.model, asked.precision, device_type, progress))
+        captured = timed(
+            seconds,
+            "trace",
+            lambda: traced(asked.model, asked.precision, device_type, progress, loss_alone=asked.loss_alone),
+        )
     if device_type == "cuda":
         hardware = hardware.allowing(tf32_set() if asked.tf32 is None else asked.tf32)
     posing = Posing(replace(asked, hardware=hardware), captured, optimizer, progress, seconds)

@@ -33,7 +33,9 @@ def as_ddp(question: Question, with_statistics: Callable[[str], Question]) -> Qu
     return other if LOCAL in statistics_of(other.graph) else None
 
 
-def traced(text: str, precision: MixedPrecisionPolicy | None, device_type: str, progress: Progress) -> Captured:
+def traced(
+    text: str, precision: MixedPrecisionPolicy | None, device_type: str, progress: Progress, *, loss_alone: bool
+) -> Captured:
     """What `autopar.compile` captures when it is called as the factory says, for devices of that type."""
     with autocast_as_asked(device_type):  # decorators ask for it when the file is read
         example = build(text)
@@ -45,7 +47,7 @@ def traced(text: str, precision: MixedPrecisionPolicy | None, device_type: str, 
     with _without_torchs_dump():
         captured = capture(
             model, args, kwargs, training=None if training == model.training else training, precision=precision,
-            device_type=device_type,
+            loss_alone=loss_alone, device_type=device_type,
         )  # fmt: skip
     return captured
 
