@@ -61,7 +61,9 @@ def _parameter(parameter: nn.Parameter) -> nn.Parameter:
     if not isinstance(value, DTensor):
         return nn.Parameter(_tensor(value), requires_grad=parameter.requires_grad)
     made = as_dtensor(_tensor(value.to_local()), value.shape, layout_of(value), value.device_mesh)
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+    copied = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    copied.is_new = getattr(parameter, "is_new", False)  # type: ignore[attr-defined]
+    return copied
 
 
 def _tensor(value: Tensor) -> Tensor:

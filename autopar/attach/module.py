@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,17 +17,16 @@ from autopar.attach.copies import alike, copied, copied_shallowly, hand_on, unpi
 from autopar.attach.draws import draw_whole
 from autopar.attach.dtensors import mend_dtensors
 from autopar.attach.full_state import full_state, received_state
-from autopar.attach.hooks import carry
 from autopar.attach.inputs import local_input, settled, type_of
 from autopar.attach.invoke import invoke
 from autopar.attach.optimizers import refuse_optimizers_of
 from autopar.attach.pipe import Pipe
+from autopar.attach.placing import adopt, as_user_class, lay_out, make_plain
 from autopar.attach.programs import (
     Key,
     Planner,
     Prepared,
     State,
-    as_user_class,
     found,
     prepare,
     varying,
@@ -36,11 +35,8 @@ from autopar.attach.scaling import share_infinities
 from autopar.attach.stage_run import StageRunner
 from autopar.attach.tensors import (
     as_dtensor,
-    become,
-    from_rank_zero,
     is_whole,
     layout_of,
-    parameter_on,
     take_plain_tensors,
     to_host,
     whole_parameter,
@@ -97,6 +93,12 @@ class ParallelModule(nn.Module):
                 "compile that"
             )
         super().__setattr__(name, value)
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            adopt(self)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        adopt(self)
+        return super().named_parameters(*args, **kwargs)
 
     @property
     def plan(self) -> Plan:
@@ -326,13 +328,15 @@ def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool
     with torch.inference_mode(False):  # parameters made here are trained later
         try:
             for one in alike(parallel):
-                _lay_out(one, main)
+                lay_out(one, one._autopar, main.runner)
         except Exception:  # no memory, on some rank: nothing may run on what lies otherwise than it was planned
             state.programs.clear(), state.calls.clear()
             raise
         is_plain = state.pipe is None and not main.plan.residence
         if not held and is_plain and all(map(is_whole, main.plan.parameters.values())):
-            _make_plain(parallel)
+            with as_user_class(parallel):
+                replace_tensors(parallel, make_plain(parallel, state))
+            main.hold()
     state.plan, state.main = main.plan, main
     if isinstance(main.runner, StageRunner):
         state.staged = main.runner.staged
@@ -360,41 +364,3 @@ def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepar
             pass  # Python's own control flow, or a size, hangs on it: each value has a program of its own
         caller.varying -= paths
     return prepare(parallel, state, call, key, training=parallel.training), call
-
-
-def _lay_out(parallel: ParallelModule, main: Prepared) -> None:
-    """Every parameter becomes a DTensor in the plan's layout, in place: optimizers that hold it already see the new
-    one.
-
-    Buffers stay whole; as with parameters, rank 0's values win.
-    """
-    state = parallel._autopar
-    parameters, _ = tensors_by_name(parallel)
-    for buffer in parallel.buffers():
-        if not buffer.is_meta:
-            buffer.copy_(from_rank_zero(buffer, state.device_mesh))
-    runner, done = main.runner, set[int]()
-    holders = runner.staged.holders if isinstance(runner, StageRunner) else {}
-    for name, layout in main.plan.parameters.items():
-        parameter = parameters[name]
-        done.add(id(parameter))
-        on_host = main.plan.residence.get(name) == "host"
-        if isinstance(runner, StageRunner) and runner.pipe.place not in holders[name]:
-            laid_out = runner.pipe.given_to_others(parameter, layout, holders[name][0])
-        else:
-            laid_out = parameter_on(state.mesh, state.device_mesh, parameter, layout, on_host=on_host)
-        become(parameter, laid_out)
-    for name, parameter in parameters.items():
-        if id(parameter) not in done:
-            raise AssertionError(f"parameter {name} is not in the plan")
-
-
-def _make_plain(parallel: ParallelModule) -> None:
-    """DTensors that are whole on every rank become plain tensors: each operator of an optimizer is quicker on those."""
-    plain: dict[int, Tensor] = {}
-    for held in parallel.parameters():
-        made = nn.Parameter(cast(DTensor, held.detach()).to_local(), requires_grad=held.requires_grad)
-        carry(held, made)
-        plain[id(held)] = made
-    with as_user_class(parallel):
-        replace_tensors(parallel, plain)

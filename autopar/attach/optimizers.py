@@ -23,6 +23,9 @@ from autopar.attach.whole import Whole
 # Parameter of a plain model -> its name, and the parallel module beside that model.
 _BESIDE: Any = WeakIdKeyDictionary()
 
+# Parameter that came into a parallel module -> its name, and that module, in which a DTensor took its place.
+_REPLACED: Any = WeakIdKeyDictionary()
+
 # Optimizer -> its states as they were looked at, and how its first parameter lay: loading puts others in their place,
 # and planning lays parameters out.
 _LOOKED_AT: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -37,8 +40,30 @@ def refuse_optimizers_of(model: nn.Module, parallel: nn.Module) -> None:
         _BESIDE[parameter] = name, held
 
 
+def refuse_optimizers_with(replaced: nn.Parameter, name: str, parallel: nn.Module) -> None:
+    """From now on the step of an optimizer raises RuntimeError where it holds this parameter, which has no gradient,
+    while the one that stands in its place in `parallel` has.
+    """
+    _REPLACED[replaced] = name, weakref.ref(parallel)
+
+
+def _refuse_replaced(optimizer: Optimizer) -> None:
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        name, held = _REPLACED.get(parameter, ("", None))
+        parallel = None if held is None or parameter.grad is not None else held()
+        now = None if parallel is None else dict(parallel.named_parameters(remove_duplicate=False)).get(name)
+        if now is not None and now.grad is not None:
+            raise RuntimeError(
+                f"this {type(optimizer).__name__} holds {name} as it was before the parallel module laid it out: its "
+                "step would not train it. Make the optimizer from the parallel module's own parameters "
+                "(parallel.parameters(), parallel.named_parameters()), or behind the first call with the new part"
+            )
+
+
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _refuse_whole_matrices(optimizer)
+    if _REPLACED:
+        _refuse_replaced(optimizer)
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
     seen = optimizer.state, getattr(first, "_spec", None)
     known = _LOOKED_AT.get(optimizer, (None, None))

@@ -7,13 +7,13 @@ that given, so that no parameter moves between calls.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,17 +27,19 @@ from autopar.attach.agree import agreed
 from autopar.attach.batches import SameBatches
 from autopar.attach.guards import Guards, guards_of, refuse_carried
 from autopar.attach.host_parameters import resident
+from autopar.attach.inputs import type_of
 from autopar.attach.pipe import Pipe
+from autopar.attach.placing import as_user_class, known_places, lay_out_new, layouts, newcomers
 from autopar.attach.run import Runner
 from autopar.attach.runners import runner_of
 from autopar.attach.staging import Staged
-from autopar.attach.tensors import layout_of, mesh_of
+from autopar.attach.tensors import mesh_of
 from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
 from autopar.emit import forward_only
 from autopar.ir.batch_norm import parts_of
 from autopar.ir.graph import Graph, Node, output_types
-from autopar.ir.layout import Layout, replicated
+from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
 from autopar.plan import Plan
@@ -45,7 +47,7 @@ from autopar.trace import Captured, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
 from autopar.trace.calls import Call, Caller
 from autopar.trace.interrupts import interruptible
-from autopar.trace.modules import aliases, tensors_by_name
+from autopar.trace.modules import aliases
 from autopar.trace.reads import MISSING
 
 # How a graph becomes a plan: (graph, the training plan if there is one, layouts of the parameters then) -> plan;
@@ -64,10 +66,10 @@ class Prepared:
 
     `inputs`: for each input of the program its place among the tensors of a call, and its layout. `parameters`: where
     they are found, in the order of the program; `beside`: those of other stages that train; `buffers`: all that the
-    model has. `trained`: which parameters of the model, in any stage, required grad. `same`: slots that hold one tensor
-    under two names. `hooked`: dicts of hooks, and how many there were. `without_tangent`: outputs whose gradient the
-    program does not take. `writes`: attributes that forward sets, as `Reads.written` has them; `sets`: those that are
-    no tensors, and to what. `told`: in words.
+    model has. `trained`: which parameters of the model, in any stage, required grad; `held`: which these were. `same`:
+    slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there were. `without_tangent`:
+    outputs whose gradient the program does not take. `writes`: attributes that forward sets, as `Reads.written` has
+    them; `sets`: those that are no tensors, and to what. `told`: in words.
     """
 
     plan: Plan
@@ -82,6 +84,7 @@ class Prepared:
     guards: Guards
     trained: list[tuple[Slot, bool]]
     same: list[tuple[Slot, Slot]]
+    held: list[Tensor]
     hooked: tuple[list[dict[int, object]], int]
     without_tangent: frozenset[str]
     writes: Mapping[tuple[str, str], tuple[Any, Any, str]]
@@ -107,7 +110,16 @@ class Prepared:
         for (one, name), (other, first) in self.same:
             if one.get(name) is not other.get(first):
                 return f"parameter {name} is no longer tied to {first}"
+        for number, ((tensors, name), _) in enumerate(self.trained):
+            if (now := tensors.get(name)) is not self.held[number]:
+                if not isinstance(now, DTensor) or type_of(now) != type_of(self.held[number]):
+                    return f"parameter {name} is another one"
+                self.held[number] = now
         return self.guards.broken()
+
+    def hold(self) -> None:
+        """The parameters that are there now are those that it runs with."""
+        self.held = [tensors[name] for (tensors, name), _ in self.trained]
 
 
 class State:
@@ -130,6 +142,8 @@ class State:
         self.model_class = model_class
         self.device_mesh = device_mesh  # of a pipeline, that of this rank's stage
         self.pipe = pipe
+        self.has_new = False  # parameters that came since all were laid out
+        self.is_plain, self.plain = False, WeakValueDictionary[int, Tensor]()  # those that are no DTensors, by id
         self.staged: Staged | None = None  # the stages of the training step
         self.alike: list[Any] = []  # of a pipeline without a plan: references to it and its copies (`copies.alike`)
         self.mesh = mesh_of(device_mesh)
@@ -180,7 +194,7 @@ class State:
             self.rules,
             self.pipe,
         )
-        made.staged = self.staged
+        made.staged, made.is_plain, made.has_new = self.staged, self.is_plain, self.has_new
         made.plan, made.seed, made.drawing_calls = self.plan, self.seed, self.drawing_calls
         made.own_forward = copy.deepcopy(self.own_forward, memo)
         return made
@@ -202,7 +216,7 @@ def told_of(call: Call, key: Key) -> str:
 
 def found(state: State, key: Key) -> Prepared | None:
     """The program of this call, if there is one that still means what the module does."""
-    for prepared in state.programs.get(key, ()):
+    for prepared in () if state.has_new else state.programs.get(key, ()):
         if prepared.fits() is None:
             state.programs.move_to_end(key)
             return prepared
@@ -217,6 +231,7 @@ def prepare(
 
     Raises what `autopar.compile` says.
     """
+    new = newcomers(parallel, state)
     with ambient_as(key.ambient), interruptible() as check:
         captured, graph = _capture(parallel, state, call, key, training)
         check()
@@ -224,9 +239,10 @@ def prepare(
         graph = forward_only(graph)
     with torch.inference_mode(False):  # parameters made here are trained later
         with state.watch.working():
-            fixed = {} if state.plan is None else _layouts(parallel, state)
+            fixed = {} if state.plan is None else layouts(parallel, state, new)
             staged = None
             if state.pipe is not None:
+                state.staged = known_places(parallel, state, new)
                 staged = state.planner.in_stages(graph, state.pipe, state.staged, fixed, loosely=loosely)
                 plan = staged.plan_at(state.pipe.place)
             else:
@@ -237,7 +253,10 @@ def prepare(
                 staged = staged.residing(state.plan.residence)
             plan = resident(plan, state.plan.residence)
         plan = _with_notes(plan, captured.notes)
-        prepared = _prepared(parallel, state, call, key, captured, graph, runner_of(state, plan, staged))
+        runner = runner_of(state, plan, staged)
+        if state.plan is not None:
+            lay_out_new(parallel, state, runner, new)
+        prepared = _prepared(parallel, state, call, key, captured, graph, runner)
     kept = state.programs.setdefault(key, [])
     if len(kept) + 1 in (TOLD_AT, STATES):
         _tell_of_traces(kept[0].fits(), len(kept) + 1)
@@ -267,15 +286,6 @@ def _tell_of_traces(changed: str | None, count: int) -> None:
             "what changes from step to step is better an argument of forward (a number will do) or a buffer",
             stacklevel=2,
         )
-
-
-def _layouts(parallel: nn.Module, state: State) -> dict[str, Layout]:
-    """How parameters lie: in the plan's layouts, but for those that came later, which are whole."""
-    parameters, _ = tensors_by_name(parallel)
-    return {
-        name: layout_of(held) if isinstance(held, DTensor) else replicated(state.mesh)
-        for name, held in parameters.items()
-    }
 
 
 def varying(state: State, call: Call) -> set[str]:
@@ -311,22 +321,6 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
         return captured, graph_of(captured, state.precision, parts=parts, rules=state.rules)
 
     return agreed(trace, state.device_mesh)
-
-
-@contextlib.contextmanager
-def as_user_class(parallel: Any) -> Iterator[None]:
-    """While tracing, the module is what the user wrote: their forward, not ours."""
-    ours = parallel.__class__
-    state = parallel.__dict__.pop("_autopar")
-    parallel.__class__ = state.model_class
-    if state.own_forward is not None:
-        vars(parallel)["forward"] = state.own_forward
-    try:
-        yield
-    finally:
-        vars(parallel).pop("forward", None)
-        parallel.__class__ = ours
-        object.__setattr__(parallel, "_autopar", state)
 
 
 def _prepared(
@@ -365,6 +359,7 @@ def _prepared(
         guards,
         [((tensors, name), tensors[name].requires_grad) for tensors, name in whole],
         [(tied[name], tied[first]) for name, first in aliases(parallel).items()],
+        [tensors[name] for tensors, name in whole],
         (hooked, sum(map(len, hooked))),
         captured.without_tangent if runner.program.backward is not None else frozenset(),
         captured.reads.written,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,6 +50,7 @@ class Staged:
     whole: Plan
     ends: tuple[int, ...]
     pipeline: Pipeline | None = None  # of a step of training that was searched for
+    more: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])  # owners of what came since
 
     @staticmethod
     def of(found: Pipeline) -> Staged:
@@ -81,7 +82,7 @@ class Staged:
         for number, plan in enumerate(self.plans):
             for name in plan.parameters:
                 found[name] = (*found.get(name, ()), number)
-        return found
+        return found | dict(self.more)
 
     @property
     def holders(self) -> dict[str, tuple[int, ...]]:

@@ -255,7 +255,8 @@ def _is_legal_at(whole: Plan, end: int, pricer: Pricer) -> bool:
 
 def cut_by_owner(whole: Plan, owners: Mapping[str, Sequence[int]], count: int, pricer: Pricer) -> tuple[list[int], Cut]:
     """As `best_cut`, so that each stage reads the parameters that it holds already (`owners`: parameter -> stages) and
-    as little crosses as can. Raises NotCut where the order of the model lets no cut do so.
+    as little crosses as can; for others the cut says who is to have them. Raises NotCut where the order of the model
+    lets no cut do so.
     """
     order, crossing = forward_order(whole.graph), _crossing(whole)
     held = parameters_read(whole.graph)
@@ -269,6 +270,8 @@ def cut_by_owner(whole: Plan, owners: Mapping[str, Sequence[int]], count: int, p
     at, first, last = 0, [len(order)] * count, [-1] * count
     for place, node in enumerate(order):
         for name in held.get(node.name, ()):
+            if name not in owners:  # nobody has it yet
+                continue
             at = next((stage for stage in owners[name] if stage >= at), -1)
             if at < 0:
                 raise NotCut(f"{node.source or node.name}: {name} is read here, and an earlier stage holds it")

@@ -24,6 +24,7 @@ FIRST = {
         "seeds_of_ranks_do_not_matter",
         "other_sizes_and_evaluation",
     ],
+    "changed": ["an_optimizer_of_what_was_replaced_is_refused", "parts_change_where_parameters_are_plain"],
     "complexes": ["training"],
     "copies": ["a_copy_trains_by_itself"],
     "errors": [
@@ -65,6 +66,7 @@ FIRST = {
 # What four ranks may do otherwise than two: layouts on two axes, and who sends what to whom.
 ON_FOUR = {
     "api": ["accumulation", "dropout", "evaluation", "inputs_and_outputs", "sharded_batches", "state_dicts"],
+    "changed": ["parts_change_where_weights_are_split", "parts_change_in_stages"],
     "micro_batches": ["policies", "parts_of_each_rank"],
     "norms": ["local_ones_are_those_of_ddp", "a_cumulative_average", "synced_norms_are_global_always"],
     "pipelines": [

@@ -1,0 +1,185 @@
+"""Where parameters go once there is a plan: all of them behind the first one, and later those that came since, as a
+module was swapped, wrapped or added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.attach.agree import agreed
+from autopar.attach.hooks import carry
+from autopar.attach.optimizers import refuse_optimizers_with
+from autopar.attach.run import Runner
+from autopar.attach.stage_run import StageRunner
+from autopar.attach.staging import Staged
+from autopar.attach.tensors import (
+    become,
+    from_rank_zero,
+    is_elsewhere,
+    layout_of,
+    parameter_on,
+    take_plain_tensors,
+    whole_parameter,
+)
+from autopar.errors import PlanMismatch
+from autopar.ir.layout import Layout, replicated
+from autopar.trace.modules import replace_tensors, tensors_by_name
+
+State = Any  # of `autopar.attach.programs`, which calls this
+
+
+@contextlib.contextmanager
+def as_user_class(parallel: Any) -> Iterator[None]:
+    """While tracing, the module is what the user wrote: their forward, not ours."""
+    ours = parallel.__class__
+    state = parallel.__dict__.pop("_autopar")
+    parallel.__class__ = state.model_class
+    if state.own_forward is not None:
+        vars(parallel)["forward"] = state.own_forward
+    try:
+        yield
+    finally:
+        vars(parallel).pop("forward", None)
+        parallel.__class__ = ours
+        object.__setattr__(parallel, "_autopar", state)
+
+
+def adopt(parallel: nn.Module) -> None:
+    """Parameters that came since `compile` become DTensors, as all are: whole, and with the values that they have. An
+    optimizer that is made behind this holds what the next call lays out in place; one that was made before is refused.
+    """
+    state: State = vars(parallel).get("_autopar")
+    if state is None or state.is_plain:
+        return
+    fresh: dict[int, Tensor] = {}
+    for name, held in nn.Module.named_parameters(parallel):
+        if not isinstance(held, DTensor):
+            fresh[id(held)] = made = whole_parameter(held, state.device_mesh)
+            made.is_new = True  # type: ignore[attr-defined]
+            refuse_optimizers_with(held, name, parallel)
+    if not fresh:
+        return
+    state.has_new = True
+    with as_user_class(parallel):
+        replace_tensors(parallel, fresh)
+    take_plain_tensors(parallel)
+
+
+def newcomers(parallel: nn.Module, state: State) -> dict[str, nn.Parameter]:
+    """Parameters that nobody has laid out yet. Where the others are plain tensors, they have rank 0's values now."""
+    adopt(parallel)
+    if not state.is_plain:
+        return {name: held for name, held in parallel.named_parameters() if getattr(held, "is_new", False)}
+    found = {name: held for name, held in parallel.named_parameters() if state.plain.get(id(held)) is not held}
+    with torch.inference_mode(False), torch.no_grad():
+        for held in found.values():
+            held.copy_(from_rank_zero(held.detach(), state.device_mesh))
+            state.plain[id(held)] = held
+    return found
+
+
+def layouts(parallel: nn.Module, state: State, new: Mapping[str, nn.Parameter]) -> dict[str, Layout]:
+    """How parameters lie: in the plan's layouts. New ones will lie as those of their names did, if they had their
+    shapes; others whole.
+    """
+    before = {node.target: node for node in state.plan.graph.nodes if node.op == "parameter"}
+
+    def of(name: str, held: Tensor) -> Layout:
+        if not isinstance(held, DTensor):
+            return replicated(state.mesh)
+        node = before.get(name)
+        same = name in new and node is not None and state.plan.graph.stored_type(node).shape == tuple(held.shape)
+        return state.plan.parameters[name] if same else layout_of(held)
+
+    return {name: of(name, held) for name, held in tensors_by_name(parallel)[0].items()}
+
+
+def known_places(parallel: nn.Module, state: State, new: Mapping[str, nn.Parameter]) -> Staged | None:
+    """The stages of the training step, and which of them have parameters that have another name now."""
+    staged, pipe = state.staged, state.pipe
+    if staged is None:
+        return None
+    more = {
+        name: tuple(staged.stages_at(pipe.meshes.index(held.device_mesh)))
+        for name, held in parallel.named_parameters()
+        if name not in staged.owners and name not in new and isinstance(held, DTensor)
+    }
+    return replace(staged, more={**staged.more, **more}) if more else staged
+
+
+def lay_out(parallel: nn.Module, state: State, runner: Runner) -> None:
+    """Every parameter becomes a DTensor in the plan's layout, in place: optimizers that hold it already see the new
+    one.
+
+    Buffers stay whole; as with parameters, rank 0's values win.
+    """
+    for buffer in parallel.buffers():
+        if not buffer.is_meta:
+            buffer.copy_(from_rank_zero(buffer, state.device_mesh))
+    adopt(parallel)
+    parameters, done = tensors_by_name(parallel)[0], set[int]()
+    for name in runner.plan.parameters:
+        done.add(id(parameters[name]))
+        _place(state, runner, name, parameters[name])
+    for name, parameter in parameters.items():
+        if id(parameter) not in done:
+            raise AssertionError(f"parameter {name} is not in the plan")
+    state.has_new = False
+
+
+def lay_out_new(parallel: nn.Module, state: State, runner: Runner, new: Mapping[str, nn.Parameter]) -> None:
+    """The same, of those that came since. Raises PlanMismatch where the stages of a pipeline would need others of them
+    than ranks have.
+    """
+    if isinstance(runner, StageRunner) and state.staged is not None:
+        agreed(lambda: _check_places(parallel, runner, new), runner.pipe.whole)
+        owners = {name: runner.staged.owners[name] for name in new}
+        state.staged = replace(state.staged, more={**state.staged.more, **owners})
+    if state.is_plain:
+        return
+    for name, held in new.items():
+        _place(state, runner, name, held)
+    state.has_new = False
+
+
+def _check_places(parallel: nn.Module, runner: StageRunner, new: Mapping[str, nn.Parameter]) -> None:
+    for name, places in runner.staged.holders.items():
+        held = parallel.get_parameter(name)
+        is_here = isinstance(held, DTensor) and not is_elsewhere(held)
+        if name not in new and is_here != (runner.pipe.place in places):
+            raise PlanMismatch(
+                f"parameter {name} is read in another pipeline stage now than the one that holds it; parts of the "
+                "model may change as long as each weight is read where it was: compile the model anew"
+            )
+
+
+def _place(state: State, runner: Runner, name: str, held: nn.Parameter) -> None:
+    layout = runner.plan.parameters[name]
+    if isinstance(runner, StageRunner) and runner.pipe.place not in (places := runner.staged.holders[name]):
+        made = runner.pipe.given_to_others(held, layout, places[0])
+    else:
+        on_host = runner.plan.residence.get(name) == "host"
+        made = parameter_on(state.mesh, state.device_mesh, held, layout, on_host=on_host)
+    become(held, made)
+    held.is_new = False  # type: ignore[attr-defined]
+
+
+def make_plain(parallel: nn.Module, state: State) -> dict[int, Tensor]:
+    """DTensors that are whole on every rank become plain tensors: each operator of an optimizer is quicker on those.
+    They are told by the ids of those whose place they take.
+    """
+    plain: dict[int, Tensor] = {}
+    for held in parallel.parameters():
+        made = nn.Parameter(cast(DTensor, held.detach()).to_local(), requires_grad=held.requires_grad)
+        carry(held, made)
+        plain[id(held)] = made
+        state.plain[id(made)] = made
+    state.is_plain = True
+    return plain
