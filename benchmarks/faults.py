@@ -31,6 +31,7 @@ CELLS = [
     *((fault, place) for fault in EVERYWHERE for place in PLACES),
     *(("an extra call", place) for place in ("forward", "backward", "optimizer", "save")),
     *(("another shape", place) for place in ("trace", "forward")),
+    ("another setting", "forward"),
     ("another file", "planning"),
 ]
 RANKS, LAUNCHERS = (2, 4), ("plain", "torchrun")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar._compat import TorchDispatchMode
-from autopar.attach import module as attach_module
+from autopar.attach import placing
 from autopar.attach.run import Runner
 from autopar.attach.tensors import mesh_of
 from autopar.search import Request, search
@@ -95,6 +95,8 @@ class Script:
         half = self.cell.fault == "another shape" and self.step in (0, AT) and self.at(self.cell.place)
         if self.cell.fault == "an extra call" and self.at("forward"):
             self.parallel(x)
+        if self.cell.fault == "another setting" and self.at("forward"):
+            self.parallel.scale = 2.0
         with Between(self):
             loss = self.parallel(x[: 32 if half else 64])
             if self.at("backward"):
@@ -116,7 +118,7 @@ class Script:
 
     def patch(self) -> None:
         """Faults within autopar: while rank 0 searches and others wait, at the second parameter, in a program."""
-        found, parameter_on, call = planner.found_by_rank_zero, attach_module.parameter_on, Runner.__call__
+        found, parameter_on, call = planner.found_by_rank_zero, placing.parameter_on, Runner.__call__
         laid_out: list[int] = []
 
         def finding(work: Callable[[], Any], device_mesh: Any) -> Any:
@@ -140,7 +142,7 @@ class Script:
                 self.at("forward")
             return call(runner, *args)
 
-        planner.found_by_rank_zero, attach_module.parameter_on = finding, laying_out
+        planner.found_by_rank_zero, placing.parameter_on = finding, laying_out
         Runner.__call__ = calling  # type: ignore[method-assign]
 
 
@@ -149,12 +151,12 @@ def model_of(script: Script) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             pairs = [(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)) for _ in range(2)]
-            self.layers = nn.Sequential(*(layer for pair in pairs for layer in pair))
+            self.layers, self.scale = nn.Sequential(*(layer for pair in pairs for layer in pair)), 1.0
 
         def forward(self, x: Tensor) -> Tensor:  # runs while torch traces it, and then no more
             if script.cell.fault in EVERYWHERE:
                 script.at("trace")
-            return self.layers(x).square().mean()
+            return self.layers(self.scale * x).square().mean()
 
     return Net()
 

@@ -117,6 +117,8 @@ class _Calls:
         for calls in LIVE if alone else ():
             calls._alone = True
         try:
+            if alone and self.teller is not None:
+                self.teller.meet(self._calls)
             yield
         except BaseException as error:
             self._failed = self._calls, f"{type(error).__name__}: {error}"[:200], self.clock()
@@ -166,6 +168,7 @@ class _Teller:
         self._every_s = min(1.0, calls.patience_s / 5)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._store = default_store().clone()
+        self._meeting = default_store().clone()  # of the main thread
         self._name = f"autopar/watch/{self._store.add(f'autopar/watches/{self._rank}', 1)}"
         self._judge = Judge(calls.patience_s)
         self._neighbours: dict[int, tuple[int, str]] = {}
@@ -184,6 +187,17 @@ class _Teller:
     def start(self) -> None:
         for loop in (self._talk, self._guard):
             threading.Thread(target=loop, name=f"autopar-watch{loop.__name__}", daemon=True).start()
+
+    def meet(self, call: int) -> None:
+        """Wait until all ranks are in this call. Its first collectives are other ones than those of a call that any
+        rank makes in its place: backends may pair these up, and end the process where sizes differ. Meanwhile the other
+        thread sees that the ranks do not go together.
+        """
+        key, pause_s = self._key("met", call), 1e-3
+        self._meeting.add(key, 1)
+        while self._meeting.add(key, 0) < self._ranks:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.1)
 
     def _key(self, what: str, rank: int | str = "") -> str:
         return f"{self._name}/{what}/{rank}"

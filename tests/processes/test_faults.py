@@ -15,7 +15,7 @@ FIRST = [
 MORE = [
     Cell(fault, place, 2 if number % 4 else 4, ("plain", "torchrun")[number // 3 % 2], number % 2)
     for number, (fault, place) in enumerate(CELLS)
-    if number % 5 == 0 or fault == "another file"  # which has one place only
+    if number % 5 == 0 or fault in ("another file", "another setting")  # which have one place only
 ]
 
 
