@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,12 @@ from autopar.attach.agree import text_from
 from autopar.attach.tensors import piece_as
 
 SEEDS = 2**31
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step makes none without a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 class Whole(torch.optim.Optimizer):
@@ -50,6 +57,11 @@ class Whole(torch.optim.Optimizer):
         super().__init__(params, {})
         self.optimizer = optimizer_class([self._copied(group) for group in self.param_groups], **settings)
         self.defaults = self.optimizer.defaults
+        if needs_closure(self.optimizer):
+            raise ValueError(
+                f"{type(self.optimizer).__name__} calls the closure of its step itself, between changes of its "
+                "parameters, which would be those of the whole copies only; use it as it is, or take another optimizer"
+            )
         self._steps, self._seed = 0, _agreed_seed([*self._copies])
         self._pair()
         self._show_states()

@@ -50,6 +50,11 @@ class Cuts:
     @staticmethod
     def of(whole: Plan, count: int, pricer: Pricer, send: Send) -> Cuts:
         order = forward_order(whole.graph)
+        if not order:
+            raise NotCut(
+                f"the model cannot be cut into {count} stages: it has no parameter, and what is made of inputs alone "
+                "each stage makes for itself; take a mesh without `pipe`"
+            )
         crossing = _crossing(whole)
         named = [f"{node.op} {re.sub(r'[0-9]+', '#', node.module)}" for node in order]
         pairs = zip(named, named[1:], crossing, strict=False)

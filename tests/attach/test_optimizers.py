@@ -49,3 +49,9 @@ def test_an_optimizer_goes_on_where_its_parallel_module_is_gone(one: DeviceMesh)
     optimizer.step()
     plain(**batch()).backward()
     optimizer.step()
+
+
+def test_an_optimizer_that_calls_its_closure_itself_is_no_whole_one(one: DeviceMesh) -> None:
+    parallel = autopar.compile(torch.nn.Linear(4, 4), one)
+    with pytest.raises(ValueError, match="LBFGS calls the closure of its step itself"):
+        autopar.optim.Whole(parallel.parameters(), torch.optim.LBFGS, lr=0.1)

@@ -80,7 +80,16 @@ def _telling(what: str, where: str) -> Iterator[None]:
             theirs = [frame for frame in frames if frame.filename.endswith(where)]
             line = f"{(theirs or frames)[-1].filename}:{(theirs or frames)[-1].lineno}" if frames else where
         reason = " ".join(str(error).split())[:300]
-        raise BadArgument(f"{what} at {line}: {type(error).__name__}: {reason}") from error
+        raise BadArgument(f"{what} at {line}: {type(error).__name__}: {reason}{_instead(error)}") from error
+
+
+def _instead(error: BaseException) -> str:
+    """What to do about it, where that is known."""
+    if isinstance(error, ImportError) and "relative import" in str(error):
+        return "; a file by itself is in no package: go to where the package lies, and give package.module:function"
+    if isinstance(error, SystemExit):
+        return "; the file runs as a script does: put what reads the command line behind `if __name__ == '__main__':`"
+    return ""
 
 
 def _from_file(path: Path, text: str) -> ModuleType:
