@@ -6,7 +6,8 @@ FSDP sends all weights twice and their gradients once between nodes, in every st
 what lies between two layers crosses. So there is a speed of links below which stages are quicker.
 
 A row is the same machine with other links between nodes. In it are FSDP (the quickest of its variants that fits), the
-search's own plan without stages, and its pipeline with a stage on each node.
+search's pipeline with a stage on each node, and with --searched its own plan without stages. Collectives of a stage
+stay within a node, so the pipeline is searched for once, with the quickest links, and priced with the others.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from autopar.ir.mesh import Mesh
 from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.search import Request, answer, ask
 from autopar.search.context import Progress
+from autopar.search.cutting import Cutting
 from autopar.search.orders import within_stage
 from autopar.search.overlap_loop import best_prefetch
+from autopar.search.pipeline import Pipeline
 from autopar.search.pipelines import pipeline_of
 from autopar.trace import capture, graph_of
 from autopar.trace.precision import precision_named
@@ -61,7 +64,7 @@ class Row:
 
     link: float
     fsdp: Found
-    without_stages: Found
+    without_stages: Found | None
     pipeline: Found
 
 
@@ -112,17 +115,21 @@ def without_stages(graph: Graph, hardware: Hardware, progress: Progress) -> Foun
     return Found(plan.predicted_seconds, str(GRID))
 
 
-def in_stages(graph: Graph, hardware: Hardware, micro_batches: int, progress: Progress) -> Found:
+def in_stages(graph: Graph, hardware: Hardware, micro_batches: int, progress: Progress) -> Pipeline:
     """The search's pipeline, a stage on each node."""
     memory = room_in(hardware.tiers["hbm"].capacity_bytes, hardware, STAGES.sizes).tensors
     question = ask(in_rounds_of_stages(graph, micro_batches), within_stage(STAGES), hardware)
-    try:
-        found = pipeline_of(question, STAGES, Request(memory=memory), progress=progress)
-    except (Infeasible, NoAnswerInTime) as error:
-        progress(f"stages: {error}")
-        return Found(None, "does not fit" if isinstance(error, Infeasible) else "no answer in time")
-    progress(f"stages: {found.step_seconds:.2f} s")
-    return Found(found.step_seconds, f"{found.schedule.name}, {found.peak_bytes / 2**30:.1f} GiB")
+    return pipeline_of(question, STAGES, Request(memory=memory), progress=progress)
+
+
+def priced_again(found: Pipeline, hardware: Hardware) -> Found:
+    """The same stages in the same order, with the figures of another machine."""
+    order = found.schedule.stages_per_rank, (found.schedule.name,)
+    again = Cutting.of(found.whole, STAGES, hardware, (order,), None)
+    cut = again.cuts.at([*found.ends])
+    assert cut is not None, "it was cut there before"
+    priced = again.pipeline(*cut)
+    return Found(priced.step_seconds, f"{priced.schedule.name}, {priced.peak_bytes / 2**30:.1f} GiB")
 
 
 def crossing(rows: list[Row]) -> str:
@@ -144,14 +151,14 @@ def markdown(rows: list[Row], what: str, spent: float) -> str:
         "",
         crossing(rows),
         "",
-        f"| GB/s between nodes, each GPU | FSDP on {FLAT} | without stages on {GRID} | stages on {STAGES} "
+        f"| GB/s between nodes, each GPU | FSDP on {FLAT} | searched without stages on {GRID} | stages on {STAGES} "
         "| FSDP / stages |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
         fsdp, pipe = row.fsdp.seconds, row.pipeline.seconds
         ratio = "-" if fsdp is None or pipe is None else f"{fsdp / pipe:.2f}"
-        lines.append(f"| {row.link:g} | {row.fsdp} | {row.without_stages} | {row.pipeline} | {ratio} |")
+        lines.append(f"| {row.link:g} | {row.fsdp} | {row.without_stages or '-'} | {row.pipeline} | {ratio} |")
     return "\n".join(lines) + "\n"
 
 
@@ -161,6 +168,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--batch", type=int, default=256, help="sequences of 4,096 tokens, in all")
     parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES, help="of the pipeline")
+    parser.add_argument("--searched", action="store_true", help="the search's own plan without stages, too")
     parser.add_argument("--hardware", default="h100-sxm")
     parser.add_argument("-o", type=Path)
     given = parser.parse_args()
@@ -171,14 +179,14 @@ def main() -> None:
 
     graph = llama(given.layers, given.batch)
     progress(f"traced {len(graph.nodes):,} operators")
+    known = Hardware.load(given.hardware)
+    pipeline = in_stages(graph, with_links(known, max(given.links)), given.micro_batches, progress)
     rows: list[Row] = []
     for link in given.links:
-        hardware = with_links(Hardware.load(given.hardware), link)
-        progress(f"links of {link:g} GB/s")
-        rows.append(Row(
-            link, by_hand(graph, hardware, progress), without_stages(graph, hardware, progress),
-            in_stages(graph, hardware, given.micro_batches, progress),
-        ))  # fmt: skip
+        hardware = with_links(known, link)
+        searched = without_stages(graph, hardware, progress) if given.searched else None
+        rows.append(Row(link, by_hand(graph, hardware, progress), searched, priced_again(pipeline, hardware)))
+        progress(f"{rows[-1]}")
     command = "`python -m benchmarks.slow_links`"
     what = f"{command}: {given.layers} layers of Llama-70B's width, {given.batch} x 4,096 tokens in all, bfloat16"
     text = markdown(rows, f"{what}; stages in {given.micro_batches} micro-batches", time.process_time())

@@ -60,7 +60,7 @@ def adopt(parallel: nn.Module) -> None:
         return
     fresh: dict[int, Tensor] = {}
     for name, held in nn.Module.named_parameters(parallel):
-        if not isinstance(held, DTensor):
+        if _is_plain(held):
             fresh[id(held)] = made = whole_parameter(held, state.device_mesh)
             made.is_new = True  # type: ignore[attr-defined]
             refuse_optimizers_with(held, name, parallel)
@@ -72,17 +72,36 @@ def adopt(parallel: nn.Module) -> None:
     take_plain_tensors(parallel)
 
 
+def _is_plain(held: Tensor) -> bool:
+    """Whether a parameter is no DTensor; `torch.func.functional_call` puts tensors in their places, which are none."""
+    return isinstance(held, nn.Parameter) and not isinstance(held, DTensor)
+
+
 def newcomers(parallel: nn.Module, state: State) -> dict[str, nn.Parameter]:
-    """Parameters that nobody has laid out yet. Where the others are plain tensors, they have rank 0's values now."""
+    """Parameters that nobody has laid out yet. Where the others are plain tensors, they have rank 0's values now, as
+    new buffers have.
+    """
     adopt(parallel)
+    if state.plan is not None:
+        _share_buffers(parallel, state)
     if not state.is_plain:
         return {name: held for name, held in parallel.named_parameters() if getattr(held, "is_new", False)}
-    found = {name: held for name, held in parallel.named_parameters() if state.plain.get(id(held)) is not held}
+    held_by_name = [*parallel.named_parameters()]
+    found = {name: one for name, one in held_by_name if _is_plain(one) and state.plain.get(id(one)) is not one}
     with torch.inference_mode(False), torch.no_grad():
         for held in found.values():
             held.copy_(from_rank_zero(held.detach(), state.device_mesh))
             state.plain[id(held)] = held
     return found
+
+
+def _share_buffers(parallel: nn.Module, state: State) -> None:
+    """Buffers that no program has seen yet get rank 0's values."""
+    for name, buffer in parallel.named_buffers():
+        if name not in state.buffers:
+            state.buffers.add(name)
+            if not buffer.is_meta:
+                buffer.copy_(from_rank_zero(buffer, state.device_mesh))
 
 
 def layouts(parallel: nn.Module, state: State, new: Mapping[str, nn.Parameter]) -> dict[str, Layout]:
@@ -120,9 +139,7 @@ def lay_out(parallel: nn.Module, state: State, runner: Runner) -> None:
 
     Buffers stay whole; as with parameters, rank 0's values win.
     """
-    for buffer in parallel.buffers():
-        if not buffer.is_meta:
-            buffer.copy_(from_rank_zero(buffer, state.device_mesh))
+    _share_buffers(parallel, state)
     adopt(parallel)
     parameters, done = tensors_by_name(parallel)[0], set[int]()
     for name in runner.plan.parameters:

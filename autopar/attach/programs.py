@@ -111,10 +111,12 @@ class Prepared:
             if one.get(name) is not other.get(first):
                 return f"parameter {name} is no longer tied to {first}"
         for number, ((tensors, name), _) in enumerate(self.trained):
-            if (now := tensors.get(name)) is not self.held[number]:
-                if not isinstance(now, DTensor) or type_of(now) != type_of(self.held[number]):
-                    return f"parameter {name} is another one"
-                self.held[number] = now
+            now = tensors.get(name)
+            if now is self.held[number] or not isinstance(now, nn.Parameter):  # torch.func puts tensors there
+                continue
+            if not isinstance(now, DTensor) or type_of(now) != type_of(self.held[number]):
+                return f"parameter {name} is another one"
+            self.held[number] = now
         return self.guards.broken()
 
     def hold(self) -> None:
@@ -143,6 +145,7 @@ class State:
         self.device_mesh = device_mesh  # of a pipeline, that of this rank's stage
         self.pipe = pipe
         self.has_new = False  # parameters that came since all were laid out
+        self.buffers = set[str]()  # names of those that have rank 0's values
         self.is_plain, self.plain = False, WeakValueDictionary[int, Tensor]()  # those that are no DTensors, by id
         self.staged: Staged | None = None  # the stages of the training step
         self.alike: list[Any] = []  # of a pipeline without a plan: references to it and its copies (`copies.alike`)
@@ -195,6 +198,7 @@ class State:
             self.pipe,
         )
         made.staged, made.is_plain, made.has_new = self.staged, self.is_plain, self.has_new
+        made.buffers = {*self.buffers}
         made.plan, made.seed, made.drawing_calls = self.plan, self.seed, self.drawing_calls
         made.own_forward = copy.deepcopy(self.own_forward, memo)
         return made

@@ -61,7 +61,13 @@ def _register(model: Any) -> None:
     model.more.register_parameter("scale", nn.Parameter(torch.randn(WIDTH)))
 
 
-CHANGES: tuple[Callable[[Any], None], ...] = (_swap_head, _swap_first, _wrap, _append, _new_parameter, _register)
+def _register_buffer(model: Any) -> None:
+    model.more.register_buffer("scale", torch.randn(WIDTH))
+
+
+CHANGES: tuple[Callable[[Any], None], ...] = (
+    _swap_head, _swap_first, _wrap, _append, _new_parameter, _register, _register_buffer,
+)  # fmt: skip
 
 
 def _batch(seed: int) -> dict[str, Tensor]:
