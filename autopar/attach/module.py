@@ -30,6 +30,7 @@ from autopar.attach.programs import (
     found,
     prepare,
     varying,
+    why_new,
 )
 from autopar.attach.scaling import share_infinities
 from autopar.attach.stage_run import StageRunner
@@ -78,7 +79,8 @@ class ParallelModule(nn.Module):
         call = call_of(self, args, kwargs)
         key = Key(call.key, torch.is_grad_enabled(), ambient_state())
         prepared = found(state, key)
-        with state.watch.call(NEW, alone=True) if prepared is None else state.watch.call(prepared.told):
+        why = why_new(state, key) if prepared is None else ""
+        with state.watch.call(NEW, alone=True, why=why) if prepared is None else state.watch.call(prepared.told):
             if prepared is None:
                 state.same_batches.compare(call.key, call.tensors, is_new=True)
                 prepared, call = _new_program(self, call, key)

@@ -227,6 +227,12 @@ def found(state: State, key: Key) -> Prepared | None:
     return None
 
 
+def why_new(state: State, key: Key) -> str:
+    """What has changed since the last program of such a call, in words; "" where there is none."""
+    known = state.programs.get(key)
+    return "" if not known else "it has new parameters" if state.has_new else known[0].fits() or ""
+
+
 def prepare(
     parallel: nn.Module, state: State, call: Call, key: Key, *, training: bool, loosely: bool = False
 ) -> Prepared:

@@ -62,12 +62,13 @@ class Watch:
             self._calls.teller = _Teller(self._calls, weakref.ref(self))
             self._calls.teller.start()
 
-    def call(self, what: str, *, alone: bool = False) -> contextlib.AbstractContextManager[None]:
+    def call(self, what: str, *, alone: bool = False, why: str = "") -> contextlib.AbstractContextManager[None]:
         """All ranks have to make this call. `alone`: one of them may make others wait, in any module, from here to the
-        end of the next backward, as it prepares something, or writes it.
+        end of the next backward, as it prepares something, or writes it. `why`: is told with it, and may be another one
+        on each rank.
         """
         self.begin()
-        return self._calls.call(what, alone)
+        return self._calls.call(what, alone, why)
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """This rank traces, or rank 0 searches: for as long as it takes, and the others wait."""
@@ -103,7 +104,7 @@ class _Calls:
             self._woke_s = now
 
     @contextlib.contextmanager
-    def call(self, what: str, alone: bool) -> Iterator[None]:
+    def call(self, what: str, alone: bool, why: str = "") -> Iterator[None]:
         if self._within is not None:  # a part of a call
             yield
             return
@@ -112,7 +113,7 @@ class _Calls:
             self._longest_s = max(self._longest_s, now - self._ended_s)
         self._calls += 1
         self._sum = zlib.crc32(what.encode(), self._sum)
-        self._told.append((self._calls, self._sum, what))
+        self._told.append((self._calls, self._sum, f"{what} ({why})" if why else what))
         self._within = what, now
         for calls in LIVE if alone else ():
             calls._alone = True

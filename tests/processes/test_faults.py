@@ -19,6 +19,11 @@ MORE = [
 ]
 
 
+def test_a_setting_that_changed_on_one_rank_is_named() -> None:
+    (found,) = outcomes([Cell("another setting", "forward", 2, "plain", 1)], at_once=1)
+    assert found.is_right and "(scale was 1.0 and is 2.0) on rank 1" in str(found), found
+
+
 def all_end(cells: list[Cell]) -> None:
     found = [*outcomes(cells, at_once=len(FIRST))]
     assert len(found) == len(cells)
