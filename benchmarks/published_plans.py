@@ -188,10 +188,11 @@ def _again(again: bool) -> str:
 def markdown(rows: list[Row]) -> str:
     slower = [row.of.name for row in rows if not row.is_quicker]
     told = f"slower for {', '.join(slower)}" if slower else "never slower"
+    some = "" if len(rows) == len(ROWS) else f" --models {' '.join(row.of.name for row in rows)}"
     lines = [
         "# Published plans beside the search's",
         "",
-        f"`python -m benchmarks.published_plans`, {date.today()}, torch {torch.__version__}, {platform.machine()}, "
+        f"`python -m benchmarks.published_plans{some}`, {date.today()}, torch {torch.__version__}, {platform.machine()}, "
         f"{os.cpu_count()} cores, no GPU; CPU seconds of both, without tracing. Everything is simulated, with the "
         "profiles' figures.",
         "",

@@ -42,7 +42,7 @@ from cost_models.whole_file import write_whole
 from examples.llama import build
 
 FSDP = ("fsdp", "zero2", "checkpoint-every-block")
-LINKS = (100.0, 50.0, 25.0, 12.5, 6.25)  # GB/s of each GPU between nodes; the profile's own are 50
+LINKS = (12.5, 6.25, 3.125, 1.5625)  # GB/s of each GPU between nodes; the profile's own are 50, 3.2 Tb/s a node
 FLAT, GRID, STAGES = Mesh(("data",), (64,)), Mesh(("data", "tensor"), (8, 8)), Mesh(("pipe", "tensor"), (8, 8))
 MICRO_BATCHES = 64
 
@@ -151,14 +151,15 @@ def markdown(rows: list[Row], what: str, spent: float) -> str:
         "",
         crossing(rows),
         "",
-        f"| GB/s between nodes, each GPU | FSDP on {FLAT} | searched without stages on {GRID} | stages on {STAGES} "
-        "| FSDP / stages |",
+        f"| GB/s between nodes, each GPU (Gb/s a node) | FSDP on {FLAT} | searched without stages on {GRID} "
+        f"| stages on {STAGES} | FSDP / stages |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
         fsdp, pipe = row.fsdp.seconds, row.pipeline.seconds
         ratio = "-" if fsdp is None or pipe is None else f"{fsdp / pipe:.2f}"
-        lines.append(f"| {row.link:g} | {row.fsdp} | {row.without_stages or '-'} | {row.pipeline} | {ratio} |")
+        link = f"{row.link:g} ({8 * 8 * row.link:g})"
+        lines.append(f"| {link} | {row.fsdp} | {row.without_stages or '-'} | {row.pipeline} | {ratio} |")
     return "\n".join(lines) + "\n"
 
 

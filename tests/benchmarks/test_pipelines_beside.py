@@ -28,8 +28,8 @@ def test_the_crossing_is_between_the_rows_that_it_names() -> None:
     assert slow_links.crossing(rows[2:]) == "Stages are the quicker on all of these links."
     text = slow_links.markdown(rows, "a model", 12.0)
     assert (
-        "| 25 | 3.00 s (fsdp) | - | 2.10 s (1f1b) | 1.43 |" in text
-        and "| 12.5 | fsdp | - | 2.20 s (1f1b) | - |" in text
+        "| 25 (1600) | 3.00 s (fsdp) | - | 2.10 s (1f1b) | 1.43 |" in text
+        and "| 12.5 (800) | fsdp | - | 2.20 s (1f1b) | - |" in text
     )
 
 
