@@ -192,9 +192,9 @@ def markdown(rows: list[Row]) -> str:
     lines = [
         "# Published plans beside the search's",
         "",
-        f"`python -m benchmarks.published_plans{some}`, {date.today()}, torch {torch.__version__}, {platform.machine()}, "
-        f"{os.cpu_count()} cores, no GPU; CPU seconds of both, without tracing. Everything is simulated, with the "
-        "profiles' figures.",
+        f"`python -m benchmarks.published_plans{some}`, {date.today()}, torch {torch.__version__}, "
+        f"{platform.machine()}, {os.cpu_count()} cores, no GPU; CPU seconds of both, without tracing. Everything is "
+        "simulated, with the profiles' figures.",
         "",
         f"The search's plan is {told} ({len(rows)} rows).",
         "",
