@@ -33,7 +33,7 @@ def copied(module: Module, state: Any, memo: dict[int, Any]) -> Module:
     made = type(module).__new__(type(module))
     memo[id(module)] = made
     made.__setstate__(copy.deepcopy(module.__getstate__(), memo))
-    if state.pipe is not None and state.plan is None:
+    if state.pipe is not None and (state.plan is None or state.has_new):
         of_made: Any = made._autopar
         state.alike = of_made.alike = state.alike or [weakref.ref(module)]
         state.alike.append(weakref.ref(made))
@@ -41,12 +41,12 @@ def copied(module: Module, state: Any, memo: dict[int, Any]) -> Module:
 
 
 def alike(module: nn.Module) -> list[Any]:
-    """The module, and what was copied with it before any of them was planned for stages and is not yet: they are laid
-    out together, so that averages of weights meet what they average.
+    """The module, and what was copied with it before any of them was planned for stages, or had its new parts laid out,
+    and is not yet: they are laid out together, so that averages of weights meet what they average.
     """
     state: Any = module._autopar
     others = [one for held in state.alike if (one := held()) is not None and one is not module]
-    return [module, *(one for one in others if one._autopar.plan is None)]
+    return [module, *(one for one in others if one._autopar.plan is None or one._autopar.has_new)]
 
 
 def hand_on(module: nn.Module) -> None:

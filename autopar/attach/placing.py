@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.attach.agree import agreed
+from autopar.attach.copies import alike
 from autopar.attach.hooks import carry
 from autopar.attach.optimizers import refuse_optimizers_with
 from autopar.attach.run import Runner
@@ -161,9 +162,11 @@ def lay_out_new(parallel: nn.Module, state: State, runner: Runner, new: Mapping[
         state.staged = replace(state.staged, more={**state.staged.more, **owners})
     if state.is_plain:
         return
-    for name, held in new.items():
-        _place(state, runner, name, held)
-    state.has_new = False
+    for one in alike(parallel):
+        others: State = one._autopar
+        for name, held in (new if one is parallel else newcomers(one, others)).items():
+            _place(state, runner, name, held)
+        others.has_new, others.staged = False, state.staged
 
 
 def _check_places(parallel: nn.Module, runner: StageRunner, new: Mapping[str, nn.Parameter]) -> None:

@@ -66,7 +66,11 @@ FIRST = {
 # What four ranks may do otherwise than two: layouts on two axes, and who sends what to whom.
 ON_FOUR = {
     "api": ["accumulation", "dropout", "evaluation", "inputs_and_outputs", "sharded_batches", "state_dicts"],
-    "changed": ["parts_change_where_weights_are_split", "parts_change_in_stages"],
+    "changed": [
+        "parts_change_where_weights_are_split",
+        "parts_change_in_stages",
+        "averages_that_begin_behind_a_change",
+    ],
     "micro_batches": ["policies", "parts_of_each_rank"],
     "norms": ["local_ones_are_those_of_ddp", "a_cumulative_average", "synced_norms_are_global_always"],
     "pipelines": [
