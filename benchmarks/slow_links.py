@@ -42,9 +42,9 @@ from cost_models.whole_file import write_whole
 from examples.llama import build
 
 FSDP = ("fsdp", "zero2", "checkpoint-every-block")
-LINKS = (12.5, 6.25, 3.125, 1.5625)  # GB/s of each GPU between nodes; the profile's own are 50, 3.2 Tb/s a node
+LINKS = (12.5, 6.25, 3.125)  # GB/s of each GPU between nodes; the profile's own are 50, 3.2 Tb/s a node
 FLAT, GRID, STAGES = Mesh(("data",), (64,)), Mesh(("data", "tensor"), (8, 8)), Mesh(("pipe", "tensor"), (8, 8))
-MICRO_BATCHES = 64
+MICRO_BATCHES = 128
 
 
 @dataclass(frozen=True)
