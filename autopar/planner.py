@@ -24,7 +24,7 @@ from autopar.attach.pipe import Pipe
 from autopar.attach.staging import Asked, Staged, staged
 from autopar.attach.tensors import mesh_of
 from autopar.calibrate.operators import profiler
-from autopar.ir.graph import Graph, TensorType
+from autopar.ir.graph import Graph, gives_loss
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
@@ -177,8 +177,7 @@ class Planner:
         if self.outputs == "loss":
             return "loss" if any(result.kind == "gradient" for result in graph.results) else "sharded"
         if self.outputs == "auto" and self.inputs == "global":
-            types = [graph.type_of(r.ref) for r in graph.results if r.kind == "output" and r.ref is not None]
-            return "sharded" if any(map(_is_scalar, types)) else "global"
+            return "sharded" if gives_loss(graph) else "global"
         return "global" if self.outputs == "global" else "sharded"
 
     def _find(self, graph: Graph, mesh: Mesh | None, like: Plan | None, request: Request, usable: float | None) -> Plan:
@@ -300,10 +299,6 @@ def _see_to_the_host(plan: Plan) -> None:
             f"{host_threads()} processors: start with OMP_NUM_THREADS={host_threads()}",
             stacklevel=2,
         )
-
-
-def _is_scalar(type: TensorType) -> bool:
-    return not type.shape and type.dtype.startswith(("float", "bfloat"))
 
 
 def _outputs_that_matter(outputs: str, graph: Graph) -> str | None:

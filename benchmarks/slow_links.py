@@ -29,7 +29,7 @@ from autopar.ir.mesh import Mesh
 from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.search import Request, answer, ask
 from autopar.search.context import Progress
-from autopar.search.cutting import Cutting
+from autopar.search.cutting import cut_again
 from autopar.search.orders import within_stage
 from autopar.search.overlap_loop import best_prefetch
 from autopar.search.pipeline import Pipeline
@@ -124,11 +124,8 @@ def in_stages(graph: Graph, hardware: Hardware, micro_batches: int, progress: Pr
 
 def priced_again(found: Pipeline, hardware: Hardware) -> Found:
     """The same stages in the same order, with the figures of another machine."""
-    order = found.schedule.stages_per_rank, (found.schedule.name,)
-    again = Cutting.of(found.whole, STAGES, hardware, (order,), None)
-    cut = again.cuts.at([*found.ends])
-    assert cut is not None, "it was cut there before"
-    priced = again.pipeline(*cut)
+    priced = cut_again(found, found.whole, hardware)
+    assert priced is not None, "it was cut there before"
     return Found(priced.step_seconds, f"{priced.schedule.name}, {priced.peak_bytes / 2**30:.1f} GiB")
 
 

@@ -61,9 +61,9 @@ def _parameter(parameter: nn.Parameter) -> nn.Parameter:
     if not isinstance(value, DTensor):
         return nn.Parameter(_tensor(value), requires_grad=parameter.requires_grad)
     made = as_dtensor(_tensor(value.to_local()), value.shape, layout_of(value), value.device_mesh)
-    copied = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    copied.is_new = getattr(parameter, "is_new", False)  # type: ignore[attr-defined]
-    return copied
+    again = nn.Parameter(made, requires_grad=parameter.requires_grad)
+    again.is_new = getattr(parameter, "is_new", False)  # type: ignore[attr-defined]
+    return again
 
 
 def _tensor(value: Tensor) -> Tensor:

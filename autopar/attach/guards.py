@@ -88,22 +88,19 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
         if path:
             _add(guards, vars(module), "forward", vars(module).get("forward", MISSING), f"{path}.forward")
     parts = [*model.modules()]
-    guards.kept = [getattr(module, kind) for module in parts for kind in KEPT if getattr(module, kind)]
-    guards.kept += [
-        kept
-        for module in parts
-        for kept in ([module._modules] if isinstance(module, HOLDERS) else _of_users(module))
-        if not kept
-    ]
+    kept = ((module, kind, getattr(module, kind)) for module in parts for kind in KEPT)
+    guards.kept = [place for module, kind, place in kept if place or _may_be_filled(module, kind)]
     guards.sizes = [*map(len, guards.kept)]
     for place, name, value in reads.names:
         _add(guards, place, name, value, f"the variable {name}")
     return guards
 
 
-def _of_users(module: nn.Module) -> list[dict[str, Any]]:
-    """Where a module keeps parts, whose forward may look for one that is not there yet, as none of torch's does."""
-    return [] if type(module).__module__.startswith("torch.nn.") else [getattr(module, kind) for kind in KEPT]
+def _may_be_filled(module: nn.Module, kind: str) -> bool:
+    """Whether one may look for what is not there yet: torch's containers for parts, a user's forward for anything."""
+    if type(module).__module__.startswith("torch.nn."):
+        return kind == "_modules" and isinstance(module, HOLDERS)
+    return True
 
 
 def _add(

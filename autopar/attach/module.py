@@ -21,7 +21,7 @@ from autopar.attach.inputs import local_input, settled, type_of
 from autopar.attach.invoke import invoke
 from autopar.attach.optimizers import refuse_optimizers_of
 from autopar.attach.pipe import Pipe
-from autopar.attach.placing import adopt, as_user_class, lay_out, make_plain
+from autopar.attach.placing import adopt, lay_out, make_plain
 from autopar.attach.programs import (
     Key,
     Planner,
@@ -54,7 +54,7 @@ from autopar.search.pipeline import Pipeline
 from autopar.trace import flatten_inputs
 from autopar.trace.ambient import ambient_state
 from autopar.trace.calls import Call, Caller
-from autopar.trace.modules import aliases, computed_tensors, replace_tensors, tensors_by_name, with_tensors
+from autopar.trace.modules import aliases, computed_tensors, tensors_by_name, with_tensors
 
 NEW = "the first forward of its kind"  # ranks compare what they pass then, and each gets an error of its own
 
@@ -79,8 +79,11 @@ class ParallelModule(nn.Module):
         call = call_of(self, args, kwargs)
         key = Key(call.key, torch.is_grad_enabled(), ambient_state())
         prepared = found(state, key)
-        why = why_new(state, key) if prepared is None else ""
-        with state.watch.call(NEW, alone=True, why=why) if prepared is None else state.watch.call(prepared.told):
+        if prepared is None:
+            announced = state.watch.call(NEW, alone=True, why=why_new(state, key))
+        else:
+            announced = state.watch.call(prepared.told)
+        with announced:
             if prepared is None:
                 state.same_batches.compare(call.key, call.tensors, is_new=True)
                 prepared, call = _new_program(self, call, key)
@@ -336,8 +339,7 @@ def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool
             raise
         is_plain = state.pipe is None and not main.plan.residence
         if not held and is_plain and all(map(is_whole, main.plan.parameters.values())):
-            with as_user_class(parallel):
-                replace_tensors(parallel, make_plain(parallel, state))
+            make_plain(parallel, state)
             main.hold()
     state.plan, state.main = main.plan, main
     if isinstance(main.runner, StageRunner):

@@ -126,10 +126,11 @@ def known_places(parallel: nn.Module, state: State, new: Mapping[str, nn.Paramet
     staged, pipe = state.staged, state.pipe
     if staged is None:
         return None
+    owners = staged.owners
     more = {
         name: tuple(staged.stages_at(pipe.meshes.index(held.device_mesh)))
         for name, held in parallel.named_parameters()
-        if name not in staged.owners and name not in new and isinstance(held, DTensor)
+        if name not in owners and name not in new and isinstance(held, DTensor)
     }
     return replace(staged, more={**staged.more, **more}) if more else staged
 
@@ -142,10 +143,10 @@ def lay_out(parallel: nn.Module, state: State, runner: Runner) -> None:
     """
     _share_buffers(parallel, state)
     adopt(parallel)
-    parameters, done = tensors_by_name(parallel)[0], set[int]()
-    for name in runner.plan.parameters:
-        done.add(id(parameters[name]))
-        _place(state, runner, name, parameters[name])
+    parameters = tensors_by_name(parallel)[0]
+    named = {name: parameters[name] for name in runner.plan.parameters}
+    _place(state, runner, named)
+    done = {*map(id, named.values())}
     for name, parameter in parameters.items():
         if id(parameter) not in done:
             raise AssertionError(f"parameter {name} is not in the plan")
@@ -158,14 +159,13 @@ def lay_out_new(parallel: nn.Module, state: State, runner: Runner, new: Mapping[
     """
     if isinstance(runner, StageRunner) and state.staged is not None:
         agreed(lambda: _check_places(parallel, runner, new), runner.pipe.whole)
-        owners = {name: runner.staged.owners[name] for name in new}
-        state.staged = replace(state.staged, more={**state.staged.more, **owners})
+        owners = runner.staged.owners
+        state.staged = replace(state.staged, more={**state.staged.more, **{name: owners[name] for name in new}})
     if state.is_plain:
         return
     for one in alike(parallel):
         others: State = one._autopar
-        for name, held in (new if one is parallel else newcomers(one, others)).items():
-            _place(state, runner, name, held)
+        _place(state, runner, new if one is parallel else newcomers(one, others))
         others.has_new, others.staged = False, state.staged
 
 
@@ -180,21 +180,21 @@ def _check_places(parallel: nn.Module, runner: StageRunner, new: Mapping[str, nn
             )
 
 
-def _place(state: State, runner: Runner, name: str, held: nn.Parameter) -> None:
-    layout = runner.plan.parameters[name]
-    if isinstance(runner, StageRunner) and runner.pipe.place not in (places := runner.staged.holders[name]):
-        made = runner.pipe.given_to_others(held, layout, places[0])
-    else:
-        on_host = runner.plan.residence.get(name) == "host"
-        made = parameter_on(state.mesh, state.device_mesh, held, layout, on_host=on_host)
-    become(held, made)
-    held.is_new = False  # type: ignore[attr-defined]
+def _place(state: State, runner: Runner, parameters: Mapping[str, nn.Parameter]) -> None:
+    holders = runner.staged.holders if isinstance(runner, StageRunner) else {}
+    for name, held in parameters.items():
+        layout = runner.plan.parameters[name]
+        if isinstance(runner, StageRunner) and runner.pipe.place not in holders[name]:
+            made = runner.pipe.given_to_others(held, layout, holders[name][0])
+        else:
+            on_host = runner.plan.residence.get(name) == "host"
+            made = parameter_on(state.mesh, state.device_mesh, held, layout, on_host=on_host)
+        become(held, made)
+        held.is_new = False  # type: ignore[attr-defined]
 
 
-def make_plain(parallel: nn.Module, state: State) -> dict[int, Tensor]:
-    """DTensors that are whole on every rank become plain tensors: each operator of an optimizer is quicker on those.
-    They are told by the ids of those whose place they take.
-    """
+def make_plain(parallel: nn.Module, state: State) -> None:
+    """DTensors that are whole on every rank become plain tensors: each operator of an optimizer is quicker on those."""
     plain: dict[int, Tensor] = {}
     for held in parallel.parameters():
         made = nn.Parameter(cast(DTensor, held.detach()).to_local(), requires_grad=held.requires_grad)
@@ -202,4 +202,5 @@ def make_plain(parallel: nn.Module, state: State) -> dict[int, Tensor]:
         plain[id(held)] = made
         state.plain[id(made)] = made
     state.is_plain = True
-    return plain
+    with as_user_class(parallel):
+        replace_tensors(parallel, plain)

@@ -243,6 +243,12 @@ def output_types(graph: Graph) -> dict[str, TensorType | None]:
     return found
 
 
+def gives_loss(graph: Graph) -> bool:
+    """Whether an output is one floating number."""
+    types = (graph.type_of(one.ref) for one in graph.results if one.kind == "output" and one.ref is not None)
+    return any(not type.shape and type.dtype.startswith(("float", "bfloat")) for type in types)
+
+
 def weights_in(graph: Graph) -> set[str]:
     """Parameters, and what is made of them alone: casts and views."""
     weights: set[str] = set()

@@ -210,6 +210,16 @@ class Cutting:
             )  # fmt: skip
 
 
+def cut_again(found: Pipeline, whole: Plan, hardware: Hardware) -> Pipeline | None:
+    """The same stages under the same schedule, priced on this machine; `whole`: its whole plan, as it is to be there.
+    None where it cannot be cut so.
+    """
+    orders: Orders = ((found.schedule.stages_per_rank, (found.schedule.name,)),)
+    cutting = Cutting.of(whole, found.mesh, hardware, orders, None)
+    cut = cutting.cuts.at([*found.ends])
+    return None if cut is None else cutting.pipeline(*cut)
+
+
 def _scaled(durations: Durations, scale: Sequence[float]) -> Durations:
     def times(entries: Sequence[float]) -> tuple[float, ...]:
         return tuple(one * by for one, by in zip(entries, scale, strict=True))

@@ -21,7 +21,7 @@ from autopar.plan.fit import check
 from autopar.plan.value import AGAIN
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
-from autopar.search.cutting import Cutting
+from autopar.search.cutting import cut_again
 from autopar.search.orders import within_stage
 from autopar.search.pipeline import Pipeline
 from autopar.simulate.timeline import timeline_of
@@ -68,9 +68,7 @@ def kept_pipeline(
         rounds = in_rounds_of_stages(graph, known.whole.graph.rounds.count)
         check(known.whole, rounds, within_stage(mesh), origin=str(path))
         whole = priced_again(known.whole, hardware, optimizer, str(path))
-        cutting = Cutting.of(whole, mesh, hardware, ((known.schedule.stages_per_rank, (known.schedule.name,)),), None)
-        cut = cutting.cuts.at([*known.ends])
-        return None if cut is None or known.mesh != mesh else cutting.pipeline(*cut)
+        return None if known.mesh != mesh else cut_again(known, whole, hardware)
     except PlanMismatch:
         return None
     except OSError as error:

@@ -8,7 +8,7 @@ from autopar.assemble.builder import DEVICE, HOST
 from autopar.assemble.liveness import liveness
 from autopar.assemble.problem import output_name
 from autopar.errors import Infeasible, NoAnswerInTime
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, gives_loss
 from autopar.search.memory_options import ALLOWED
 from solver import Shortage, Solution
 
@@ -129,15 +129,10 @@ def _help(shortage: Shortage, graph: Graph, closed: Collection[str]) -> str:
         return "Give more memory or more ranks, or make the batch smaller."
     if ways := [word for word in ALLOWS[most] if ALLOWED[word] in closed]:
         others.insert(0, f"let --allow have {' and '.join(ways)}, too")
-    if any(name.startswith(OUTPUT) for name, _ in shortage.tenants) and _has_loss(graph):
+    if any(name.startswith(OUTPUT) for name, _ in shortage.tenants) and gives_loss(graph):
         others.insert(0, "leave out what training does not read beside the loss (--outputs loss)")
     share = f"{size(held[most])} of these {size(sum(held.values()))} are {most}"
     return f"What would help most: {first}, for {share}; else {', or '.join(others)}."
-
-
-def _has_loss(graph: Graph) -> bool:
-    types = (graph.type_of(one.ref) for one in graph.results if one.kind == "output" and one.ref is not None)
-    return any(not type.shape and type.dtype.startswith(("float", "bfloat")) for type in types)
 
 
 def _called(node: Node) -> str:
