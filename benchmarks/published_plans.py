@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import sys
 import time
 from dataclasses import dataclass, replace
 from datetime import date
@@ -31,12 +30,11 @@ from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Question, Request, answer, ask
 from autopar.search.context import Progress
 from autopar.search.orders import PIPE, within_stage
-from autopar.search.overlap_loop import best_prefetch
 from autopar.search.pipelines import pipeline_of
 from autopar.search.stage_policies import SAVING_NOTHING, compare_staged
 from autopar.trace import capture, graph_of
+from benchmarks.beside import memory_on, progress_from_now, seconds_by_hand
 from cost_models.hardware import Hardware
-from cost_models.reserve import room_in
 from cost_models.whole_file import write_whole
 
 VOCABULARY = 51200
@@ -138,7 +136,7 @@ def compared(of: Published, graph: Graph, progress: Progress) -> Row:
     """The published plan and the search's."""
     began = time.process_time()
     hardware, mesh = Hardware.load(of.hardware), without_one(of.mesh)
-    request = Request(memory=room_in(hardware.tiers["hbm"].capacity_bytes, hardware, mesh.sizes).tensors)
+    request = Request(memory=memory_on(hardware, mesh))
     if of.mesh.size(PIPE) > 1:
         question = ask(in_rounds_of_stages(graph, of.micro_batches), within_stage(mesh), hardware)
         found = _in_stages(of, question, mesh, request, progress)
@@ -152,8 +150,9 @@ def _in_stages(
     of: Published, question: Question, mesh: Mesh, request: Request, progress: Progress
 ) -> tuple[float | None, str, float | None, str]:
     (by_hand,) = compare_staged(question, mesh, request, ["megatron-3d"], order=of.order, progress=progress)
-    theirs = None if by_hand.found is None else by_hand.found.step_seconds
-    their_words = by_hand.why or f"{by_hand.found.schedule.name if by_hand.found else ''}" + _again(by_hand.again)
+    theirs, their_words = None, by_hand.why
+    if by_hand.found is not None:
+        theirs, their_words = by_hand.found.step_seconds, by_hand.found.schedule.name + _again(by_hand.again)
     try:
         ours = pipeline_of(question, mesh, request, progress=progress)
     except (Infeasible, NoAnswerInTime) as error:
@@ -166,13 +165,12 @@ def _without(question: Question, request: Request, progress: Progress) -> tuple[
     theirs, their_words, mesh = None, "does not fit", question.pricer.mesh
     policy = "data-parallel+tensor-parallel" if len(mesh.sizes) > 1 else "data-parallel"
     for again in (False, True):
-        asked = replace(request, policy=policy, pin=SAVING_NOTHING if again else {})
         try:
-            plan = answer(question, asked)
+            theirs = seconds_by_hand(question, request.memory, policy, SAVING_NOTHING if again else None)
         except (Infeasible, NoAnswerInTime) as error:
             progress(str(error))
             continue
-        theirs, their_words = best_prefetch(plan, question.pricer, request.memory).seconds, policy + _again(again)
+        their_words = policy + _again(again)
         break
     try:
         ours = answer(question, replace(request, simulation=True), progress=progress)
@@ -219,11 +217,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=known, choices=known)
     parser.add_argument("-o", type=Path)
     given = parser.parse_args()
-    began = time.perf_counter()
-
-    def progress(text: str) -> None:
-        print(f"{time.perf_counter() - began:7.1f} s  {text}", file=sys.stderr, flush=True)
-
+    progress = progress_from_now()
     rows: list[Row] = []
     for of in ROWS:
         if of.name in given.models:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import sys
 import time
 from dataclasses import dataclass, replace
 from datetime import date
@@ -31,13 +30,12 @@ from autopar.search import Request, answer, ask
 from autopar.search.context import Progress
 from autopar.search.cutting import cut_again
 from autopar.search.orders import within_stage
-from autopar.search.overlap_loop import best_prefetch
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipelines import pipeline_of
 from autopar.trace import capture, graph_of
 from autopar.trace.precision import precision_named
+from benchmarks.beside import memory_on, progress_from_now, seconds_by_hand
 from cost_models.hardware import Hardware
-from cost_models.reserve import room_in
 from cost_models.whole_file import write_whole
 from examples.llama import build
 
@@ -88,15 +86,14 @@ def with_links(hardware: Hardware, link: float) -> Hardware:
 def by_hand(graph: Graph, hardware: Hardware, progress: Progress) -> Found:
     """The quickest variant of FSDP over all ranks."""
     question = ask(graph, FLAT, hardware, progress=progress)
-    memory = room_in(hardware.tiers["hbm"].capacity_bytes, hardware, FLAT.sizes).tensors
+    memory = memory_on(hardware, FLAT)
     best = Found(None, "does not fit")
     for policy in FSDP:
         try:
-            plan = answer(question, Request(memory=memory, policy=policy))
+            seconds = seconds_by_hand(question, memory, policy)
         except (Infeasible, NoAnswerInTime) as error:
             progress(f"{policy}: {error}")
             continue
-        seconds = best_prefetch(plan, question.pricer, memory).seconds
         progress(f"{policy}: {seconds:.2f} s")
         if best.seconds is None or seconds < best.seconds:
             best = Found(seconds, policy)
@@ -105,9 +102,9 @@ def by_hand(graph: Graph, hardware: Hardware, progress: Progress) -> Found:
 
 def without_stages(graph: Graph, hardware: Hardware, progress: Progress) -> Found:
     """The search's plan on nodes by GPUs of a node."""
-    memory = room_in(hardware.tiers["hbm"].capacity_bytes, hardware, GRID.sizes).tensors
+    request = Request(memory=memory_on(hardware, GRID), simulation=True)
     try:
-        plan = answer(ask(graph, GRID, hardware), Request(memory=memory, simulation=True), progress=progress)
+        plan = answer(ask(graph, GRID, hardware), request, progress=progress)
     except (Infeasible, NoAnswerInTime) as error:
         progress(f"without stages: {error}")
         return Found(None, "does not fit" if isinstance(error, Infeasible) else "no answer in time")
@@ -117,9 +114,8 @@ def without_stages(graph: Graph, hardware: Hardware, progress: Progress) -> Foun
 
 def in_stages(graph: Graph, hardware: Hardware, micro_batches: int, progress: Progress) -> Pipeline:
     """The search's pipeline, a stage on each node."""
-    memory = room_in(hardware.tiers["hbm"].capacity_bytes, hardware, STAGES.sizes).tensors
     question = ask(in_rounds_of_stages(graph, micro_batches), within_stage(STAGES), hardware)
-    return pipeline_of(question, STAGES, Request(memory=memory), progress=progress)
+    return pipeline_of(question, STAGES, Request(memory=memory_on(hardware, STAGES)), progress=progress)
 
 
 def priced_again(found: Pipeline, hardware: Hardware) -> Found:
@@ -170,11 +166,7 @@ def main() -> None:
     parser.add_argument("--hardware", default="h100-sxm")
     parser.add_argument("-o", type=Path)
     given = parser.parse_args()
-    began = time.perf_counter()
-
-    def progress(text: str) -> None:
-        print(f"{time.perf_counter() - began:7.1f} s  {text}", file=sys.stderr, flush=True)
-
+    progress = progress_from_now()
     graph = llama(given.layers, given.batch)
     progress(f"traced {len(graph.nodes):,} operators")
     known = Hardware.load(given.hardware)
