@@ -6,8 +6,9 @@ Whole: any optimizer, on whole copies of the parameters.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from autopar.attach.module import ParallelModule
 from autopar.attach.tensors import as_dtensor, layout_of
 from autopar.attach.whole import Whole
 from autopar.emit.moves import settle
+from autopar.machine.device import host_threads
 from autopar.simulate.steady_state import read_order
 from autopar.trace.modules import tensors_by_name
 
@@ -34,7 +36,10 @@ class Streamed(torch.optim.Optimizer):
     - those whose states stream, one by one: states in, update, states out;
     - those on the host, by the host, while the device still works; with `overlap` while the next forward runs.
 
-    The same updates, whatever the plan: it says where, never what. State dicts are those of `optimizer`.
+    The same updates, whatever the plan: it says where, never what. State dicts are those of `optimizer`. Beside GPUs a
+    host updates with all processors of its rank (torchrun gives a process one thread), and with torch's fused kernels
+    where `optimizer` has them and was told neither `fused` nor `foreach`: torch itself takes a loop there, several
+    times as slow, whose results differ in rounding.
 
         from autopar.optim import Streamed
         optimizer = Streamed(torch.optim.AdamW(parallel.parameters()), parallel, overlap=True)
@@ -140,9 +145,14 @@ class Streamed(torch.optim.Optimizer):
                 parts.step(lambda other, parameter=parameter: other is parameter)
                 self._move_states(parameter, STORE)
         on_host = {id(parameter) for parameter in host}
-        parts.step(lambda parameter: id(parameter) in on_host)
+        with _all_processors(self._beside_gpus):
+            parts.step(lambda parameter: id(parameter) in on_host, fused=self._beside_gpus)
         settle()  # whoever looks at the states sees the new ones
         return loss
+
+    @property
+    def _beside_gpus(self) -> bool:
+        return self.parallel._autopar.device_mesh.device_type != "cpu"
 
     def _residing(self, where: str) -> list[Tensor]:
         parameters, _ = tensors_by_name(self.parallel)
@@ -168,7 +178,8 @@ class Streamed(torch.optim.Optimizer):
         optimizer = _twin_of(self.optimizer, settings, twin, given)
 
         def work() -> None:
-            optimizer.step()
+            with _all_processors(self._beside_gpus), _fused(optimizer.param_groups, self._beside_gpus):
+                optimizer.step()
             twin.grad = None
             (group,) = optimizer.param_groups
             if changed := [key for key, value in group.items() if key != "params" and value is not settings.get(key)]:
@@ -208,7 +219,8 @@ class _Parts:
         self.begun = [_settled(group) for group in optimizer.param_groups]
         self.ended: dict[int, dict[str, Any]] = {}  # number of a group -> its settings behind a part with some of it
 
-    def step(self, wanted: Callable[[Tensor], bool]) -> None:
+    def step(self, wanted: Callable[[Tensor], bool], *, fused: bool = False) -> None:
+        """`fused`: by fused kernels, where nobody said otherwise."""
         groups = self.optimizer.param_groups
         held = [group["params"] for group in groups]
         for group, begun, parameters in zip(groups, self.begun, held, strict=True):
@@ -217,7 +229,8 @@ class _Parts:
         stepped = [number for number, group in enumerate(groups) if group["params"]]
         try:
             if stepped:
-                self.optimizer.step()
+                with _fused([groups[number] for number in stepped], fused):
+                    self.optimizer.step()
         finally:
             for group, parameters in zip(groups, held, strict=True):
                 group["params"] = parameters
@@ -239,6 +252,35 @@ class _Parts:
                     "group, which Streamed updates one after the other: leave out 'offload-optimizer' and "
                     "'offload-parameters' (allow=), or take another optimizer"
                 )
+
+
+@contextlib.contextmanager
+def _all_processors(wanted: bool) -> Iterator[None]:
+    """Inside, the host computes with all processors of its rank."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, host_threads()) if wanted else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _fused(groups: Sequence[dict[str, Any]], wanted: bool) -> Iterator[None]:
+    """Inside, groups that leave the way of updating to torch have its fused kernels."""
+    left = [
+        group
+        for group in groups
+        if wanted and "fused" in group and group["fused"] is None and group.get("foreach") is None
+        and not group.get("differentiable") and all(p.is_floating_point() for p in group["params"])
+    ]  # fmt: skip
+    for group in left:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in left:
+            group["fused"] = None
 
 
 def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,7 +27,7 @@ from autopar.ir.graph import Graph, gives_loss
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
-from autopar.machine.device import has_expandable_segments, host_threads
+from autopar.machine.device import has_expandable_segments
 from autopar.plan import Plan
 from autopar.plan.fit import OF_RANK_0, check
 from autopar.plan.renamed import names_of, renamed
@@ -283,8 +282,8 @@ def _on_rank_zero(
 
 
 def _see_to_the_host(plan: Plan) -> None:
-    """Parameters on the host beside GPUs: their gradients meet over gloo, and torchrun gives each process one thread,
-    where updates are priced with all processors of a rank. Raises ValueError where the process group has no gloo.
+    """Parameters on the host beside GPUs: their gradients meet over gloo. Raises ValueError where the process group has
+    none.
     """
     count = sum(where == "host" for where in plan.residence.values())
     backends = dist.get_backend_config()
@@ -292,12 +291,6 @@ def _see_to_the_host(plan: Plan) -> None:
         raise ValueError(
             f"{count} parameters of this plan lie on the host, and the process group has {backends} alone; start it "
             "with backend='cpu:gloo,cuda:nccl', as autopar.init_mesh does, or leave 'offload-parameters' out of allow="
-        )
-    if torch.get_num_threads() < host_threads():
-        warnings.warn(
-            f"{count} parameters are updated on the host, by {torch.get_num_threads()} thread, and this rank has "
-            f"{host_threads()} processors: start with OMP_NUM_THREADS={host_threads()}",
-            stacklevel=2,
         )
 
 

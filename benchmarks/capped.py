@@ -5,7 +5,7 @@
 Every method runs alone in a process of its own, in bfloat16 on random tokens, forward + backward + AdamW, and all but
 the first under the same cap, which is that share of what the first one reserved. The cap is of what the allocator
 reserves (`set_per_process_memory_fraction`), with expandable segments for every method; a plan is told the cap, and
-leaves room in it for what it does not count (`cost_models.reserve`):
+leaves room in it for what it does not count (`cost_models.reserve`), and that logits are dropped, as by every method:
 
     uncapped        the plain model
     autopar         the plan that fits in the cap (autopar.compile(memory=...))
@@ -69,7 +69,7 @@ def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float |
     mesh = autopar.init_mesh(device)
     limit = None if cap is None else int(cap)
     if policy is None:
-        return autopar.compile(model, mesh, memory=limit, example_kwargs=kwargs)
+        return autopar.compile(model, mesh, memory=limit, example_kwargs=kwargs, outputs="loss")
     from autopar.ir.mesh import Mesh
     from autopar.machine.device import hardware_or_here, has_expandable_segments, memory_bytes
     from autopar.measure.twin import traced
@@ -79,7 +79,7 @@ def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float |
     from cost_models.reserve import room_in
 
     machine = hardware_or_here(None, device)
-    graph = traced(model, (), kwargs)
+    graph = traced(model, (), kwargs, device_type=device, loss_alone=True)
     room = room_in(memory_bytes(limit, machine, device), machine, (1,), expandable=has_expandable_segments())
     one = Mesh(("data",), (1,))
     with telling(room):
@@ -88,7 +88,7 @@ def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float |
             lambda held: search(graph, one, machine, Request(memory=held, policy=policy)),
             Pricer.on(one, machine, "adamw"),
         )
-    return autopar.compile(model, mesh, plan=plan, example_kwargs=kwargs)
+    return autopar.compile(model, mesh, plan=plan, example_kwargs=kwargs, outputs="loss")
 
 
 def sharded(model: nn.Module, device: str) -> nn.Module:
@@ -167,7 +167,8 @@ def run(given: argparse.Namespace, model: str, method: str, cap: float | None) -
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
-    return {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1][:160]}
+    said = [line for line in done.stderr.splitlines() if line.strip() and ":[W" not in line]  # NCCL warns behind errors
+    return {"failed": (said or ["no output"])[-1][:160]}
 
 
 def row(model: str, method: str, found: dict[str, Any], uncapped_s: float) -> str:

@@ -232,6 +232,7 @@ class Hardware:
 
     def curve(self, op: str, kind: str, dtype: str) -> Curve | None:
         """What was measured of an operator of that kind (see `Compute`): of itself, else of its kind; None if nothing.
+        What the host does has a curve of the host alone.
 
         Memory does not care for dtypes: without a curve of its own, one that matrix units do not run has float32's.
         Complex numbers have the curves of their parts.
@@ -243,7 +244,8 @@ class Hardware:
         asked = (op, kind, dtype)
         if asked not in self._curve_of:
             plain = kind if kind in MATRIX_KINDS or kind == "host" else "elementwise"
-            names = [f"ops.{op}.{dtype}", f"{plain}.{dtype}"]
+            own = dict.fromkeys((op, op.removesuffix(".dropped")))  # attention, where nobody timed it with dropout
+            names = [f"ops.{one}.{dtype}" for one in own if kind != "host"] + [f"{plain}.{dtype}"]
             if dtype in PARTS:
                 names.append(f"{plain}.{PARTS[dtype]}")
             if plain not in MATRIX_KINDS:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,89 +14,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from autopar.calibrate.attentions import attentions
+from autopar.calibrate.bench import Bench, Made, in_turn, name_of, nbytes_of, work
 from autopar.emit import ops
 from autopar.ir.equation import EINSUM, equation_of
-from autopar.machine.device import host_threads, tf32_here
+from autopar.machine.device import host_threads
 from autopar.price.pricer import OPTIMIZER_STATES
 from cost_models.steps import Compute, Move
 
-ROTATED_BYTES = 40 * 2**20  # of operands that take turns: more than a rank's part of the last cache
 AROUND_MALLOC = (30 * 2**20, 2**25)  # results from 32 MiB on glibc puts into new pages each time
-KEPT_BYTES = 16 * 2**20  # of results that stay for a while
 TRAINED_BYTES = 2**27  # of parameters with gradients and states: a step's optimizer finds little of them in caches
-MOST_SETS = 16
-WIDTH = 256  # of the rows of softmax, norms and losses
-
-
-@dataclass(frozen=True)
-class Bench:
-    """A call to be timed, the step that it is, and the curve to which it counts."""
-
-    curve: str
-    step: Compute | Move
-    call: Callable[[], object]
-    held: bool = False
-    counts: int = 1  # how many times the call does the step
-
-
-Made = Iterator[Bench]
-
-
-def _nbytes(value: object) -> int:
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_nbytes, value)) if isinstance(value, (tuple, list)) else 0
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _work(
-    op: str, kind: str, flops: float, target: Callable[..., Any], *args: Any, own: bool = False, held: object = False,
-) -> Bench:  # fmt: skip
-    """The bench of an operator: bytes are those of operands and results; it has its own curve or its kind's."""
-    result = target(*args)
-    first = result if isinstance(result, Tensor) else result[0]
-    dtype = _name(first.dtype)
-    if dtype == "float32" and kind in tf32_here(first.device.type):
-        dtype = "tf32"
-    step = Compute(op, flops, float(_nbytes(args) + _nbytes(result)), dtype, 1, kind)
-    call = _in_turn(target, args, _nbytes(result))
-    return Bench(f"ops.{op}.{dtype}" if own else f"{kind}.{dtype}", step, call, bool(held))
-
-
-def _in_turn(target: Callable[..., Any], args: tuple[Any, ...], made: int) -> Callable[[], object]:
-    """The call, each time on other operands, and with its last results kept: as in a program, where what an operator
-    reads, and where its result will lie, is seldom in the caches. `made`: bytes of the result.
-    """
-    sets = [args, *(_copied(args) for _ in range(_count(_nbytes(args), _rotated_bytes(args)) - 1))]
-    following, kept = itertools.cycle(sets), deque[object](maxlen=_count(made, KEPT_BYTES))
-
-    def call() -> None:
-        kept.append(target(*next(following)))
-
-    return call
-
-
-def _rotated_bytes(args: tuple[Any, ...]) -> int:
-    """So many bytes of operands take turns that none is in the last cache when it is read again: on CUDA four times as
-    many as its L2 holds.
-    """
-    device = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
-    if device is None or device.type != "cuda":
-        return ROTATED_BYTES
-    return max(ROTATED_BYTES, 4 * torch.cuda.get_device_properties(device).L2_cache_size)
-
-
-def _count(nbytes: int, room: int) -> int:
-    return max(1, min(MOST_SETS, room // nbytes)) if nbytes else 1
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return type(value)(map(_copied, value)) if isinstance(value, (tuple, list)) else value
+WIDTH, WIDTH_ON_CUDA = 256, 1024  # of the rows of softmax, norms and losses
+CLASSES_ON_CUDA = 32768  # of losses that are large: other kernels than for narrow rows
 
 
 # (m, k, n, held out of the fit); on CUDA each dim is GROWS_ON_CUDA times as large
@@ -140,32 +68,7 @@ def _product(equation: str, size: dict[str, int], device: torch.device, dtype: t
     terms = equation_of(equation)
     a, b = (torch.randn([size[n] for n in names], device=device).to(dtype) for names in (terms.left, terms.right))
     flops = 2.0 * math.prod(size.values())
-    return _work(EINSUM, "matmul", flops, ops.einsum, equation, a, b, held=held)
-
-
-def attentions(device: torch.device, dtype: torch.dtype) -> Made:
-    """Forward and backward of causal attention as programs run it, (batch, heads, sequence, head size)."""
-    shapes = ((1, 4, 64, 64, 0), (2, 4, 128, 64, 0), (1, 8, 192, 64, 1), (1, 4, 512, 64, 0), (1, 2, 256, 32, 0))
-    for b, h, s, d, held in shapes:
-        if device.type != "cpu":
-            b, h, s = 2 * b, 2 * h, 8 * s
-        q, k, v, g = (torch.randn(b, h, s, d, device=device).to(dtype) for _ in range(4))
-        asked = None, True, d**-0.5, 0.0, False
-        one = 2.0 * b * h * s * s * d / 2  # half of the square
-        out, lse, _ = ops.attention(q, k, v, *asked)
-        yield _work(
-            "autopar.attention.causal", "attention", 2 * one, ops.attention, q, k, v, *asked, own=True, held=held
-        )
-        given = (g, q, k, v, None, out, lse, None, *asked[1:])
-        yield _work(
-            "autopar.attention_backward.causal",
-            "attention",
-            5 * one,
-            ops.attention_backward,
-            *given,
-            own=True,
-            held=held,
-        )
+    return work(EINSUM, "matmul", flops, ops.einsum, equation, a, b, held=held)
 
 
 def convolutions(device: torch.device, dtype: torch.dtype) -> Made:
@@ -181,16 +84,16 @@ def convolutions(device: torch.device, dtype: torch.dtype) -> Made:
         rest = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1)
         g = torch.randn_like(conv(x, w, None, *rest))
         flops = 2.0 * g.numel() * math.prod(w.shape[1:])
-        yield _work(str(conv), "conv", flops, conv, x, w, None, *rest, own=True, held=held)
-        yield _work(str(back), "conv", flops, back, g, x, w, None, *rest, [True, True, False], own=True, held=held)
+        yield work(str(conv), "conv", flops, conv, x, w, None, *rest, own=True, held=held)
+        yield work(str(back), "conv", flops, back, g, x, w, None, *rest, [True, True, False], own=True, held=held)
 
 
 def streams(device: torch.device, dtype: torch.dtype) -> Made:
     """Memory without a fresh result: reads two tensors, writes a third over and over."""
     for size in ladder(device, 2**14, 2**26, 4):
         a, b, c = (torch.ones(size // 3 // dtype.itemsize, device=device, dtype=dtype) for _ in range(3))
-        step = Compute("stream", 0.0, float(_nbytes((a, b, c))), _name(dtype), 1, "stream")
-        yield Bench(f"stream.{_name(dtype)}", step, partial(torch.add, a, b, out=c))
+        step = Compute("stream", 0.0, float(nbytes_of((a, b, c))), name_of(dtype), 1, "stream")
+        yield Bench(f"stream.{name_of(dtype)}", step, partial(torch.add, a, b, out=c))
 
 
 def elementwise(device: torch.device, dtype: torch.dtype) -> Made:
@@ -203,7 +106,7 @@ def elementwise(device: torch.device, dtype: torch.dtype) -> Made:
         held = i % 4 == 2 and size < 2**26
         n = max(1, size // 3 // dtype.itemsize)
         a, b = (torch.ones(n, device=device, dtype=dtype) for _ in range(2))
-        yield _work("aten.add.Tensor", "elementwise", float(n), aten.add.Tensor, a, b, held=held)
+        yield work("aten.add.Tensor", "elementwise", float(n), aten.add.Tensor, a, b, held=held)
 
 
 def ladder(device: torch.device, least: int, most: int, factor: int) -> list[int]:
@@ -216,17 +119,13 @@ def ladder(device: torch.device, least: int, most: int, factor: int) -> list[int
     return found
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.view(-1, WIDTH)
-
-
 def _operators(n: int, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """(operator, its arguments) on tensors of about n elements."""
-    rows = max(1, n // WIDTH)
-    n = rows * WIDTH
-    x, g = (torch.rand(rows, WIDTH, device=device).to(dtype) for _ in range(2))
-    vector = torch.ones(WIDTH, device=device, dtype=dtype)
-    labels = torch.randint(0, WIDTH, (rows,), device=device)
+    width = WIDTH_ON_CUDA if device.type == "cuda" else WIDTH
+    rows = max(1, n // width)
+    n = rows * width
+    x, g = (torch.rand(rows, width, device=device).to(dtype) for _ in range(2))
+    vector = torch.ones(width, device=device, dtype=dtype)
     for name in ("gelu", "tanh", "silu", "relu", "exp", "sigmoid", "rsqrt", "neg"):
         yield f"aten.{name}.default", (x,)
     yield "aten.pow.Tensor_Scalar", (x, 3.0)
@@ -236,44 +135,52 @@ def _operators(n: int, device: torch.device, dtype: torch.dtype) -> Iterator[tup
         yield f"aten.{name}_backward.default", (g, x)
     yield "aten.threshold_backward.default", (g, x, 0)
     yield "aten.sum.dim_IntList", (x, [0])
-    yield "aten.clone.default", (x.view(rows // 4 or 1, -1, WIDTH).transpose(0, 1),)
+    yield "aten.clone.default", (x.view(rows // 4 or 1, -1, width).transpose(0, 1),)
     yield "aten._softmax.default", (x, -1, False)
     yield "aten._safe_softmax.default", (x, -1)
     yield "aten._softmax_backward_data.default", (g, x, -1, dtype)
+    yield from _losses(n, device, dtype)
+    yield "aten.native_layer_norm.default", (x, [width], vector, vector, 1e-5)
+    _, mean, rstd = torch.ops.aten.native_layer_norm.default(x, [width], vector, vector, 1e-5)
+    yield "aten.native_layer_norm_backward.default", (g, x, [width], mean, rstd, vector, vector, [True, True, True])
+    labels = torch.randint(0, width, (rows,), device=device)
+    yield "aten.embedding_dense_backward.default", (g, labels, max(width, rows), -1, False)
+    image = x.view(-1, 16, 4, 4)
+    pooled, places = torch.ops.aten.max_pool2d_with_indices.default(image, [2, 2], [2, 2])
+    yield "aten.max_pool2d_with_indices.default", (image, [2, 2], [2, 2])
+    given = (pooled, image, [2, 2], [2, 2], [0, 0], [1, 1], False, places)
+    yield "aten.max_pool2d_with_indices_backward.default", given
+
+
+def _losses(n: int, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    width = WIDTH if device.type != "cuda" else CLASSES_ON_CUDA if n >= 2**22 else WIDTH_ON_CUDA
+    rows = max(1, n // width)
+    x, g = (torch.rand(rows, width, device=device).to(dtype) for _ in range(2))
+    labels = torch.randint(0, width, (rows,), device=device)
     yield "aten._log_softmax.default", (x, 1, False)
     yield "aten._log_softmax_backward_data.default", (g, x, 1, dtype)
     total = torch.tensor(float(rows), device=device).to(dtype)
     yield "aten.nll_loss_forward.default", (x, labels, None, 1, -100)
     yield "aten.nll_loss_backward.default", (total, x, labels, None, 1, -100, total)
-    yield "aten.native_layer_norm.default", (x, [WIDTH], vector, vector, 1e-5)
-    _, mean, rstd = torch.ops.aten.native_layer_norm.default(x, [WIDTH], vector, vector, 1e-5)
-    yield "aten.native_layer_norm_backward.default", (g, x, [WIDTH], mean, rstd, vector, vector, [True, True, True])
-    yield "aten.embedding_dense_backward.default", (g, labels, max(WIDTH, rows), -1, False)
-    image = x.view(-1, 16, 4, 4)
-    pooled, places = torch.ops.aten.max_pool2d_with_indices.default(image, [2, 2], [2, 2])
-    yield "aten.max_pool2d_with_indices.default", (image, [2, 2], [2, 2])
-    yield (
-        "aten.max_pool2d_with_indices_backward.default",
-        (pooled, image, [2, 2], [2, 2], [0, 0], [1, 1], False, places),
-    )
 
 
 def operators(device: torch.device, dtype: torch.dtype) -> Made:
     """Operators that are not as quick as their bytes: each has its own curve."""
-    for size, held in ((2**14, 0), (2**17, 0), (2**19, 1), (2**20, 0), (2**23, 0)):
+    on_cpu, on_cuda = (2**14, 2**17, 2**19, 2**20, 2**23), (2**14, 2**20, 2**25, 2**23, 2**27)
+    for size, held in zip(on_cuda if device.type == "cuda" else on_cpu, (0, 0, 1, 0, 0), strict=True):
         for op, args in _operators(size // dtype.itemsize, device, dtype):
             _, name, overload = op.split(".")
             target = getattr(getattr(torch.ops.aten, name), overload)
-            yield _work(op, "elementwise", 0.0, target, *args, own=True, held=held)
+            yield work(op, "elementwise", 0.0, target, *args, own=True, held=held)
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size in ladder(device, 2**13, 2**25, 8):  # the copies around collectives, as `Reshard.steps` counts them
         x = torch.ones(4, max(2, size // 4 // dtype.itemsize), device=device, dtype=dtype)
         for op, call, args, moved in (
-            ("reorder", ops.to_front, (x, 1, 2), 2 * _nbytes(x)),
-            ("slice", ops.piece, (x, 1, 2, index), _nbytes(x)),
+            ("reorder", ops.to_front, (x, 1, 2), 2 * nbytes_of(x)),
+            ("slice", ops.piece, (x, 1, 2, index), nbytes_of(x)),
         ):
-            step = Compute(op, 0.0, float(moved), _name(dtype), 1, "elementwise")
-            yield Bench(f"ops.{op}.{_name(dtype)}", step, _in_turn(call, args, moved // 2))
+            step = Compute(op, 0.0, float(moved), name_of(dtype), 1, "elementwise")
+            yield Bench(f"ops.{op}.{name_of(dtype)}", step, in_turn(call, args, moved // 2))
 
 
 def optimizers(device: torch.device, mesh: DeviceMesh | None) -> Made:
@@ -350,7 +257,7 @@ def everything(device: torch.device, mesh: DeviceMesh | None) -> Sequence[tuple[
     low = has_bfloat16(device)
     found: list[tuple[str, Made]] = []
     for dtype in (torch.float32, *((torch.bfloat16,) if low else ())):
-        about = _name(dtype)
+        about = name_of(dtype)
         found += [
             (f"matrix products, {about}", products(device, dtype)),
             (f"memory, {about}", elementwise(device, dtype)),
@@ -365,8 +272,8 @@ def everything(device: torch.device, mesh: DeviceMesh | None) -> Sequence[tuple[
         if low:
             found += [("operators, bfloat16", operators(device, torch.bfloat16))]
     for dtype in (torch.float32, *((torch.bfloat16,) if low else ())):
-        found.append((f"attention, {_name(dtype)}", attentions(device, dtype)))
-        found.append((f"convolution, {_name(dtype)}", convolutions(device, dtype)))
+        found.append((f"attention, {name_of(dtype)}", attentions(device, dtype)))
+        found.append((f"convolution, {name_of(dtype)}", convolutions(device, dtype)))
     found += [("AdamW", optimizers(device, mesh)), ("copies", copies(device))]
     return found
 

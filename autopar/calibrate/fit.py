@@ -31,9 +31,11 @@ def fit(points: Sequence[tuple[float, float, float]], over: str) -> Curve:
     if not points:
         raise ValueError("no measurements to fit a curve to")
     flops, nbytes, seconds = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    as_timed = seconds
     if over != INTENSITY:
         order = np.argsort(nbytes)
-        nbytes, seconds = nbytes[order], _never_falling(seconds[order])
+        nbytes, as_timed = nbytes[order], seconds[order]
+        seconds = _never_falling(as_timed)
         flops = np.zeros_like(nbytes)
     work, at = (flops, flops / nbytes) if over == INTENSITY else (nbytes, nbytes)
     knots = _knots(np.log(at), KNOTS[over])
@@ -48,7 +50,7 @@ def fit(points: Sequence[tuple[float, float, float]], over: str) -> Curve:
     curve = Curve(
         tuple((float(x), float(y)) for x, y in zip(np.exp(knots), np.exp(rates), strict=True)), base, 0.0, over
     )
-    missed = [abs(curve.seconds(f, b) / s - 1) for f, b, s in zip(flops, nbytes, seconds, strict=True)]
+    missed = [abs(curve.seconds(f, b) / s - 1) for f, b, s in zip(flops, nbytes, as_timed, strict=True)]
     return Curve(curve.points, base, float(np.median(missed)), over)
 
 

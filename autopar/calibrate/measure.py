@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autopar._compat import cuda_sleep
 from autopar.machine.device import processors
 from cost_models.steps import Comm, Compute, Move
 
@@ -18,6 +19,8 @@ STEPS = {"Compute": Compute, "Comm": Comm, "Move": Move}
 LEAST_ROUND_S = 3e-4  # where the device is waited for, the clock is read between rounds of calls at least this long
 LONG_S = 0.2  # a call that takes longer is timed twice: nothing that is short beside it matters
 CALLS = 3  # of a round behind other work
+CUDA_CALLS = 64  # of a round: far fewer launches than a stream takes before its host has to wait
+HEAD_START = 100_000  # cycles that a device sleeps for each call, about 50 us: longer than a host takes to launch one
 OTHER_BYTES = 3 * 2**20  # what other work touches: more than the caches of one processor
 
 
@@ -49,8 +52,8 @@ class Clock:
 
     A rank of one thread on the CPU is timed by the processor time it gets, so that what other programs take does not
     count; where more ranks than processors are busy, each waits for its turn: ranks / processors times as long. CUDA
-    is timed by events of its own around each round, so that what the host does at its end does not count; all else by
-    the wall clock.
+    is timed by events of its own around each round, and sleeps before the first of them until the host has launched
+    the round: what the host takes for a launch is not what a kernel takes, behind others. All else by the wall clock.
     """
 
     device: torch.device
@@ -76,6 +79,7 @@ class Clock:
         result: object = None
         if self.device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            cuda_sleep(count * HEAD_START)
             begin.record()
             for _ in range(count):
                 result = call()
@@ -100,6 +104,8 @@ class Clock:
         count = max(1, int(LEAST_ROUND_S / max(once_s, 1e-7)))
         if self.counts_own_time:
             count = min(count, CALLS)
+        if self.device.type == "cuda":
+            count = min(count, CUDA_CALLS)
         is_long = once_s >= LONG_S
         rounds = [once_s] if is_long else []
         until = time.perf_counter() + budget_s

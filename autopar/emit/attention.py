@@ -7,6 +7,7 @@ are made alike.
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import torch
@@ -35,11 +36,33 @@ def capability_of(device: str) -> tuple[int, int]:
     return torch.cuda.get_device_capability() if device == "cuda" and torch.cuda.is_available() else (8, 0)
 
 
-def kernel_for(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> str:
-    """The kernel that `kernel_of` picks for these tensors."""
+CUDNN = 91500  # up to this version its numbers are wrong at lengths that 128 does not divide (pytorch issue 169849)
+AGAINST = ("TORCH_CUDNN_SDPA_DEPRIORITIZED", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")  # the latter gives lse other strides
+
+
+def cudnn_first(device: str) -> bool:
+    """Whether cuDNN is to be asked before flash on the GPU here: where torch's own attention asks it first
+    (check_prefer_cudnn_attention in its sdp_utils.cpp) and would be let (torch.backends.cuda.enable_cudnn_sdp).
+    """
+    if device != "cuda" or not torch.cuda.is_available() or torch.version.hip:
+        return False
+    if torch.cuda.get_device_capability() not in ((9, 0), (10, 0), (10, 3)):
+        return False
+    allowed = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    against = any(os.environ.get(name) == "1" for name in AGAINST)
+    return allowed and not against and (torch.backends.cudnn.version() or 0) > CUDNN
+
+
+def kernel_for(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked, *, cudnn: bool = False
+) -> str:  # fmt: skip
+    """The kernel that `kernel_of` picks for these tensors: without `cudnn` not cuDNN's, which may be forbidden between
+    a forward and a backward call that each pick for themselves.
+    """
     return kernel_of(
         q.device.type, _type(q), _type(k), _type(v), None if bias is None else _type(bias).dtype, causal=asked.causal,
         dropout=asked.dropout, bias_grad=asked.bias_grad, capability=capability_of(q.device.type),
+        cudnn=cudnn,
     )  # fmt: skip
 
 
@@ -105,7 +128,7 @@ def flash_backward(
 # --- the memory-efficient kernel on CUDA ----------------------------------------------------------------------------
 
 ROWS = 32  # its lse has rows in multiples of so many
-ALIGNED = 8  # the rows of its bias start at multiples of so many elements
+ALIGNED = 8  # the rows of its bias start at multiples of so many elements, and cuDNN's of what it reads: 16 bytes
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> Forward:
@@ -148,25 +171,60 @@ def _whole(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, asked: Asked) -> Forward:
-    bias = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention.default(
-        *_rows(q, _each_head(k, q), _each_head(v, q)), bias, True, asked.dropout, asked.causal, False,
-        scale=asked.scale,
-    )  # fmt: skip
-    return out, lse.squeeze(-1), _kept(torch.stack([seed, offset]).view(torch.int64), q, asked)
+        *_placed(q, k, v), _each_entry(bias, q, k), True, asked.dropout, asked.causal, False, scale=asked.scale
+    )
+    state = _kept(torch.stack([seed, offset]).view(torch.int64), q, asked) if asked.dropout else None
+    return out, lse.squeeze(-1), state
 
 
 def cudnn_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
     state: Tensor | None, asked: Asked,
 ) -> Backward:  # fmt: skip
-    seed, offset = (torch.zeros(2, dtype=torch.int64) if state is None else _numbers(state)).unbind()
-    bias = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward.default(
-        *_rows(grad, q, _each_head(k, q), _each_head(v, q)), out, lse.unsqueeze(-1), seed, offset, bias, None, None,
-        q.shape[2], k.shape[2], asked.dropout, asked.causal, scale=asked.scale,
+    # It reads them with dropout only, but wants them beside the others.
+    numbers = torch.zeros(2, dtype=torch.int64, device=q.device) if state is None else _numbers(state)
+    seed, offset = numbers.unbind()
+    q, k, v = _placed(q, k, v)
+    made = aten._scaled_dot_product_cudnn_attention_backward.default(
+        _lying_as(q, grad), q, k, v, _lying_as(q, out), aten.contiguous.default(lse).unsqueeze(-1), seed, offset,
+        _each_entry(bias, q, k), None, None, q.shape[2], k.shape[2], asked.dropout, asked.causal, scale=asked.scale,
     )  # fmt: skip
-    return dq, _each_group(dk, k), _each_group(dv, v), None
+    return (*made, None)
+
+
+def _placed(*tensors: Tensor) -> list[Tensor]:
+    """Rows that do not start at 16 bytes stop a GPU with an error that stays, and torch leaves that to who calls."""
+    return [t if _starts(t) and _steps(t) else _copied(t) for t in tensors]
+
+
+def _starts(x: Tensor) -> bool:
+    return torch.compiler.is_compiling() or x.storage_offset() % ALIGNED == 0  # Dynamo has no number for it
+
+
+def _steps(x: Tensor) -> bool:
+    steps = [step for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    return x.stride(-1) == 1 and all([step > 0 and step % ALIGNED == 0 for step in steps])
+
+
+def _copied(x: Tensor) -> Tensor:
+    return aten.clone.default(x, memory_format=torch.contiguous_format)
+
+
+def _lying_as(q: Tensor, x: Tensor) -> Tensor:
+    """x with its dims in the order in memory of those of q, as forward gives its result. torch keeps the plan of a
+    backward call by the strides of q, k and v alone, and reads whatever lies otherwise in the next call wrongly
+    (MHAParams in its MHA.cpp).
+    """
+    strides = q.stride()
+    order = sorted(range(4), key=lambda dim: -strides[dim])
+    x = x.permute(order)
+    x = x if x.is_contiguous() and _starts(x) else _copied(x)
+    return x.permute([order.index(dim) for dim in range(4)])
+
+
+def _each_entry(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    return None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
 # --- plain products of blocks, on any device ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autopar.emit import ops
-from autopar.emit.attention import capability_of
+from autopar.emit.attention import capability_of, cudnn_first
 from autopar.emit.emitted import Emitted, added_up
 from autopar.emit.seeded import drawing, seeded
 from autopar.emit.writer import BodyWriter, Writer, target_of
@@ -330,7 +330,7 @@ class _Emitter:
             target = target_of(node.op)
             if node.op in OPERANDS_OF_ATTENTION:
                 device = writer.device
-                args = (*args, kernel_at(device, node, local_in, capability_of(device)))
+                args = (*args, kernel_at(device, node, local_in, capability_of(device), cudnn_first(device)))
             if node.name in self.seed_of:
                 seed = writer.call(torch.ops.aten.select.int, self.seeds, 0, self.seed_of[node.name])
                 target, args = seeded(target), (seed, *args)

@@ -24,7 +24,9 @@ STATES = {ATTENTION: 2, ATTENTION_BACKWARD: None}  # operator -> which of its re
 OPERANDS_OF_ATTENTION = {ATTENTION: (0, 1, 2), ATTENTION_BACKWARD: (1, 2, 3)}  # where q, k and v stand
 DROPOUT_AT, BIAS_GRAD_AT = {ATTENTION: 6, ATTENTION_BACKWARD: 10}, {ATTENTION: 7, ATTENTION_BACKWARD: 11}
 CAUSAL_AT = {ATTENTION: 4, ATTENTION_BACKWARD: 8}
+DROPPED = ".dropped"  # of the name of its price
 HALF = ("bfloat16", "float16")
+TILE = 128  # queries and keys that cuDNN works on at a time
 BLOCK = 2**20  # scores that the kernel of plain products makes at a time, or those of one head where they are more
 
 
@@ -41,8 +43,11 @@ def _by_place(node: Node, operands: Sequence[TensorType]) -> dict[int, TensorTyp
 
 
 def priced_as(node: Node) -> str:
-    """The name under which hardware profiles have its rate: kernels lose a part of theirs with a causal mask."""
-    return f"{node.op.removesuffix('.default')}.{'causal' if node.args[CAUSAL_AT[node.op]] else 'full'}"
+    """The name under which hardware profiles have its rate: kernels lose a part of theirs with a causal mask, and where
+    values are dropped another kernel may run.
+    """
+    way = "causal" if node.args[CAUSAL_AT[node.op]] else "full"
+    return f"{node.op.removesuffix('.default')}.{way}{DROPPED if node.args[DROPOUT_AT[node.op]] else ''}"
 
 
 def with_causal(node: Node, causal: bool) -> Node:
@@ -55,26 +60,29 @@ def has_bias(node: Node) -> bool:
     return isinstance(node.args[OPERANDS_OF_ATTENTION[node.op][2] + 1], Ref)
 
 
-def kernel_at(device: str, node: Node, operands: Sequence[TensorType], capability: tuple[int, int] = (8, 0)) -> str:
+def kernel_at(
+    device: str, node: Node, operands: Sequence[TensorType], capability: tuple[int, int] = (8, 0), cudnn: bool = False
+) -> str:
     """`kernel_of` a node on operands of these local types."""
     bias = _by_place(node, operands).get(OPERANDS_OF_ATTENTION[node.op][2] + 1)
     return kernel_of(
         device, *operands_at(node, operands), None if bias is None else bias.dtype,
         causal=node.args[CAUSAL_AT[node.op]], dropout=node.args[DROPOUT_AT[node.op]],
-        bias_grad=node.args[BIAS_GRAD_AT[node.op]], capability=capability,
+        bias_grad=node.args[BIAS_GRAD_AT[node.op]], capability=capability, cudnn=cudnn,
     )  # fmt: skip
 
 
 def kernel_of(
     device: str, q: TensorType, k: TensorType, v: TensorType, bias: str | None, *, causal: bool, dropout: float,
-    bias_grad: bool, capability: tuple[int, int] = (8, 0),
+    bias_grad: bool, capability: tuple[int, int] = (8, 0), cudnn: bool = False,
 ) -> str:  # fmt: skip
     """Which kernel of `autopar.emit.attention` runs attention of these local types on a kind of device.
 
     `bias`: its dtype, if there is one. `capability`: of a CUDA device, (major, minor). "flash" takes no bias, halves
     only and dims up to 256 (Dao 2023), and aligns an oblong causal mask at its other end; "efficient" (Rabe and Staats
     2021) takes a bias and float32. What neither takes is left to "math", products of blocks: float64 on CUDA, dropout
-    on a CPU. "cudnn" is there to be measured; nothing picks it.
+    on a CPU. `cudnn`: it is to be asked before flash (`autopar.emit.attention.cudnn_first`), and has then what both
+    take, but no dropout, whose chances it rounds to sixteenths.
     """
     d, e = q.shape[-1], v.shape[-1]
     if device == "cpu":
@@ -86,10 +94,19 @@ def kernel_of(
         return "math"
     fits = capability >= (8, 0) and d == e and d <= 256 and d % 8 == 0
     if q.dtype in HALF and fits and bias is None and (q.shape[2] == k.shape[2] or not causal):
-        return "flash"
+        return "cudnn" if cudnn and not dropout and _by_cudnn(q, k) else "flash"
     if q.dtype in (*HALF, "float32") and not d % 8 and not e % 8 and bias in (None, q.dtype):
         return "efficient"
     return "math"
+
+
+def _by_cudnn(q: TensorType, k: TensorType) -> bool:
+    """Of what flash takes, what torch's sdp_utils.cpp has taken since its first version, and whole tiles only: in
+    backward some of its kernels read the rest of a tile as scores of 0, which are infinite beside an lse below -88
+    (pytorch issue 196678, cudnn-frontend issues 160 and 1072).
+    """
+    batch, heads, queries, d = q.shape
+    return d <= 128 and not queries % TILE and not k.shape[2] % TILE and max(batch, heads) < 2**16
 
 
 def block_of(batch: int, heads: int, group: int, scores: int) -> tuple[int, int]:

@@ -90,6 +90,7 @@ def _take_device() -> None:
     """Make the GPU of LOCAL_RANK the current one, before anything lies on another.
 
     A process that sees one GPU only has that, whatever its number among others; one that has chosen a GPU keeps it.
+    CUDA is started here, or a device mesh would choose by itself: by LOCAL_RANK, or with a warning.
     """
     local, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
     if not count:
@@ -98,6 +99,7 @@ def _take_device() -> None:
             "driver, at CUDA_VISIBLE_DEVICES, and whether torch was built with CUDA"
         )
     if local is None or count == 1 or (torch.cuda.is_initialized() and torch.cuda.current_device() != 0):
+        torch.cuda.init()
         return
     if not local.isdigit() or int(local) >= count:
         raise ValueError(
@@ -105,6 +107,7 @@ def _take_device() -> None:
             f"(torchrun --nproc-per-node {count})"
         )
     torch.cuda.set_device(int(local))
+    torch.cuda.init()
 
 
 def check_size(sizes: tuple[int, ...], world: int) -> None:

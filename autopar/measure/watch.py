@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from autopar._compat import TorchDispatchMode
+from autopar._compat import TorchDispatchMode, cuda_sleep
 from autopar.emit import Emitted
 from autopar.ir.mesh import Mesh
 from autopar.measure.report import Moved
@@ -27,6 +27,7 @@ KINDS = {
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
 }
+HEAD_START = 200_000_000  # cycles, about 0.1 s
 WAITING = ("waiting", "")  # for other ranks, before a collective
 
 
@@ -63,7 +64,8 @@ def emitted_calls(program: Emitted, axis_of: Mapping[str, str], rounds: int = 1)
 class Stopwatch(fx.Interpreter):
     """One part of a program, run node by node. Adds to `spent`, under `phase` or the collective, what each node takes.
 
-    Ranks meet before each collective, so that waiting for a slow one does not count as communication.
+    Ranks meet before each collective, so that waiting for a slow one does not count as communication. A CUDA device
+    sleeps first: looked on at, the host is slow to launch, and no kernel shall be waited for.
     """
 
     def __init__(
@@ -76,7 +78,10 @@ class Stopwatch(fx.Interpreter):
         self.events: list[tuple[str | Moved, torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self, *args: Any) -> Any:
+        if self.device.type == "cuda":
+            cuda_sleep(HEAD_START)
         made = self.run(*args)
+        self.env.clear()  # or what the program gave stays for as long as its watch
         if self.events:  # the device is waited for once, not behind each node
             self.events[-1][2].synchronize()
         for key, begin, end in self.events:

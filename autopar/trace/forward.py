@@ -21,6 +21,7 @@ from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.origins import Origins
 from autopar.trace.tables import dense_lookup
 
+LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 X_OF_MASK = (
     "rows that a boolean mask picks are understood where each is treated by itself, and summed or averaged: write "
@@ -92,6 +93,7 @@ class _Watch(TorchFunctionMode):
         self.known, self.registered = known, frozenset(known)
         self.origins = Origins()
         self.results: list[Any] = []  # held, so that their ids stay theirs
+        self.uniform = set[int]()  # ids of what torch.rand drew
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
@@ -130,8 +132,12 @@ class _Watch(TorchFunctionMode):
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
         if (rows := rows_of(func, args, kwargs, self.origins)) is not None:
             return rows
+        if func in LESS and id(args[0]) in self.uniform and isinstance(args[1], int | float) and args[1] <= 0:
+            return torch.tensor(False)  # of what is drawn from [0, 1): a layer that is skipped with chance 0
         result = _with_states_as_given(func, args, func(*args, **kwargs))
         self.origins.made(func, args, kwargs, result)
+        if func is torch.rand and not result.ndim:
+            self.uniform.add(id(result))
         for value in pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
                 name = getattr(func, "__name__", str(func))

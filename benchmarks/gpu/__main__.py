@@ -44,10 +44,12 @@ STAGES = {  # name -> function, what it shows; numbers before speed
     "profile": ("profiled:profiled", "kernels, gaps and synchronisations of a step, beside eager torch"),
     "attention-times": ("attention:times", "how fast the kernels of attention are, in bfloat16"),
     "shared-4": ("shared:four", "4 ranks on one GPU, through the host"),
-    "calibrate": ("calibration:calibration", "the machine measured twice, and AdamW on the host"),
+    "calibrate": ("calibration:calibration", "the machine measured, and AdamW on the host"),
+    "predicted": ("predicted:predicted", "steps of GPT-2 124M and Llama 1B beside what that profile predicts"),
     "capped-125m": ("capped:small", "benchmarks.capped, GPT-2 of 125M"),
     "capped-350m": ("capped:medium", "benchmarks.capped, GPT-2 of 350M"),
     "capped-1.3b": ("capped:large", "benchmarks.capped, GPT-2 of 1.3B"),
+    "calibrate-again": ("calibration:again", "the machine measured again: what moved"),
     "copies-inductor": ("copies:inductor", "the same copies in code that inductor compiled"),
 }
 NODE = {
@@ -73,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if known and known["status"] == DONE and known["machine"] == machine and not given.again:
             print(f"{name}: done on {known['date']}", flush=True)
             continue
-        found = run(name, stages[name][0], given.device, given.nproc, given.limit)
+        found = run(name, stages[name][0], given)
         state[name] = found | {"machine": machine, "date": str(date.today()), "shows": stages[name][1]}
         write_whole(given.state, json.dumps(state, indent=1))
         write_whole(given.output, report(state, [*STAGES, *NODE]))
@@ -128,11 +130,12 @@ def _device(kind: str) -> str:
     return torch.cuda.get_device_name() if kind == "cuda" else "CPU (dry run)"
 
 
-def run(name: str, function: str, device: str, ranks: int, limit_s: float) -> dict[str, Any]:
+def run(name: str, function: str, given: argparse.Namespace) -> dict[str, Any]:
     """One stage, in a process of its own, with all that it starts: its status, the reason, seconds and rows."""
-    began, shown = time.monotonic(), 0
+    began, shown, limit_s = time.monotonic(), 0, given.limit
     with tempfile.TemporaryDirectory(prefix="autopar-gpu-") as folder:
-        command = [sys.executable, "-m", "benchmarks.gpu.worker", function, device, str(ranks), folder]
+        told = (function, given.device, str(given.nproc), folder, str(given.output.with_suffix("")))
+        command = [sys.executable, "-m", "benchmarks.gpu.worker", *told]
         process = subprocess.Popen(command, start_new_session=True)
         try:
             while True:

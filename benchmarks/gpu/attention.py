@@ -13,6 +13,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.emit import ops
+from autopar.emit.attention import capability_of, cudnn_first
+from autopar.ir.attention import kernel_of
+from autopar.ir.graph import TensorType
 from benchmarks.gpu.stage import Row, Setting, Wrong, near
 
 SCALE, DROPOUT = 0.3, 0.25
@@ -35,6 +38,8 @@ FORMS = {
     "plain": Form(),
     "causal": Form(causal=True),
     "grouped, causal": Form(heads=8, kv=2, causal=True),
+    "long, causal": Form(queries=384, keys=384, causal=True),
+    "long, oblong": Form(kv=2, keys=384),
     "one kv head": Form(heads=6, kv=1, d=128, e=128),
     "odd length, causal": Form(queries=197, keys=197, causal=True),
     "odd length, oblong": Form(queries=101, keys=197),
@@ -44,8 +49,9 @@ FORMS = {
     "other values": Form(kv=2, e=32, bias="hst"),
     "causal, oblong": Form(queries=64, keys=128, causal=True),
 }
-PICKED = {"cuda": ("flash", "efficient", "math"), "cpu": ("cpu", "math")}
-EXTRA = {"cuda": ("cudnn",), "cpu": ()}  # nothing picks it: an error of it says that it cannot be picked there
+PICKED = {"cuda": ("flash", "efficient", "math", "cudnn"), "cpu": ("cpu", "math")}
+EXTRA = {"cuda": ("cudnn",), "cpu": ()}  # on what nothing picks it for, an error of it says that nothing may
+DROPPED = {"dropout": Form(queries=64, keys=64), "dropout, grouped, causal": Form(8, 2, 64, 64, causal=True)}
 
 
 def takes(kernel: str, form: Form, dtype: torch.dtype, dropout: float = 0.0) -> bool:
@@ -59,6 +65,22 @@ def takes(kernel: str, form: Form, dtype: torch.dtype, dropout: float = 0.0) -> 
             return form.d == form.e and not dropout
         case _:
             return True
+
+
+def extra(kernel: str, form: Form, dtype: torch.dtype, dropout: float = 0.0) -> bool:
+    """Whether nothing picks the kernel for this on the GPU here."""
+    if kernel not in EXTRA["cuda"]:
+        return False
+    q, k, v = (
+        TensorType((3, n, length, width), str(dtype).removeprefix("torch."))
+        for n, length, width in (
+            (form.heads, form.queries, form.d), (form.kv, form.keys, form.d), (form.kv, form.keys, form.e)
+        )
+    )  # fmt: skip
+    return kernel != kernel_of(
+        "cuda", q, k, v, q.dtype if form.bias else None, causal=form.causal, dropout=dropout, bias_grad=False,
+        capability=capability_of("cuda"), cudnn=cudnn_first("cuda"),
+    )  # fmt: skip
 
 
 def made(form: Form, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -85,48 +107,51 @@ def wanted_of(
         with sdpa_kernel(SDPBackend.MATH):
             out = functional.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, scale=SCALE, enable_gqa=True)
     else:
-        group = q.shape[1] // k.shape[1]
-        scores = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * SCALE
-        scores = scores if bias is None else scores + bias
-        if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-        out = (scores.softmax(-1) * mask) @ v.repeat_interleave(group, 1)
+        out = (_scores(leaves, causal).softmax(-1) * mask) @ v.repeat_interleave(q.shape[1] // k.shape[1], 1)
     return out, torch.autograd.grad(out, leaves, grad.cpu().double())
+
+
+def _scores(leaves: list[Tensor], causal: bool) -> Tensor:
+    """In float64 on the CPU."""
+    q, k, _, *bias = (leaf.cpu().double() for leaf in leaves)
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * SCALE
+    scores = scores + bias[0] if bias else scores
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return scores
 
 
 def attention(setting: Setting) -> Iterator[Row]:
     torch.manual_seed(0)
-    yield from _forms(PICKED[setting.device], setting)
     for kernel in PICKED[setting.device]:
-        for name, form in (("dropout", Form()), ("dropout, grouped, causal", Form(heads=8, kv=2, causal=True))):
-            for dtype in DTYPES:
-                square = form._replace(queries=64, keys=64)
-                if takes(kernel, square, dtype, DROPOUT):
-                    yield _tried(kernel, name, dtype, lambda k=kernel, f=square, d=dtype: _dropped(k, f, d, setting))
+        yield from _forms(kernel, setting, extras=False)
     for kernel in PICKED[setting.device]:
         if takes(kernel, FORMS["bias"], torch.float32):
-            yield _tried(kernel, "sees nothing", torch.float32, lambda k=kernel: _blind(k, setting))
-    yield from _forms(EXTRA[setting.device], setting)
+            yield _tried(kernel, "sees nothing", torch.float32, False, lambda k=kernel: _blind(k, setting))
+    for kernel in EXTRA[setting.device]:
+        yield from _forms(kernel, setting, extras=True)
 
 
-def _forms(kernels: tuple[str, ...], setting: Setting) -> Iterator[Row]:
-    for kernel in kernels:
-        for name, form in FORMS.items():
-            for dtype in DTYPES:
-                if takes(kernel, form, dtype):
-                    yield _tried(kernel, name, dtype, lambda k=kernel, f=form, d=dtype: _plain(k, f, d, setting))
+def _forms(kernel: str, setting: Setting, *, extras: bool) -> Iterator[Row]:
+    """Rows of the forms that it takes: of those that it is picked for, or of the others."""
+    plain = ((name, form, 0.0, _plain) for name, form in FORMS.items())
+    dropped = ((name, form, DROPOUT, _dropped) for name, form in DROPPED.items())
+    for name, form, dropout, run in (*plain, *dropped):
+        for dtype in DTYPES:
+            if takes(kernel, form, dtype, dropout) and extra(kernel, form, dtype, dropout) == extras:
+                yield _tried(kernel, name, dtype, extras, lambda f=form, d=dtype, run=run: run(kernel, f, d, setting))
 
 
-def _tried(kernel: str, form: str, dtype: torch.dtype, run: Callable[[], tuple[float, float]]) -> Row:
+def _tried(kernel: str, form: str, dtype: torch.dtype, may_fail: bool, run: Callable[[], tuple[float, float]]) -> Row:
     row: Row = {"kernel": kernel, "form": form, "dtype": str(dtype).removeprefix("torch.")}
     try:
         out, gradient = run()
     except Wrong as error:
-        if kernel in EXTRA["cuda"]:
+        if may_fail:
             return row | {"out off": "wrong", "gradient off": str(error)}
         raise Wrong(f"{kernel}, {form}, {dtype}: {error}") from None
     except RuntimeError as error:
-        if kernel in EXTRA["cuda"]:
+        if may_fail:
             return row | {"out off": "refused", "gradient off": str(error).splitlines()[0][:100]}
         raise RuntimeError(f"{kernel}, {form}, {dtype}: {error}") from error
     return row | {"out off": out, "gradient off": gradient}
@@ -141,6 +166,7 @@ def _plain(kernel: str, form: Form, dtype: torch.dtype, setting: Setting) -> tup
     found = ops.attention_backward(grad, q, k, v, bias, out, lse, state, *asked, kernel)
     leaves = [q, k, v] if bias is None else [q, k, v, bias]
     wanted, gradients = wanted_of(leaves, form.causal, grad)
+    near(lse, _scores(leaves, form.causal).logsumexp(-1), ALLOWED[dtype], "its lse")  # another kernel may read it
     return near(out, wanted, ALLOWED[dtype], "its result"), _worst(found, gradients, dtype, bias_grad)
 
 

@@ -1,4 +1,4 @@
-"""The machine measured twice: how far the second profile lies from the first; and AdamW on the host by its threads."""
+"""The machine measured, and again: how far the second profile lies from the first; AdamW on the host by its threads."""
 
 from __future__ import annotations
 
@@ -12,31 +12,55 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.attention import seconds
-from benchmarks.gpu.stage import Row, Setting
+from benchmarks.gpu.stage import Row, Setting, Skipped
+from cost_models.hardware import Hardware
 
-SECONDS = 90
+SECONDS = 60
 ELEMENTS = {"cuda": 2**26, "cpu": 2**20}
 
 
 def calibration(setting: Setting) -> Iterator[Row]:
+    """The profile is kept for later stages."""
     yield from host_adamw(setting)
     setting.needs_cuda("what stands here of calibrating")  # on busy processors it is measured by its own tests
+    setting.kept.mkdir(parents=True, exist_ok=True)
+    setting.profile.unlink(missing_ok=True)
+    for line in calibrated(setting.profile):
+        if line.startswith("operators not in the fit") or " moved by more than half" in line:
+            yield {"calibrated": "first", "says": line}
+    profile = Hardware.load(setting.profile)
+    for dtype, rate in profile.achieved_flops_per_s.items():
+        yield {"figure": f"products, {dtype}", "is": f"{rate / 1e12:.0f} TFLOP/s"}
+    yield {"figure": "memory", "is": f"{profile.tiers['hbm'].bytes_per_s / 1e12:.2f} TB/s"}
+    for way in ("h2d", "d2h"):
+        yield {"figure": way, "is": f"{getattr(profile.host_link, f'{way}_bytes_per_s') / 1e9:.1f} GB/s"}
+    yield {"figure": "launch", "is": f"{profile.launch_s * 1e6:.2f} us"}
+
+
+def again(setting: Setting) -> Iterator[Row]:
+    setting.needs_cuda("what stands here of calibrating")
+    if not setting.profile.exists():
+        raise Skipped("the stage calibrate has left no profile to compare with")
     path = Path(setting.folder, "profile.toml")
-    for turn in ("first", "again"):
-        command = [sys.executable, "-m", "autopar.calibrate", "--device", "cuda", "--seconds", str(SECONDS)]
-        done = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True, env=_environment())
-        if done.returncode:
-            raise RuntimeError(f"autopar.calibrate ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-        for line in done.stdout.splitlines():
-            if line.startswith("operators not in the fit") or " moved by more than half" in line:
-                yield {"calibrated": turn, "says": line}
-            elif (found := re.match(r"(\S.*?)\s+(\S+)\s+(\S+)\s+(\d+\.\d+)$", line)) and turn == "again":
-                name, old, new, ratio = found.groups()
-                if not 1 / 1.2 < float(ratio) < 1.2 or not name.startswith("curves."):
-                    yield {"figure": name, "first": old, "again": new, "ratio": float(ratio)}
+    path.write_bytes(setting.profile.read_bytes())
+    for line in calibrated(path):
+        if found := re.match(r"(\S.*?)\s+(\S+)\s+(\S+)\s+(\d+\.\d+)$", line):
+            name, old, new, ratio = found.groups()
+            if not 1 / 1.2 < float(ratio) < 1.2 or not name.startswith("curves."):
+                yield {"figure": name, "first": old, "again": new, "ratio": float(ratio)}
 
 
-def _environment() -> dict[str, str]:
+def calibrated(path: Path) -> list[str]:
+    """What `autopar.calibrate` says; the profile is in `path`, and the drift told against what stood there."""
+    command = [sys.executable, "-m", "autopar.calibrate", "--device", "cuda", "--seconds", str(SECONDS)]
+    done = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True, env=environment())
+    if done.returncode:
+        raise RuntimeError(f"autopar.calibrate ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    print(done.stdout, flush=True)
+    return done.stdout.splitlines()
+
+
+def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 

@@ -24,15 +24,23 @@ Row = dict[str, Any]  # name of a figure -> text or number; rows with the same n
 
 @dataclass(frozen=True)
 class Setting:
-    """`folder`: for what a stage leaves behind for its own processes. `ranks`: of a node."""
+    """`folder`: for what a stage leaves behind for its own processes. `kept`: for what later stages read, beside the
+    report. `ranks`: of a node.
+    """
 
     device: str
     folder: Path
     ranks: int = 1
+    kept: Path = Path("out")
 
     @property
     def is_cuda(self) -> bool:
         return self.device == "cuda"
+
+    @property
+    def profile(self) -> Path:
+        """What calibrate has found of this machine."""
+        return self.kept / "profile.toml"
 
     def needs_cuda(self, what: str) -> None:
         if not self.is_cuda:

@@ -1,4 +1,4 @@
-"""The process of one stage: `python -m benchmarks.gpu.worker MODULE:FUNCTION DEVICE RANKS FOLDER`.
+"""The process of one stage: `python -m benchmarks.gpu.worker MODULE:FUNCTION DEVICE RANKS FOLDER KEPT`.
 
 Appends each row to FOLDER/found as it comes, and leaves status and reason in FOLDER/end.
 """
@@ -16,13 +16,13 @@ from benchmarks.gpu.report import DONE, FAILED, SKIPPED, WRONG
 from benchmarks.gpu.stage import Setting, Skipped, Stage, Wrong
 
 
-def main(function: str, device: str, ranks: str, folder: str) -> None:
+def main(function: str, device: str, ranks: str, folder: str, kept: str) -> None:
     status, reason = DONE, ""
     try:
         module, _, name = function.partition(":")
         stage: Stage = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
         with Path(folder, "found").open("a", buffering=1) as found:
-            for row in stage(Setting(device, Path(folder), int(ranks))):
+            for row in stage(Setting(device, Path(folder), int(ranks), Path(kept))):
                 found.write(json.dumps(row, default=str) + "\n")
     except Skipped as error:
         status, reason = SKIPPED, str(error)

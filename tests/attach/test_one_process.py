@@ -55,6 +55,7 @@ def test_the_group_of_a_mesh_of_devices_serves_their_hosts_too(monkeypatch: pyte
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(autopar.machine.device, "init_device_mesh", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     autopar.init_mesh("cuda", data=1)
     autopar.init_mesh("cpu", data=1)
     assert begun == ["cpu:gloo,cuda:nccl", "gloo"]

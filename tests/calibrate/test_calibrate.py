@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from autopar.calibrate.bench import in_turn
 from autopar.calibrate.collectives import TIMED, _middle
-from autopar.calibrate.compute import EQUATIONS, WIDE, _in_turn, products
+from autopar.calibrate.compute import EQUATIONS, WIDE, products
 from autopar.calibrate.measure import Clock, Sample
 from autopar.calibrate.profile import profile_from
 from autopar.ir.mesh import Mesh
@@ -154,7 +155,7 @@ def test_operands_take_turns_and_results_stay_for_a_while():
         return result
 
     x = torch.ones(2**20)  # of 4 MiB: ten of them take turns, four results stay
-    call = _in_turn(target, (x, [1, 2]), 2**22)
+    call = in_turn(target, (x, [1, 2]), 2**22)
     for _ in range(20):
         call()
     assert len(set(seen)) == 10 and seen[:10] == seen[10:] and seen[0] == x.data_ptr()

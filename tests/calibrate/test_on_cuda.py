@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +12,10 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from autopar._compat import FakeTensorMode
-from autopar.calibrate import compute
+from autopar.calibrate import bench, compute, measure
 from autopar.calibrate.measure import Clock
 from autopar.machine.device import host_threads
+from autopar.measure import watch
 from autopar.measure.watch import Stopwatch
 
 CUDA = torch.device("cuda")
@@ -23,10 +23,12 @@ compiling: Any = sys.modules["autopar.planner"]
 
 
 class Device:
-    """A device on which each call takes 5 ms, whatever the host's clock says; waiting for it is counted."""
+    """A device on which each call takes 5 ms, whatever the host's clock says; waiting for it is counted, and how often
+    it was sent to sleep.
+    """
 
     def __init__(self) -> None:
-        self.ms, self.waited = 0.0, 0
+        self.ms, self.waited, self.slept = 0.0, 0, list[int]()
 
     def work(self, value: Any = None) -> Any:
         self.ms += 5.0
@@ -45,6 +47,8 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     monkeypatch.setattr(torch.cuda, "Event", made.Event)
+    for module in (measure, watch):
+        monkeypatch.setattr(module, "cuda_sleep", made.slept.append)
     return made
 
 
@@ -52,6 +56,7 @@ def test_calls_are_timed_by_the_events_of_the_device(device: Device) -> None:
     assert Clock(CUDA, 4).seconds(device.work, 0.0) == pytest.approx(5e-3)
     seconds, result = Clock(CUDA, 1).round_s(lambda: device.work("made"), 7)
     assert (seconds, result) == (pytest.approx(35e-3), "made")
+    assert device.slept[-1] == 7 * measure.HEAD_START  # the host launches all of a round before the first is timed
 
 
 def test_a_program_is_timed_node_by_node_and_waited_for_once(device: Device) -> None:
@@ -61,17 +66,18 @@ def test_a_program_is_timed_node_by_node_and_waited_for_once(device: Device) -> 
         made = graph.call_function(device.work, (made,))
     graph.output(made)
     spent: dict[Any, float] = {}
-    watch = Stopwatch(fx.GraphModule(nn.Module(), graph), "forward", {}, CUDA, spent)
-    assert watch(3) == 3 and spent == {"forward": pytest.approx(30e-3)} and device.waited == 1
-    assert watch(4) == 4 and spent == {"forward": pytest.approx(60e-3)} and device.waited == 2
+    timed = Stopwatch(fx.GraphModule(nn.Module(), graph), "forward", {}, CUDA, spent)
+    assert timed(3) == 3 and spent == {"forward": pytest.approx(30e-3)} and device.waited == 1
+    assert timed(4) == 4 and spent == {"forward": pytest.approx(60e-3)} and device.waited == 2
+    assert device.slept == [watch.HEAD_START] * 2 and not timed.env  # nothing that it made is kept
 
 
 def test_operands_take_turns_beyond_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
     on_cpu = torch.ones(2)
-    assert compute._rotated_bytes((1, on_cpu)) == compute.ROTATED_BYTES
+    assert bench.rotated_bytes((1, on_cpu)) == bench.ROTATED_BYTES
     with FakeTensorMode():
-        assert compute._rotated_bytes((torch.empty(2, device="cuda"),)) == 4 * 50 * 2**20
+        assert bench.rotated_bytes((torch.empty(2, device="cuda"),)) == 4 * 50 * 2**20
 
 
 def test_tf32_is_allowed_while_its_products_are_made_and_timed_and_no_longer() -> None:
@@ -91,16 +97,9 @@ def test_updates_on_the_host_have_the_threads_of_this_rank(monkeypatch: pytest.M
     assert two == max(1, host_threads() // 2)
 
 
-def test_parameters_on_the_host_want_gloo_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_on_the_host_want_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     plan: Any = SimpleNamespace(residence={"a": "host", "b": "stream", "c": "host"})
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     with pytest.raises(ValueError, match=r"2 parameters .* has cuda:nccl alone; start it with backend='cpu:gloo,cuda:"):
         compiling._see_to_the_host(plan)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    monkeypatch.setattr(compiling, "host_threads", lambda: torch.get_num_threads() + 3)
-    with pytest.warns(UserWarning, match=r"2 parameters are updated on the host, by .* start with OMP_NUM_THREADS="):
-        compiling._see_to_the_host(plan)
-    monkeypatch.setattr(compiling, "host_threads", torch.get_num_threads)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compiling._see_to_the_host(plan)

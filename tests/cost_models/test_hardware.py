@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cost_models import Hardware, Link, known_hardware
+from cost_models.curves import Curve
 
 PROFILES = resources.files("cost_models") / "profiles"
 GPUS = ["a100-40gb", "a100-80gb", "h100-sxm", "h200-sxm", "rtx5000", "v100-16gb"]
@@ -222,3 +223,24 @@ def test_a_profile_is_a_value():
     h100 = Hardware.load("h100-sxm")
     assert len({h100, Hardware.load("h100-sxm")}) == 1
     assert copy.deepcopy(h100) == h100
+
+
+def test_the_host_has_curves_of_its_own() -> None:
+    """An optimizer's curve tells what the device takes."""
+    device, host = (Curve(((1.0, rate),), over="bytes") for rate in (1e12, 1e10))
+    curves = {"ops.optimizer.float32": device, "host.float32": host}
+    both = replace(Hardware.load("h100-sxm"), curves=curves, sources={})
+    assert both.curve("optimizer", "elementwise", "float32") is device
+    assert both.curve("optimizer", "host", "float32") is host
+    one = replace(both, curves={"ops.optimizer.float32": device})
+    assert one.curve("optimizer", "host", "float32") is None, "it has the rate of the host's memory"
+
+
+def test_attention_with_dropout_has_a_curve_of_its_own_or_that_without() -> None:
+    plain, dropped = (Curve(((1.0, rate),)) for rate in (3e14, 1e14))
+    name, dtype = "autopar.attention.causal", "bfloat16"
+    one = replace(Hardware.load("h100-sxm"), curves={f"ops.{name}.{dtype}": plain}, sources={})
+    assert one.curve(f"{name}.dropped", "attention", dtype) is one.curve(name, "attention", dtype) is plain
+    both = replace(one, curves={**one.curves, f"ops.{name}.dropped.{dtype}": dropped})
+    assert both.curve(f"{name}.dropped", "attention", dtype) is dropped
+    assert both.curve(name, "attention", dtype) is plain

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar._compat import FakeTensorMode
-from autopar.emit import ops
+from autopar.emit import attention as kernels
+from autopar.emit import emit, ops
+from autopar.emit.attention import cudnn_first
 from autopar.ir import attention
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, kernel_of, temporary_bytes
 from autopar.ir.graph import Node, Ref, TensorType
+from tests.emit.test_kernels import run_fake
+from tests.support.check import mesh_of
+from tests.support.families import Case
+from tests.support.plans import PlanSampler
 
 B, S, T, D = 3, 10, 14, 8
 # heads, kv heads, dim of values, shape of the bias, causal
@@ -140,6 +148,7 @@ CUDA = {
     "efficient, keys": (torch.bfloat16, 8, 8, 16, (B, 1, 1, T), False, 0.0, False),
     "cudnn": (torch.bfloat16, 8, 4, 16, (1, 1, S, T), False, 0.0, False),
     "cudnn, causal": (torch.bfloat16, 8, 4, 16, None, True, 0.0, False),
+    "cudnn, dropout": (torch.float16, 8, 2, 16, None, True, 0.25, False),
     "math": (torch.float64, 8, 2, 12, (1, 1, S, T), False, 0.0, True),
 }
 
@@ -197,6 +206,137 @@ def test_the_kernel_is_the_quickest_that_takes_it(case: tuple, wanted: str) -> N
         device, q, k, v, bias, causal=causal, dropout=dropout, bias_grad=bias_grad, capability=capability
     )
     assert picked == wanted
+
+
+BY_CUDNN = ("bfloat16", (8, 16, 1024, 128), (8, 4, 1024, 128), 128, None, True, 0.0)
+NOT_BY_CUDNN = [
+    # what differs: at which place of the above, what stands there -> kernel
+    (0, "float32", "efficient"),
+    (4, "bfloat16", "efficient"),
+    (6, 0.125, "flash"),  # what it drops is rounded
+    (3, 64, "efficient"),
+    (2, (8, 4, 2048, 128), "efficient"),  # oblong, causal
+    (1, (8, 16, 1088, 128), "efficient"),
+    (1, (2**16, 16, 1024, 128), "flash"),
+]
+
+
+def _picked(
+    dtype: str, q: tuple[int, ...], k: tuple[int, ...], e: int, bias: str | None, causal: bool, dropout: float,
+    cudnn: bool = True,
+) -> str:  # fmt: skip
+    types = (TensorType(shape, dtype) for shape in (q, k, (*k[:3], e)))
+    return kernel_of(
+        "cuda", *types, bias, causal=causal, dropout=dropout, bias_grad=False, capability=(9, 0), cudnn=cudnn
+    )
+
+
+def test_cudnn_is_picked_where_torch_asks_it_first() -> None:
+    assert _picked(*BY_CUDNN) == "cudnn" and _picked(*BY_CUDNN, cudnn=False) == "flash"
+    assert _picked("float16", (1, 4, 128, 8), (1, 4, 128, 8), 8, None, False, 0.0) == "cudnn"
+    assert _picked("float16", (1, 4, 128, 64), (1, 4, 384, 64), 64, None, False, 0.0) == "cudnn"
+    for place, other, kernel in NOT_BY_CUDNN:
+        assert _picked(*BY_CUDNN[:place], other, *BY_CUDNN[place + 1 :]) == kernel
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "d"),
+    [(1, 128, 64), (128, 1, 64), (197, 197, 64), (192, 192, 64), (128, 192, 64), (128, 128, 136)],
+)
+def test_cudnn_gets_whole_tiles_and_no_wide_heads(queries: int, keys: int, d: int) -> None:
+    """In backward the rest of a tile may make numbers that are not finite."""
+    assert _picked("bfloat16", (2, 4, queries, d), (2, 4, keys, d), d, None, False, 0.0) == "flash"
+
+
+def test_cudnn_is_asked_first_on_the_gpus_and_versions_of_torch_that_ask_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(capability: tuple[int, int], version: int | None) -> bool:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+        return cudnn_first("cuda")
+
+    for name in kernels.AGAINST:
+        monkeypatch.delenv(name, raising=False)
+    assert first((9, 0), 91900) and first((10, 0), 91501) and first((10, 3), 91900)
+    assert not first((8, 0), 91900) and not first((12, 0), 91900) and not first((9, 0), 91500)
+    assert not first((9, 0), None) and first((9, 0), 91900) and not cudnn_first("cpu")
+    for name in kernels.AGAINST:
+        monkeypatch.setenv(name, "1")
+        assert not first((9, 0), 91900)
+        monkeypatch.setenv(name, "0")
+        assert first((9, 0), 91900)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        assert not first((9, 0), 91900)
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert first((9, 0), 91900)
+        torch.use_deterministic_algorithms(True)
+        assert not first((9, 0), 91900)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_calls_that_pick_for_themselves_leave_cudnn_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of one part of the keys each pick when they run."""
+    monkeypatch.setattr(kernels, "cudnn_first", lambda device: True)
+    with FakeTensorMode():
+        q = torch.empty(2, 4, 128, 64, dtype=torch.bfloat16, device="cuda")
+        assert ops.kernel_for(q, q, q, None, ops.Asked(True, 0.3, 0.0, False)) == "flash"
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(64, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, kv = (part.unflatten(-1, (-1, 16)).transpose(1, 2) for part in (self.q(x), self.kv(x)))
+        return functional.scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True).square().mean()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_emitted_code_names_the_kernel_of_forward_and_of_backward(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    emitting = import_module("autopar.emit.emit")  # the package has the function under this name
+    monkeypatch.setattr(emitting, "cudnn_first", lambda device: first and device == "cuda")
+    case = Case(Halves().to(torch.bfloat16), {"x": torch.randn(2, 128, 64, dtype=torch.bfloat16)})
+    plan = PlanSampler(case.graph, mesh_of(1)).draw(1)
+    kernel, other = ("cudnn", "flash") if first else ("flash", "cudnn")
+    code = emit(plan, dict.fromkeys(plan.mesh.groups, ""), "cuda").code
+    assert code.count(f"'{kernel}'") == 2 and other not in code
+    assert "cudnn" not in emit(plan, dict.fromkeys(plan.mesh.groups, ""), "cpu").code
+    assert f"aten._scaled_dot_product_{kernel}_attention_backward.default" in map(str, run_fake(plan, "cuda").ops)
+
+
+# batch, heads, sequence, dim of a head -> as memory has it
+LYING = {
+    "heads outside": lambda x: x,
+    "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "of one row": lambda x: torch.cat([x, x, x], -1).narrow(-1, 16, 16),
+    "beside one number": lambda x: torch.cat([x.flatten(), x.flatten()]).narrow(0, 1, x.numel()).view(x.shape),
+    "odd rows": lambda x: torch.cat([x, x[..., :3]], -1).narrow(-1, 0, 16),
+    "all the same": lambda x: x[:1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", LYING)
+@pytest.mark.parametrize("gradient", LYING)
+def test_what_backward_of_cudnn_gets_lies_by_its_operands_alone(name: str, gradient: str) -> None:
+    """As forward makes the result: torch takes a plan that it has for such operands, whatever the others lie like."""
+    q, x = (LYING[how](torch.randn(3, 4, 6, 16)) for how in (name, gradient))
+    with FakeTensorMode():
+        fake = torch.empty_strided(q.shape, q.stride(), device="cuda", dtype=torch.bfloat16)
+        out, _, _ = kernels.cudnn(fake, fake, fake, None, ops.Asked(True, 0.3, 0.0, False))
+    (placed,) = kernels._placed(q)
+    found = kernels._lying_as(placed, x)
+    assert found.equal(x) and placed.equal(q)
+    assert found.stride() == torch.empty_like(placed).stride()
+    if name != "beside one number":  # the fake one is not
+        assert found.stride() == out.stride()
+    for made in (placed, found):
+        assert made.storage_offset() % 8 == 0 and made.stride(-1) == 1 and all(s % 8 == 0 for s in made.stride()[:-1])
+    assert kernels._placed(placed)[0] is placed and kernels._lying_as(placed, found).data_ptr() == found.data_ptr()
 
 
 @pytest.mark.parametrize("hidden", [-1e4, -1e9, torch.finfo(torch.float32).min])

@@ -29,6 +29,7 @@ class Driver:
             "device_count": lambda: self.count,
             "is_initialized": lambda: self.is_initialized,
             "get_device_properties": lambda _: SimpleNamespace(total_memory=self.total),
+            "init": lambda: self.calls.append("init"),
             "set_device": lambda device: self.calls.append(("set_device", device)),
             "mem_get_info": lambda: (60 * GIB, self.total),
             "memory_reserved": lambda: 5 * GIB,
@@ -56,11 +57,12 @@ def test_a_process_takes_the_gpu_of_its_local_rank_before_anything_else(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     autopar.init_mesh("cuda")
-    assert driver.calls == [("set_device", 3), "group", "mesh"]
+    assert driver.calls == [("set_device", 3), "init", "group", "mesh"]
 
 
 def test_a_gpu_that_was_chosen_stays_and_one_alone_is_the_one(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     autopar.init_mesh("cuda")  # one process, without a launcher
+    assert driver.calls[0] == "init"  # a device mesh of torch's chooses by itself before
     monkeypatch.setenv("LOCAL_RANK", "3")
     driver.is_initialized, driver.current = True, 5
     autopar.init_mesh("cuda")

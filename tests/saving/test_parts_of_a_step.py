@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar import optim
 from autopar.optim import Streamed
 from tests.processes.compare import loss_of
 from tests.saving.test_updates import compiled, drawn, local
@@ -80,3 +82,34 @@ def test_a_copy_of_module_and_optimizer_goes_on_by_itself(one: DeviceMesh) -> No
     other, others = copy.deepcopy((parallel, optimizer))
     wanted = _trained(parallel, optimizer, batch, 2)
     assert all(map(torch.equal, _trained(other, others, batch, 2), wanted))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("options", [{}, {"foreach": False}, {"amsgrad": True}])
+def test_beside_gpus_the_host_updates_by_fused_kernels_with_all_processors(
+    one: DeviceMesh, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], overlap: bool
+) -> None:
+    """Where nobody said how; the plain way differs in rounding. A mesh of CPUs stands for one of GPUs here."""
+    model, batch, plan = drawn("mlp", 1)
+    assert "host" in plan.residence.values()
+    fused = list[tuple[bool, int]]()
+    adam: Any = sys.modules[torch.optim.Adam.__module__]
+    kernel = adam.adam
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        fused.append((bool(kwargs["fused"]), torch.get_num_threads()))
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(adam, "adam", seen)
+    monkeypatch.setattr(optim, "host_threads", lambda: torch.get_num_threads() + 2)
+    before, told = torch.get_num_threads(), list[list[torch.Tensor]]()
+    for beside in (False, True):
+        monkeypatch.setattr(Streamed, "_beside_gpus", property(lambda _, beside=beside: beside))
+        parallel = compiled(model, batch, one, plan)
+        made = Streamed(torch.optim.AdamW(parallel.parameters(), 1e-2, **options), parallel, overlap=overlap)
+        told.append(_trained(parallel, made, batch, 3))
+        assert made.param_groups[0]["fused"] is None and torch.get_num_threads() == before
+        assert any(way for way, _ in fused) == (beside and "foreach" not in options)
+        assert {threads for _, threads in fused} == ({before, before + 2} if beside else {before})
+    for ours, theirs in zip(*told, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

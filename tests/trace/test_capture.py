@@ -267,3 +267,28 @@ def test_tf32_of_convolutions_alone_does_not_keep_a_model_from_being_traced(prec
         assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == (precision, apart)
     finally:
         cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = before
+
+
+class Skipping(nn.Module):
+    """Layers that a draw skips while training, as in many a model of transformers."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__()
+        self.layers, self.chance = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)]), chance
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.training and torch.rand([]) < self.chance:
+                continue
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_layer_that_is_skipped_with_no_chance_at_all_is_not_control_flow() -> None:
+    x = torch.randn(4, 6)
+    for chance in (0.0, 0):
+        graph = normalise(lower(capture(Skipping(chance), (x,), {})))
+        products = [node for node in graph.nodes if node.op == "autopar.einsum"]
+        assert len(products) == 3 + 3 + 2  # forward, gradients of the weights, gradients between the layers
+    with pytest.raises(TraceError, match=r"as one graph at .*test_capture.*torch.rand\(\[\]\) < self"):
+        capture(Skipping(0.1), (x,), {})
