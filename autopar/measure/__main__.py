@@ -110,8 +110,12 @@ def _planned(given: argparse.Namespace) -> Plan | Pipeline:
     return plan_at(given.plan, given.rules)
 
 
-def _checked(given: argparse.Namespace) -> tuple[Plan | Pipeline, Example, Hardware | None, str]:
-    """Everything that can be wrong is told before a process is started: the plan must be for this model and machine."""
+def _checked(
+    given: argparse.Namespace, *, fits: bool = False
+) -> tuple[Plan | Pipeline, Example, Hardware | None, str]:  # fmt: skip
+    """Everything that can be wrong is told before a process is started: the plan must be for this model and machine.
+    `fits`: whoever has started this process has looked at that, which takes a trace.
+    """
     if given.steps < 1:
         raise BadArgument(f"--steps {given.steps} is no number of steps; give at least 1")
     if given.json is not None and not Path(given.json).absolute().parent.is_dir():
@@ -127,22 +131,22 @@ def _checked(given: argparse.Namespace) -> tuple[Plan | Pipeline, Example, Hardw
     if hardware is not None:
         pricer_of(whole, hardware)  # another profile is refused here
     example = build(given.model)
+    if not fits:
+        _check_fits(whole, rounds_of, example, precision, device, given)
+    return plan, example, hardware, device
+
+
+def _check_fits(
+    plan: Plan, rounds_of: Any, example: Example, precision: Any, device: str, given: argparse.Namespace
+) -> None:  # fmt: skip
     try:
-        parts = parts_of(whole.batch_norm or GLOBAL, whole.mesh)
         graph = traced(
-            example.model,
-            example.args,
-            example.kwargs,
-            parts=parts,
-            precision=precision,
-            device_type=device,
-            rules=whole.graph.outside,
-            loss_alone=whole.outputs == "loss",
-        )
+            example.model, example.args, example.kwargs, parts=parts_of(plan.batch_norm or GLOBAL, plan.mesh),
+            precision=precision, device_type=device, rules=plan.graph.outside, loss_alone=plan.outputs == "loss",
+        )  # fmt: skip
     except TypeError as error:
         raise BadArgument(f"{given.model} returned inputs that its model does not take: {error}") from error
-    check(whole, rounds_of(graph, whole.graph.rounds.count), whole.mesh, origin=str(given.plan))
-    return plan, example, hardware, device
+    check(plan, rounds_of(graph, plan.graph.rounds.count), plan.mesh, origin=str(given.plan))
 
 
 def _device(asked: str | None, plan: Plan | Pipeline) -> str:
@@ -200,7 +204,7 @@ def _rank(given: argparse.Namespace) -> int:
     """One process of several: measure, and on rank 0 say what was found."""
     if STORE in os.environ:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the starting process, which ends this one
-    plan, example, hardware, device = _checked(given)
+    plan, example, hardware, device = _checked(given, fits=STORE in os.environ)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:

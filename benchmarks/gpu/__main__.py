@@ -32,6 +32,7 @@ from benchmarks.gpu.stage import Row
 from cost_models.whole_file import write_whole
 
 LIMIT_S = 540
+ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}  # as the docs say, where nobody says otherwise
 STAGES = {  # name -> function, what it shows; numbers before speed
     "device": ("device:device", "versions, copies, a step of every model family against float64"),
     "attention": ("attention:attention", "kernels of attention against the formula in float64"),
@@ -136,7 +137,7 @@ def run(name: str, function: str, given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="autopar-gpu-") as folder:
         told = (function, given.device, str(given.nproc), folder, str(given.output.with_suffix("")))
         command = [sys.executable, "-m", "benchmarks.gpu.worker", *told]
-        process = subprocess.Popen(command, start_new_session=True)
+        process = subprocess.Popen(command, start_new_session=True, env=ALLOCATOR | os.environ)
         try:
             while True:
                 ended = process.poll() is not None

@@ -71,10 +71,11 @@ def _trained(parallel: autopar.ParallelModule, kwargs: Any, cap: float) -> Row:
     done = 0
     try:
         for _ in range(STEPS):
-            made = parallel(**kwargs)  # logits and all: a plan counts what its caller holds
+            made = parallel(**kwargs)  # logits and all: a plan counts what its caller holds until the step ends
             loss_of(made).backward()
             optimizer.step()
             optimizer.zero_grad()
+            del made
             done += 1
         moves.settle()
         torch.cuda.synchronize()

@@ -66,5 +66,9 @@ def test_every_dtype_is_priced_at_a_rate_that_is_reached(name: str) -> None:
     hardware = Hardware.load(name)
     share = hardware.rate("bfloat16", "matmul") / hardware.flops_per_s["bfloat16"]
     for dtype in ("float64", "float32", "tf32", "float16"):
-        assert hardware.rate(dtype, "matmul") == pytest.approx(share * hardware.flops_per_s[dtype], rel=5e-3), dtype
-        assert hardware.sources[f"achieved_flops_per_s.{dtype}"]
+        source = hardware.sources[f"achieved_flops_per_s.{dtype}"]
+        if source.startswith("measured by autopar.calibrate"):
+            peak = hardware.flops_per_s[dtype]
+            assert 0.5 * peak < hardware.rate(dtype, "matmul") < 0.9 * peak
+        else:
+            assert hardware.rate(dtype, "matmul") == pytest.approx(share * hardware.flops_per_s[dtype], rel=5e-3), dtype
