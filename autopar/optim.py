@@ -37,8 +37,8 @@ class Streamed(torch.optim.Optimizer):
     - those on the host, by the host, while the device still works; with `overlap` while the next forward runs.
 
     The same updates, whatever the plan: it says where, never what. State dicts are those of `optimizer`. Beside GPUs a
-    host updates with all processors of its rank (torchrun gives a process one thread), and with torch's fused kernels
-    where `optimizer` has them and was told neither `fused` nor `foreach`: torch itself takes a loop there, several
+    host updates with all processors of its rank (torchrun gives a process one thread), and torch's Adam and AdamW with
+    their fused kernels where they were told neither `fused` nor `foreach`: torch itself takes a loop there, several
     times as slow, whose results differ in rounding.
 
         from autopar.optim import Streamed
@@ -178,7 +178,7 @@ class Streamed(torch.optim.Optimizer):
         optimizer = _twin_of(self.optimizer, settings, twin, given)
 
         def work() -> None:
-            with _all_processors(self._beside_gpus), _fused(optimizer.param_groups, self._beside_gpus):
+            with _all_processors(self._beside_gpus), _fused(optimizer, optimizer.param_groups, self._beside_gpus):
                 optimizer.step()
             twin.grad = None
             (group,) = optimizer.param_groups
@@ -229,7 +229,7 @@ class _Parts:
         stepped = [number for number, group in enumerate(groups) if group["params"]]
         try:
             if stepped:
-                with _fused([groups[number] for number in stepped], fused):
+                with _fused(self.optimizer, [groups[number] for number in stepped], fused):
                     self.optimizer.step()
         finally:
             for group, parameters in zip(groups, held, strict=True):
@@ -266,8 +266,9 @@ def _all_processors(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _fused(groups: Sequence[dict[str, Any]], wanted: bool) -> Iterator[None]:
-    """Inside, groups that leave the way of updating to torch have its fused kernels."""
+def _fused(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], wanted: bool) -> Iterator[None]:
+    """Inside, groups that leave the way of updating to torch have its fused kernels: Adam's, which DTensors have."""
+    wanted = wanted and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
     left = [
         group
         for group in groups

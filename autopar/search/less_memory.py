@@ -86,7 +86,7 @@ def saving_less(
             tried = cutting.first() if cut is None else cutting.pipeline(*cut)
         except (Infeasible, NoAnswerInTime, NotCut):
             part /= 2  # too little for any plan, perhaps
-            if part < 0.5 or (best is not None and clock.is_late):
+            if part < 0.2 or (best is not None and clock.is_late):
                 break
             continue
         progress(f"saving less: {tried.step_seconds * 1e3:.3f} ms a step, {human(tried.peak_bytes)}")

@@ -27,6 +27,8 @@ from autopar.search.request import DEFAULT, Held, Request
 from autopar.search.search import answer
 from cost_models.hardware import Hardware
 
+FAR = 1.5  # times what a step takes where memory is no limit: more is worth another start, however late it is
+
 
 def find_pipeline(
     graph: Graph,
@@ -94,13 +96,17 @@ def pipeline_of(
     progress(f"{count_of(len(found.plans), 'stage')}: {told}")
     if limit is None or found.peak_bytes <= limit:
         return found
-    fitting = [ended(cutting, cutting.first())]  # as the cut and the schedule alone make room
+
+    def fits(these: list[Pipeline]) -> list[Pipeline]:
+        return [one for one in these if one.peak_bytes <= limit]
+
+    fitting = fits([ended(cutting, cutting.first())])  # as the cut and the schedule alone make room
     roomy = cutting.for_what_stays(quickest) if moved else quickest
     for start in [roomy] if roomy.ends == quickest.ends else [roomy, quickest]:
         near = saving_less(start, limit, lambda held: whole_within(None, held), clock, progress)
-        fitting += [] if near is None else [ended(*near)]
-        if clock.is_late:
+        fitting += [] if near is None else fits([ended(*near)])
+        if clock.is_late and any(one.step_seconds < FAR * found.step_seconds for one in fitting):
             break
-    if fitting := [one for one in fitting if one.peak_bytes <= limit]:
+    if fitting:
         return min(fitting, key=lambda one: one.step_seconds)
     return ended(*with_less_room(quickest, limit, whole_within, clock))

@@ -113,3 +113,19 @@ def test_beside_gpus_the_host_updates_by_fused_kernels_with_all_processors(
         assert {threads for _, threads in fused} == ({before, before + 2} if beside else {before})
     for ours, theirs in zip(*told, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.NAdam])
+def test_beside_gpus_optimizers_whose_kernels_dtensors_lack_update_as_ever(
+    one: DeviceMesh, monkeypatch: pytest.MonkeyPatch, make: Any, overlap: bool
+) -> None:
+    model, batch, plan = drawn("mlp", 1)
+    told = list[list[torch.Tensor]]()
+    for beside in (False, True):
+        monkeypatch.setattr(Streamed, "_beside_gpus", property(lambda _, beside=beside: beside))
+        parallel = compiled(model, batch, one, plan)
+        made = Streamed(make(parallel.parameters(), 1e-2), parallel, overlap=overlap)
+        told.append(_trained(parallel, made, batch, 3))
+    for ours, theirs in zip(*told, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

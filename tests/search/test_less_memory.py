@@ -5,17 +5,21 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.rewrite.micro_batches import in_rounds
-from autopar.search import Request
+from autopar.search import Request, pipelines
 from autopar.search.context import ask
 from autopar.search.cutting import Cutting
 from autopar.search.less_memory import Clock, saving_less
 from autopar.search.orders import orders_of, within_stage
+from autopar.search.pipeline import Pipeline
 from autopar.search.pipelines import find_pipeline
 from autopar.search.request import Held
 from autopar.search.search import answer
@@ -63,3 +67,28 @@ def test_a_find_is_not_given_up_for_a_worse_one() -> None:
     assert near is not None and near[1].peak_bytes <= limit and len(asked) > 2
     for one, other in itertools.pairwise(asked):
         assert all(less.most <= more.most for less, more in zip(other, one, strict=True))
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_however_late_it_is_another_start_is_tried_where_what_fits_is_far_from_the_quickest(
+    far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first one the search may end at whatever fits, with all of it on the host."""
+    graph, mesh = large(), Mesh(("pipe",), (2,))
+    free = find_pipeline(graph, mesh, FAST, 4, schedule="1f1b")
+    limit, ends = 0.9 * free.peak_bytes, free.ends
+    found, starts = replace(free, memory=tuple(replace(one, peak=0) for one in free.memory)), list[Any]()
+
+    def first_is_far(start: Pipeline, *_: Any) -> tuple[Any, Pipeline]:
+        starts.append(start)
+        made = replace(found, step_seconds=9 * free.step_seconds) if far else found
+        one = SimpleNamespace(moved=lambda _: made, best=lambda *_, **__: made)
+        return (
+            (one, made) if len(starts) == 1 else (SimpleNamespace(moved=one.moved, best=lambda *_, **__: found), found)
+        )
+
+    monkeypatch.setattr(pipelines, "saving_less", first_is_far)
+    monkeypatch.setattr(Cutting, "for_what_stays", lambda _, quickest: replace(quickest, ends=(ends[0] - 1, *ends[1:])))
+    request = Request(memory=limit, allow=("recompute",), time_limit_s=1e-3)
+    made = find_pipeline(graph, mesh, FAST, 4, request, schedule="1f1b")
+    assert len(starts) == (2 if far else 1) and made.step_seconds == free.step_seconds
