@@ -190,7 +190,7 @@ def optimizers(device: torch.device, mesh: DeviceMesh | None) -> Made:
         ("optimizer", "elementwise", {}, device, True),
         ("optimizer_foreach", "elementwise", {"foreach": True}, device, True),
         ("optimizer_fused", "elementwise", {"fused": True}, device, True),
-        ("optimizer", "host", {"fused": True}, torch.device("cpu"), False),
+        ("optimizer", "host", {"fused": True} if device.type == "cuda" else {}, torch.device("cpu"), False),  # Streamed
     ]
     sizes = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)
     for op, kind, options, where, as_training in ways:

@@ -20,7 +20,7 @@ from examples import gpt2 as gpt2_example
 from examples import llama as llama_example
 
 STEPS = 20
-SHARE = {"cuda": 0.7, "cpu": 0.9}
+SHARE = {"cuda": 0.8, "cpu": 0.9}
 
 
 def gpt2() -> gpt2_example.Example:
