@@ -20,7 +20,7 @@ from autopar.attach.module import ParallelModule
 from autopar.attach.tensors import as_dtensor, layout_of
 from autopar.attach.whole import Whole
 from autopar.emit.moves import settle
-from autopar.machine.device import host_threads
+from autopar.machine.device import host_threads, threads
 from autopar.simulate.steady_state import read_order
 from autopar.trace.modules import tensors_by_name
 
@@ -254,27 +254,18 @@ class _Parts:
                 )
 
 
-@contextlib.contextmanager
-def _all_processors(wanted: bool) -> Iterator[None]:
+def _all_processors(wanted: bool) -> contextlib.AbstractContextManager[None]:
     """Inside, the host computes with all processors of its rank."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(before, host_threads()) if wanted else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    now = torch.get_num_threads()
+    return threads(max(now, host_threads()) if wanted else now)
 
 
 @contextlib.contextmanager
 def _fused(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], wanted: bool) -> Iterator[None]:
     """Inside, groups that leave the way of updating to torch have its fused kernels: Adam's, which DTensors have."""
-    wanted = wanted and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
-    left = [
-        group
-        for group in groups
-        if wanted and "fused" in group and group["fused"] is None and group.get("foreach") is None
-        and not group.get("differentiable") and all(p.is_floating_point() for p in group["params"])
-    ]  # fmt: skip
+    left: list[dict[str, Any]] = []
+    if wanted and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        left = [group for group in groups if _is_open(group)]
     for group in left:
         group["fused"] = True
     try:
@@ -282,6 +273,12 @@ def _fused(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], w
     finally:
         for group in left:
             group["fused"] = None
+
+
+def _is_open(group: Mapping[str, Any]) -> bool:
+    """Whether nobody has said how this group of Adam's is updated, and fused kernels can."""
+    told = group["fused"] is not None or group["foreach"] is not None or group["differentiable"]
+    return not told and all(parameter.is_floating_point() for parameter in group["params"])
 
 
 def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:

@@ -21,11 +21,12 @@ def attentions(device: torch.device, dtype: torch.dtype) -> Made:
     """Forward and backward. On a CPU causal ones alone: there is one kernel, which plain products stand in for where
     values are dropped.
     """
-    ways, shapes = itertools.product((True, False), (0.0, DROPOUT)), (*SHAPES, *MORE_ON_CUDA)
-    for causal, dropout in ways if device.type == "cuda" else ((True, 0.0),):
-        for b, h, s, d, held in shapes if device.type == "cuda" else SHAPES:
-            if device.type != "cpu":
-                b, h, s = 2 * b, 2 * h, 8 * s
+    ways, shapes = [(True, 0.0)], SHAPES
+    if device.type == "cuda":
+        ways = [*itertools.product((True, False), (0.0, DROPOUT))]
+        shapes = tuple((2 * b, 2 * h, 8 * s, d, held) for b, h, s, d, held in (*SHAPES, *MORE_ON_CUDA))
+    for causal, dropout in ways:
+        for b, h, s, d, held in shapes:
             q, k, v, g = (torch.randn(b, h, s, d, device=device).to(dtype) for _ in range(4))
             asked = Asked(causal, d**-0.5, dropout, False)
             kernel = kernel_for(q, k, v, None, asked, cudnn=cudnn_first(device.type))

@@ -18,7 +18,7 @@ from autopar.calibrate.attentions import attentions
 from autopar.calibrate.bench import Bench, Made, in_turn, name_of, nbytes_of, work
 from autopar.emit import ops
 from autopar.ir.equation import EINSUM, equation_of
-from autopar.machine.device import host_threads
+from autopar.machine.device import host_threads, threads
 from autopar.price.pricer import OPTIMIZER_STATES
 from cost_models.steps import Compute, Move
 
@@ -212,13 +212,9 @@ def optimizers(device: torch.device, mesh: DeviceMesh | None) -> Made:
             yield Bench(curve, step, update, counts=parameters)
 
 
-def _with_threads(threads: int, call: Callable[[], object]) -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+def _with_threads(count: int, call: Callable[[], object]) -> object:
+    with threads(count):
         return call()
-    finally:
-        torch.set_num_threads(before)
 
 
 def copies(device: torch.device) -> Made:

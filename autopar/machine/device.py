@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
@@ -98,15 +99,14 @@ def _take_device() -> None:
             'this process sees no GPU: torch.cuda.device_count() is 0; give init_mesh("cpu", ...), or look at the '
             "driver, at CUDA_VISIBLE_DEVICES, and whether torch was built with CUDA"
         )
-    if local is None or count == 1 or (torch.cuda.is_initialized() and torch.cuda.current_device() != 0):
-        torch.cuda.init()
-        return
-    if not local.isdigit() or int(local) >= count:
-        raise ValueError(
-            f"LOCAL_RANK is {local}, but this machine shows {count} GPUs; start as many processes on it as it has GPUs "
-            f"(torchrun --nproc-per-node {count})"
-        )
-    torch.cuda.set_device(int(local))
+    has_chosen = torch.cuda.is_initialized() and torch.cuda.current_device() != 0
+    if local is not None and count > 1 and not has_chosen:
+        if not local.isdigit() or int(local) >= count:
+            raise ValueError(
+                f"LOCAL_RANK is {local}, but this machine shows {count} GPUs; start as many processes on it as it has "
+                f"GPUs (torchrun --nproc-per-node {count})"
+            )
+        torch.cuda.set_device(int(local))
     torch.cuda.init()
 
 
@@ -198,6 +198,17 @@ def processors() -> int:
 def host_threads() -> int:
     """Those that a rank of a GPU has for updates on the host: its part of this machine's processors."""
     return max(1, processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Inside, torch computes on the host with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def device_type_of(hardware: Hardware) -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu.attention import seconds
-from benchmarks.gpu.stage import Row, Setting, Skipped
+from benchmarks.gpu.stage import Row, Setting, Skipped, called
 from cost_models.hardware import Hardware
 
 SECONDS = 60
@@ -52,16 +50,8 @@ def again(setting: Setting) -> Iterator[Row]:
 
 def calibrated(path: Path) -> list[str]:
     """What `autopar.calibrate` says; the profile is in `path`, and the drift told against what stood there."""
-    command = [sys.executable, "-m", "autopar.calibrate", "--device", "cuda", "--seconds", str(SECONDS)]
-    done = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True, env=environment())
-    if done.returncode:
-        raise RuntimeError(f"autopar.calibrate ended with {done.returncode}: {done.stderr.strip()[-300:]}")
-    print(done.stdout, flush=True)
-    return done.stdout.splitlines()
-
-
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    asked = ("--device", "cuda", "--seconds", str(SECONDS), "-o", str(path))
+    return called("autopar.calibrate", *asked).splitlines()
 
 
 def host_adamw(setting: Setting) -> Iterator[Row]:

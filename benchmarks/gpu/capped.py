@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu.stage import Row, Setting
+from benchmarks.gpu.stage import Row, Setting, called
 
 
 def capped(setting: Setting, model: str) -> Iterator[Row]:
     file = Path(setting.folder, "capped.md")
     dry = [] if setting.is_cuda else ["--batch", "2", "--sequence", "32", "--steps", "2"]
     asked = ["--models", model if setting.is_cuda else "tiny", "--device", setting.device, "-o", str(file), *dry]
-    done = subprocess.run([sys.executable, "-m", "benchmarks.capped", *asked], capture_output=True, text=True)
-    if done.returncode or not file.exists():
-        raise RuntimeError(f"benchmarks.capped ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    called("benchmarks.capped", *asked)
+    if not file.exists():
+        raise RuntimeError("benchmarks.capped ended well and wrote nothing")
     lines = [line for line in file.read_text().splitlines() if line.startswith("| ")]
     names = [name.strip() for name in lines[0].strip("|").split("|")]
     for line in lines[1:]:

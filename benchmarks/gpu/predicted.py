@@ -6,16 +6,13 @@ As a user would: `python -m autopar.search` with the profile that calibrate left
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.calibration import environment
-from benchmarks.gpu.stage import Row, Setting, Skipped
+from benchmarks.gpu.stage import Row, Setting, Skipped, called
 from examples import gpt2 as gpt2_example
 from examples import llama as llama_example
 
@@ -53,9 +50,9 @@ def predicted(setting: Setting) -> Iterator[Row]:
             plan, found = Path(setting.folder, "plan.json"), Path(setting.folder, "found.json")
             within = [] if limit is None else ["--memory", f"{share * limit / 2**20:.4f}MiB"]
             asked = ["--mesh", "data=1", "--hardware", profile, "--precision", "bf16", *within, "-o", str(plan)]
-            _run("autopar.search", factory, *asked)
+            called("autopar.search", factory, *asked)
             how = ["--hardware", profile, "--precision", "bf16", "--device", setting.device]
-            _run("autopar.measure", str(plan), factory, *how, "--steps", str(STEPS), "--json", str(found))
+            called("autopar.measure", str(plan), factory, *how, "--steps", str(STEPS), "--json", str(found))
             told = json.loads(found.read_text())
             limit = told["peak_bytes"]["step"]["predicted"]
             yield from _rows(f"{model.__name__}, {'no limit' if share == 1 else f'{share:.0%} of that memory'}", told)
@@ -64,15 +61,10 @@ def predicted(setting: Setting) -> Iterator[Row]:
 def _rows(what: str, told: dict[str, Any]) -> Iterator[Row]:
     for name, pair in {"step": told["step"], **told["phases"]}.items():
         if pair["predicted"] and pair["measured"]:
-            ms = {key: round(1e3 * pair[key], 3) for key in ("predicted", "measured")}
-            yield {"plan": what, "ms of": name, **ms, "ratio": round(pair["predicted"] / pair["measured"], 3)}
-    pair = told["peak_bytes"]["step"]
-    gib = {key: round(pair[key] / 2**30, 3) for key in ("predicted", "measured")}
-    yield {"plan": what, "GiB of": "step", **gib, "ratio": round(pair["predicted"] / pair["measured"], 3)}
+            yield {"plan": what, "ms of": name, **_side_by_side(pair, 1e3)}
+    yield {"plan": what, "GiB of": "step", **_side_by_side(told["peak_bytes"]["step"], 2**-30)}
 
 
-def _run(module: str, *arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, env=environment())
-    print(done.stdout, flush=True)
-    if done.returncode:
-        raise RuntimeError(f"{module} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+def _side_by_side(pair: dict[str, float], unit: float) -> Row:
+    shown = {key: round(unit * pair[key], 3) for key in ("predicted", "measured")}
+    return shown | {"ratio": round(pair["predicted"] / pair["measured"], 3)}

@@ -6,6 +6,9 @@ other error says that the stage failed, which is neither.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,6 +136,18 @@ def errors_of(ours: nn.Module, wanted: nn.Module, what: str) -> dict[str, float]
             scale = max(1.0, least / (parameter.grad.abs().max().item() or 1e-300))
             found[name] = off(mine.to(parameter.grad.dtype), parameter.grad) / scale
     return found
+
+
+def called(module: str, *arguments: str) -> str:
+    """What `python -m module` says, which is printed, too; its process is a rank of nothing. Raises RuntimeError where
+    it fails.
+    """
+    env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, env=env)
+    print(done.stdout, flush=True)
+    if done.returncode:
+        raise RuntimeError(f"{module} ended with {done.returncode}: {done.stderr.strip()[-400:]}")
+    return done.stdout
 
 
 def moved(inputs: Any, device: str) -> Any:

@@ -81,11 +81,9 @@ def test_however_late_it_is_another_start_is_tried_where_what_fits_is_far_from_t
 
     def first_is_far(start: Pipeline, *_: Any) -> tuple[Any, Pipeline]:
         starts.append(start)
-        made = replace(found, step_seconds=9 * free.step_seconds) if far else found
-        one = SimpleNamespace(moved=lambda _: made, best=lambda *_, **__: made)
-        return (
-            (one, made) if len(starts) == 1 else (SimpleNamespace(moved=one.moved, best=lambda *_, **__: found), found)
-        )
+        made = replace(found, step_seconds=9 * free.step_seconds) if far and len(starts) == 1 else found
+        as_it_is = SimpleNamespace(moved=lambda _: made, best=lambda *_, **__: made)
+        return as_it_is, made
 
     monkeypatch.setattr(pipelines, "saving_less", first_is_far)
     monkeypatch.setattr(Cutting, "for_what_stays", lambda _, quickest: replace(quickest, ends=(ends[0] - 1, *ends[1:])))
