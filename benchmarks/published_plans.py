@@ -29,9 +29,10 @@ from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Question, Request, answer, ask
 from autopar.search.context import Progress
+from autopar.search.less_memory import SAVING_NOTHING
 from autopar.search.orders import PIPE, within_stage
 from autopar.search.pipelines import pipeline_of
-from autopar.search.stage_policies import SAVING_NOTHING, compare_staged
+from autopar.search.stage_policies import compare_staged
 from autopar.trace import capture, graph_of
 from benchmarks.beside import memory_on, progress_from_now, seconds_by_hand
 from cost_models.hardware import Hardware

@@ -67,8 +67,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Liveness:
-    """`at[node]`: when it runs; `gathered_at`, `update_at[parameter]`: when the last gradients are summed, and when the
-    optimizer updates the parameter. `instants`: how many there are.
+    """`at[node]`: when it runs; `forward_ends`: when backward begins; `gathered_at`, `update_at[parameter]`: when the
+    last gradients are summed, and when the optimizer updates the parameter. `instants`: how many there are.
 
     `made[ref]`: while that storage counts as its maker's. `new_until[read]`, `sent_until[place]`: until when the new
     tensor of a layout change there counts as the change's. `turn_of[read]`, `sent_turn[place]`: the reader's turn.
@@ -76,6 +76,7 @@ class Liveness:
     """
 
     at: Mapping[str, int]
+    forward_ends: int
     gathered_at: int
     update_at: Mapping[str, int]
     instants: int
@@ -137,6 +138,8 @@ class _Liveness:
         update_at = {name: gathered_at + 1 + place for place, name in enumerate(parameters)}
         self.last = gathered_at + 1 + max(1, len(parameters))
         self.backward_ends = gathered_at + 1
+        work = ((at, node) for at, node in enumerate(self.graph.nodes) if not node.is_source)
+        self.forward_ends = next((at for at, node in work if node.phase == "backward"), self.backward_ends)
         self._find_uses()
         self.turns: dict[Read | int, Turn] = {}
         self.gone: dict[Read | int, Share] = {}
@@ -148,7 +151,7 @@ class _Liveness:
             if type is not None
         }
         return Liveness(
-            self.at, gathered_at, update_at, self.last, made,
+            self.at, self.forward_ends, gathered_at, update_at, self.last, made,
             {by: end for by, end in self.until.items() if not isinstance(by, int)},
             {by: end for by, end in self.until.items() if isinstance(by, int)},
             {by: turn for by, turn in self.turns.items() if not isinstance(by, int)},
@@ -183,9 +186,7 @@ class _Liveness:
         if result.kind == "gradient" and self.graph.rounds.count > 1:
             return self.backward_ends
         if self.graph.rounds.times(place):
-            work = ((at, node) for at, node in enumerate(self.graph.nodes) if not node.is_source)
-            backward = (at for at, node in work if node.phase == "backward")
-            return next(backward, self.backward_ends)
+            return self.forward_ends
         return self.last
 
     def _value(self, ref: Ref) -> Ref:

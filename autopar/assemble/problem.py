@@ -22,6 +22,7 @@ import numpy as np
 from autopar.assemble.activations import Modes, add_modes, add_rereads, add_saved, rereads
 from autopar.assemble.builder import DEVICE, HOST, Array, Assembly, Sizes
 from autopar.assemble.facts import GraphFacts
+from autopar.assemble.liveness import Share
 from autopar.assemble.parameters import (
     add_gradient,
     add_parameter,
@@ -30,13 +31,14 @@ from autopar.assemble.parameters import (
     temporaries,
     update_costs,
 )
-from autopar.ir.graph import HELD, Graph
+from autopar.ir.graph import HELD, Graph, Ref
 from autopar.ir.layout import REPLICATE, Layout
 from autopar.price.overlap_discounts import Shares, costs_of
 from autopar.price.pricer import Pricer
 from autopar.propose.repeated_blocks import classes_of
 from autopar.propose.strategies import NOTHING, Strategy, even_layouts
 from autopar.rewrite import Again
+from autopar.rewrite.expose_choices import looked_at
 from solver import Edge, Problem
 
 __all__ = ["DEVICE", "HOST", "Assembled", "assemble", "output_name", "temporaries"]
@@ -176,12 +178,23 @@ def _add_results(work: Assembly, whole_outputs: bool) -> None:
         work.changed(edge, at, until, nbytes, room)
         if turn is not None:
             work.taken_over(place, edge, item, turn, type, work.pricer.nbytes(type, layouts), nbytes)
-        if (times := work.graph.rounds.times(place)) > 1:  # of all rounds, beside that of this one
+        times = work.graph.rounds.times(place)
+        if times > 1:  # of all rounds, beside that of this one
             work.held(item, 0, work.live.instants, times * work.pricer.nbytes(type, layouts))
+        if place in work.graph.held_outputs:
+            _hold_before(work, item, result.ref, max(1, times) * work.pricer.nbytes(type, layouts))
         if result.kind == "output" and result.target in tangent_of:
             tangent = work.item_of[tangent_of[result.target]]
             same = [[0.0 if give == layout else np.inf for layout in layouts] for give in work.gives(tangent, 0)]
             work.add_edge(tangent, item, np.array(same))
+
+
+def _hold_before(work: Assembly, item: int, ref: Ref, nbytes: Array) -> None:
+    """An output that a training loop still holds when it calls the next step, with the storage at which it looks."""
+    seen = work.type(ref).nbytes
+    below = sum(work.type(storage).nbytes for storage in looked_at(ref, work.node_of))
+    until = work.live.forward_ends if work.graph.rounds.count == 1 else work.live.gathered_at + 1
+    work.held(item, 0, until, Share(max(below, seen), seen).of(nbytes))
 
 
 def _add_storages(work: Assembly) -> None:

@@ -10,6 +10,9 @@ do averages of weights that are swapped in, clamped weights, and SGD by hand. He
 A number of DTensors beside a plain tensor (a penalty on the parameters, added to a loss) makes a DTensor, whose
 gradient the plain tensor's backward cannot take. Here it becomes a plain number first.
 
+What asks a DTensor whether any of it is true (`torch.autograd.detect_anomaly()` does, of gradients) is an operator that
+DTensors do not have. Here every rank asks its piece, and all of them the others.
+
 Norms over what is split are held in parts, which sums and further sums over them take for terms. Here a norm is put
 together where it is made. Numbers print as numbers do. Of a pipeline, numbers are those of all stages.
 
@@ -32,6 +35,7 @@ from autopar.attach.tensors import is_elsewhere, over_pieces
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 NORM = torch.ops.aten.linalg_vector_norm.default
+TRUE = {torch.ops.aten._is_any_true.default: "max", torch.ops.aten._is_all_true.default: "min"}
 DATA: Any = torch.Tensor.data
 
 
@@ -41,6 +45,8 @@ def mend_dtensors() -> None:
     """
     dtensor_handlers[ITEM] = _item
     dtensor_handlers[NORM] = _norm
+    for op in TRUE:
+        dtensor_handlers.setdefault(op, _is_true)
     DTensor.data = property(DATA.__get__, _set_data)  # type: ignore[assignment, method-assign]
     DTensor.__format__ = _format  # type: ignore[method-assign]
     DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
@@ -51,6 +57,15 @@ def mend_dtensors() -> None:
 def _item(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> int | float | complex | bool:
     (number,) = args
     return op(number.full_tensor())
+
+
+def _is_true(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> torch.Tensor:
+    (held,) = args
+    mine = op(held.to_local())
+    if is_elsewhere(held):
+        return mine
+    terms = [Replicate() if type(one) is Replicate else Partial(TRUE[op]) for one in held.placements]
+    return DTensor.from_local(mine.int(), held.device_mesh, terms, run_check=False).full_tensor().bool()
 
 
 def _set_data(held: DTensor, value: torch.Tensor) -> None:

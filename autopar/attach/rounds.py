@@ -19,6 +19,7 @@ from autopar.ir.layout import Layout, Shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.rounds import LAST, SUM, wide
 from autopar.plan import Plan
+from autopar.rewrite.one_loss import WITHOUT_PIPE, WITHOUT_ROUNDS, why_not_played
 
 
 @dataclass(frozen=True)
@@ -133,26 +134,9 @@ def played_in_stage(
     return _played(plan, others, [layout for _, layout in results], joins, _blocks_of(whole))
 
 
-WITHOUT_PIPE = "a mesh without `pipe`"
-
-
-def _check_playable(plan: Plan, instead: str = "leave micro_batches= out") -> None:
-    """Backward begins with the gradient of the loss, which is 1 until the user's own arrives behind the last round."""
-    graph = plan.graph
-    if any(type is not None and type.dtype == "float16" for node in graph.nodes for type in node.outputs):
-        raise PlanMismatch(
-            "float16 needs its loss scaled before backward, and in micro-batches backward runs inside the call, before "
-            f"a GradScaler can: compute in bfloat16 (precision='bf16'), or {instead}"
-        )
-    tangents = [node for node in graph.nodes if node.op == "tangent"]
-    if len(tangents) == 1 and tangents[0].outputs[0] is not None and not tangents[0].outputs[0].shape:
-        return
-    told = ", ".join(f"output {node.target} ({node.outputs[0]})" for node in tangents) or "none"
-    raise PlanMismatch(
-        f"a step in micro-batches ({graph.rounds.count}) runs backward behind each of them, from one loss that forward "
-        f"returns; backward of this model begins at {told}: return the loss from forward, and what else has a gradient "
-        f"with .detach(), or {instead}"
-    )
+def _check_playable(plan: Plan, instead: str = WITHOUT_ROUNDS) -> None:
+    if (why := why_not_played(plan.graph, plan.graph.rounds.count, instead)) is not None:
+        raise PlanMismatch(why)
 
 
 def widened(value: Tensor) -> Tensor:

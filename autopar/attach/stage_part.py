@@ -13,9 +13,9 @@ from autopar.attach.rows import Rows
 from autopar.attach.run import Runner, Step
 from autopar.emit.halves import Halves
 from autopar.emit.moves import settle
-from autopar.ir.graph import Result
+from autopar.ir.graph import Result, is_channel
 from autopar.ir.layout import Layout, local_shape
-from autopar.rewrite.stages import CHANNEL, Stage
+from autopar.rewrite.stages import Stage
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,6 @@ class StagePart:
         """(place among those of the program, result, layout) of the gradients of parameters."""
         told = enumerate(self.runner.program.gradients)
         return [(at, result, layout) for at, (result, layout) in told if not is_channel(result.target)]
-
-
-def is_channel(target: str) -> bool:
-    """Whether a result or an input is what crosses a cut."""
-    return target.startswith(CHANNEL)
 
 
 class Held:

@@ -21,12 +21,12 @@ from autopar.attach.pipe import Pipe
 from autopar.attach.rounds import played_in_stage, widened
 from autopar.attach.rows import Rows
 from autopar.attach.run import Runner, Step, as_terms
-from autopar.attach.stage_part import Held, StagePart, is_channel
+from autopar.attach.stage_part import Held, StagePart
 from autopar.attach.staging import Staged
 from autopar.emit.emit import INPUT_KINDS
 from autopar.emit.halves import Halves
 from autopar.emit.seeded import seeds
-from autopar.ir.graph import Node, Result, output_types
+from autopar.ir.graph import Node, Result, is_channel, output_types
 from autopar.ir.layout import Layout, local_shape, local_type
 from autopar.pipeline import Action
 from autopar.plan import Plan

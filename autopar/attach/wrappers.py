@@ -26,8 +26,9 @@ class Refused:
 
 REFUSED = {
     "_ddp_params_and_buffers_to_ignore": Refused(
-        "a parallel module reduces its gradients by itself: leave DistributedDataParallel out and call the module; if "
-        "each rank loads a part of the batch, as under DistributedDataParallel, compile with inputs='local'"
+        "a parallel module reduces its gradients by itself: leave DistributedDataParallel (or torch.jit, which asks "
+        "for the same) out and call the module; if each rank loads a part of the batch, as under "
+        "DistributedDataParallel, compile with inputs='local'"
     ),
     "_is_accelerate_prepared": Refused(
         "do not pass a parallel module to accelerator.prepare(): compile with inputs='local', prepare the optimizer "

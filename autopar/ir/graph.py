@@ -116,6 +116,14 @@ class Result:
     ref: Ref | None
 
 
+CHANNEL = "%"  # how the target of what crosses a cut begins: no path of an input and no index of an output does
+
+
+def is_channel(target: str) -> bool:
+    """Whether a result or an input is what goes from one pipeline stage to the next."""
+    return target.startswith(CHANNEL)
+
+
 @dataclass(frozen=True)
 class Graph:
     """Nodes in execution order: every operand is defined above its use. Forward nodes stand before backward nodes.
@@ -166,6 +174,18 @@ class Graph:
         """The parameters that have a gradient."""
         targets = {result.target for result in self.results if result.kind == "gradient" and result.ref is not None}
         return tuple(node for node in self.nodes if node.op == "parameter" and node.target in targets)
+
+    @cached_property
+    def held_outputs(self) -> tuple[int, ...]:
+        """Places of the results that are tensors which the caller of a step gets, but for scalars. A training loop
+        (`out = model(batch)`) holds them until the next forward has returned.
+        """
+        return tuple(
+            place
+            for place, result in enumerate(self.results)
+            if result.kind == "output" and result.ref is not None and not is_channel(result.target)
+            if self.type_of(result.ref).shape
+        )
 
     def adds_up(self, result: Result) -> bool:
         """Whether a step's micro-batches add the result up as it is made: gradients of parameters."""

@@ -15,7 +15,7 @@ from autopar.lower.memory import allocated
 from autopar.lower.program import Alloc, Buffer, Free, Instruction, Kind, Launch, Loop, Program, Run, Wait
 from cost_models.steps import DEVICE
 
-HELD_THROUGHOUT = (Kind.CAST, Kind.ADDED_UP)  # from the first micro-batch of a step to the last
+HELD_THROUGHOUT = (Kind.CAST, Kind.ADDED_UP, Kind.BEFORE)  # from the first micro-batch of a step to the last
 
 
 def first_half(program: Program, graph: Graph, targets: Collection[str]) -> int:

@@ -37,7 +37,15 @@ from autopar.lower.program import (
     Transfer,
     Wait,
 )
-from autopar.lower.results import OWNER_OF_RESULT, RESULT_KIND, joined, owner_of, told
+from autopar.lower.results import (
+    OWNER_OF_RESULT,
+    RESULT_KIND,
+    given_as_made,
+    joined,
+    of_the_step_before,
+    owner_of,
+    told,
+)
 from autopar.lower.schedule import Advance, Facts, Turn, schedule
 from autopar.lower.sums import AddedUp, summed_once
 from autopar.lower.taken import in_body_of, takes_of
@@ -149,22 +157,26 @@ class _Program:
         self.tangents: list[Buffer] = []
         self.casts = [*self.added_up.go]  # and all else that is there from the first micro-batch to the last
         self.stored: dict[str, int] = {}  # parameters of which something else is read
-        self.given = self._given_as_made()
+        self.given = given_as_made(plan, self._moves)
 
     def made(self) -> Program:
         sources, listing = self._sources(), self.listing
         phases: tuple[Phase, ...] = ("forward", "backward")
-        gone: list[Buffer] = []
+        gone, before = list[Buffer](), list[Buffer]()
         for phase in phases:
             self._phase(phase)
             listing.ends[phase] = len(listing.done)
             gone += joined(self.graph, self.results, listing, phase, self.resident)
+            before = before or of_the_step_before(self.graph, self.results, listing)
+            if phase == "forward" or self.graph.rounds.count > 1:  # rounds run both phases in one call
+                listing.keep(before)
         listing.keep([*self.tangents, *self.casts])
         updates = [] if self.pricer is None else self._update_parameters(self.pricer)
         resident = {*self.resident}
         given = dict.fromkeys(buffer for value in self.results.values() for buffer in listing.values[value])
         kept = [buffer for buffer in given if buffer not in resident and buffer not in gone]
-        instructions = listing.with_memory({*resident, *kept}, {"forward": self.casts, "backward": self.tangents})
+        opens = {"forward": [*before, *self.casts], "backward": self.tangents}
+        instructions = listing.with_memory({*resident, *kept}, opens)
         instructions[OPTIMIZER] = (*updates, *map(Free, left_by(updates, kept)))
         return Program(instructions, tuple(self.resident), tuple(listing.values), sources, dict(self.results))
 
@@ -199,19 +211,6 @@ class _Program:
 
     def _stored_bytes(self, node: Node) -> Any:
         return self.lowering.nbytes(self.graph.stored_type(node), self.plan.choices[node.name].lies)
-
-    def _given_as_made(self) -> dict[Ref, tuple[Kind, str]]:
-        """What is a result as it is made: for what, and whose."""
-        found: dict[Ref, tuple[Kind, str]] = {}
-        for result, delivery in zip(self.graph.results, self.plan.deliveries, strict=True):
-            if (ref := result.ref) is None or delivery is None or self._moves(delivery.changes):
-                continue
-            while not holds_storage((node := self.node_of[ref.name]).op) and not self._moves(
-                self.plan.choices[node.name].reads[0]
-            ):
-                ref = node.operands[0]
-            found.setdefault(ref, (RESULT_KIND[result.kind], OWNER_OF_RESULT[result.kind] + result.target))
-        return found
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from autopar.lower.program import PHASES, Alloc, Buffer, Free, Instruction, Loop, Program
+from autopar.lower.program import PHASES, Alloc, Buffer, Free, Instruction, Kind, Loop, Program
 from cost_models.steps import DEVICE
 
 
@@ -37,6 +37,11 @@ def resident_bytes(program: Program) -> dict[str, Any]:
     for buffer in program.resident:
         held[buffer.tier] += buffer.nbytes
     return dict(held)
+
+
+def outputs_before(program: Program) -> Any:
+    """Bytes of the device of what the step before gave, which its caller still holds."""
+    return sum(buffer.nbytes for _, buffer, sign in changes(program) if sign > 0 and buffer.kind is Kind.BEFORE)
 
 
 def peaks(program: Program) -> dict[str, int]:

@@ -37,6 +37,7 @@ class Kind(Enum):
     RESHARDED = "resharded"  # another layout of a value
     WORKSPACE = "workspace"  # what an operator takes while it runs
     OUTPUT = "output"
+    BEFORE = "output of the step before"  # which a training loop holds until it has the next one
     GRADIENT = "gradient"
     NEW_BUFFER = "new buffer"
     BUCKET = "bucket"  # gradients that are summed together

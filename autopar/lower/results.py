@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from autopar.ir.graph import Graph, Node, Phase
+from autopar.assemble.liveness import holds_storage
+from autopar.ir.graph import Graph, Node, Phase, Ref
 from autopar.lower.listing import Listing
 from autopar.lower.program import GIVEN, Buffer, Kind
+from autopar.plan.plan import Plan
+from autopar.plan.value import Decision
+from autopar.price.reshard import Reshard
 
 RESULT_KIND = {"gradient": Kind.GRADIENT, "output": Kind.OUTPUT, "buffer": Kind.NEW_BUFFER}
 OWNER_OF_RESULT = {"gradient": "gradient of ", "output": "output ", "buffer": "new "}
+
+
+def given_as_made(plan: Decision | Plan, moves: Callable[[Sequence[Reshard]], bool]) -> dict[Ref, tuple[Kind, str]]:
+    """What is a result as it is made: for what, and whose. `moves`: whether layout changes make a new tensor."""
+    found: dict[Ref, tuple[Kind, str]] = {}
+    node_of = plan.graph.by_name
+    for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
+        if (ref := result.ref) is None or delivery is None or moves(delivery.changes):
+            continue
+        while not holds_storage((node := node_of[ref.name]).op) and not moves(plan.choices[node.name].reads[0]):
+            ref = node.operands[0]
+        found.setdefault(ref, (RESULT_KIND[result.kind], OWNER_OF_RESULT[result.kind] + result.target))
+    return found
 
 
 def joined(
@@ -30,6 +47,24 @@ def joined(
     given = [buffer for buffer in ended if buffer.kind not in GIVEN]
     listing.keep(given)
     return given
+
+
+def of_the_step_before(graph: Graph, results: Mapping[int, int], listing: Listing) -> list[Buffer]:
+    """Outputs that a training loop still holds when it calls the next step."""
+    place_of = {
+        buffer: place
+        for place in graph.held_outputs
+        for buffer in listing.values[results[place]]
+        if buffer.kind not in GIVEN
+    }
+    return [
+        Buffer(
+            max(1, graph.rounds.times(place)) * buffer.nbytes,
+            Kind.BEFORE,
+            f"{OWNER_OF_RESULT['output']}{graph.results[place].target} of the step before",
+        )
+        for buffer, place in place_of.items()
+    ]
 
 
 def owner_of(node: Node) -> str:

@@ -155,6 +155,7 @@ class Twin:
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.device_mesh.device_type)
+        self.given: Any = None  # by the last step
         trained = [parameter for parameter in self.parallel.parameters() if parameter.requires_grad]
         make = OPTIMIZERS.get(self.plan.optimizer)
         self.trains = any(r.kind == "gradient" and r.ref is not None for r in self.plan.graph.results)
@@ -187,6 +188,8 @@ class Twin:
         """One training step, or one forward; `between` is called behind each phase."""
         with contextlib.nullcontext() if self.trains else torch.no_grad():
             made = self.parallel(*self.args, **self.kwargs)
+        # what a training loop's variable held until here is gone; numbers are few bytes, and no plan counts them
+        self.given = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor) and leaf.ndim]
         between("forward")
         if not self.trains:
             return
@@ -197,7 +200,7 @@ class Twin:
         if self.optimizer is not None:
             self.optimizer.step()
         between("optimizer")
-        del made, ends  # a caller keeps what the model returned, too
+        del made, ends
         self.parallel.zero_grad()
 
     def undisturbed(self, steps: int) -> float:
@@ -271,6 +274,7 @@ class Twin:
 
             live.watch(self.on_host(), on_host=True)
             live.watch([*self.parallel.parameters(), *self.parallel.buffers(), self.args, self.kwargs])
+            live.watch(self.given)
             live.watch([self.optimizer.state_dict()["state"] if self.optimizer is not None else ()])
             programs = self.parallel._autopar.prepared()
             live.watch([[dict(prepared.constants), prepared.runner.coordinates] for prepared in programs])

@@ -18,6 +18,7 @@ FOR = {
     Kind.VALUE: "activations in use", Kind.TANGENT: "activations in use", Kind.RESHARDED: "gathered or resharded",
     Kind.WORKSPACE: "workspace", Kind.TEMPORARY: "workspace", Kind.COORDINATES: "inputs, outputs",
     Kind.INPUT: "inputs, outputs", Kind.OUTPUT: "inputs, outputs",
+    Kind.BEFORE: "inputs, outputs",
 }  # fmt: skip
 TENANTS = (
     "parameters", "optimizer states", "gradients", SAVED, "activations in use", "gathered or resharded", "workspace",

@@ -79,7 +79,8 @@ class StageBytes:
     forward, backward, weight, update
                by how much what is held grows at most while F, B or I, W, or the updates behind the list run; None: not
                more than what they leave
-    outputs    of what the stage gives back from the step, which the ranks of other stages get, too; None: nothing
+    outputs    of what the stage gives back from the step, which the ranks of other stages get, too, and which all still
+               hold when the next step begins; None: nothing
 
     Raises ValueError for a wrong number of entries, and for one that is negative or not finite.
     """
@@ -168,7 +169,9 @@ def _of_rank(
 ) -> RankMemory:
     row = schedule.lists[rank]
     own = [stage for stage, holder in enumerate(schedule.rank_of) if holder == rank]
-    held = always = sum(nbytes.fixed[stage] for stage in own)
+    always = sum(nbytes.fixed[stage] for stage in own)
+    before = sum(nbytes.outputs or ())
+    held = always + before
     curve: list[float] = []
     for action in row:
         grows, kept = _changes(action, nbytes)
@@ -178,7 +181,7 @@ def _of_rank(
         held += kept - sum(gone)
     others = sum(of for stage, of in enumerate(nbytes.outputs or ()) if stage not in own)
     grows = max(_at(nbytes.update, stage) for stage in own)
-    curve[-1] = max(curve[-1], always + others + grows)  # behind the list, when all has been received
+    curve[-1] = max(curve[-1], always + others + max(before, grows))  # behind the list, when all has been received
     peak = max(curve)
     position = curve.index(peak)
     return RankMemory(tuple(curve), peak, position, row[position])

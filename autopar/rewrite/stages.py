@@ -25,15 +25,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, map_refs, weights_in
+from autopar.ir.graph import CHANNEL, Graph, Node, Ref, Result, TensorType, map_refs, weights_in
 from autopar.ir.rounds import LAST
 from autopar.ir.work import FETCH, STORE, draws
 from autopar.rewrite.backward import kept, with_first
 from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.terms import Term, sums_of, terms_of
 from solver import Edge, Problem, solve
-
-CHANNEL = "%"  # how the target of what crosses a cut begins: no path of an input and no index of an output does
 
 
 @dataclass(frozen=True, slots=True)

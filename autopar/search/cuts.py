@@ -106,9 +106,10 @@ class Cuts:
         trained = _trained_before(self.whole)[-1]
         if trained and len(self._open()) >= self.count - 1:
             frozen = sum(node.op == "parameter" for node in self.whole.graph.nodes) - len(self.whole.graph.trained)
+            what = f"{frozen} parameters are frozen (requires_grad is False), and what" if frozen else "what"
             return (
-                f"{wanted} that each hold a parameter that trains: {frozen} parameters are frozen (requires_grad is "
-                "False), and what trains lies too close together; take fewer stages, or a mesh without `pipe`"
+                f"{wanted} that each hold a parameter that trains: {what} trains lies too close together; take fewer "
+                "stages, or a mesh without `pipe`"
             )
         return f"{wanted}: it has too few layers one behind the other; take fewer stages"
 

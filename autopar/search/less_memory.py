@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.assemble.problem import output_name
@@ -16,6 +16,7 @@ from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.words import count_of
 from autopar.pipeline import in_flight
 from autopar.plan.tell import human
+from autopar.rewrite import RECOMPUTE
 from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress
 from autopar.search.cutting import KEPT, Cutting
@@ -26,6 +27,8 @@ from cost_models.steps import DEVICE
 TRIES, CLOSE = 8, 0.02  # of rooms, and how near to the right one they end
 # Of the limit is left free for what ranks work with, which grows as less is saved; twice as much each time.
 SLACK = 0.005
+# Of all modules: what both GPipe and Megatron-LM do where activations do not fit.
+SAVING_NOTHING: Mapping[str, str] = {"*": RECOMPUTE}
 SOME = 6  # tries that are made however late it is
 LEAST_S = 1.0  # seconds for each search, however late it is, or as many as the first one took
 

@@ -8,7 +8,7 @@ from autopar.assemble.builder import DEVICE, HOST
 from autopar.assemble.liveness import liveness
 from autopar.assemble.problem import output_name
 from autopar.errors import Infeasible, NoAnswerInTime
-from autopar.ir.graph import Graph, Node, gives_loss
+from autopar.ir.graph import Graph, Node, batch_size, gives_loss
 from autopar.search.memory_options import ALLOWED
 from solver import Shortage, Solution
 
@@ -131,6 +131,9 @@ def _help(shortage: Shortage, graph: Graph, closed: Collection[str]) -> str:
         others.insert(0, f"let --allow have {' and '.join(ways)}, too")
     if any(name.startswith(OUTPUT) for name, _ in shortage.tenants) and gives_loss(graph):
         others.insert(0, "leave out what training does not read beside the loss (--outputs loss)")
+    if most == VALUES and gradients and batch_size(graph) > graph.rounds.count:
+        more = "more micro-batches" if graph.rounds.count > 1 else "micro-batches"
+        others.insert(0, f"run the step in {more} (--micro-batches auto)")
     share = f"{size(held[most])} of these {size(sum(held.values()))} are {most}"
     return f"What would help most: {first}, for {share}; else {', or '.join(others)}."
 

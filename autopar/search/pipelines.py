@@ -3,7 +3,7 @@
 One plan is found for the whole model on the mesh of one stage, in micro-batches, and cut: a node's strategy does not
 hang on the stage that it is in. What does is memory: a stage holds its own parameters, and what is saved of as many
 micro-batches as are in flight there. Where some stage does not fit, the whole plan is found again with less room, until
-all of them do.
+all of them do. Where that ends in far slower steps, or nowhere, a plan in which backward runs all layers again is cut.
 
 Where it is cut is for `autopar.search.cutting`; under which schedules, with how many stages on each rank, for
 `autopar.search.orders`.
@@ -11,23 +11,30 @@ Where it is cut is for `autopar.search.cutting`; under which schedules, with how
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import replace
 
+from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.words import count_of
 from autopar.plan.renamed import names_of, renamed
+from autopar.rewrite import RECOMPUTE
 from autopar.rewrite.cast_once import in_rounds_of_stages
+from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question, ask
 from autopar.search.cutting import Cutting
-from autopar.search.less_memory import Clock, saving_less, with_less_room
+from autopar.search.less_memory import SAVING_NOTHING, Clock, saving_less, with_less_room
+from autopar.search.memory_options import ways_on
 from autopar.search.orders import PIPE, orders_of, ranks_of, within_stage
+from autopar.search.pins import obeyable
 from autopar.search.pipeline import Pipeline
 from autopar.search.request import DEFAULT, Held, Request
 from autopar.search.search import answer
 from cost_models.hardware import Hardware
 
-FAR = 1.5  # times what a step takes where memory is no limit: more is worth another start, however late it is
+FAR = 1.5  # times what a step takes where memory is no limit: more is worth another try, however late it is
 
 
 def find_pipeline(
@@ -75,8 +82,9 @@ def pipeline_of(
     limit, clock = request.memory, Clock(request.time_limit_s)
     orders = orders_of(schedule, ranks_of(mesh), question.graph.rounds.count, stages_per_rank)
 
-    def whole_within(room: float | None, held: tuple[Held, ...] = ()) -> Cutting:
-        asked = replace(request, memory=room, held=held, simulation=False, time_limit_s=clock.left_s)
+    def whole_within(room: float | None, held: tuple[Held, ...] = (), pin: Mapping[str, str] = request.pin) -> Cutting:
+        left_s = clock.left_s
+        asked = replace(request, memory=room, held=held, pin=pin, simulation=False, time_limit_s=left_s)
         with clock.running():
             whole = answer(question, asked, progress=progress)
         if not named:
@@ -92,8 +100,7 @@ def pipeline_of(
     free = replace(cutting, limit=None)
     quickest = free.moved(free.first()) if moved else free.first()
     found = free.best(orders, quickest, moved=moved)
-    told = f"{1e3 * found.step_seconds:.3f} ms a step, simulated, {found.schedule.name}"
-    progress(f"{count_of(len(found.plans), 'stage')}: {told}")
+    progress(_told(found))
     if limit is None or found.peak_bytes <= limit:
         return found
 
@@ -107,6 +114,29 @@ def pipeline_of(
         fitting += [] if near is None else fits([ended(*near)])
         if clock.is_late and any(one.step_seconds < FAR * found.step_seconds for one in fitting):
             break
-    if fitting:
-        return min(fitting, key=lambda one: one.step_seconds)
-    return ended(*with_less_room(quickest, limit, whole_within, clock))
+    nothing_fits: Infeasible | None = None
+    try:
+        fitting = fitting or [ended(*with_less_room(quickest, limit, whole_within, clock))]
+    except Infeasible as error:
+        nothing_fits = error
+    pin = _running_all_again(question, request)
+    if pin is not None and all(one.step_seconds > FAR * found.step_seconds for one in fitting):
+        progress("little was saved by choosing: all layers are run again in backward, as people do by hand")
+        with contextlib.suppress(NoAnswerInTime, NotCut, Infeasible):
+            by_hand = whole_within(None, pin=pin)
+            fitting += fits([ended(by_hand, by_hand.first())])
+    if nothing_fits is not None and not fitting:
+        raise nothing_fits
+    return min(fitting, key=lambda one: one.step_seconds)
+
+
+def _told(found: Pipeline) -> str:
+    told = f"{count_of(len(found.plans), 'stage')}: {1e3 * found.step_seconds:.3f} ms a step"
+    return f"{told}, simulated, {found.schedule.name}"
+
+
+def _running_all_again(question: Question, request: Request) -> Mapping[str, str] | None:
+    """What to pin for all layers to be run again in backward; None where they may not be."""
+    if RECOMPUTE not in ways_on(question.pricer, request.allow):
+        return None
+    return obeyable({**SAVING_NOTHING, **request.pin}, question)[0]

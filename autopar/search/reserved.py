@@ -24,7 +24,6 @@ from cost_models.reserve import Room, outside_bytes, peers_of, workspaces
 from cost_models.simulator import COMPUTE, Event, Hold
 
 TRIES = 3
-SEEN = 0.005  # of the limit: less than what gaps vary by
 RESERVED, LEFT = "reserved_bytes", "reserve_bytes"  # among the facts of a search
 WHAT = "workspaces of kernels, buffers of collectives and gaps of the allocator"
 
@@ -92,16 +91,6 @@ def held_within(room: Room, find: Callable[[float], Plan], pricer: Pricer) -> Pl
     )
 
 
-def outputs_bytes(plan: Plan) -> int:
-    """Bytes of a rank that are outputs of the model beside scalars, which live for as long as the caller holds them."""
-    graph, found = plan.graph, 0
-    for result, delivery in zip(graph.results, plan.deliveries, strict=True):
-        if result.kind == "output" and result.ref is not None and delivery is not None:
-            type = graph.type_of(result.ref)
-            found += local_type(type, delivery.lies(plan.mesh), plan.mesh).nbytes if type.shape else 0
-    return found
-
-
 def told(plan: Plan, room: Room, pricer: Pricer) -> Plan:
     """The plan, which says what is reserved for it."""
     if not pricer.hardware.reserve or RESERVED in plan.search:
@@ -112,12 +101,6 @@ def told(plan: Plan, room: Room, pricer: Pricer) -> Plan:
         f"those this plan reserves {human(reserved)} (predicted)"
     )
     facts = {**plan.search, RESERVED: reserved, LEFT: int(room.left)}
-    given = outputs_bytes(plan)
-    if given > SEEN * room.limit and reserved + given > room.limit:
-        note += (
-            f". Of them {human(given)} are outputs beside the loss, which count until the step ends: a loop whose "
-            'variable still holds them in the next forward needs that much more; delete them first, or outputs="loss"'
-        )
     limit = None if plan.memory_limit is None else room.tensors  # what was asked for, whatever a later try was given
     others = tuple(one for one in plan.notes if WHAT not in one)  # a plan that took another's place has its notes
     return replace(plan, search=facts, notes=(*others, note), memory_limit=limit)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autopar.ir.graph import Graph
 from autopar.lower.halves import HELD_THROUGHOUT, reads
-from autopar.lower.memory import allocated, resident_bytes
+from autopar.lower.memory import allocated, outputs_before, resident_bytes
 from autopar.lower.program import Buffer, Instruction, Kind, Program
 from autopar.rewrite.stages import Stage
 from cost_models.steps import DEVICE
@@ -37,6 +37,7 @@ class Footprint:
         """
         ahead, backward = program.instructions.get("forward", ()), program.instructions.get("backward", ())
         tangents, throughout = _allocated(backward, (Kind.TANGENT,)), _allocated(ahead, HELD_THROUGHOUT)
+        throughout -= outputs_before(program)  # which every rank holds, `autopar.pipeline.memory` says how long
         made, forward = _grown(ahead)
         first, inputs = _grown(backward[:half])
         second, weight = _grown(backward[half:])

@@ -12,6 +12,7 @@ from autopar.rewrite import RECOMPUTE
 from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question
 from autopar.search.cutting import Cutting
+from autopar.search.less_memory import SAVING_NOTHING
 from autopar.search.memory_options import ways_on
 from autopar.search.orders import within_stage
 from autopar.search.pins import obeyable
@@ -27,8 +28,6 @@ STAGED: Mapping[str, str] = {
     "megatron-3d": "1f1b, with tensor-parallel on the last axis of a stage's mesh and data-parallel on the others "
     "(Narayanan et al. 2021)",
 }
-# Where a policy does not fit, layers are run again in backward, as both GPipe and Megatron-LM do.
-SAVING_NOTHING: Mapping[str, str] = {"*": "recompute"}
 FITS = {False: "yes", True: "yes, with layers run again"}
 SCHEDULE_OF = {"gpipe": "gpipe", "1f1b": "1f1b", "megatron-3d": "1f1b"}
 

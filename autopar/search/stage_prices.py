@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autopar.ir.layout import Layout, local_type
 from autopar.lower import lower
 from autopar.lower.halves import first_half, held_between
-from autopar.lower.memory import changes
+from autopar.lower.memory import changes, outputs_before
 from autopar.lower.program import Instruction, Kind, Loop, Program, Run, Update
 from autopar.pipeline import StageBytes
 from autopar.plan import Plan
@@ -71,7 +71,7 @@ def price_of(stage: Stage, plan: Plan, pricer: Pricer) -> StagePrice:
         sent,
         returned,
         crossing.shared,
-        float(sum(one.nbytes for one in program.resident if one.kind is Kind.OUTPUT)),
+        outputs_before(program),
         {name: _once(name, program, timeline) for name in stage.tied},
     )
 

@@ -83,9 +83,20 @@ class _Beside:
     without_tangent: set[str] = field(default_factory=set[str])
 
 
-def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int) -> _Beside:
+def _outputs_settled(
+    module: torch.fx.GraphModule, exported: torch.export.ExportedProgram, every_tangent: bool, loss_alone: bool
+) -> _Beside:
+    """Change an exported module so that its outputs are, and have the gradients, that are wanted."""
+    if every_tangent and not loss_alone:
+        return _Beside()
+    own, loss = _own_outputs(exported) if loss_alone else 0, None if every_tangent else _loss_by_name(exported)
+    return _only_scalars_differentiable(module, own, loss)
+
+
+def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int, loss: int | None) -> _Beside:
     """Where an output of an exported module is a scalar with a gradient, let the others have none: a tangent of zeros
     as large as the logits would flow through the whole backward pass. Of the first `alone` outputs those are left out.
+    Where output `loss` is such a scalar, the others are what it is made of, or are looked at, and have none, too.
     """
     (output,) = module.graph.find_nodes(op="output")
     leaves, found = list(output.args[0]), _Beside()
@@ -95,8 +106,12 @@ def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int) -> _B
         if not found.has_loss:
             return values
         large = {i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.ndim}
-        found.without_tangent.update(str(i) for i in large if values[i].requires_grad and i >= alone)
-        return [value if i not in large else None if i < alone else value.detach() for i, value in enumerate(values)]
+        given = {i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad}
+        left_out = {i for i in large if i < alone}
+        beside = given & large if loss not in given - large else given - {loss}
+        found.without_tangent.update(str(i) for i in beside - left_out)
+        kept = [value.detach() if i in beside | large else value for i, value in enumerate(values)]
+        return [None if i in left_out else value for i, value in enumerate(kept)]
 
     with module.graph.inserting_before(output):
         kept = module.graph.call_function(keep_scalar_gradients, (leaves,))
@@ -109,6 +124,17 @@ def _own_outputs(exported: torch.export.ExportedProgram) -> int:
     """How many outputs are the model's own: the last leaves of a `Returned` are tensors that forward keeps."""
     returned = exported.call_spec.out_spec
     return 0 if returned is None else returned.num_leaves - len(returned.context)
+
+
+def _loss_by_name(exported: torch.export.ExportedProgram) -> int | None:
+    """Which output the model calls `loss`: by a key, or a field of a dataclass or a named tuple."""
+    returned = exported.call_spec.out_spec
+    if returned is None:
+        return None
+    leaves = [torch.empty(()) for _ in range(returned.num_leaves)]
+    outputs = pytree.tree_unflatten(leaves, returned).outputs
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    return next((place for place, leaf in enumerate(leaves) if leaf is found), None)
 
 
 def fake_copy(
@@ -230,8 +256,8 @@ def capture(
     `precision`: parameters and inputs are cast as it says before they are used. `device_type`: what the program will
     run on; `under_its_autocast`: some of it runs under that device's autocast (found out where it is left out). Tensors
     among the inputs give shapes and dtypes only; DTensors count with their global shape.
-    `every_tangent`: outputs beside a scalar loss get their gradients, too; `loss_alone`: those that are no scalars are
-    None. Raises TraceError.
+    `every_tangent`: outputs beside a scalar loss get gradients, and scalars beside one that is called `loss`;
+    `loss_alone`: those that are no scalars are None. Raises TraceError.
     """
     check_names(model)
     around = _autocast_around(device_type)
@@ -264,8 +290,7 @@ def capture(
         with_functions(inner, functions)
         fakes = _spell_out_casts(setting, inner, inputs.fakes)
         keep_attention(inner)
-        own = _own_outputs(exported) if loss_alone else 0
-        beside = _Beside() if every_tangent and not loss_alone else _only_scalars_differentiable(inner, own)
+        beside = _outputs_settled(inner, exported, every_tangent, loss_alone)
         if device_type == "cpu":
             insert_autocast(inner, setting.autocast)
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)

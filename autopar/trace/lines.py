@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -30,6 +32,13 @@ CACHE = (
     "A training step has no key/value cache: leave past_key_values out, and set use_cache=False (in the call, or as "
     "model.config.use_cache = False)."
 )
+ARRAY = "Give tensors: torch.from_numpy(array)."
+CTC = (
+    "Its sizes hang on the values of the lengths: return the log-probabilities from forward, and compute F.ctc_loss of "
+    "what the parallel module gives (without micro_batches= and `pipe`)."
+)
+NO_ROWS = re.compile(r"\[(.*, )?0[,\]]")
+EMPTY = "A batch without rows has nothing to compute: leave it out."
 BY_ITSELF = "Call the model with these inputs without autopar: it should run there first."
 IT_RUNS = "Without autopar the model runs with these inputs, but torch.export cannot follow it"
 NO_LINE = ", and names no line: a module that is none of Python (quantized, compiled) stands in the way, mostly."
@@ -40,24 +49,32 @@ ADVICE = (
     (re.compile("(?i)nested|jagged|varlen|SymInt.{0,60}is not tracked with proxy", re.DOTALL), LENGTHS),
     (re.compile("entirely functional graph"), HELD),
     (re.compile("CausalBias"), CAUSAL_BIAS),
+    (re.compile("Unsupported input type <class 'numpy"), ARRAY),
+    (re.compile("_ctc_loss"), CTC),
     (re.compile("no autograd formula was registered"), NO_BACKWARD),
     (VALUE_ERRORS, VALUES),
 )
+OWN_WORDS = {CACHE: "it takes or gives a key/value cache", ARRAY: "an input is a numpy array"}
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
 
 
 @contextlib.contextmanager
 def without_torchs_log() -> Iterator[None]:
-    """Where an operator refuses its operands, torch logs a page of its own lines before it raises; what it raises says
-    the same in one.
+    """Where an operator refuses its operands, torch logs a page of its own lines before it raises, and prints the half
+    of a model that it could trace; what it raises says the same in one line.
     """
-    log = logging.getLogger("torch")
+    log, said = logging.getLogger("torch"), io.StringIO()
     before = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stderr(said):
+            yield
+    except TraceError:
+        said = io.StringIO()
+        raise
     finally:
         log.setLevel(before)
+        sys.stderr.write(said.getvalue())
 
 
 @contextlib.contextmanager
@@ -75,9 +92,13 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
         ]
         told = f"{type(error).__name__} {error}"
         advice = next((advice for pattern, advice in ADVICE if pattern.search(told)), "")
+        if NO_ROWS.search(inputs) and isinstance(error, ZeroDivisionError):
+            advice = EMPTY
         end = "" if reason.endswith(".") else "."
         line = line_of(error)
         what = f"{line}: {type(error).__name__}: {reason}{end}"
+        if advice in OWN_WORDS:  # what torch says is how to register a class
+            what = f"{line}: {OWN_WORDS[advice]}."
         if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
             raise TraceError(f"the model does not run with its inputs, {inputs},{what} {NO_RUN}") from error
         if not advice:

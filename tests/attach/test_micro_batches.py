@@ -135,6 +135,48 @@ def test_backward_comes_once_and_from_the_loss(one: DeviceMesh) -> None:
         parallel(*numbers(4))["scores"].sum().backward()
 
 
+class LossAndTerms(nn.Module):
+    """Gives what its loss is made of beside it, each a scalar with a gradient, as models with routed experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(12, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.inner(x).relu()
+        main, penalty = self.head(hidden).square().mean(), hidden.pow(2).mean()
+        return {"main": main, "loss": main + 0.1 * penalty, "penalty": penalty}
+
+
+@pytest.mark.parametrize("outputs", ["sharded", "loss"])
+def test_what_a_loss_is_made_of_may_come_with_it(one: DeviceMesh, outputs: str) -> None:
+    plain = LossAndTerms().double()
+    parallel = autopar.compile(plain, one, micro_batches=2, outputs=outputs)
+    x = numbers(8)[0].double()
+    expected, found = plain(x), parallel(x)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key].detach(), value.detach(), rtol=1e-9, atol=0)
+    expected["loss"].backward()
+    found["loss"].backward()
+    same(parallel, plain)
+    with pytest.raises(RuntimeError, match="a gradient arrives for an output beside the loss"):
+        found = parallel(x)
+        (found["loss"] + found["penalty"]).backward()
+
+
+@pytest.mark.parametrize("outputs", ["sharded", "loss"])
+def test_without_micro_batches_each_of_them_may_be_differentiated(one: DeviceMesh, outputs: str) -> None:
+    plain = LossAndTerms().double()
+    parallel = autopar.compile(plain, one, outputs=outputs)
+    x = numbers(8)[0].double()
+    for weight in (0.0, 0.5, 0.7):
+        for model in (plain, parallel):
+            model.zero_grad()
+            made = model(x)
+            (made["loss"] if not weight else made["loss"] * 2 + weight * made["penalty"] + made["main"]).backward()
+        same(parallel, plain)
+
+
 class Scores(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -160,9 +202,9 @@ class Normed(nn.Module):
 
 def test_what_cannot_be_is_said_in_one_sentence(one: DeviceMesh) -> None:
     x = numbers(8)[0].float()
-    with pytest.raises(PlanMismatch, match=r"from one loss that forward returns; .* output 0 .*: return the loss"):
+    with pytest.raises(NotCut, match=r"from one loss that forward returns; .* output 0 .*: return the loss"):
         autopar.compile(Scores(), one, micro_batches=2)(x)
-    with pytest.raises(PlanMismatch, match="float16 needs its loss scaled before backward"):
+    with pytest.raises(NotCut, match="float16 needs its loss scaled before backward"):
         autopar.compile(Halves().half(), one, micro_batches=2)(x)
     with pytest.raises(NotCut, match=r"F.batch_norm.*: _native_batch_norm.* works on the whole batch at once"):
         autopar.compile(Normed(), one, micro_batches=2)(x)

@@ -11,6 +11,7 @@ from math import prod
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -126,6 +127,35 @@ def test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says(
         print(f"{name:12} {plan.mesh!s:18} {label:14} prefetch {prefetch} {ratio:.4f}")
         assert UNDER <= ratio <= OVER, (label, prefetch, ratio)
         assert unwaited and all(run.prefetch == prefetch for run in unwaited)
+
+
+class Wide(nn.Module):
+    """Its output is most of what a step holds, and most of it where the forward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(4, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(x)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_the_step_before_gave_is_held_until_the_next_forward_has_ended(
+    fake_mesh: Ranks, trained: bool, ranks: int
+) -> None:
+    """As `out = model(batch)` in a loop does: an H200 ran out of memory by it."""
+    model, inputs = Wide().requires_grad_(trained), {"x": torch.rand(1024, 4)}
+    graph = traced(model, (), inputs)
+    (label, plan), *_ = plans(graph, (ranks,), 0)
+    fake_mesh(data=ranks)
+    found = memory_of(plan, model, (), inputs)
+    output = 1024 // ranks * 64 * 4
+    assert found["forward"].measured >= 2 * output
+    twice = 0 if trained else plan.mesh.coordinate_bytes  # a program without backward holds them by itself, too
+    for phase, pair in found.items():
+        assert pair.predicted == pair.measured - twice, (label, phase)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one by one", "foreach"])

@@ -333,3 +333,18 @@ def check_a_backward_that_is_no_derivative(ranks: Ranks) -> None:
         parallel = _compiled(ranks, plain, policy, x, y)
         plain(x, y)[0].backward(), parallel(x, y)[0].backward()
         same_gradients(plain, parallel)
+
+
+def check_anomalies_are_found_on_all_ranks(ranks: Ranks) -> None:
+    """`detect_anomaly` asks every gradient whether any of it is none, of which DTensors know nothing."""
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        plain, parallel = _both(ranks, policy, x, y)
+        with torch.autograd.detect_anomaly():
+            parallel(x, y)[0].backward()
+        plain(x, y)[0].backward()
+        same_gradients(parallel, plain)
+        bad = x.clone()
+        bad[0, 0] = torch.nan  # of rank 0's rows alone
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="returned nan values"):
+            parallel(bad, y)[0].backward()

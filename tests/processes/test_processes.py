@@ -17,6 +17,7 @@ from tests.processes.launch import ROOT, run_checks
 FIRST = {
     "api": ["accumulation", "dropout", "inputs_and_outputs", "state_dicts"],
     "boundary": [
+        "anomalies_are_found_on_all_ranks",
         "every_output_has_its_gradient",
         "losses_of_rows_that_a_mask_picks",
         "other_batches_on_each_rank_are_refused",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.errors import Infeasible
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.rewrite.micro_batches import in_rounds
@@ -90,3 +91,23 @@ def test_however_late_it_is_another_start_is_tried_where_what_fits_is_far_from_t
     request = Request(memory=limit, allow=("recompute",), time_limit_s=1e-3)
     made = find_pipeline(graph, mesh, FAST, 4, request, schedule="1f1b")
     assert len(starts) == (2 if far else 1) and made.step_seconds == free.step_seconds
+
+
+def test_where_nothing_else_fits_all_layers_are_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As people do it by hand; but not where nothing may be run again."""
+    graph, mesh = large(), Mesh(("pipe",), (2,))
+    free = find_pipeline(graph, mesh, FAST, 4, schedule="1f1b")
+    monkeypatch.setattr(pipelines, "saving_less", lambda *_: None)
+    asked: list[float] = []
+
+    def with_less_room(found: Pipeline, limit: float, *_: Any) -> Any:
+        asked.append(limit)
+        raise Infeasible("nothing fits")
+
+    monkeypatch.setattr(pipelines, "with_less_room", with_less_room)
+    request = Request(memory=0.75 * free.peak_bytes, allow=("recompute",))
+    found = find_pipeline(graph, mesh, FAST, 4, request, schedule="1f1b")
+    assert found.peak_bytes <= 0.75 * free.peak_bytes and len(asked) == 1
+    assert free.step_seconds < found.step_seconds < 1.5 * free.step_seconds
+    with pytest.raises(Infeasible, match="nothing fits"):
+        find_pipeline(graph, mesh, FAST, 4, replace(request, allow=("offload-activations",)), schedule="1f1b")

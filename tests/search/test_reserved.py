@@ -10,19 +10,16 @@ import pytest
 
 from autopar.errors import Infeasible
 from autopar.plan import Plan
-from autopar.search import Question, Request, answer, ask, reserved
+from autopar.search import Question, Request, answer, ask
 from autopar.search.reserved import (
     LEFT,
     RESERVED,
     TRIES,
     check_fits,
     held_within,
-    outputs_bytes,
     reserved_bytes,
     telling,
-    told,
 )
-from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
 from cost_models.reserve import Room, outside_bytes, room_in, workspaces
 from tests.support.check import mesh_of
@@ -56,26 +53,6 @@ def test_what_is_found_says_what_it_reserves() -> None:
     assert plan.search[RESERVED] == reserved_bytes(plan, question(2).pricer) < room.limit
     assert plan.search[LEFT] == int(room.left) and plan.memory_limit == room.tensors
     assert any("are left for workspaces of kernels" in note for note in plan.notes)
-
-
-def test_outputs_that_a_loop_may_still_hold_in_the_next_forward_are_told_where_they_would_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`out = model(...)` keeps the logits of the step before until the next ones are there: seen on an H200, where a
-    plan with the memory of its limit had none for them.
-    """
-    monkeypatch.setattr(reserved, "SEEN", 0.0)  # logits of a small model are few beside workspaces
-    plan = fastest(1)
-    types = [plan.graph.type_of(r.ref) for r in plan.graph.results if r.kind == "output" and r.ref is not None]
-    (logits,) = [type for type in types if type.shape]
-    assert outputs_bytes(plan) == logits.nbytes
-    needs, word = reserved_bytes(plan, question(1).pricer), "a loop whose variable still holds them"
-    for limit, is_told in ((needs + logits.nbytes / 2, True), (needs + 2 * logits.nbytes, False)):
-        made = told(plan, Room(limit), question(1).pricer)
-        assert any(word in note for note in made.notes) == is_told
-    case = family("gpt2")
-    alone = graph_of(capture(case.model, (), case.inputs, loss_alone=True))
-    assert outputs_bytes(answer(ask(alone, mesh_of(1), H100))) == 0
 
 
 def test_a_plan_with_too_many_gaps_is_searched_again_with_that_much_less() -> None:

@@ -15,7 +15,7 @@ from autopar.ir.graph import Graph, Node, Ref, Result, TensorType
 from autopar.ir.layout import local_type
 from autopar.ir.mesh import Mesh
 from autopar.lower import Program
-from autopar.lower.memory import peaks
+from autopar.lower.memory import outputs_before, peaks
 from autopar.plan import Plan
 from autopar.plan.fit import check_rules
 from autopar.rules.looped import Offer
@@ -87,7 +87,9 @@ def check_numbers(graph: Graph, mesh: Mesh, made: Plans, prefetches: Sequence[in
 
 
 def held_beside(program: Program, graph: Graph, mesh: Mesh, offer: Offer) -> int:
-    """Bytes that a program of that product holds, at most, beside its operands and its result."""
-    held = sum(buffer.nbytes for buffer in program.resident)
+    """Bytes that a program of that product holds, at most, beside its operands and its result, and the one that the
+    caller has of the step before.
+    """
+    held = sum(buffer.nbytes for buffer in program.resident) + outputs_before(program)
     result = local_type(graph.type_of(Ref("product")), offer.gives[0], mesh).nbytes
     return peaks(program)["hbm"] - held - result

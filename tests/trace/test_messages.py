@@ -162,3 +162,24 @@ class Behind(nn.Module):
 def test_attention_that_is_not_built_is_refused(does: Callable[[Tensor], Tensor], trained: bool, told: str) -> None:
     with pytest.raises(TraceError, match=told):
         capture(Behind(does, trained), (torch.randn(2, 4),), {})
+
+
+def test_an_array_among_the_inputs_is_told_so() -> None:
+    model = Model(lambda x: x * 2)
+    with pytest.raises(TraceError, match=r"graph: an input is a numpy array\. Give tensors: torch.from_numpy"):
+        capture(model, (torch.randn(2, 4).numpy(),), {})
+
+
+class Ctc(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, y: Tensor, lengths: Tensor, wanted: Tensor) -> Tensor:
+        return nn.functional.ctc_loss(self.linear(x).log_softmax(-1), y, lengths, wanted)
+
+
+def test_a_loss_whose_sizes_hang_on_values_belongs_outside() -> None:
+    inputs = torch.randn(6, 2, 4), torch.randint(1, 5, (2, 3)), torch.tensor([6, 6]), torch.tensor([3, 2])
+    with pytest.raises(TraceError, match=r"return the log-probabilities from forward, and compute F.ctc_loss of"):
+        capture(Ctc(), inputs, {})

@@ -4,10 +4,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -44,26 +41,10 @@ def traced(
     args, kwargs = _call(example, text)
     model = example.model
     training = model.training or any(parameter.requires_grad for parameter in model.parameters())
-    with _without_torchs_dump():
-        captured = capture(
-            model, args, kwargs, training=None if training == model.training else training, precision=precision,
-            loss_alone=loss_alone, device_type=device_type,
-        )  # fmt: skip
-    return captured
-
-
-@contextlib.contextmanager
-def _without_torchs_dump() -> Iterator[None]:
-    """Where a model cannot be captured, torch prints the half of it that could be; our sentence names the line."""
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            yield
-    except TraceError:
-        said = io.StringIO()
-        raise
-    finally:
-        sys.stderr.write(said.getvalue())
+    return capture(
+        model, args, kwargs, training=None if training == model.training else training, precision=precision,
+        loss_alone=loss_alone, device_type=device_type,
+    )  # fmt: skip
 
 
 def _call(example: Example, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
