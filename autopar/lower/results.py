@@ -55,7 +55,7 @@ def of_the_step_before(graph: Graph, results: Mapping[int, int], listing: Listin
         buffer: place
         for place in graph.held_outputs
         for buffer in listing.values[results[place]]
-        if buffer.kind not in GIVEN
+        if buffer.kind not in GIVEN or graph.rounds.times(place)  # those of all micro-batches are put together
     }
     return [
         Buffer(
