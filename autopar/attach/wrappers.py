@@ -6,10 +6,14 @@ Around a module that is parallel already it fails deep inside, or would reduce g
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+
+from autopar.attach.placing import as_user_class
 
 
 class Refused:
@@ -46,4 +50,24 @@ def parallel_class(model_class: type[nn.Module], base: type[nn.Module]) -> type[
 
     forward.__signature__ = inspect.signature(model_class.forward)  # type: ignore[attr-defined]
     forward.__doc__ = model_class.forward.__doc__
-    return type(f"Parallel{model_class.__name__}", (base, model_class), {"forward": forward, **REFUSED})
+    own = {"forward": forward, **REFUSED}
+    saves = getattr(model_class, "save_pretrained", None)
+    if saves is not None and {"state_dict", "is_main_process"} <= inspect.signature(saves).parameters.keys():
+        own["save_pretrained"] = _saving_whole_tensors(saves)
+    return type(f"Parallel{model_class.__name__}", (base, model_class), own)
+
+
+def _saving_whole_tensors(saves: Any) -> Any:
+    """transformers' `save_pretrained`, which all ranks have to call: rank 0 writes what the plain model would."""
+
+    @functools.wraps(saves)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(saves).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["state_dict"] is None:
+            given.arguments["state_dict"] = self.full_state_dict()
+            given.arguments["is_main_process"] = given.arguments["is_main_process"] and dist.get_rank() == 0
+        with as_user_class(self):  # by whose name it is loaded
+            return saves(*given.args, **given.kwargs)
+
+    return save_pretrained

@@ -12,7 +12,6 @@ Where it is cut is for `autopar.search.cutting`; under which schedules, with how
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.errors import Infeasible, NoAnswerInTime
@@ -30,7 +29,7 @@ from autopar.search.memory_options import ways_on
 from autopar.search.orders import PIPE, orders_of, ranks_of, within_stage
 from autopar.search.pins import obeyable
 from autopar.search.pipeline import Pipeline
-from autopar.search.request import DEFAULT, Held, Request
+from autopar.search.request import DEFAULT, Request
 from autopar.search.search import answer
 from cost_models.hardware import Hardware
 
@@ -81,12 +80,11 @@ def pipeline_of(
     """
     limit, clock = request.memory, Clock(request.time_limit_s)
     orders = orders_of(schedule, ranks_of(mesh), question.graph.rounds.count, stages_per_rank)
+    unlimited = replace(request, memory=None, simulation=False)
 
-    def whole_within(room: float | None, held: tuple[Held, ...] = (), pin: Mapping[str, str] = request.pin) -> Cutting:
-        left_s = clock.left_s
-        asked = replace(request, memory=room, held=held, pin=pin, simulation=False, time_limit_s=left_s)
+    def whole_of(asked: Request) -> Cutting:
         with clock.running():
-            whole = answer(question, asked, progress=progress)
+            whole = answer(question, replace(asked, time_limit_s=clock.left_s), progress=progress)
         if not named:
             return Cutting.of(whole, mesh, question.pricer.hardware, orders, limit)
         whole = renamed(whole, names_of(whole))
@@ -96,7 +94,7 @@ def pipeline_of(
     def ended(cutting: Cutting, found: Pipeline) -> Pipeline:
         return cutting.best(orders, cutting.moved(found) if moved else found, moved=moved)
 
-    cutting = whole_within(None)
+    cutting = whole_of(unlimited)
     free = replace(cutting, limit=None)
     quickest = free.moved(free.first()) if moved else free.first()
     found = free.best(orders, quickest, moved=moved)
@@ -104,30 +102,34 @@ def pipeline_of(
     if limit is None or found.peak_bytes <= limit:
         return found
 
-    def fits(these: list[Pipeline]) -> list[Pipeline]:
-        return [one for one in these if one.peak_bytes <= limit]
-
-    fitting = fits([ended(cutting, cutting.first())])  # as the cut and the schedule alone make room
+    fitting = _fitting(limit, ended(cutting, cutting.first()))  # as the cut and the schedule alone make room
     roomy = cutting.for_what_stays(quickest) if moved else quickest
     for start in [roomy] if roomy.ends == quickest.ends else [roomy, quickest]:
-        near = saving_less(start, limit, lambda held: whole_within(None, held), clock, progress)
-        fitting += [] if near is None else fits([ended(*near)])
+        near = saving_less(start, limit, lambda held: whole_of(replace(unlimited, held=held)), clock, progress)
+        fitting += [] if near is None else _fitting(limit, ended(*near))
         if clock.is_late and any(one.step_seconds < FAR * found.step_seconds for one in fitting):
             break
     nothing_fits: Infeasible | None = None
     try:
-        fitting = fitting or [ended(*with_less_room(quickest, limit, whole_within, clock))]
+        fitting = fitting or [
+            ended(*with_less_room(quickest, limit, lambda room: whole_of(replace(unlimited, memory=room)), clock))
+        ]
     except Infeasible as error:
         nothing_fits = error
-    pin = _running_all_again(question, request)
-    if pin is not None and all(one.step_seconds > FAR * found.step_seconds for one in fitting):
+    by_hand = _running_all_again(question, unlimited)
+    if by_hand is not None and all(one.step_seconds > FAR * found.step_seconds for one in fitting):
         progress("little was saved by choosing: all layers are run again in backward, as people do by hand")
         with contextlib.suppress(NoAnswerInTime, NotCut, Infeasible):
-            by_hand = whole_within(None, pin=pin)
-            fitting += fits([ended(by_hand, by_hand.first())])
+            cutting = whole_of(by_hand)
+            fitting += _fitting(limit, ended(cutting, cutting.first()))
     if nothing_fits is not None and not fitting:
         raise nothing_fits
     return min(fitting, key=lambda one: one.step_seconds)
+
+
+def _fitting(limit: float, found: Pipeline) -> list[Pipeline]:
+    """The pipeline, where it fits."""
+    return [found] if found.peak_bytes <= limit else []
 
 
 def _told(found: Pipeline) -> str:
@@ -135,8 +137,10 @@ def _told(found: Pipeline) -> str:
     return f"{told}, simulated, {found.schedule.name}"
 
 
-def _running_all_again(question: Question, request: Request) -> Mapping[str, str] | None:
-    """What to pin for all layers to be run again in backward; None where they may not be."""
+def _running_all_again(question: Question, request: Request) -> Request | None:
+    """The same request, with all layers run again in backward: repeated ones have little to differ by then. None where
+    they may not be.
+    """
     if RECOMPUTE not in ways_on(question.pricer, request.allow):
         return None
-    return obeyable({**SAVING_NOTHING, **request.pin}, question)[0]
+    return replace(request, pin=obeyable({**SAVING_NOTHING, **request.pin}, question)[0], tied=True)

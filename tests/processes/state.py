@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
+import tempfile
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import autopar
 from autopar.ir.mesh import Mesh
@@ -218,3 +221,27 @@ def check_a_state_dict_of_rank_zero_alone_is_loaded(ranks: Ranks) -> None:
         with pytest.raises((RuntimeError, ValueError), match=what):
             parallel.load_full_state_dict(given)
     same_steps(copy.deepcopy(source), parallel, batch(), steps=1)
+
+
+def check_transformers_saves_what_it_loads(ranks: Ranks) -> None:
+    """`save_pretrained(folder)` without a word of pieces, by all ranks: whole tensors, under the plain model's name."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    plain, ids = GPT2LMHeadModel(config), torch.randint(0, 64, (4, 8))
+    inputs = {"input_ids": ids, "labels": ids}
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    mesh = ranks.mesh()
+    graph = graph_of(capture(plain, (), inputs))
+    plan = search(graph, Mesh(("data",), (ranks.count,)), FAST, Request(policy="fsdp"))
+    parallel = autopar.compile(plain, mesh, plan=plan)
+    parallel(**inputs).loss.backward()
+    assert any(type(one.placements[0]) is Shard for one in parallel.parameters() if isinstance(one, DTensor))
+    parallel.save_pretrained(folder[0])
+    dist.barrier()
+    loaded = AutoModelForCausalLM.from_pretrained(folder[0])
+    assert type(loaded) is GPT2LMHeadModel and loaded.config.architectures == ["GPT2LMHeadModel"]
+    for mine, theirs in zip(loaded.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
