@@ -62,16 +62,10 @@ def find_pipeline(
 
 
 def pipeline_of(
-    question: Question,
-    mesh: Mesh,
-    request: Request = DEFAULT,
-    *,
-    schedule: str = "auto",
-    stages_per_rank: int | None = None,
-    moved: bool = True,
-    named: bool = False,
+    question: Question, mesh: Mesh, request: Request = DEFAULT, *, schedule: str = "auto",
+    stages_per_rank: int | None = None, moved: bool = True, named: bool = False,
     progress: Progress = lambda text: None,
-) -> Pipeline:
+) -> Pipeline:  # fmt: skip
     """`find_pipeline`, of a question already asked: of a step in micro-batches, on the mesh of one stage.
 
     `moved`: ends of stages are moved where that is quicker. `named`: the axes are called by what they do. The time
@@ -102,11 +96,14 @@ def pipeline_of(
     if limit is None or found.peak_bytes <= limit:
         return found
 
+    def saving(asked: Request, start: Pipeline) -> list[Pipeline]:
+        near = saving_less(start, limit, lambda held: whole_of(replace(asked, held=held)), clock, progress)
+        return [] if near is None else _fitting(limit, ended(*near))
+
     fitting = _fitting(limit, ended(cutting, cutting.first()))  # as the cut and the schedule alone make room
     roomy = cutting.for_what_stays(quickest) if moved else quickest
     for start in [roomy] if roomy.ends == quickest.ends else [roomy, quickest]:
-        near = saving_less(start, limit, lambda held: whole_of(replace(unlimited, held=held)), clock, progress)
-        fitting += [] if near is None else _fitting(limit, ended(*near))
+        fitting += saving(unlimited, start)
         if clock.is_late and any(one.step_seconds < FAR * found.step_seconds for one in fitting):
             break
     nothing_fits: Infeasible | None = None
@@ -121,7 +118,8 @@ def pipeline_of(
         progress("little was saved by choosing: all layers are run again in backward, as people do by hand")
         with contextlib.suppress(NoAnswerInTime, NotCut, Infeasible):
             cutting = whole_of(by_hand)
-            fitting += _fitting(limit, ended(cutting, cutting.first()))
+            start = ended(cutting, cutting.first())
+            fitting += _fitting(limit, start) or saving(by_hand, start)
     if nothing_fits is not None and not fitting:
         raise nothing_fits
     return min(fitting, key=lambda one: one.step_seconds)
