@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 
@@ -37,6 +37,7 @@ CTC = (
     "Its sizes hang on the values of the lengths: return the log-probabilities from forward, and compute F.ctc_loss of "
     "what the parallel module gives (without micro_batches= and `pipe`)."
 )
+GRAPH = re.compile(r"\s*(class .*\n)?\s*def forward\(self")
 NO_ROWS = re.compile(r"\[(.*, )?0[,\]]")
 EMPTY = "A batch without rows has nothing to compute: leave it out."
 BY_ITSELF = "Call the model with these inputs without autopar: it should run there first."
@@ -58,23 +59,32 @@ OWN_WORDS = {CACHE: "it takes or gives a key/value cache", ARRAY: "an input is a
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
 
 
+class _WithoutGraphs:
+    """Standard error, but for graphs that torch prints into it. Whoever keeps it writes on."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def write(self, text: str) -> int:
+        return len(text) if GRAPH.match(text) else self.real.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
 @contextlib.contextmanager
 def without_torchs_log() -> Iterator[None]:
     """Where an operator refuses its operands, torch logs a page of its own lines before it raises, and prints the half
     of a model that it could trace; what it raises says the same in one line.
     """
-    log, said = logging.getLogger("torch"), io.StringIO()
+    log = logging.getLogger("torch")
     before = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(cast(Any, _WithoutGraphs(sys.stderr))):
             yield
-    except TraceError:
-        said = io.StringIO()
-        raise
     finally:
         log.setLevel(before)
-        sys.stderr.write(said.getvalue())
 
 
 @contextlib.contextmanager

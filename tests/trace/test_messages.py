@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -183,3 +184,14 @@ def test_a_loss_whose_sizes_hang_on_values_belongs_outside() -> None:
     inputs = torch.randn(6, 2, 4), torch.randint(1, 5, (2, 3)), torch.tensor([6, 6]), torch.tensor([3, 2])
     with pytest.raises(TraceError, match=r"return the log-probabilities from forward, and compute F.ctc_loss of"):
         capture(Ctc(), inputs, {})
+
+
+def test_the_half_of_a_model_that_could_be_traced_is_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    def told(x: Tensor) -> Tensor:
+        print("seen", file=sys.stderr)
+        return control_flow(x)
+
+    with pytest.raises(TraceError, match="GuardOnDataDependent"):
+        capture(Model(told), (torch.randn(2, 4),), {})
+    said = capfd.readouterr().err
+    assert "seen" in said and "def forward" not in said
