@@ -73,9 +73,11 @@ def held_within(room: Room, find: Callable[[float], Plan], pricer: Pricer) -> Pl
             if found is None:
                 raise
             break
-        found, over = plan, int(plan.search[RESERVED]) - room.limit
+        over = int(plan.search[RESERVED]) - room.limit
         if over <= 0:
             return plan
+        if found is None or plan.search[RESERVED] < found.search[RESERVED]:  # less room may leave more gaps
+            found = plan
         tensors -= over
         if tensors <= 0:
             break

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.errors import Infeasible
 from autopar.plan import Plan
-from autopar.search import Question, Request, answer, ask
+from autopar.search import Question, Request, answer, ask, reserved
 from autopar.search.reserved import (
     LEFT,
     RESERVED,
@@ -81,6 +81,14 @@ def test_where_nothing_fits_in_less_the_plan_that_was_found_stays() -> None:
         return fastest(1)
 
     assert held_within(room, find, question(1).pricer).choices == fastest(1).choices
+
+
+def test_where_less_room_ends_in_more_gaps_the_plan_with_the_fewest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where what is fetched again and again has a stream of its own: each search made it worse."""
+    sizes = iter((1300, 1100, 1200))
+    monkeypatch.setattr(reserved, "reserved_bytes", lambda *_, **__: next(sizes))
+    plan = held_within(Room(1000.0), lambda held: fastest(1), question(1).pricer)
+    assert plan.search[RESERVED] == 1100 and "the allocator then gives memory back" in plan.notes[-1]
 
 
 def test_on_a_cpu_the_limit_is_what_tensors_hold() -> None:
