@@ -76,7 +76,7 @@ def held_within(room: Room, find: Callable[[float], Plan], pricer: Pricer) -> Pl
         over = int(plan.search[RESERVED]) - room.limit
         if over <= 0:
             return plan
-        if found is None or plan.search[RESERVED] < found.search[RESERVED]:  # less room may leave more gaps
+        if found is None or int(plan.search[RESERVED]) < int(found.search[RESERVED]):  # less room may leave more gaps
             found = plan
         tensors -= over
         if tensors <= 0:
