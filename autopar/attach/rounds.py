@@ -135,6 +135,11 @@ def played_in_stage(
 
 
 def _check_playable(plan: Plan, instead: str = WITHOUT_ROUNDS) -> None:
+    if any(type is not None and type.dtype == "float16" for node in plan.graph.nodes for type in node.outputs):
+        raise PlanMismatch(
+            "float16 needs its loss scaled before backward, and in micro-batches backward runs inside the call, before "
+            f"a GradScaler can: compute in bfloat16 (precision='bf16'), or {instead}"
+        )
     if (why := why_not_played(plan.graph, plan.graph.rounds.count, instead)) is not None:
         raise PlanMismatch(why)
 

@@ -15,11 +15,6 @@ def why_not_played(graph: Graph, count: int, instead: str = WITHOUT_ROUNDS) -> s
     tangents = [node for node in graph.nodes if node.op == "tangent"]
     if not tangents:
         return None
-    if any(type is not None and type.dtype == "float16" for node in graph.nodes for type in node.outputs):
-        return (
-            "float16 needs its loss scaled before backward, and in micro-batches backward runs inside the call, before "
-            f"a GradScaler can: compute in bfloat16 (precision='bf16'), or {instead}"
-        )
     if len(tangents) == 1 and tangents[0].outputs[0] is not None and not tangents[0].outputs[0].shape:
         return None
     told = ", ".join(f"output {node.target} ({node.outputs[0]})" for node in tangents)

@@ -63,10 +63,11 @@ class _WithoutGraphs:
     """Standard error, but for graphs that torch prints into it. Whoever keeps it writes on."""
 
     def __init__(self, real: Any) -> None:
-        self.real = real
+        self.real, self.left_out = real, False
 
     def write(self, text: str) -> int:
-        return len(text) if GRAPH.match(text) else self.real.write(text)
+        before, self.left_out = self.left_out, GRAPH.match(text) is not None
+        return len(text) if self.left_out or (before and text == "\n") else self.real.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
