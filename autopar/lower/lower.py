@@ -167,7 +167,8 @@ class _Program:
             self._phase(phase)
             listing.ends[phase] = len(listing.done)
             gone += joined(self.graph, self.results, listing, phase, self.resident)
-            before = before or of_the_step_before(self.graph, self.results, listing)
+            if phase == "forward":
+                before = of_the_step_before(self.graph, self.results, listing)
             if phase == "forward" or self.graph.rounds.count > 1:  # rounds run both phases in one call
                 listing.keep(before)
         listing.keep([*self.tangents, *self.casts])

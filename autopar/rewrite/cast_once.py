@@ -14,12 +14,12 @@ from dataclasses import replace
 from autopar.ir.graph import Graph, Node, Ref, map_refs
 from autopar.ir.precision import CAST
 from autopar.rewrite.micro_batches import NotCut, in_rounds
-from autopar.rewrite.one_loss import WITHOUT_PIPE, why_not_played
+from autopar.rewrite.one_loss import WITHOUT_PIPE, why_not_cut
 
 
 def in_rounds_of_stages(graph: Graph, count: int) -> Graph:
     """`in_rounds`, for a step in pipeline stages: what can be done once a step is. Raises NotCut."""
-    if (why := why_not_played(graph, count, WITHOUT_PIPE)) is not None:
+    if (why := why_not_cut(graph, count, WITHOUT_PIPE)) is not None:
         raise NotCut(why)
     graph = cast_once(in_rounds(graph, count))
     return graph if count == 1 else replace(graph, rounds=replace(graph.rounds, reduces_once=True))

@@ -25,7 +25,7 @@ from autopar.ir.rounds import LAST, SUM, Rounds
 from autopar.ir.work import draws
 from autopar.propose.strategies import Signature, Strategy, node_strategies, operand_types, signature_of
 from autopar.rewrite.of_labels import counted
-from autopar.rewrite.one_loss import why_not_played
+from autopar.rewrite.one_loss import why_not_cut
 from autopar.rewrite.rows import INDICES_AT, PUTS, ROWS, by_rows, by_terms, counted_rows
 from autopar.rules.local import localise
 from autopar.rules.table import rule_of
@@ -55,7 +55,7 @@ def in_rounds(graph: Graph, count: int) -> Graph:
         return graph
     if graph.rounds.count != 1:
         raise ValueError(f"the graph is one of {graph.rounds.count} rounds already")
-    if (why := why_not_played(graph, count)) is not None:
+    if (why := why_not_cut(graph, count)) is not None:
         raise NotCut(why)
     return _Cut(counted(graph), count).found()
 

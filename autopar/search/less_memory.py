@@ -18,10 +18,12 @@ from autopar.pipeline import in_flight
 from autopar.plan.tell import human
 from autopar.rewrite import RECOMPUTE
 from autopar.rewrite.micro_batches import NotCut
-from autopar.search.context import Progress
+from autopar.search.context import Progress, Question
 from autopar.search.cutting import KEPT, Cutting
+from autopar.search.memory_options import ways_on
+from autopar.search.pins import obeyable
 from autopar.search.pipeline import Pipeline
-from autopar.search.request import Held
+from autopar.search.request import Held, Request
 from cost_models.steps import DEVICE
 
 TRIES, CLOSE = 8, 0.02  # of rooms, and how near to the right one they end
@@ -31,6 +33,13 @@ SLACK = 0.005
 SAVING_NOTHING: Mapping[str, str] = {"*": RECOMPUTE}
 SOME = 6  # tries that are made however late it is
 LEAST_S = 1.0  # seconds for each search, however late it is, or as many as the first one took
+
+
+def running_all_again(question: Question, request: Request) -> Request | None:
+    """The same request, with all layers run again in backward; None where they may not be."""
+    if RECOMPUTE not in ways_on(question.pricer, request.allow):
+        return None
+    return replace(request, pin=obeyable({**SAVING_NOTHING, **request.pin}, question)[0])
 
 
 @dataclass

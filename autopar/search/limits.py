@@ -131,7 +131,7 @@ def _help(shortage: Shortage, graph: Graph, closed: Collection[str]) -> str:
         others.insert(0, f"let --allow have {' and '.join(ways)}, too")
     if any(name.startswith(OUTPUT) for name, _ in shortage.tenants) and gives_loss(graph):
         others.insert(0, "leave out what training does not read beside the loss (--outputs loss)")
-    if most == VALUES and gradients and batch_size(graph) > graph.rounds.count:
+    if most == VALUES and gradients and batch_size(graph) > 1:  # rows of one micro-batch, which others can have
         more = "more micro-batches" if graph.rounds.count > 1 else "micro-batches"
         others.insert(0, f"run the step in {more} (--micro-batches auto)")
     share = f"{size(held[most])} of these {size(sum(held.values()))} are {most}"

@@ -19,15 +19,12 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.words import count_of
 from autopar.plan.renamed import names_of, renamed
-from autopar.rewrite import RECOMPUTE
 from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question, ask
 from autopar.search.cutting import Cutting
-from autopar.search.less_memory import SAVING_NOTHING, Clock, saving_less, with_less_room
-from autopar.search.memory_options import ways_on
+from autopar.search.less_memory import Clock, running_all_again, saving_less, with_less_room
 from autopar.search.orders import PIPE, orders_of, ranks_of, within_stage
-from autopar.search.pins import obeyable
 from autopar.search.pipeline import Pipeline
 from autopar.search.request import DEFAULT, Request
 from autopar.search.search import answer
@@ -113,10 +110,11 @@ def pipeline_of(
         ]
     except Infeasible as error:
         nothing_fits = error
-    by_hand = _running_all_again(question, unlimited)
+    by_hand = running_all_again(question, unlimited)
     if by_hand is not None and all(one.step_seconds > FAR * found.step_seconds for one in fitting):
         progress("little was saved by choosing: all layers are run again in backward, as people do by hand")
         with contextlib.suppress(NoAnswerInTime, NotCut, Infeasible):
+            by_hand = replace(by_hand, tied=True)  # repeated layers have little to differ by then
             cutting = whole_of(by_hand)
             start = ended(cutting, cutting.first())
             fitting += _fitting(limit, start) or saving(by_hand, start)
@@ -133,12 +131,3 @@ def _fitting(limit: float, found: Pipeline) -> list[Pipeline]:
 def _told(found: Pipeline) -> str:
     told = f"{count_of(len(found.plans), 'stage')}: {1e3 * found.step_seconds:.3f} ms a step"
     return f"{told}, simulated, {found.schedule.name}"
-
-
-def _running_all_again(question: Question, request: Request) -> Request | None:
-    """The same request, with all layers run again in backward: repeated ones have little to differ by then. None where
-    they may not be.
-    """
-    if RECOMPUTE not in ways_on(question.pricer, request.allow):
-        return None
-    return replace(request, pin=obeyable({**SAVING_NOTHING, **request.pin}, question)[0], tied=True)

@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.ir.mesh import Mesh
 from autopar.plan.tell import human
-from autopar.rewrite import RECOMPUTE
 from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question
 from autopar.search.cutting import Cutting
-from autopar.search.less_memory import SAVING_NOTHING
-from autopar.search.memory_options import ways_on
+from autopar.search.less_memory import running_all_again
 from autopar.search.orders import within_stage
-from autopar.search.pins import obeyable
 from autopar.search.pipeline import Pipeline
 from autopar.search.request import Request
 from autopar.search.search import answer
@@ -80,9 +77,8 @@ def _row(question: Question, mesh: Mesh, request: Request, policy: str, order: t
     if limit is None or found.peak_bytes <= limit:
         return StagedRow(policy, found)
     needs = found.peak_bytes
-    if RECOMPUTE in ways_on(question.pricer, request.allow):
-        pin, _ = obeyable({**SAVING_NOTHING, **request.pin}, question)
-        again = _found(question, mesh, replace(request, pin=pin), policy, order)
+    if (saving := running_all_again(question, request)) is not None:
+        again = _found(question, mesh, saving, policy, order)
         if not isinstance(again, str):
             if again.peak_bytes <= limit:
                 return StagedRow(policy, again, again=True)
