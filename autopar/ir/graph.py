@@ -187,6 +187,16 @@ class Graph:
             if self.type_of(result.ref).shape
         )
 
+    @cached_property
+    def begins_at(self) -> dict[str, frozenset[str]]:
+        """Parameter or input with a gradient -> the outputs whose gradients it is made of."""
+        found: dict[str, frozenset[str]] = {}
+        for node in self.nodes:
+            own = (node.target,) if node.op == "tangent" else ()
+            found[node.name] = frozenset(own).union(*(found[ref.name] for ref in node.operands))
+        ends = (one for one in self.results if one.kind == "gradient" and one.ref is not None)
+        return {one.target: found[one.ref.name] for one in ends if one.ref is not None}
+
     def adds_up(self, result: Result) -> bool:
         """Whether a step's micro-batches add the result up as it is made: gradients of parameters."""
         return self.rounds.count > 1 and result.ref is not None and result in self._gradients

@@ -116,3 +116,41 @@ def test_gradients_within_forward_are_refused_and_leaves_there_are_not(one: Devi
     with pytest.raises(autopar.PlanMismatch, match=r"\['batch'\]\['x'\] requires grad; .* pass .* detached"):
         parallel(wanted)
     assert wanted["x"].grad is None
+
+
+class Heads(nn.Module):
+    """Two heads upon one body, of which a user trains now the one, now the other; and a number beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+        self.alone = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(x).relu()
+        return {"one": self.one(hidden), "other": self.other(hidden), "alone": self.alone.square().sum()}
+
+
+@pytest.mark.parametrize("planned_first", [True, False], ids=["plain tensors", "DTensors"])
+def test_what_no_loss_was_made_of_has_no_gradient(one: DeviceMesh, planned_first: bool) -> None:
+    """An optimizer with momentum or weight decay would move a parameter whose gradient is zeros."""
+    torch.manual_seed(0)
+    plain, x = Heads(), torch.randn(4, 8)
+    models = [plain, autopar.compile(copy.deepcopy(plain), one, **({"example_inputs": (x,)} if planned_first else {}))]
+    optimizers = [torch.optim.AdamW(model.parameters(), 0.1, weight_decay=0.5) for model in models]
+    used = [("one",), ("other",), ("one", "other"), ("alone",), ("one", "alone")]
+    for names in used:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            found = model(x)
+            sum(found[name].square().mean() for name in names).backward()
+            without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+            assert without == {name for name, _ in plain.named_parameters()} - {
+                name
+                for name, _ in plain.named_parameters()
+                if name.split(".")[0] in names or (name.startswith("body") and names != ("alone",))
+            }
+            optimizer.step()
+            optimizer.zero_grad()
+    ours = models[1].state_dict()
+    for name, parameter in plain.named_parameters():
+        near(ours[name], parameter.detach(), 1e-6, name)
