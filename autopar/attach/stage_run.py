@@ -113,7 +113,8 @@ class StageRunner(Runner):
     def beside(self) -> tuple[str, ...]:
         own = {result.target for result, _ in self.gradients}
         every = [result for plan in self.staged.plans for result in plan.graph.results if result.kind == "gradient"]
-        names = dict.fromkeys(result.target for result in every if not is_channel(result.target))
+        made = (result for result in every if result.ref is not None)  # a rank of their stage gives the others none
+        names = dict.fromkeys(result.target for result in made if not is_channel(result.target))
         return tuple(name for name in names if name not in own)
 
     @cached_property

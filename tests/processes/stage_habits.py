@@ -296,3 +296,27 @@ def check_a_rank_that_asks_alone_is_told(ranks: Ranks) -> None:
         if parallel._autopar.pipe.place == 0:
             first.grad.norm().item()
         torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)
+
+
+class Aside(nn.Module):
+    """A head of the first stage that no loss is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside, self.rest = nn.Linear(8, 8), nn.Linear(8, 4), Blocks()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.first(x)
+        return {"loss": self.rest(hidden, x), "aux_loss": self.aside(hidden).square().mean()}
+
+
+def check_what_the_loss_does_not_reach_has_no_gradient(ranks: Ranks) -> None:
+    """On no rank: where some had one, they would clip other parameters than the others."""
+    plain = Aside().double()
+    parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    for model in (parallel, plain):
+        model(x)["loss"].backward()
+        assert {name for name, one in model.named_parameters() if one.grad is None} == {"aside.weight", "aside.bias"}
+    norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (parallel, plain)]
+    torch.testing.assert_close(*map(float, norms), rtol=1e-10, atol=0)

@@ -59,7 +59,12 @@ FIRST = {
     ],
     "residence": ["clipping"],
     "saving_memory": ["the_step_of_the_host", "micro_batches"],
-    "stage_habits": ["numbers_buffers_and_averages", "numbers_made_by_hand", "states_of_optimizers"],
+    "stage_habits": [
+        "numbers_buffers_and_averages",
+        "numbers_made_by_hand",
+        "states_of_optimizers",
+        "what_the_loss_does_not_reach_has_no_gradient",
+    ],
     "state": [
         "a_whole_state_dict_is_what_the_plain_model_loads",
         "no_rank_holds_two_whole_tensors",
