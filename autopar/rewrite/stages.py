@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,6 +104,7 @@ def ref_of(channel: str) -> Ref:
 class _Stages:
     def __init__(self, graph: Graph, ends: Sequence[int]) -> None:
         self.graph, self.node_of, self.free = graph, graph.by_name, _free(graph)
+        self.parameters = {node.target: node.name for node in graph.nodes if node.op == "parameter"}
         self.count = len(ends) + 1
         order = forward_order(graph)
         if [*ends] != sorted({*ends}) or not all(0 < end < len(order) for end in ends):
@@ -199,12 +201,13 @@ class _Stages:
                     "hold, so that the model cannot be cut there; cut it elsewhere"
                 )
         edges: list[Edge] = []
+        crossing = cache(self._crossing)  # repeated layers have few types
         for node in backward:
             if node.name in summed:
                 continue
             for ref in dict.fromkeys(node.operands):
                 if ref.name in at and ref.name not in summed:
-                    edges.append(Edge(at[ref.name], at[node.name], self._crossing(self.graph.type_of(ref))))
+                    edges.append(Edge(at[ref.name], at[node.name], crossing(self.graph.type_of(ref))))
         solution = solve(Problem(tuple(costs), tuple(edges), names=tuple(node.name for node in backward)))
         if solution.picks is None:
             raise NotCut("no order of stages lets gradients only go back across these cuts; cut the model elsewhere")
@@ -213,7 +216,7 @@ class _Stages:
             del self.stage_of[name]
 
     def _parameter(self, result: Result) -> str:
-        return next(n.name for n in self.graph.nodes if n.op == "parameter" and n.target == result.target)
+        return self.parameters[result.target]
 
     def _allowed(self, node: Node) -> set[int]:
         if node.op == "tangent":

@@ -116,8 +116,8 @@ def pipeline_of(
         with contextlib.suppress(NoAnswerInTime, NotCut, Infeasible):
             by_hand = replace(by_hand, tied=True)  # repeated layers have little to differ by then
             cutting = whole_of(by_hand)
-            start = ended(cutting, cutting.first())
-            fitting += _fitting(limit, start) or saving(by_hand, start)
+            start = cutting.first()  # under the first order, as all that less is saved of
+            fitting += _fitting(limit, ended(cutting, start)) or saving(by_hand, start)
     if nothing_fits is not None and not fitting:
         raise nothing_fits
     return min(fitting, key=lambda one: one.step_seconds)

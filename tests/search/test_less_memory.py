@@ -111,3 +111,26 @@ def test_where_nothing_else_fits_all_layers_are_run_again(monkeypatch: pytest.Mo
     assert free.step_seconds < found.step_seconds < 1.5 * free.step_seconds
     with pytest.raises(Infeasible, match="nothing fits"):
         find_pipeline(graph, mesh, FAST, 4, replace(request, allow=("offload-activations",)), schedule="1f1b")
+
+
+def test_less_is_saved_of_stages_as_the_first_order_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever order is the best of the plan in which all layers are run again: its ends are not those of one stage on
+    each rank, with which the search goes on.
+    """
+    graph, mesh = large(), Mesh(("pipe",), (2,))
+    free, starts = find_pipeline(graph, mesh, FAST, 4, schedule="1f1b"), list[int]()
+
+    def interleaved(self: Cutting, orders: Any, best: Pipeline, *, moved: bool) -> Pipeline:
+        cuts = replace(self.cuts, count=4, _closed=set())
+        return replace(self, schedules=("interleaved",), chunks=2, cuts=cuts).first()
+
+    def counted(start: Pipeline, *others: Any) -> Any:
+        starts.append(start.schedule.stages_per_rank)
+        return saving_less(start, *others)
+
+    monkeypatch.setattr(Cutting, "best", interleaved)
+    monkeypatch.setattr(pipelines, "FAR", 0.0)
+    monkeypatch.setattr(pipelines, "saving_less", counted)
+    with pytest.raises(Infeasible):
+        find_pipeline(graph, mesh, FAST, 4, Request(memory=0.4 * free.peak_bytes, allow=("recompute",)))
+    assert len(starts) >= 2 and {*starts} == {1}
