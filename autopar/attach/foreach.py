@@ -1,5 +1,6 @@
-"""Lists of parameters of all stages of a pipeline, in torch's operators on lists (`torch._foreach_*`).
+"""Lists of parameters in torch's operators on lists (`torch._foreach_*`), of all stages where there are some.
 
+DTensors have no rule for some of them (`copy_`, `maximum`, `addcdiv` with numbers: optimizers beyond torch's own). And
 torch takes the mesh of the first DTensor of a list for that of all, and where this rank is not in it, it does nothing
 for the whole list: an average of weights would leave out every stage but the first parameter's. These operators work
 element by element, so each rank does them to the pieces that it holds.
@@ -7,6 +8,7 @@ element by element, so each rank does them to the pieces that it holds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -21,15 +23,20 @@ LISTS = ("_foreach_", "_fused_")
 NORMS = torch.ops.aten._foreach_norm.Scalar
 
 
+@functools.cache
 def mend_lists() -> None:
     """From now on such operators do each rank's pieces, whatever stages they are of."""
     for op in _operators():
         dtensor_handlers.setdefault(op, _on_pieces)
+
+
+def mend_norms() -> None:
+    """From now on norms of a list are of each by itself, on its own mesh."""
     dtensor_handlers.setdefault(NORMS, _norms)
 
 
 def _operators() -> Iterator[Any]:
-    for name in dir(torch.ops.aten):
+    for name in dir(torch):  # `dir(torch.ops.aten)` has only those that somebody used before
         kind = name.removeprefix("_foreach_").rstrip("_")
         if name.startswith(LISTS) and kind not in REDUCE:
             packet = getattr(torch.ops.aten, name)

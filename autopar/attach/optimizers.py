@@ -1,4 +1,5 @@
-"""Optimizers that would do something else than they say: of the wrong model, whole matrices, another rank's states.
+"""Optimizers that would do something else than they say: of the wrong model, whole matrices, another rank's states; and
+those that end in what DTensors cannot do.
 
 DistributedDataParallel shares its parameters with the model that it wraps, so scripts written for it may make the
 optimizer before. A parallel module has parameters of its own: such an optimizer would train nothing, without a word.
@@ -6,8 +7,9 @@ optimizer before. A parallel module has parameters of its own: such an optimizer
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -127,4 +129,49 @@ def _look_at_states(optimizer: Optimizer) -> None:
                 states[name] = value.redistribute(placements=parameter.placements)
 
 
+def _says_what_to_do(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step of an optimizer class: where it ends in what DTensors cannot do, it says how the optimizer runs."""
+
+    @functools.wraps(step)
+    def told(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(optimizer, *args, **kwargs)
+        except Exception as error:
+            held = [one for group in optimizer.param_groups for one in group["params"]]
+            if not any(isinstance(one, DTensor) for one in held) or not _is_of_dtensors(error):
+                raise
+            name = type(optimizer).__name__
+            why = str(error).partition("\n")[0] or f"{type(error).__name__} without a word"
+            raise RuntimeError(
+                f"{name} does not run on parameters that are split; step it on whole copies: "
+                f"autopar.optim.Whole(parallel.parameters(), {name}, lr=...). torch says: {why}"
+            ) from error
+
+    return told
+
+
+def _is_of_dtensors(error: BaseException) -> bool:
+    """Whether torch raised it for what an operator takes, and not the optimizer for what it was given."""
+    if "optim.Whole" in str(error):  # told already, by the step inside
+        return False
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    where = "" if last is None else str(last.tb_frame.f_globals.get("__name__"))
+    return any(one in str(error) for one in ("DTensor", "device mesh")) or where.startswith("torch.distributed.tensor")
+
+
+def _advising(hooked: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Any]:
+    """`torch.optim.Optimizer.profile_hook_step`, by which each class of optimizers gets its step when it is used
+    first.
+    """
+
+    @functools.wraps(hooked)
+    def of_class(step: Callable[..., Any]) -> Callable[..., Any]:
+        return hooked(_says_what_to_do(step))
+
+    return of_class
+
+
 register_optimizer_step_pre_hook(_refuse)
+Optimizer.profile_hook_step = staticmethod(_advising(Optimizer.profile_hook_step))  # type: ignore[assignment]

@@ -25,7 +25,7 @@ from autopar._compat import (
     replace_total_norm,
     total_norm,
 )
-from autopar.attach.foreach import mend_lists
+from autopar.attach.foreach import mend_norms
 from autopar.attach.pipe import Pipe
 from autopar.attach.tensors import device_of, is_elsewhere, over_pieces, whole_within
 from autopar.ir.words import count_of
@@ -51,7 +51,7 @@ def begin(pipe: Pipe) -> Pipe:
 @functools.cache
 def _mend() -> None:
     """Once in a process."""
-    mend_lists()
+    mend_norms()
     dtensor_handlers.setdefault(STACK, _stacked)
     DTensor.full_tensor, DTensor.redistribute = _full, _whole_on_its_mesh  # type: ignore[method-assign]
     replace_distribute_tensors(_without_other_stages(distribute_tensors()))

@@ -213,11 +213,12 @@ class Resharder:
         at, end = table.index[src], table.index[dst]
         if not np.isfinite(table.price[at, end]):
             raise ValueError(f"{type}: no layout change leads from {src} to {dst}")
+        op = next((p.op for p in src if isinstance(p, Partial) and p.op != "sum"), "max")
         steps: list[Reshard] = []
         while at != end:
             towards = {step: cost + table.price[step, end] for step, cost in table.steps[at].items()}
             best = min(towards, key=lambda step: (towards[step], step))
-            steps.append(self._step(type, table.layouts[at], table.layouts[best]))
+            steps.append(self._step(type, _with(op, table.layouts[at]), _with(op, table.layouts[best])))
             at = best
         return tuple(steps)
 
@@ -260,7 +261,7 @@ class Resharder:
     def _ways_of(self, type: TensorType) -> _Ways:
         if type not in self._ways:
             layouts = all_layouts(type, self.mesh)
-            index = {layout: i for i, layout in enumerate(layouts)}
+            index = {_with(op, layout): i for i, layout in enumerate(layouts) for op in ("min", "max")}
             changes: list[dict[int, Reshard]] = []
             for layout in layouts:
                 near = neighbours(layout, len(type.shape), self.mesh) if type.dtype != RANDOM_STATE else ()
@@ -290,7 +291,9 @@ class Resharder:
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """Layouts of a tensor, from each those one step away with the change that leads there, and bytes of each."""
+    """Layouts of a tensor, from each those one step away with the change that leads there, and bytes of each. A value
+    that is a least term yet is found where one that is a largest is: they move alike, and no operator takes either.
+    """
 
     layouts: tuple[Layout, ...]
     index: dict[Layout, int]
@@ -308,16 +311,15 @@ class _Table:
 
 
 def all_layouts(type: TensorType, mesh: Mesh) -> tuple[Layout, ...]:
-    """Every layout with even shards: per axis whole, split along a dim, or partial (sum or max)."""
+    """Every layout with even shards: per axis whole, split along a dim, or partial (sum or max; min is as max is)."""
     choices: list[Placement] = [
         REPLICATE,
         *(Shard(dim) for dim in range(len(type.shape))),
         Partial("sum"),
         Partial("max"),
     ]
-    per_axis = [choices if size > 1 else choices[: len(type.shape) + 3] for size in mesh.sizes]
     found: list[Layout] = []
-    for layout in itertools.product(*per_axis):
+    for layout in itertools.product(choices, repeat=len(mesh.sizes)):
         if (
             len({p.op for p in layout if isinstance(p, Partial)}) <= 1
             and local_shape(type.shape, layout, mesh) is not None
@@ -348,6 +350,11 @@ def neighbours(layout: Layout, ndim: int, mesh: Mesh) -> list[Layout]:
             if after != before:
                 found.append(tuple(after if at in places else p for at, p in enumerate(layout)))
     return found
+
+
+def _with(op: str, layout: Layout) -> Layout:
+    """The same, of terms of which not the sum is the value, but what `op` says."""
+    return tuple(Partial(op) if isinstance(p, Partial) and p.op != "sum" else p for p in layout)
 
 
 def _local_bytes(type: TensorType, layout: Layout, mesh: Mesh) -> int:

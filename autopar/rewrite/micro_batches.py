@@ -104,7 +104,11 @@ class _Cut:
             for one in found
             if one.body in ("", SHARE, RESHAPE)
             and not (draws(node) and self._is_whole(one))  # each round would draw other numbers
-            and Partial("max") not in [place for layout in (*one.takes, *one.gives) for place in layout]
+            and not any(
+                isinstance(place, Partial) and place.op != "sum"  # rounds are added up
+                for layout in (*one.takes, *one.gives)
+                for place in layout
+            )
         )
 
     def _is_even(self, way: Strategy, types: tuple[TensorType, ...]) -> bool:

@@ -168,3 +168,28 @@ def test_dropout_draws_anew_in_every_step() -> None:
     one, other = dropped(0.5, True, (2,), seed=1)[2], dropped(0.5, True, (2,), seed=2)[2]
     assert not one.equal(other)
     assert one.equal(dropped(0.5, True, (2,), seed=1)[2]), "one seed, one mask"
+
+
+class Extremes(nn.Module):
+    """Least and largest over the batch, over all, and of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        spread = (y - y.min()) / (y.max() - y.min())
+        return spread.square().sum() + (y.amin(0) * y.amax(0)).sum() + (y.amax(1) / (3 + y.amin(1).square())).sum()
+
+
+@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_extremes_are_those_of_the_whole(dim: int, sizes: tuple[int, ...]) -> None:
+    case = Case(Extremes(), {"x": torch.randn(8, 8)})
+    sampler = PlanSampler(case.wide_graph, mesh_of(*sizes))
+    split = (Shard(dim),) * len(sizes)
+    found = [n.name for n in case.graph.nodes if n.op.startswith(("aten.amin", "aten.amax", "aten.min", "aten.max"))]
+    assert len(found) >= 6
+    off, where = difference(sampler.best({name: takes(split) for name in found}), case)
+    assert off <= 1e-9, where
