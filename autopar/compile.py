@@ -148,6 +148,7 @@ def compile(
     mesh = _mesh_of_all(device_mesh)
     _check_words(outputs, inputs, backend, batch_norm, optimizer)
     _check_numbers(patience_s, time_limit_s, micro_batches)
+    _check_examples(example_inputs, example_kwargs)
     brought, precision = given_rules(rules), precision_named(precision)
     pipe = _pipe_of(device_mesh, mesh, schedule, stages_per_rank, micro_batches, {"profile": profile})
 
@@ -246,6 +247,15 @@ def _check_kinds(model: object, device_mesh: object, plan: object, pin: object) 
             f"the model is wrapped in {type(model).__name__}, which parallelizes it already: compile the model that is "
             "inside, before it is wrapped"
         )
+
+
+def _check_examples(args: object, kwargs: object) -> None:
+    if isinstance(args, Mapping):
+        raise ValueError("example_inputs= is a dictionary; give arguments by name as example_kwargs=")
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise ValueError(f"example_inputs= is a {type(args).__name__}; give a tuple of arguments: (x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ValueError(f"example_kwargs= is a {type(kwargs).__name__}; give a dictionary: {{'x': x}}")
 
 
 def _check_numbers(patience_s: float, time_limit_s: float, micro_batches: int | str | None) -> None:

@@ -55,7 +55,7 @@ from autopar.search.pipeline import Pipeline
 from autopar.trace import flatten_inputs
 from autopar.trace.ambient import ambient_state
 from autopar.trace.calls import Call, Caller
-from autopar.trace.modules import aliases, computed_tensors, tensors_by_name, with_tensors
+from autopar.trace.modules import aliases, check_tensors, computed_tensors, tensors_by_name, with_tensors
 
 NEW = "the first forward of its kind"  # ranks compare what they pass then, and each gets an error of its own
 
@@ -282,6 +282,7 @@ def attach(
     mend_dtensors()
     mend_lists()
     draw_whole()
+    check_tensors(model)
     fresh: dict[int, Tensor] = {}
     for parameter in model.parameters():
         fresh[id(parameter)] = whole_parameter(parameter, device_mesh)

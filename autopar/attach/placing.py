@@ -5,7 +5,8 @@ module was swapped, wrapped or added.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from autopar.attach.tensors import (
     become,
     from_rank_zero,
     is_elsewhere,
+    is_written,
     layout_of,
     parameter_on,
     take_plain_tensors,
@@ -144,6 +146,7 @@ def lay_out(parallel: nn.Module, state: State, runner: Runner) -> None:
     _share_buffers(parallel, state)
     adopt(parallel)
     parameters = tensors_by_name(parallel)[0]
+    _tell_written([name for name, held in parameters.items() if is_written(held)])
     named = {name: parameters[name] for name in runner.plan.parameters}
     _place(state, runner, named)
     done = {*map(id, named.values())}
@@ -151,6 +154,18 @@ def lay_out(parallel: nn.Module, state: State, runner: Runner) -> None:
         if id(parameter) not in done:
             raise AssertionError(f"parameter {name} is not in the plan")
     state.has_new = False
+
+
+def _tell_written(names: Sequence[str]) -> None:
+    """Warn of what is right where somebody loads weights, and wrong where somebody trains both models."""
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"{names[0]}{more} of the model were written to between autopar.compile and the parallel module's first "
+            "call, which begins with the new values. To train both, compile a copy (copy.deepcopy(model)), or give "
+            "example_inputs= to compile",
+            stacklevel=2,
+        )
 
 
 def lay_out_new(parallel: nn.Module, state: State, runner: Runner, new: Mapping[str, nn.Parameter]) -> None:

@@ -111,9 +111,21 @@ def whole_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Para
     value = value if value.is_meta or value.device.type == "cpu" else value.to(device_mesh.device_type)
     made = as_dtensor(value.contiguous(), value.shape, (plain.REPLICATE,) * device_mesh.ndim, device_mesh)
     whole = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    whole.is_borrowed = not value.is_meta  # type: ignore[attr-defined]  # whoever writes to it has to copy it first
+    # Whoever writes to it has to copy it first; who writes to the model's own is told (`is_written`).
+    whole.borrowed = None if value.is_meta else (value, _version_of(value))  # type: ignore[attr-defined]
     carry(parameter, whole)
     return whole
+
+
+def _version_of(value: Tensor) -> int:
+    """How often its storage was written to."""
+    return 0 if value.is_inference() else value._version
+
+
+def is_written(held: nn.Parameter) -> bool:
+    """Whether the model that was compiled got new values, while this parameter of the parallel module has the same."""
+    borrowed = getattr(held, "borrowed", None)
+    return borrowed is not None and _version_of(borrowed[0]) != borrowed[1]
 
 
 def parameter_on(
@@ -206,7 +218,7 @@ def become(held: nn.Parameter, made: nn.Parameter) -> None:
     assert isinstance(held, DTensor) and isinstance(made, DTensor)
     if held.device == made.device:
         held._local_tensor, held._spec = made._local_tensor, made._spec
-        held.is_borrowed = False  # type: ignore[attr-defined]
+        held.borrowed = None  # type: ignore[attr-defined]
     else:  # a parameter of a device that lies on the host from now on
         torch.utils.swap_tensors(held, made)
 
@@ -270,7 +282,7 @@ def _cut_to_layouts(module: nn.Module, state_dict: dict[str, Any], prefix: str, 
             if value.shape == held.shape:
                 state_dict[prefix + name] = held.detach()
             continue
-        if getattr(held, "is_borrowed", False):
+        if getattr(held, "borrowed", None) is not None:
             become(held, nn.Parameter(held.detach().clone(), requires_grad=held.requires_grad))
         if not isinstance(value, DTensor) and value.shape == held.shape:
             state_dict[prefix + name] = piece_as(value, held)

@@ -25,6 +25,11 @@ def why_not_played(graph: Graph, count: int, instead: str = WITHOUT_ROUNDS) -> s
 
 
 def why_not_cut(graph: Graph, count: int, instead: str = WITHOUT_ROUNDS) -> str | None:
-    """The same of a step that may have no backward, which then need not begin anywhere."""
+    """The same of a step that may have no backward, which then need not begin anywhere; and why a batch cannot be cut
+    whatever the model is.
+    """
+    for node in graph.nodes:
+        if node.op == "input" and node.outputs[0] is not None and node.outputs[0].shape[:1] == (0,):
+            return f"argument {node.target} has no rows, and {count} micro-batches need one each: leave it out"
     has_backward = any(node.op == "tangent" for node in graph.nodes)
     return why_not_played(graph, count, instead) if has_backward else None

@@ -270,8 +270,9 @@ def cut_by_owner(whole: Plan, owners: Mapping[str, Sequence[int]], count: int, p
     for stage in range(count if trained else 0):
         if not any(stage in owners.get(name, ()) for name in trained):
             raise NotCut(
-                f"all parameters that stage {stage} of {count} holds are frozen now (requires_grad is False), and each "
-                "stage has to hold one that trains; freeze fewer, or compile the model anew"
+                f"stage {stage} of {count} holds no parameter that this call trains: they are frozen now "
+                "(requires_grad is False), or the call does not use them, and each stage has to hold one; freeze "
+                "fewer, or compile the model anew for such calls"
             )
     at, first, last = 0, [len(order)] * count, [-1] * count
     for place, node in enumerate(order):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopar._compat import pytree
 from autopar.errors import PlanMismatch
+from autopar.trace.modules import check_dense
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 NUMBERS = (int, float)
@@ -55,7 +56,10 @@ class Caller:
         """Raises TypeError where forward does not take these arguments, ValueError where one cannot be compared,
         PlanMismatch where one requires grad.
         """
-        positional, named = self.by_name(args, kwargs)
+        try:
+            positional, named = self.by_name(args, kwargs)
+        except TypeError as error:
+            raise TypeError(f"the model's forward{self._signature} was called otherwise: {error}") from None
         if self.varying:
             positional = tuple(self._as_tensors(one, f"[{place}]") for place, one in enumerate(positional))
             named = {name: self._as_tensors(one, f"['{name}']") for name, one in named.items()}
@@ -99,13 +103,19 @@ def by_name(forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
     return Caller(forward).by_name(args, kwargs)
 
 
+def check_argument(value: Tensor, path: str) -> None:
+    """Raises PlanMismatch for a tensor that no plan takes."""
+    if value.requires_grad:
+        raise PlanMismatch(
+            f"argument {path} requires grad; gradients of inputs are not planned, pass {path} detached, "
+            "or make it a parameter of the model"
+        )
+    check_dense(value, f"argument {path}")
+
+
 def _key(value: Any, path: str, reading: _Reading) -> Hashable:
     if isinstance(value, Tensor):
-        if value.requires_grad:
-            raise PlanMismatch(
-                f"argument {path} requires grad; gradients of inputs are not planned, pass {path} detached, "
-                "or make it a parameter of the model"
-            )
+        check_argument(value, path)
         reading.tensors.append(value)
         return value.shape, value.dtype
     if isinstance(value, NUMBERS) and not isinstance(value, bool):

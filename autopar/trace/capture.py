@@ -34,12 +34,13 @@ from autopar.trace.ambient import (
     without_autocast,
 )
 from autopar.trace.attention import keep_attention
+from autopar.trace.calls import check_argument
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.forward import no_unknown_constants, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.masks import masks_left_out
-from autopar.trace.modules import aliases, as_plain_modules, check_names, computed_tensors, with_tensors
+from autopar.trace.modules import aliases, as_plain_modules, check_names, check_tensors, computed_tensors, with_tensors
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
@@ -260,12 +261,16 @@ def capture(
     `loss_alone`: those that are no scalars are None. Raises TraceError.
     """
     check_names(model)
+    check_tensors(model)
     around = _autocast_around(device_type)
     setting = _Setting(
         model, FakeTensorMode(allow_non_fake_inputs=True), training, precision, device_type, autocast_for(device_type),
         around, under_its_autocast or (around.enabled and device_type != "cpu"),
     )  # fmt: skip
     leaves, spec = flatten_inputs(args, kwargs)
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            check_argument(leaf, path)
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
     inputs = _fake_inputs(setting, leaves, spec)
     naming = naming_the_line(shown(leaves), lambda: setting.run_by_itself(*inputs.call()))

@@ -78,6 +78,8 @@ def _add_source(
     if not isinstance(value, torch.Tensor):
         ref_of[fx_node] = value  # a number or None among the inputs: the graph is specialised to it
         return
+    if type(fx_node.meta["desc"]).__name__ == "ForwardTokenAOTInput":
+        raise _with_effects(fx_node)
     op, target = _describe_source(fx_node.meta["desc"], captured)
     if op in ("parameter", "buffer"):
         target = captured.aliases.get(target, target)  # a tied tensor is one node, under its first name
@@ -105,6 +107,22 @@ def _describe_source(desc: Any, captured: Captured) -> tuple[str, str]:
             return "tangent", str(desc.output.idx)
         case other:
             raise NotImplementedError(f"this torch describes a graph input as {other}, which autopar does not know")
+
+
+def _with_effects(token: torch.fx.Node) -> TraceError:
+    """What to say of an operator that does something beside what it gives, as those do that check their operands."""
+    first = next(iter(token.users))
+    _, op, *args = first.args
+    name = next((str(arg).removeprefix("torch.") for arg in args if isinstance(arg, str)), "")
+    if not name.startswith("linalg."):
+        return TraceError(
+            f"{op} at {_source_line(first)} has effects beside what it gives, which a program has not: leave it out of "
+            "forward"
+        )
+    return TraceError(
+        f"torch.{name} at {_source_line(first)} checks the values that it is given, and a program has no such checks: "
+        f"use torch.{name}_ex(...)[0], which does not"
+    )
 
 
 def _written(desc: Any, captured: Captured) -> TraceError:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from autopar.errors import TraceError
+from autopar.errors import PlanMismatch, TraceError
 from autopar.trace.closures import look_at_copies, with_parts
 
 
@@ -28,6 +28,23 @@ def check_names(model: nn.Module) -> None:
                 f"module {name!r} has a double quote, a backslash or a line break in its name, which torch.fx cannot "
                 "write into the code of a graph: call it otherwise"
             )
+
+
+def check_tensors(model: nn.Module) -> None:
+    """Raises PlanMismatch for parameters, buffers and other attributes that are no dense tensors."""
+    for name, module in model.named_modules():
+        held = {**vars(module), **module._parameters, **module._buffers}
+        for key, value in held.items():
+            if isinstance(value, torch.Tensor):
+                check_dense(value, f"{name}.{key}".removeprefix(".") + " of the model")
+
+
+def check_dense(value: torch.Tensor, what: str) -> None:
+    """Raises PlanMismatch for a tensor whose values do not lie in rows and columns; `what`: what it is."""
+    if value.layout is not torch.strided:
+        kind = str(value.layout).removeprefix("torch.")
+        way = "pad it to one length" if value.is_nested else "pass it dense (.to_dense())"
+        raise PlanMismatch(f"{what} has the layout {kind}, and a plan splits dense tensors: {way}")
 
 
 def with_tensors(model: nn.Module, tensor_of: Mapping[int, torch.Tensor]) -> nn.Module:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
+from autopar.errors import PlanMismatch
+from autopar.trace import capture
 from tests.processes.compare import near, same_gradients
 
 
@@ -62,6 +64,13 @@ REFUSED = (
     (lambda: nn.Sequential(nn.LazyLinear(2)), {}, "parameter 0.weight has no shape before the model's first call"),
     (lambda: nn.Linear(2, 2), {"device_mesh": "cpu"}, "device_mesh is 'cpu' and no device mesh"),
     (lambda: nn.Linear(2, 2), {"pin": ["0"]}, "pin=.'0'. is no dictionary"),
+    (lambda: nn.Linear(2, 2), {"example_inputs": torch.zeros(4, 2)}, r"is a Tensor; give a tuple of arguments: .x,."),
+    (lambda: nn.Linear(2, 2), {"example_inputs": {"input": torch.zeros(4, 2)}}, "by name as example_kwargs="),
+    (
+        lambda: nn.Linear(2, 2),
+        {"example_kwargs": (torch.zeros(4, 2),)},
+        "example_kwargs= is a tuple; give a dictionary",
+    ),
     (lambda: nn.Linear(2, 2), {"time_limit_s": -1}, "time_limit_s=-1 is not a time"),
 )
 
@@ -83,6 +92,30 @@ def test_an_argument_without_values_is_refused_in_a_step(one: DeviceMesh) -> Non
     parallel = autopar.compile(nn.Linear(4, 2), one)
     with pytest.raises(ValueError, match=r"an argument \[3, 4\] lies on meta"):
         parallel(torch.empty(3, 4, device="meta"))
+
+
+class Adjacent(nn.Module):
+    def __init__(self, adjacent: Tensor | None = None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("own", adjacent)
+
+    def forward(self, x: Tensor, adjacent: Tensor | None = None) -> Tensor:
+        given = self.own if adjacent is None else adjacent
+        return (given @ self.layer(x)).sum()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
+def test_sparse_tensors_are_refused_wherever_they_are(one: DeviceMesh, layout: str) -> None:
+    sparse = torch.eye(6).to_sparse() if layout == "sparse_coo" else torch.eye(6).to_sparse_csr()
+    x, told = torch.randn(6, 8), f"has the layout {layout}, and a plan splits dense tensors: pass it dense"
+    with pytest.raises(PlanMismatch, match=rf"argument \['adjacent'\] {told}"):
+        autopar.compile(Adjacent(), one)(x, sparse)
+    with pytest.raises(PlanMismatch, match=f"own of the model {told}"):
+        autopar.compile(Adjacent(sparse), one)
+    with pytest.raises(PlanMismatch, match=rf"argument \[1\] {told}"):
+        capture(Adjacent(), (x, sparse), {})
 
 
 def test_optimizers_are_there_by_the_name_that_texts_give() -> None:

@@ -1,13 +1,21 @@
-"""An optimizer that was made from the plain model would train nothing; its step says so."""
+"""An optimizer that was made from the plain model would train nothing, and others do what DTensors cannot; their step
+says so.
+"""
 
+import contextlib
+import copy
 import gc
+from collections.abc import Iterable
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import autopar
-from tests.processes.compare import MakeOptimizer, adamw, sgd
+from autopar.optim import Whole
+from tests.processes.compare import MakeOptimizer, adamw, near, sgd
 from tests.processes.models import batch, net
 
 
@@ -27,8 +35,8 @@ def test_both_models_train_side_by_side(one: DeviceMesh) -> None:
     """What a comparison does: each has an optimizer of its own, in any order, also while the other has no gradients."""
     plain = net()
     parallel = autopar.compile(plain, one)
-    optimizers = adamw(plain.parameters()), adamw(parallel.parameters())
-    for model, optimizer in zip((plain, parallel), optimizers, strict=True):
+    optimizers = adamw(parallel.parameters()), adamw(plain.parameters())
+    for model, optimizer in zip((parallel, plain), optimizers, strict=True):
         model(**batch()).backward()
         before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
         optimizer.step()
@@ -55,3 +63,89 @@ def test_an_optimizer_that_calls_its_closure_itself_is_no_whole_one(one: DeviceM
     parallel = autopar.compile(torch.nn.Linear(4, 4), one)
     with pytest.raises(ValueError, match="LBFGS calls the closure of its step itself"):
         autopar.optim.Whole(parallel.parameters(), torch.optim.LBFGS, lr=0.1)
+
+
+class Listed(torch.optim.Optimizer):
+    """What optimizers beyond torch's own do to lists: operators for which DTensors have no rule."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    def trained(self) -> list[Tensor]:
+        return [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        parameters = self.trained()
+        gradients = [one.grad for one in parameters]
+        for one in parameters:
+            self.state[one].setdefault("most", torch.zeros_like(one))
+            self.state[one].setdefault("last", torch.zeros_like(one))
+        most, last = ([self.state[one][name] for one in parameters] for name in ("most", "last"))
+        torch._foreach_maximum_(most, torch._foreach_abs(gradients))
+        torch._foreach_clamp_min_(most, 1e-3)
+        torch._foreach_addcdiv_(parameters, torch._foreach_add(gradients, last, alpha=0.5), most, value=-0.01)
+        torch._foreach_copy_(last, gradients)
+
+
+class Rows(Listed):
+    """A state of rows, which is a tensor of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for one in self.trained():
+            state = self.state[one].setdefault("rows", torch.zeros(one.shape[0]))
+            state.add_(one.grad.square().reshape(one.shape[0], -1).mean(1))
+            one.sub_(one.grad / (1 + state.sqrt()).reshape(-1, *(1 for _ in one.shape[1:])), alpha=0.01)
+
+
+class Wrong(Listed):
+    def step(self, closure: None = None) -> None:
+        raise RuntimeError("a learning rate of 0 is none")
+
+
+def test_operators_on_lists_run_on_what_is_split(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = net()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    models = plain, parallel
+    optimizers = [Listed(model.parameters()) for model in models]
+    for _ in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model(**batch()).backward()
+            assert any(isinstance(parameter, DTensor) for parameter in model.parameters()) == (model is parallel)
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in parallel.full_state_dict().items():
+        near(value, plain.state_dict()[name], 1e-6, name)
+
+
+def test_an_optimizer_that_DTensors_do_not_run_says_how_it_runs(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = net()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for model in (plain, parallel):
+        model(**batch()).backward()
+    told = r"Rows does not run on parameters that are split; step it on whole copies: autopar.optim.Whole\(parallel.par"
+    with pytest.raises(RuntimeError, match=told) as refused:
+        Rows(parallel.parameters()).step()
+    assert "DTensor" in str(refused.value) and refused.value.__cause__ is not None
+    Rows(plain.parameters()).step()
+    Whole(parallel.parameters(), Rows).step()
+    for name, value in parallel.full_state_dict().items():
+        near(value, plain.state_dict()[name], 1e-6, name)
+    with pytest.raises(RuntimeError, match=r"^a learning rate of 0 is none$"):
+        Wrong(parallel.parameters()).step()
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_model_that_is_trained_before_the_first_call_is_told(one: DeviceMesh, planned: bool) -> None:
+    """Until then both have the same values; where there is a plan from the start, each has its own."""
+    plain = net()
+    parallel = autopar.compile(plain, one, **({"example_kwargs": batch()} if planned else {}))
+    before = plain.first.weight.detach().clone()
+    plain(**batch()).backward()
+    sgd(plain.parameters()).step()
+    with contextlib.nullcontext() if planned else pytest.warns(UserWarning, match="7 more of the model were"):
+        parallel(**batch())
+    assert torch.equal(parallel.full_state_dict()["first.weight"], before) == planned

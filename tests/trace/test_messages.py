@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.trace import capture
+from autopar.trace import capture, graph_of
 
 
 class Model(nn.Module):
@@ -195,3 +195,11 @@ def test_the_half_of_a_model_that_could_be_traced_is_not_printed(capfd: pytest.C
         capture(Model(told), (torch.randn(2, 4),), {})
     said = capfd.readouterr().err
     assert "seen" in said and "def forward" not in said
+
+
+@pytest.mark.parametrize("name", ["cholesky", "inv"])
+def test_an_operator_that_checks_its_operands_is_named_with_the_one_that_does_not(name: str) -> None:
+    checks, checks_not = getattr(torch.linalg, name), getattr(torch.linalg, f"{name}_ex")
+    with pytest.raises(TraceError, match=rf"torch.linalg.{name} at .*: use torch.linalg.{name}_ex\(...\)\[0\]"):
+        graph_of(capture(Model(lambda x: checks(x @ x.T + torch.eye(4)) @ x), (torch.randn(4, 4),), {}))
+    graph_of(capture(Model(lambda x: checks_not(x @ x.T + torch.eye(4))[0] @ x), (torch.randn(4, 4),), {}))

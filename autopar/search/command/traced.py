@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar.errors import BadArgument, TraceError
+from autopar.errors import BadArgument, PlanMismatch, TraceError
 from autopar.ir.batch_norm import GLOBAL, LOCAL, statistics_of
 from autopar.ir.words import count_of
 from autopar.search.command.factory import Example, build
@@ -41,10 +41,13 @@ def traced(
     args, kwargs = _call(example, text)
     model = example.model
     training = model.training or any(parameter.requires_grad for parameter in model.parameters())
-    return capture(
-        model, args, kwargs, training=None if training == model.training else training, precision=precision,
-        loss_alone=loss_alone, device_type=device_type,
-    )  # fmt: skip
+    try:
+        return capture(
+            model, args, kwargs, training=None if training == model.training else training, precision=precision,
+            loss_alone=loss_alone, device_type=device_type,
+        )  # fmt: skip
+    except PlanMismatch as error:
+        raise BadArgument(f"{text}: {error}") from error
 
 
 def _call(example: Example, text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
