@@ -142,13 +142,12 @@ def compile(
     Raises ValueError for arguments that do not fit, TraceError for a model that cannot be captured, Infeasible where no
     plan fits in memory, PlanMismatch for a plan made for something else.
     """
-    _check_kinds(model, device_mesh, plan, pin)
+    _check_kinds(model, device_mesh, plan, pin, example_inputs, example_kwargs)
     is_open = isinstance(device_mesh, Devices)
     device_mesh = device_mesh.flat if isinstance(device_mesh, Devices) else device_mesh
     mesh = _mesh_of_all(device_mesh)
     _check_words(outputs, inputs, backend, batch_norm, optimizer)
     _check_numbers(patience_s, time_limit_s, micro_batches)
-    _check_examples(example_inputs, example_kwargs)
     brought, precision = given_rules(rules), precision_named(precision)
     pipe = _pipe_of(device_mesh, mesh, schedule, stages_per_rank, micro_batches, {"profile": profile})
 
@@ -215,8 +214,11 @@ def _mesh_of_all(device_mesh: DeviceMesh) -> Mesh:
     return mesh
 
 
-def _check_kinds(model: object, device_mesh: object, plan: object, pin: object) -> None:
-    """What is given where something else belongs."""
+def _check_kinds(
+    model: object, device_mesh: object, plan: object, pin: object, args: object, kwargs: object
+) -> None:  # fmt: skip
+    """What is given where something else belongs. `args`, `kwargs`: the examples."""
+    _check_examples(args, kwargs)
     if not isinstance(model, nn.Module):
         is_class = isinstance(model, type)
         what = f"the class {model.__name__}; give an instance of it" if is_class else f"a {type(model).__name__}"

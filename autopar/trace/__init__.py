@@ -5,7 +5,8 @@ from typing import Any
 
 from autopar.ir.graph import Graph
 from autopar.ir.outside import Rules
-from autopar.trace.capture import Captured, capture, flatten_inputs
+from autopar.trace.calls import flatten_inputs
+from autopar.trace.capture import Captured, capture
 from autopar.trace.local_norm import local_statistics
 from autopar.trace.lower import lower
 from autopar.trace.normalise import normalise

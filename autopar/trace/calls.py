@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import PlanMismatch
-from autopar.trace.modules import check_dense
+from autopar.trace.modules import check_dense, check_tensors
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 NUMBERS = (int, float)
@@ -140,3 +140,33 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
             "pass tensors, numbers, text, and lists, tuples or dicts of these"
         ) from None
     return type(value), value
+
+
+def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    """(path, leaf) of every argument, in a fixed order: positional first, keywords by name. Paths read `[0]`,
+    `['x']`.
+    """
+    paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(sorted(kwargs.items()))))
+    return [(pytree.keystr(path[1:]), leaf) for path, leaf in paths], spec
+
+
+def dense_inputs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
+    """The same, of arguments and a model that can be planned. Raises PlanMismatch."""
+    check_tensors(model)
+    leaves, spec = flatten_inputs(args, kwargs)
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            check_argument(leaf, path)
+    return leaves, spec
+
+
+def shown(leaves: list[tuple[str, Any]]) -> str:
+    """The inputs in words: `x float32[8, 31], y float32[8, 30]`; numbers, texts and nothing are left out."""
+    told: list[str] = []
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            name = path[2:-2] if path.startswith("['") and path.count("[") == 1 else path
+            told.append(f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
+    return ", ".join(told) or "none of which is a tensor"

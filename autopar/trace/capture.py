@@ -34,13 +34,13 @@ from autopar.trace.ambient import (
     without_autocast,
 )
 from autopar.trace.attention import keep_attention
-from autopar.trace.calls import check_argument
+from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.forward import no_unknown_constants, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.masks import masks_left_out
-from autopar.trace.modules import aliases, as_plain_modules, check_names, check_tensors, computed_tensors, with_tensors
+from autopar.trace.modules import aliases, as_plain_modules, check_names, computed_tensors, with_tensors
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
@@ -162,24 +162,6 @@ def _fake(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(like.shape, dtype=dtype)
 
 
-def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
-    """(path, leaf) of every argument, in a fixed order: positional first, keywords by name. Paths read `[0]`,
-    `['x']`.
-    """
-    paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(sorted(kwargs.items()))))
-    return [(pytree.keystr(path[1:]), leaf) for path, leaf in paths], spec
-
-
-def shown(leaves: list[tuple[str, Any]]) -> str:
-    """The inputs in words: `x float32[8, 31], y float32[8, 30]`; numbers, texts and nothing are left out."""
-    told: list[str] = []
-    for path, leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            name = path[2:-2] if path.startswith("['") and path.count("[") == 1 else path
-            told.append(f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
-    return ", ".join(told) or "none of which is a tensor"
-
-
 @dataclass(frozen=True)
 class _Setting:
     """How a model is traced: on fake tensors of `mode`, in train or eval mode if `training` says so, under `autocast`.
@@ -261,16 +243,12 @@ def capture(
     `loss_alone`: those that are no scalars are None. Raises TraceError.
     """
     check_names(model)
-    check_tensors(model)
     around = _autocast_around(device_type)
     setting = _Setting(
         model, FakeTensorMode(allow_non_fake_inputs=True), training, precision, device_type, autocast_for(device_type),
         around, under_its_autocast or (around.enabled and device_type != "cpu"),
     )  # fmt: skip
-    leaves, spec = flatten_inputs(args, kwargs)
-    for path, leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            check_argument(leaf, path)
+    leaves, spec = dense_inputs(model, args, kwargs)
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
     inputs = _fake_inputs(setting, leaves, spec)
     naming = naming_the_line(shown(leaves), lambda: setting.run_by_itself(*inputs.call()))

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,11 @@ def test_an_optimizer_that_calls_its_closure_itself_is_no_whole_one(one: DeviceM
         autopar.optim.Whole(parallel.parameters(), torch.optim.LBFGS, lr=0.1)
 
 
+def listed(name: str, *args: Any, **kwargs: Any) -> Any:
+    """An operator on lists, as optimizers beyond torch's own call it."""
+    return getattr(torch, f"_foreach_{name}")(*args, **kwargs)
+
+
 class Listed(torch.optim.Optimizer):
     """What optimizers beyond torch's own do to lists: operators for which DTensors have no rule."""
 
@@ -82,10 +88,10 @@ class Listed(torch.optim.Optimizer):
             self.state[one].setdefault("most", torch.zeros_like(one))
             self.state[one].setdefault("last", torch.zeros_like(one))
         most, last = ([self.state[one][name] for one in parameters] for name in ("most", "last"))
-        torch._foreach_maximum_(most, torch._foreach_abs(gradients))
-        torch._foreach_clamp_min_(most, 1e-3)
-        torch._foreach_addcdiv_(parameters, torch._foreach_add(gradients, last, alpha=0.5), most, value=-0.01)
-        torch._foreach_copy_(last, gradients)
+        listed("maximum_", most, listed("abs", gradients))
+        listed("clamp_min_", most, 1e-3)
+        listed("addcdiv_", parameters, listed("add", gradients, last, alpha=0.5), most, value=-0.01)
+        listed("copy_", last, gradients)
 
 
 class Rows(Listed):
