@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -317,3 +317,15 @@ def map_refs(arg: Arg, change: Any) -> Arg:
     if isinstance(arg, tuple):
         return tuple(map_refs(part, change) for part in cast("tuple[Arg, ...]", arg))
     return arg
+
+
+def reading(node: Node, instead: Mapping[Ref, Ref]) -> Node:
+    """The node with other operands in the place of these; itself where it reads none of them."""
+    if instead.keys().isdisjoint(node.operands):
+        return node
+
+    def change(ref: Ref) -> Ref:
+        return instead.get(ref, ref)
+
+    kwargs = tuple((key, map_refs(arg, change)) for key, arg in node.kwargs)
+    return replace(node, args=map_refs(node.args, change), kwargs=kwargs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Node, Ref, map_refs
+from autopar.ir.graph import Graph, Node, Ref, reading
 from autopar.ir.work import FETCH, STORE
 
 
@@ -29,17 +29,13 @@ def kept(graph: Graph, values: Set[Ref]) -> Graph:
     if not instead:
         return graph
 
-    def as_kept(ref: Ref) -> Ref:
-        return instead.get(ref, ref)
-
     nodes: list[Node] = []
     read = {result.ref.name for result in graph.results if result.ref is not None}
     for node in reversed(graph.nodes):
         is_way_back = node.op in (STORE, FETCH) or (node.phase == "backward" and bool(node.target))
         if is_way_back and not node.is_source and node.name not in read:  # nobody needs it any more
             continue
-        kwargs = tuple((key, map_refs(arg, as_kept)) for key, arg in node.kwargs)
-        nodes.append(replace(node, args=map_refs(node.args, as_kept), kwargs=kwargs))
+        nodes.append(reading(node, instead))
         read |= {ref.name for ref in nodes[-1].operands}
     return replace(graph, nodes=tuple(reversed(nodes)))
 

@@ -26,7 +26,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import CHANNEL, Graph, Node, Ref, Result, TensorType, map_refs, weights_in
+from autopar.ir.graph import CHANNEL, Graph, Node, Ref, Result, TensorType, reading, weights_in
 from autopar.ir.rounds import LAST
 from autopar.ir.work import FETCH, STORE, draws
 from autopar.rewrite.backward import kept, with_first
@@ -57,7 +57,10 @@ class Stage:
 
 def forward_order(graph: Graph) -> tuple[Node, ...]:
     """The forward operators that are in one stage each, in the order in which a cut divides them."""
-    free = _free(graph)
+    return _in_order(graph, _free(graph))
+
+
+def _in_order(graph: Graph, free: frozenset[str]) -> tuple[Node, ...]:
     return tuple(n for n in graph.nodes if _is_placed(n, free) and n.phase == "forward" and n.op != STORE)
 
 
@@ -106,7 +109,7 @@ class _Stages:
         self.graph, self.node_of, self.free = graph, graph.by_name, _free(graph)
         self.parameters = {node.target: node.name for node in graph.nodes if node.op == "parameter"}
         self.count = len(ends) + 1
-        order = forward_order(graph)
+        self.order = order = _in_order(graph, self.free)
         if [*ends] != sorted({*ends}) or not all(0 < end < len(order) for end in ends):
             raise NotCut(f"cuts behind {[*ends]} of {len(order)} operators leave a stage without any; cut elsewhere")
         self.stage_of = {node.name: sum(at >= end for end in ends) for at, node in enumerate(order)}
@@ -139,7 +142,7 @@ class _Stages:
         behind the last one.
         """
         found: dict[Ref, int] = {}
-        for node in forward_order(self.graph):
+        for node in self.order:
             for ref in node.operands:
                 if self._is_sent(ref):
                     found[ref] = max(found.get(ref, 0), self.stage_of[node.name])
@@ -351,16 +354,11 @@ class _Stages:
         returned = [self._source("tangent", ref, _returned(ref), channel(went)) for ref, went in back_in.items()]
         sources, forward, backward = list[Node](), list[Node](), list[Node]()
 
-        def as_seen(ref: Ref) -> Ref:
-            return seen.get(ref, ref)
-
         for node in self.graph.nodes:
             if node.name not in here:
                 continue
-            kwargs = tuple((key, map_refs(arg, as_seen)) for key, arg in node.kwargs)
-            made = replace(node, args=map_refs(node.args, as_seen), kwargs=kwargs)
             among = backward if node.phase == "backward" else sources if node.is_source else forward
-            among.append(made)
+            among.append(reading(node, seen))
         return (*sources, *received, *forward, *returned, *backward)
 
     def _source(self, op: str, ref: Ref, name: str, target: str) -> Node:

@@ -86,9 +86,10 @@ def held_within(room: Room, find: Callable[[float], Plan], pricer: Pricer) -> Pl
         found,
         notes=(
             *found.notes,
-            f"simulated with the allocator's rules it reserves {human(int(found.search[RESERVED]))}, with gaps between "
-            f"values, more than the {human(room.limit)} that it may; the allocator then gives memory back, which takes "
-            "time (expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF leaves fewer gaps)",
+            f"simulated with the allocator's rules it reserves {human(int(found.search[RESERVED]))}, with buffers of "
+            f"collectives and gaps between values, more than the {human(room.limit)} that it may; the allocator then "
+            "gives memory back, which takes time (expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF leaves fewer "
+            "gaps)",
         ),
     )
 
