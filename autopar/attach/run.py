@@ -5,7 +5,7 @@ collectives in both directions.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -193,12 +193,7 @@ class _Step(torch.autograd.Function):
         watched = [one for one in (*parameters, *step.watched) if not one.is_inference()]
         ctx.versions = [(one, one._version) for one in watched]
         results = tuple(_own(value, (*pieces, *step.others)) for value in outputs[:count])
-        differentiable = runner.differentiable | step.without_tangent
-        constant = [
-            value
-            for (result, _), value in zip(runner.results, results, strict=True)
-            if value is not None and not (result.kind == "output" and result.target in differentiable)
-        ]
+        results, constant = _told_apart(runner, results, runner.differentiable | step.without_tangent)
         ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
         return results
@@ -337,6 +332,21 @@ def _drawing_from(states: list[tuple[torch.Generator, Tensor]]) -> Iterator[None
     finally:
         for generator, state in now:
             generator.set_state(state)
+
+
+def _told_apart(
+    runner: Runner, results: Sequence[Tensor | None], differentiable: Set[str]
+) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+    """(results, those of them that have no gradient): where one tensor is both (`loss` and `loss.detach()`), what has
+    no gradient looks at it.
+    """
+    has = [result.kind == "output" and result.target in differentiable for result, _ in runner.results]
+    with_gradient = {id(value) for value, one in zip(results, has, strict=True) if one}
+    made = tuple(
+        value.detach() if value is not None and not one and id(value) in with_gradient else value
+        for value, one in zip(results, has, strict=True)
+    )
+    return made, [value for value, one in zip(made, has, strict=True) if value is not None and not one]
 
 
 def _own(value: Tensor | None, inputs: tuple[Tensor, ...]) -> Tensor | None:

@@ -33,6 +33,7 @@ from autopar.trace.ambient import (
     one_tf32_setting,
     without_autocast,
 )
+from autopar.trace.apart import keep_apart
 from autopar.trace.attention import keep_attention
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
@@ -274,6 +275,7 @@ def capture(
         fakes = _spell_out_casts(setting, inner, inputs.fakes)
         keep_attention(inner)
         beside = _outputs_settled(inner, exported, every_tangent, loss_alone)
+        keep_apart(inner)
         if device_type == "cpu":
             insert_autocast(inner, setting.autocast)
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)

@@ -1,6 +1,8 @@
 """Gradients belong to their parameters: whoever clips or scales one changes nothing else."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +156,45 @@ def test_what_no_loss_was_made_of_has_no_gradient(one: DeviceMesh, planned_first
     ours = models[1].state_dict()
     for name, parameter in plain.named_parameters():
         near(ours[name], parameter.detach(), 1e-6, name)
+
+
+# Outputs that look at one storage, and what a script makes of them.
+VIEWS: dict[str, tuple[Callable[[Tensor, nn.Linear], Any], Callable[[Any], Tensor]]] = {
+    "a view": (lambda y, _: (y, y.t()), lambda o: o[1].square().sum()),
+    "both": (lambda y, _: (y, y.t()), lambda o: o[0].square().sum() + 3 * o[1].sum()),
+    "rows": (lambda y, _: (y[0], y[1:]), lambda o: o[0].sum() - o[1].square().sum()),
+    "pooled": (lambda y, _: {"hidden": y, "pooled": y[:, 0]}, lambda o: o["hidden"].square().sum() + o["pooled"].sum()),
+    "detached": (lambda y, _: (y, y.detach()), lambda o: (o[0] * o[1]).sum()),
+    "a loss and its log": (lambda y, _: {"loss": y.sum(), "log": {"ce": y.sum().detach()}}, lambda o: o["loss"]),
+    "one loss, looked at": (lambda y, _: _twice(y.square().mean()), lambda o: o[0] * (1 + o[1])),
+    "a loss of one row": (lambda y, _: (y.square().mean(), y.square().mean().view(1)), lambda o: o[1].sum()),
+    "parts": (lambda y, _: y.chunk(2, -1), lambda o: o[0].square().sum() - o[1].sum()),
+    "twice": (lambda y, _: (y, y), lambda o: o[0].square().sum() + o[1].sum()),
+    "a parameter": (lambda y, layer: (y.sum(), layer.weight), lambda o: o[0] + o[1].square().sum()),
+    "a view of a parameter": (lambda y, layer: (y.sum(), layer.weight.t()[0]), lambda o: o[0] + o[1].square().sum()),
+}
+
+
+def _twice(loss: Tensor) -> tuple[Tensor, Tensor]:
+    return loss, loss.detach()
+
+
+class Viewed(nn.Module):
+    def __init__(self, of: Callable[[Tensor, nn.Linear], Any]) -> None:
+        super().__init__()
+        self.layer, self.of = nn.Linear(8, 8), of
+
+    def forward(self, x: Tensor) -> Any:
+        return self.of(self.layer(x), self.layer)
+
+
+@pytest.mark.parametrize("what", VIEWS)
+def test_outputs_that_are_views_of_each_other_have_their_own_gradients(one: DeviceMesh, what: str) -> None:
+    torch.manual_seed(0)
+    of, used = VIEWS[what]
+    plain, x = Viewed(of), torch.randn(4, 8)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for model in (plain, parallel):
+        used(model(x)).backward()
+    assert plain.layer.weight.grad is not None
+    same_gradients(plain, parallel)

@@ -1,0 +1,47 @@
+"""Outputs that look at one storage: a value and a view of it, what is detached from it, a parameter.
+
+AOTAutograd lets such outputs be views again of what its program gives, behind the program, so that the joint graph has
+no gradient of theirs (torch 2.11 to 2.13: `OutputType.alias_of_intermediate`, `alias_of_input`). What autopar runs is
+the joint graph alone. So all but one of them become values of their own here, as soon as one has a gradient.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def keep_apart(module: torch.fx.GraphModule) -> None:
+    """Change an exported module so that no output with a gradient shares its storage with another one, or with a
+    parameter or an input.
+    """
+    (output,) = module.graph.find_nodes(op="output")
+    leaves = list(output.args[0])
+    sources = [node for node in module.graph.nodes if node.op in ("placeholder", "get_attr")]
+    with module.graph.inserting_before(output):
+        apart = module.graph.call_function(_apart, (leaves, sources))
+        output.args = (tuple(module.graph.call_function(operator.getitem, (apart, i)) for i in range(len(leaves))),)
+    module.recompile()
+
+
+def _apart(values: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
+    """What is run in the place of the outputs. One that is returned twice stays one."""
+    given = {_storage(one) for one in sources if isinstance(one, torch.Tensor)}
+    tensors = {id(one): one for one in values if isinstance(one, torch.Tensor)}
+    trained = {_storage(one): one for one in reversed(tensors.values()) if one.requires_grad}  # its first, of each
+    made = dict(tensors)
+    for key, one in tensors.items():
+        storage = _storage(one)
+        if storage not in trained or (one is trained[storage] and storage not in given):
+            continue
+        if one.requires_grad or storage not in given:
+            made[key] = one.clone()
+    return [made.get(id(one), one) for one in values]
+
+
+def _storage(value: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(value.untyped_storage())
