@@ -244,10 +244,13 @@ def _delivered(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | No
     """What was added up over micro-batches, times the gradient of the loss."""
     (loss,) = ctx.runner.differentiable
     place, _ = ctx.runner.outputs[loss]
-    if any(gradient is not None for at, gradient in enumerate(gradients) if at != place):
+    beside = [at for at, gradient in enumerate(gradients) if gradient is not None and at != place]
+    if beside:
+        which = f"(output {ctx.runner.results[beside[0]][0].target}; the loss is output {loss})"
         raise RuntimeError(
-            "a gradient arrives for an output beside the loss, and in micro-batches backward runs before it is known: "
-            "make what it is needed for part of the loss that forward returns, or compile without micro_batches="
+            f"a gradient arrives for an output beside the loss {which}, and in micro-batches backward runs before it "
+            "is known: make what it is needed for part of the loss that forward returns, or compile without "
+            "micro_batches="
         )
     times, added_up = gradients[place], ctx.added_up
     assert times is not None

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.attach.inputs import type_of
 from autopar.attach.module import ParallelModule
-from autopar.attach.tensors import is_elsewhere
+from autopar.attach.tensors import from_rank_zero, is_elsewhere
 from autopar.calibrate.values import input_bounds, random_tensor
 from autopar.errors import PlanMismatch
 from autopar.machine.device import hardware_or_here
@@ -58,9 +59,11 @@ def materialise(parallel: ParallelModule, device_type: str) -> tuple[str, ...]:
 
 
 def inputs_of(
-    plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str
+    plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_mesh: DeviceMesh
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with real tensors, the same on every rank, each of them a tensor of its own."""
+    """The call with real tensors, the same on every rank, each of them a tensor of its own: a factory draws others on
+    each.
+    """
     leaves, spec = flatten_inputs(args, kwargs)
     bounds, node_of = input_bounds(plan.graph), plan.graph.by_name
     below = {node_of[name].target: bound for name, bound in sorted(bounds.items(), key=lambda one: -one[1])}
@@ -70,8 +73,11 @@ def inputs_of(
         for path, leaf in leaves:
             if isinstance(leaf, Tensor):
                 bound = below.get(path)
-                cpu, device = torch.device("cpu"), torch.device(device_type)
-                leaf = random_tensor(type_of(leaf), cpu, bound).to(device) if leaf.is_meta else leaf.detach().clone()
+                cpu, device = torch.device("cpu"), torch.device(device_mesh.device_type)
+                if leaf.is_meta:
+                    leaf = random_tensor(type_of(leaf), cpu, bound).to(device)
+                else:
+                    leaf = from_rank_zero(leaf.detach().clone(), device_mesh)
             made.append(leaf)
     positional, named = pytree.tree_unflatten(made, spec)
     return positional, named

@@ -137,7 +137,7 @@ def twin_of(
     )  # fmt: skip
     parallel.train(is_trained(model))
     notes = materialise(parallel, device_type)
-    positional, named = inputs_of(whole, positional, named, device_type)
+    positional, named = inputs_of(whole, positional, named, device_mesh)
     if not positional:
         named = parallel.shard_batch(named)  # as they lie in the plan: cutting them is not timed
     return Twin(whole, parallel, positional, named, device_mesh), pricer, notes

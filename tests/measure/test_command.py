@@ -26,6 +26,9 @@ def wider():
 
 def one_input():
     return Tiny(), (torch.zeros(8, 24),)
+
+def frozen():
+    return Tiny().requires_grad_(False), (torch.randn(8, 24), torch.randn(8, 24))  # others on each rank
 """
 FAMILY = """
 from tests.support.families import family
@@ -65,6 +68,14 @@ def command(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> st
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def test_a_model_that_trains_nothing_is_measured_with_the_inputs_of_one_rank(folder: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        given = ["tiny.py:frozen", "--mesh", "a=2", "--hardware", "cpu-gloo", "--quiet", "-o", "plan.json"]
+        assert search_command(given) == 0
+    out = command(folder, "plan.json", "tiny.py:frozen", "--steps", "2")
+    assert "executed with tiny.py:frozen" in out and "DIFFERENT" not in out
 
 
 def test_two_processes_move_what_the_plan_says(folder: Path) -> None:
