@@ -297,9 +297,9 @@ def refuse_pieces_of_others(name: str, value: Any, held: Any) -> None:
     is_here = isinstance(held, DTensor) and not is_elsewhere(held)
     if is_here and isinstance(value, DTensor) and (is_elsewhere(value) or _is_empty(value)):
         raise RuntimeError(
-            f"{name} has no elements on this rank: it was saved by a rank of another pipeline stage, and torch.save "
-            "writes what that rank holds. Save parallel.full_state_dict(), or let all ranks write with "
-            "torch.distributed.checkpoint"
+            f"{name} has no elements here: it was saved by a rank of another pipeline stage, as torch.save writes what "
+            "that rank holds, or is a copy of such a rank's state. Save or load parallel.full_state_dict(), let all "
+            "ranks write with torch.distributed.checkpoint, or load behind the first call, on the same stages"
         )
     if not isinstance(value, DTensor) or not any(isinstance(placement, Shard) for placement in value.placements):
         return
