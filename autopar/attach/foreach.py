@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from autopar._compat import dtensor_handlers
-from autopar.attach.tensors import over_pieces, whole_within
+from autopar.attach.tensors import is_elsewhere, over_pieces, whole_within
 
 REDUCE = ("norm", "max", "powsum")  # give numbers, and not lists of what they take
 LISTS = ("_foreach_", "_fused_")
@@ -60,8 +60,11 @@ def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     pieces = [_piece(one, None) for one in first]
 
     def local(value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and any(isinstance(one, DTensor) for one in cast("list[Any]", value)):
-            return [_piece(one, like) for one, like in zip(cast("list[Any]", value), first, strict=True)]
+        if isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in cast("list[Any]", value)):
+            pairs = [*zip(cast("list[Any]", value), first, strict=True)]
+            for one, like in pairs:
+                _check_alike(one, like, op)
+            return [_piece(one, like) for one, like in pairs]
         return whole_within(value) if isinstance(value, DTensor) else value
 
     made = op(pieces, *map(local, args[1:]), **{key: local(value) for key, value in kwargs.items()})
@@ -71,6 +74,18 @@ def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         over_pieces(one, like.shape, like.placements, like.device_mesh) if isinstance(like, DTensor) else one
         for one, like in zip(made, first, strict=True)
     ]
+
+
+def _check_alike(one: Any, other: Any, op: Any) -> None:
+    """A whole tensor beside a piece of another would be another operator, without a word where one of them has a dim of
+    size 1.
+    """
+    for piece, whole in ((one, other), (other, one)):
+        if not isinstance(piece, DTensor) or not isinstance(whole, torch.Tensor) or isinstance(whole, DTensor):
+            continue
+        if whole.ndim and (is_elsewhere(piece) or any(isinstance(where, Shard) for where in piece.placements)):
+            told = f"{op} got mixed torch.Tensor {[*whole.shape]} and DTensor {[*piece.shape]}"
+            raise RuntimeError(f"{told}, of which each rank has a piece")
 
 
 def _piece(held: Any, like: Any) -> Any:

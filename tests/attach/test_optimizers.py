@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import autopar
 from autopar.optim import Whole
@@ -155,3 +155,15 @@ def test_a_model_that_is_trained_before_the_first_call_is_told(one: DeviceMesh, 
     with contextlib.nullcontext() if planned else pytest.warns(UserWarning, match="7 more of the model were"):
         parallel(**batch())
     assert torch.equal(parallel.full_state_dict()["first.weight"], before) == planned
+
+
+def test_whole_tensors_in_lists_of_pieces_are_refused(one: DeviceMesh) -> None:
+    """A dim of size 1 of a piece would be repeated over the whole tensor, without a word."""
+    autopar.compile(net(), one)
+    split, whole = (distribute_tensor(torch.ones(2, 4), one, [where]) for where in (Shard(0), Replicate()))
+    for first, second in ((split, torch.ones(2, 4)), (torch.ones(2, 4), split)):
+        with pytest.raises(RuntimeError, match=r"got mixed torch.Tensor .2, 4. and DTensor .2, 4., of which each"):
+            listed("add_", [first], [second])
+    for first, second in ((whole, torch.ones(2, 4)), (torch.ones(2, 4), whole), (split, whole)):
+        near(listed("add", [first], [second])[0], torch.full((2, 4), 2.0), 0.0, "the sum")
+    listed("add_", [split], [torch.tensor(1.0)])
