@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar._compat import dtensor_handlers
 from autopar.attach.tensors import is_elsewhere, over_pieces, whole_within
@@ -56,19 +56,20 @@ def _norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch
 
 
 def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = cast("list[Any]", args[0])
-    pieces = [_piece(one, None) for one in first]
+    first, changes = cast("list[Any]", args[0]), op._schema.is_mutable
+    if not changes:
+        first = [_without_terms(one) for one in first]
+    elif any(_terms_in(one) for one in first):
+        raise RuntimeError(f"{op} would write to a DTensor whose ranks hold terms of a sum; call .full_tensor() first")
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in cast("list[Any]", value)):
-            pairs = [*zip(cast("list[Any]", value), first, strict=True)]
-            for one, like in pairs:
-                _check_alike(one, like, op)
-            return [_piece(one, like) for one, like in pairs]
+            return [_piece(one, like, op) for one, like in zip(cast("list[Any]", value), first, strict=True)]
         return whole_within(value) if isinstance(value, DTensor) else value
 
+    pieces = [one.to_local() if isinstance(one, DTensor) else one for one in first]
     made = op(pieces, *map(local, args[1:]), **{key: local(value) for key, value in kwargs.items()})
-    if made is None or op._schema.is_mutable:
+    if made is None or changes:
         return None if made is None else first
     return [
         over_pieces(one, like.shape, like.placements, like.device_mesh) if isinstance(like, DTensor) else one
@@ -76,26 +77,42 @@ def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
 
 
-def _check_alike(one: Any, other: Any, op: Any) -> None:
-    """A whole tensor beside a piece of another would be another operator, without a word where one of them has a dim of
-    size 1.
+def _terms_in(held: Any) -> bool:
+    return isinstance(held, DTensor) and any(isinstance(one, Partial) for one in held.placements)
+
+
+def _without_terms(held: Any) -> Any:
+    """Put together, where ranks hold terms of it."""
+    if not _terms_in(held):
+        return held
+    return held.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in held.placements])
+
+
+def _piece(held: Any, like: Any, op: Any) -> Any:
+    """This rank's piece of one of a list, as it belongs to its counterpart in the first list. A whole tensor beside a
+    piece of another is refused: it would be another operator, without a word where one of them has a dim of size 1.
     """
-    for piece, whole in ((one, other), (other, one)):
-        if not isinstance(piece, DTensor) or not isinstance(whole, torch.Tensor) or isinstance(whole, DTensor):
-            continue
-        if whole.ndim and (is_elsewhere(piece) or any(isinstance(where, Shard) for where in piece.placements)):
+    if not isinstance(held, torch.Tensor):
+        return held
+    if not isinstance(held, DTensor) or not isinstance(like, DTensor):
+        piece, whole = (held, like) if isinstance(held, DTensor) else (like, held)
+        if isinstance(piece, DTensor) and (whole.ndim or whole is like) and (is_elsewhere(piece) or _is_split(piece)):
             told = f"{op} got mixed torch.Tensor {[*whole.shape]} and DTensor {[*piece.shape]}"
             raise RuntimeError(f"{told}, of which each rank has a piece")
+        return _without_terms(held).to_local() if isinstance(held, DTensor) else held
+    more = like.ndim - held.ndim
+    if more < 0 or any(size not in (1, like.shape[more + dim]) for dim, size in enumerate(held.shape)):
+        raise RuntimeError(f"{op} got DTensor {[*held.shape]} beside DTensor {[*like.shape]} in its first list")
+    if held.placements == like.placements and held.shape == like.shape:
+        return held.to_local()
+    wanted = [
+        Shard(one.dim - more)
+        if isinstance(one, Shard) and one.dim >= more and held.shape[one.dim - more] == like.shape[one.dim]
+        else Replicate()
+        for one in like.placements
+    ]
+    return held.redistribute(placements=wanted).to_local()
 
 
-def _piece(held: Any, like: Any) -> Any:
-    """This rank's piece of one of the list, laid out as its counterpart in the first list."""
-    if not isinstance(held, DTensor):
-        return held
-    placements = (like if isinstance(like, DTensor) else held).placements
-    if any(isinstance(one, Partial) for one in placements):
-        raise RuntimeError(
-            f"an operator on lists takes terms of a sum (a tensor {list(held.shape)}, {held.placements}); call "
-            ".full_tensor() first"
-        )
-    return (held if held.placements == placements else held.redistribute(placements=placements)).to_local()
+def _is_split(held: DTensor) -> bool:
+    return any(isinstance(one, Shard) for one in held.placements)

@@ -158,7 +158,7 @@ def dense_inputs(
     leaves, spec = flatten_inputs(args, kwargs)
     for path, leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            check_argument(leaf, path)
+            check_dense(leaf, f"argument {path}")
     return leaves, spec
 
 

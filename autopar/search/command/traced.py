@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.errors import BadArgument, PlanMismatch, TraceError
@@ -16,7 +17,7 @@ from autopar.search.command.factory import Example, build
 from autopar.search.search import Progress, Question
 from autopar.trace import Captured, capture
 from autopar.trace.ambient import autocast_as_asked
-from autopar.trace.calls import by_name
+from autopar.trace.calls import by_name, check_argument, flatten_inputs
 
 
 def as_ddp(question: Question, with_statistics: Callable[[str], Question]) -> Question | str | None:
@@ -42,6 +43,9 @@ def traced(
     model = example.model
     training = model.training or any(parameter.requires_grad for parameter in model.parameters())
     try:
+        for path, leaf in flatten_inputs(args, kwargs)[0]:
+            if isinstance(leaf, Tensor):
+                check_argument(leaf, path)
         return capture(
             model, args, kwargs, training=None if training == model.training else training, precision=precision,
             loss_alone=loss_alone, device_type=device_type,
