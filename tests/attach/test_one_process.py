@@ -77,9 +77,7 @@ def test_parameters_are_taken_over_when_the_plan_is_made(one: DeviceMesh) -> Non
     plain = net(seed=1)
     parallel = autopar.compile(plain, one)
     plain.load_state_dict(net(seed=2).state_dict())
-    with pytest.warns(
-        UserWarning, match="were written to between autopar.compile and the parallel module"
-    ):
+    with pytest.warns(UserWarning, match="were written to between autopar.compile and the parallel module"):
         near(parallel(**batch()), net(seed=2)(**batch()), 1e-5, "loss")
     with torch.no_grad():
         plain.head.bias.add_(1)
