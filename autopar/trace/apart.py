@@ -30,8 +30,8 @@ def keep_apart(module: torch.fx.GraphModule) -> None:
 
 def _apart(values: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
     """What is run in the place of the outputs. One that is returned twice stays one."""
-    given = {_storage(one) for one in sources if isinstance(one, torch.Tensor)}
-    tensors = {id(one): one for one in values if isinstance(one, torch.Tensor)}
+    given = {_storage(one) for one in sources if _has_storage(one)}
+    tensors = {id(one): one for one in values if _has_storage(one)}
     trained = {_storage(one): one for one in reversed(tensors.values()) if one.requires_grad}  # its first, of each
     made = dict(tensors)
     for key, one in tensors.items():
@@ -41,6 +41,10 @@ def _apart(values: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         if one.requires_grad or storage not in given:
             made[key] = one.clone()
     return [made.get(id(one), one) for one in values]
+
+
+def _has_storage(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _storage(value: torch.Tensor) -> StorageWeakRef:
