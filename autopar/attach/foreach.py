@@ -19,7 +19,7 @@ from autopar._compat import dtensor_handlers
 from autopar.attach.tensors import is_elsewhere, over_pieces, whole_within
 
 REDUCE = ("norm", "max", "powsum")  # give numbers, and not lists of what they take
-LISTS = ("_foreach_", "_fused_")
+LISTS = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_sgd")
 NORMS = torch.ops.aten._foreach_norm.Scalar
 
 
