@@ -58,7 +58,7 @@ def _norms(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch
 def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, changes = cast("list[Any]", args[0]), op._schema.is_mutable
     if not changes:
-        first = [_without_terms(one) for one in first]
+        first = [without_terms(one) for one in first]
     elif any(_terms_in(one) for one in first):
         raise RuntimeError(f"{op} would write to a DTensor whose ranks hold terms of a sum; call .full_tensor() first")
 
@@ -81,7 +81,7 @@ def _terms_in(held: Any) -> bool:
     return isinstance(held, DTensor) and any(isinstance(one, Partial) for one in held.placements)
 
 
-def _without_terms(held: Any) -> Any:
+def without_terms(held: Any) -> Any:
     """Put together, where ranks hold terms of it."""
     if not _terms_in(held):
         return held
@@ -99,7 +99,7 @@ def _piece(held: Any, like: Any, op: Any) -> Any:
         if isinstance(piece, DTensor) and (whole.ndim or whole is like) and (is_elsewhere(piece) or _is_split(piece)):
             told = f"{op} got mixed torch.Tensor {[*whole.shape]} and DTensor {[*piece.shape]}"
             raise RuntimeError(f"{told}, of which each rank has a piece")
-        return _without_terms(held).to_local() if isinstance(held, DTensor) else held
+        return without_terms(held).to_local() if isinstance(held, DTensor) else held
     more = like.ndim - held.ndim
     if more < 0 or any(size not in (1, like.shape[more + dim]) for dim, size in enumerate(held.shape)):
         raise RuntimeError(f"{op} got DTensor {[*held.shape]} beside DTensor {[*like.shape]} in its first list")

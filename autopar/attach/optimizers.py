@@ -103,10 +103,14 @@ def _refuse_whole_matrices(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if isinstance(parameter, DTensor) and not all(where.is_replicate() for where in parameter.placements):
                 name = type(optimizer).__name__
-                raise RuntimeError(
-                    f"{name} does not run on parameters that are split; step it on whole copies: "
-                    f"autopar.optim.Whole(parallel.parameters(), torch.optim.{name}, lr=...)"
-                )
+                raise RuntimeError(_on_whole_copies(name, f"torch.optim.{name}"))
+
+
+def _on_whole_copies(name: str, called: str) -> str:
+    return (
+        f"{name} does not run on parameters that are split; step it on whole copies: "
+        f"autopar.optim.Whole(parallel.parameters(), {called}, lr=...)"
+    )
 
 
 def _look_at_states(optimizer: Optimizer) -> None:
@@ -142,10 +146,7 @@ def _says_what_to_do(step: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             name = type(optimizer).__name__
             why = str(error).partition("\n")[0] or f"{type(error).__name__} without a word"
-            raise RuntimeError(
-                f"{name} does not run on parameters that are split; step it on whole copies: "
-                f"autopar.optim.Whole(parallel.parameters(), {name}, lr=...). torch says: {why}"
-            ) from error
+            raise RuntimeError(f"{_on_whole_copies(name, name)}. torch says: {why}") from error
 
     return told
 

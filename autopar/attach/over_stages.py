@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._compat import (
     distribute_tensors,
@@ -25,7 +25,7 @@ from autopar._compat import (
     replace_total_norm,
     total_norm,
 )
-from autopar.attach.foreach import mend_norms
+from autopar.attach.foreach import mend_norms, without_terms
 from autopar.attach.pipe import Pipe
 from autopar.attach.tensors import device_of, is_elsewhere, over_pieces, whole_within
 from autopar.ir.words import count_of
@@ -168,10 +168,7 @@ def _norms(given: Sequence[Tensor], p: float, pipe: Pipe) -> Tensor:
         if isinstance(one, DTensor):
             if (coordinate := one.device_mesh.get_coordinate()) is None:
                 continue
-            if any(isinstance(place, Partial) for place in one.placements):
-                one = _redistribute(
-                    one, placements=[Replicate() if isinstance(place, Partial) else place for place in one.placements]
-                )
+            one = without_terms(one)
             repeats = any(at for at, place in zip(coordinate, one.placements, strict=True) if place.is_replicate())
             one = one.to_local()
         else:

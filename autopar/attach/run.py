@@ -295,22 +295,20 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     with without_autocast():
         made = program.backward(saved, *runner.tangents(given, step.device_mesh), *runner.coordinates, *step.seeds[0])
     settle()  # gradients on the host have arrived, and parameters there have been read
-    return _to_parameters(runner, names, made, frozenset(given))
+    return _to_parameters(runner, names, _reached(runner, made, given.keys()))
 
 
-def _to_parameters(
-    runner: Runner, names: Mapping[str, Tensor], made: Sequence[Tensor | None], given: frozenset[str] | None = None
-) -> tuple[Any, ...]:
-    """What autograd wants of backward: the gradient of each parameter, in order, and none for one that no output of
-    `given` was made with (a head whose output no loss was made of): an optimizer leaves it alone, and would let zeros
-    decay it. `names`: the parameters by name. `given`: None where there is one output.
+def _reached(runner: Runner, made: Sequence[Tensor | None], given: Set[str]) -> list[Tensor | None]:
+    """The gradients, but for parameters with which no output of `given` was made (a head whose output no loss was made
+    of): an optimizer leaves what has none alone, and would let zeros decay it.
     """
-    begins = runner.graph.begins_at
-    by_name = {
-        result.target: value
-        for (result, _), value in zip(runner.gradients, made, strict=True)
-        if given is None or not (begin := begins.get(result.target)) or not begin.isdisjoint(given)
-    }
+    begins = [runner.graph.begins_at.get(result.target) for result, _ in runner.gradients]
+    return [None if begin and begin.isdisjoint(given) else one for begin, one in zip(begins, made, strict=True)]
+
+
+def _to_parameters(runner: Runner, names: Mapping[str, Tensor], made: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """What autograd wants of backward: the gradient of each parameter, in order. `names`: the parameters by name."""
+    by_name = {result.target: value for (result, _), value in zip(runner.gradients, made, strict=True)}
     return None, None, *(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
 
 

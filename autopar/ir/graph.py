@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -319,13 +319,14 @@ def map_refs(arg: Arg, change: Any) -> Arg:
     return arg
 
 
+def map_node(node: Node, change: Callable[[Ref], Ref]) -> Node:
+    """The same node with `change(ref)` in the place of every operand."""
+    kwargs = tuple((key, map_refs(arg, change)) for key, arg in node.kwargs)
+    return replace(node, args=map_refs(node.args, change), kwargs=kwargs)
+
+
 def reading(node: Node, instead: Mapping[Ref, Ref]) -> Node:
     """The node with other operands in the place of these; itself where it reads none of them."""
     if instead.keys().isdisjoint(node.operands):
         return node
-
-    def change(ref: Ref) -> Ref:
-        return instead.get(ref, ref)
-
-    kwargs = tuple((key, map_refs(arg, change)) for key, arg in node.kwargs)
-    return replace(node, args=map_refs(node.args, change), kwargs=kwargs)
+    return map_node(node, lambda ref: instead.get(ref, ref))

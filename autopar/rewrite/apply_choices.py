@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Node, Phase, Ref, map_refs
+from autopar.ir.graph import Graph, Node, Phase, Ref, map_node, map_refs
 from autopar.ir.work import FETCH, STORE, draws
 from autopar.rewrite.expose_choices import OFFLOAD, RECOMPUTE, SAVE, again_name, looks_at_source
 from autopar.rewrite.gather_once import is_gathered_once
@@ -50,17 +50,13 @@ class _Narrowing:
             if node.is_source:
                 self.head.append(node)
             elif node.phase == "forward":
-                self.head.append(self._with(node, self._here))
+                self.head.append(map_node(node, self._here))
             else:
                 for ref in self.before.get(node.name, ()):
                     self._again(ref)
-                self.backward.append(self._with(node, self._again))
+                self.backward.append(map_node(node, self._again))
         forward = [part for node in self.head for part in (node, *self.stores[node.name])]
         return Graph((*forward, *self.backward), self.graph.results, self.graph.rounds)
-
-    def _with(self, node: Node, change: object) -> Node:
-        args = map_refs(node.args, change)
-        return replace(node, args=args, kwargs=tuple((key, map_refs(arg, change)) for key, arg in node.kwargs))
 
     def _is_hosted(self, node: Node) -> bool:
         return node.op == "parameter" and node.target in self.hosted
@@ -86,7 +82,7 @@ class _Narrowing:
             mode = RECOMPUTE if looks_at_source(node, self.node_of) else self.modes.get(node.name, SAVE)
             if mode == RECOMPUTE:
                 repeated = replace(
-                    self._with(node, self._again), name=again_name(node.name, self.node_of), phase="backward",
+                    map_node(node, self._again), name=again_name(node.name, self.node_of), phase="backward",
                     target=node.name,
                 )  # fmt: skip
                 self.backward.append(repeated)
@@ -127,8 +123,7 @@ def plain(graph: Graph) -> Graph:
         elif not node.is_source and node.target:
             instead |= {Ref(node.name, i): Ref(node.target, i) for i in range(len(node.outputs))}
         else:
-            args, kwargs = map_refs(node.args, traced), tuple((k, map_refs(arg, traced)) for k, arg in node.kwargs)
-            kept.append(replace(node, args=args, kwargs=kwargs))
+            kept.append(map_node(node, traced))
     results = tuple(replace(r, ref=None if r.ref is None else traced(r.ref)) for r in graph.results)
     return Graph(tuple(kept), results, graph.rounds) if len(kept) < len(graph.nodes) else graph
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Node, Ref, map_refs
+from autopar.ir.graph import Graph, Node, Ref, map_node
 from autopar.ir.precision import CAST
 from autopar.rewrite.micro_batches import NotCut, in_rounds
 from autopar.rewrite.one_loss import WITHOUT_PIPE, why_not_cut
@@ -44,8 +44,7 @@ def cast_once(graph: Graph) -> Graph:
         if node.name in casts:
             nodes.append(replace(node, outputs=casts[node.name][0].outputs))
             continue
-        kwargs = tuple((key, map_refs(arg, read)) for key, arg in node.kwargs)
-        nodes.append(replace(node, args=map_refs(node.args, read), kwargs=kwargs))
+        nodes.append(map_node(node, read))
     stored = {name: graph.type_of(Ref(name)).dtype for name in casts}
     return Graph(tuple(nodes), graph.results, replace(graph.rounds, stored=stored))
 

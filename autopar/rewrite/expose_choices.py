@@ -21,7 +21,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.ir.graph import Graph, Node, Ref, map_refs
+from autopar.ir.graph import Graph, Node, Ref, map_node
 from autopar.ir.work import VIEWS, draws
 from autopar.rewrite.gather_once import is_gathered_once
 from autopar.rewrite.regions import regions
@@ -159,8 +159,7 @@ class _Widening:
         self.backward_of[node.name] = node
 
     def _rerouted(self, node: Node) -> Node:
-        args = map_refs(node.args, self._again)
-        return replace(node, args=args, kwargs=tuple((key, map_refs(arg, self._again)) for key, arg in node.kwargs))
+        return map_node(node, self._again)
 
     def _rerouted_unless_fixed(self, node: Node) -> Node:
         if looks_at_source(node, self.node_of):

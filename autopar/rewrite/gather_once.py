@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Node, Phase, Ref, map_refs
+from autopar.ir.graph import Graph, Node, Phase, Ref, map_node
 from autopar.ir.work import VIEWS
 
 ONCE = (("once", True),)  # the keyword argument of a share node that was put there for this
@@ -106,5 +106,4 @@ class _Added:
         def change(ref: Ref) -> Ref:
             return ref if _is_cast(node) else self.instead.get(ref, ref)
 
-        kwargs = tuple((key, map_refs(arg, change)) for key, arg in node.kwargs)
-        return replace(node, args=map_refs(node.args, change), kwargs=kwargs)
+        return map_node(node, change)

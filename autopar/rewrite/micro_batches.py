@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, batch_size, map_refs
+from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, batch_size, map_node
 from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, local_shape, local_type
 from autopar.ir.mesh import Mesh
 from autopar.ir.rounds import LAST, SUM, Rounds
@@ -328,8 +328,7 @@ class _Cut:
         return needed
 
     def _with(self, node: Node, name: str, change: Callable[[Ref], Ref]) -> Node:
-        kwargs = tuple((key, map_refs(arg, change)) for key, arg in node.kwargs)
-        return replace(node, name=name, args=map_refs(node.args, change), kwargs=kwargs)
+        return replace(map_node(node, change), name=name)
 
     def _local(
         self, node: Node, way: Strategy, outputs: Sequence[TensorType | None], picked: Mapping[str, Strategy]

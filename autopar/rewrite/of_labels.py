@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.ir.graph import Arg, Const, Graph, Node, Ref, TensorType, map_refs
+from autopar.ir.graph import Arg, Const, Graph, Node, Ref, TensorType, map_node
 
 LOSSES, ADDED_UP = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"), 2
 
@@ -23,8 +23,7 @@ def counted(graph: Graph) -> Graph:
         return instead.get(ref, ref)
 
     for node in graph.nodes:
-        kwargs = tuple((key, map_refs(arg, read)) for key, arg in node.kwargs)
-        nodes.append(replace(node, args=map_refs(node.args, read), kwargs=kwargs))
+        nodes.append(map_node(node, read))
         if node.op in LOSSES and node.args[3] == ADDED_UP and Ref(node.name, 1) in used:
             nodes += (made := _total_weight(node, graph))
             instead[Ref(node.name, 1)] = Ref(made[-1].name)

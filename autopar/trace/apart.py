@@ -8,7 +8,7 @@ the joint graph alone. So all but one of them become values of their own here, a
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +19,16 @@ def keep_apart(module: torch.fx.GraphModule) -> None:
     """Change an exported module so that no output with a gradient shares its storage with another one, or with a
     parameter or an input.
     """
+    pass_outputs(module, _apart, [node for node in module.graph.nodes if node.op in ("placeholder", "get_attr")])
+
+
+def pass_outputs(module: torch.fx.GraphModule, through: Callable[..., list[Any]], *others: Any) -> None:
+    """Let an exported module give what `through` makes of the list of its outputs, and of other nodes."""
     (output,) = module.graph.find_nodes(op="output")
     leaves = list(output.args[0])
-    sources = [node for node in module.graph.nodes if node.op in ("placeholder", "get_attr")]
     with module.graph.inserting_before(output):
-        apart = module.graph.call_function(_apart, (leaves, sources))
-        output.args = (tuple(module.graph.call_function(operator.getitem, (apart, i)) for i in range(len(leaves))),)
+        made = module.graph.call_function(through, (leaves, *others))
+        output.args = (tuple(module.graph.call_function(operator.getitem, (made, i)) for i in range(len(leaves))),)
     module.recompile()
 
 

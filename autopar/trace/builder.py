@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.ir.graph import Arg, Const, Graph, Node, Ref, Result, TensorType, map_refs
+from autopar.ir.graph import Arg, Const, Graph, Node, Ref, Result, TensorType
 from autopar.ir.work import RANDOM
 
 
@@ -151,17 +151,6 @@ def common_dims(base: tuple[int, ...], view: tuple[int, ...]) -> tuple[int, ...]
     if any(end % before for before, end in itertools.pairwise(ends)):
         return None
     return tuple(end // before for before, end in itertools.pairwise([1, *ends]) if end != before)
-
-
-def map_node(node: Node, ref_of: dict[Ref, Ref]) -> Node:
-    """The node with its operands renamed, and sizes of -1 untouched."""
-
-    def change(ref: Ref) -> Ref:
-        return ref_of.get(ref, ref)
-
-    return replace(
-        node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs)
-    )
 
 
 CONTIGUOUS = Const("memory_format", "contiguous_format")

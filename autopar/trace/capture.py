@@ -7,7 +7,6 @@ descriptors that say what they are.
 
 from __future__ import annotations
 
-import operator
 import threading
 import warnings
 from collections.abc import Mapping
@@ -33,7 +32,7 @@ from autopar.trace.ambient import (
     one_tf32_setting,
     without_autocast,
 )
-from autopar.trace.apart import keep_apart
+from autopar.trace.apart import keep_apart, pass_outputs
 from autopar.trace.attention import keep_attention
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
@@ -100,8 +99,7 @@ def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int, loss:
     as large as the logits would flow through the whole backward pass. Of the first `alone` outputs those are left out.
     Where output `loss` is such a scalar, the others are what it is made of, or are looked at, and have none, too.
     """
-    (output,) = module.graph.find_nodes(op="output")
-    leaves, found = list(output.args[0]), _Beside()
+    found = _Beside()
 
     def keep_scalar_gradients(values: list[Any]) -> list[Any]:
         found.has_loss = any(isinstance(v, torch.Tensor) and v.requires_grad and v.ndim == 0 for v in values)
@@ -115,10 +113,7 @@ def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int, loss:
         kept = [value.detach() if i in beside | large else value for i, value in enumerate(values)]
         return [None if i in left_out else value for i, value in enumerate(kept)]
 
-    with module.graph.inserting_before(output):
-        kept = module.graph.call_function(keep_scalar_gradients, (leaves,))
-        output.args = (tuple(module.graph.call_function(operator.getitem, (kept, i)) for i in range(len(leaves))),)
-    module.recompile()
+    pass_outputs(module, keep_scalar_gradients)
     return found
 
 

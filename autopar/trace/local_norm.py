@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autopar.ir.batch_norm import BACKWARD, IN_PARTS, IN_PARTS_BACKWARD, TRAINING
-from autopar.ir.graph import Const, Graph, Node, Ref, TensorType, batch_size
+from autopar.ir.graph import Const, Graph, Node, Ref, TensorType, batch_size, reading
 from autopar.propose.strategies import operand_types
 from autopar.rules.notation import Dim, Rule
 from autopar.rules.table import rule_of
-from autopar.trace.builder import Builder, map_node
+from autopar.trace.builder import Builder
 from autopar.trace.capture import TraceError
 
 # Where the batch is in a value: in that dim, as its major factor; nowhere, as it does not depend on it; it does, but in
@@ -191,11 +191,11 @@ class _Rewrite:
         elif _is_backward(node, self.norms):
             self._norm_backward(node)
         else:
-            name = self.b.keep(map_node(node, self.ref_of))
+            name = self.b.keep(reading(node, self.ref_of))
             self.ref_of |= {Ref(node.name, index): Ref(name, index) for index in range(len(node.outputs))}
 
     def _norm(self, node: Node) -> None:
-        node, name = map_node(node, self.ref_of), node.name
+        node, name = reading(node, self.ref_of), node.name
         x, weight, bias, *rest = node.args
         running, (_, momentum, eps) = (rest[:2], rest[2:]) if len(rest) == 5 else ((None, None), rest)
         y, *statistics = node.outputs
@@ -204,7 +204,7 @@ class _Rewrite:
         self.ref_of |= {Ref(name, index): Ref(made.name, index) for index in range(len(types))}
 
     def _norm_backward(self, node: Node) -> None:
-        node, name = map_node(node, self.ref_of), node.name
+        node, name = reading(node, self.ref_of), node.name
         grad, x, weight, _, _, mean, rstd, _, eps, mask = node.args
         args = grad, x, weight, mean, rstd, eps, self.parts, mask
         made = self.b.call(node, IN_PARTS_BACKWARD, args, *node.outputs, name=name)

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
-from autopar.ir.graph import Const, Graph, Node, Ref, TensorType, map_refs
-from autopar.trace.builder import CONTIGUOUS, Builder, map_node
+from autopar.ir.graph import Const, Graph, Node, Ref, TensorType, map_node, reading
+from autopar.trace.builder import CONTIGUOUS, Builder
 from autopar.trace.conjugate import conjugate, negative
 from autopar.trace.einsum import matrix_product
 
@@ -35,7 +35,7 @@ def normalise(graph: Graph) -> Graph:
     b = Builder()
     ref_of: dict[Ref, Ref] = {}
     for node in graph.nodes:
-        made = _rewrite(b, map_node(node, ref_of))
+        made = _rewrite(b, reading(node, ref_of))
         for index, ref in enumerate(made):
             if ref is not None:
                 ref_of[Ref(node.name, index)] = ref
@@ -362,6 +362,4 @@ def _with_shared(node: Node, shared: dict[tuple[Ref, str], Ref]) -> Node:
     def change(ref: Ref) -> Ref:
         return shared.get((ref, node.phase), ref)
 
-    return replace(
-        node, args=map_refs(node.args, change), kwargs=tuple((k, map_refs(v, change)) for k, v in node.kwargs)
-    )
+    return map_node(node, change)
