@@ -192,7 +192,10 @@ class _Step(torch.autograd.Function):
         ctx.runner, ctx.step, ctx.parameters, ctx.saved = runner, step, parameters, list(outputs[count:])
         watched = [one for one in (*parameters, *step.watched) if not one.is_inference()]
         ctx.versions = [(one, one._version) for one in watched]
-        results = tuple(_own(value, (*pieces, *step.others)) for value in outputs[:count])
+        ctx.exposed = _versions(outputs[count:], program.exposed)
+        results = tuple(
+            _own(value, (*pieces, *step.others), place in program.alone) for place, value in enumerate(outputs[:count])
+        )
         results, constant = _told_apart(runner, results, runner.differentiable | step.without_tangent)
         ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
@@ -274,6 +277,11 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
             "a parameter or an input was changed in place between forward and backward, which needs what it was: "
             "call backward before the optimizer's step, or the module again after it"
         )
+    if any(ctx.saved[place]._version != version for place, version in ctx.exposed):
+        raise RuntimeError(
+            "an output or a buffer of the module was changed in place between forward and backward, which needs what "
+            "it was: change a copy (output.clone()), or call backward first"
+        )
     runner.updates.finish()  # of parameters whose next gradients are made now
     saved, ctx.saved = ctx.saved, None
     names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
@@ -335,6 +343,12 @@ def _drawing_from(states: list[tuple[torch.Generator, Tensor]]) -> Iterator[None
             generator.set_state(state)
 
 
+def _versions(saved: Sequence[Tensor | None], places: Sequence[int]) -> list[tuple[int, int]]:
+    """(place, version now) of these saved values, for backward to see that nobody changed them."""
+    held = ((place, saved[place]) for place in places) if saved else ()
+    return [(place, one._version) for place, one in held if one is not None and not one.is_inference()]
+
+
 def _told_apart(
     runner: Runner, results: Sequence[Tensor | None], differentiable: Set[str]
 ) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
@@ -350,6 +364,12 @@ def _told_apart(
     return made, [value for value, one in zip(made, has, strict=True) if value is not None and not one]
 
 
-def _own(value: Tensor | None, inputs: tuple[Tensor, ...]) -> Tensor | None:
-    """An output that is an input itself becomes a tensor of its own, as autograd wants it."""
-    return value.clone() if value is not None and any(value is one for one in inputs) else value
+def _own(value: Tensor | None, inputs: tuple[Tensor, ...], alone: bool) -> Tensor | None:
+    """An output that is an input itself becomes a tensor of its own, as autograd wants it. `alone`: it lies where
+    nothing else does. Where it is a view (of what nobody has) it becomes none: those must not be changed in place.
+    """
+    if value is None:
+        return None
+    if any(value is one for one in inputs):
+        return value.clone()
+    return value.data if alone and value._is_view() else value

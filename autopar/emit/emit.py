@@ -8,6 +8,7 @@ a coordinate or a seed comes in as a tensor.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from autopar.emit.emitted import Emitted, added_up
 from autopar.emit.seeded import drawing, seeded
 from autopar.emit.writer import BodyWriter, Writer, target_of
 from autopar.ir.attention import OPERANDS_OF_ATTENTION, kernel_at
-from autopar.ir.graph import Node, Phase, Ref, Result, TensorType, map_refs
+from autopar.ir.graph import Graph, Node, Phase, Ref, Result, TensorType, map_refs
 from autopar.ir.layout import Layout, local_type, show
 from autopar.lower import Program, lower
 from autopar.lower.program import (
@@ -67,7 +68,7 @@ def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a
     forward.add_coordinates()
     drawn = forward.add_seeds()
     forward.run()
-    backward, saved = None, []
+    backward, kept = None, []
     tangents = tuple(n for n in plan.graph.nodes if n.op == "tangent")
     if any(result.kind == "gradient" for result in plan.graph.results):
         backward = _Emitter(plan, program, groups, device, "backward", forward, one_at_a_time)
@@ -77,9 +78,9 @@ def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a
         backward.add_seeds()
         backward.add_sums()
         backward.run()
-        saved = [forward.values[value] for value in reversed(backward.popped)]
+        kept = backward.popped[::-1]
     results = forward.delivered()
-    forward.graph.output(tuple([*(value for _, _, value in results), *saved]))
+    forward.graph.output(tuple([*(value for _, _, value in results), *(forward.values[value] for value in kept)]))
     gradients = [] if backward is None else backward.delivered()
     if backward is not None:
         backward.graph.output(tuple(value for _, _, value in gradients))
@@ -92,7 +93,21 @@ def emit(plan: Plan, groups: Mapping[str, str], device: str = "cpu", *, one_at_a
         tuple((result, layout) for result, layout, _ in gradients),
         tuple((node, plan.choices[node.name].gives[0]) for node in drawn),
         added_up(plan),
+        *_shared(plan.graph, program, kept),
     )
+
+
+def _shared(graph: Graph, program: Program, kept: Sequence[int]) -> tuple[tuple[int, ...], frozenset[int]]:
+    """`Emitted.exposed` and `Emitted.alone`. `kept`: the values that are saved."""
+    delivered = [place for place, result in enumerate(graph.results) if result.kind != "gradient"]
+    lies = [program.values[program.results[place]] if place in program.results else () for place in delivered]
+    outputs = [one for one, place in zip(lies, delivered, strict=True) if graph.results[place].kind == "output"]
+    sources = [program.values[value] for value in program.sources.values()]
+    buffers = [program.values[program.sources[node.name]] for node in graph.nodes if node.op == "buffer"]
+    seen = {buffer for one in (*outputs, *buffers) for buffer in one}
+    exposed = tuple(place for place, value in enumerate(kept) if not seen.isdisjoint(program.values[value]))
+    times = Counter(buffer for one in (*lies, *sources, *map(program.values.__getitem__, kept)) for buffer in set(one))
+    return exposed, frozenset(place for place, one in enumerate(lies) if all(times[buffer] == 1 for buffer in one))
 
 
 class _Emitter:

@@ -25,7 +25,8 @@ class Emitted:
     `results`: (result, layout) of what the forward returns, in order, before the saved values. `tangents`, `gradients`:
     likewise for the backward, which is None for inference. `added_up`: of each gradient the type of the sum of those of
     a step's micro-batches, which lie in a list that backward takes behind all else, and adds to instead of returning
-    them; None: it is returned.
+    them; None: it is returned. `exposed`: places, among the saved values, of those that lie where an output or a buffer
+    lies, so that whoever has that can change them. `alone`: places of results that lie where nothing else lies.
     """
 
     forward: fx.GraphModule
@@ -36,6 +37,8 @@ class Emitted:
     gradients: tuple[tuple[Result, Layout], ...]
     drawing: tuple[tuple[Node, Layout], ...] = ()
     added_up: tuple[TensorType | None, ...] = ()
+    exposed: tuple[int, ...] = ()
+    alone: frozenset[int] = frozenset()
 
     def compiled(self) -> Emitted:
         """The same program with both parts compiled by inductor at their first call."""

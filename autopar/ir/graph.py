@@ -176,6 +176,12 @@ class Graph:
         return tuple(node for node in self.nodes if node.op == "parameter" and node.target in targets)
 
     @cached_property
+    def written(self) -> frozenset[str]:
+        """Names of the nodes of the buffers that forward writes to."""
+        targets = {result.target for result in self.results if result.kind == "buffer"}
+        return frozenset(node.name for node in self.nodes if node.op == "buffer" and node.target in targets)
+
+    @cached_property
     def held_outputs(self) -> tuple[int, ...]:
         """Places of the results that are tensors which the caller of a step gets, but for scalars. A training loop
         (`out = model(batch)`) holds them until the next forward has returned.

@@ -61,12 +61,6 @@ def widened(graph: Graph, *, recompute: bool = True, offload: bool = True) -> Wi
     return _Widening(graph, recompute, offload).found()
 
 
-def changed_buffers(graph: Graph) -> set[str]:
-    """Names (of nodes) of the buffers that the forward writes to."""
-    targets = {result.target for result in graph.results if result.kind == "buffer"}
-    return {node.name for node in graph.nodes if node.op == "buffer" and node.target in targets}
-
-
 def looks_at_source(node: Node, node_of: Mapping[str, Node]) -> bool:
     """Whether the node is a view, perhaps of views, of what is there anyway."""
     if node.op not in VIEWS:
@@ -119,19 +113,22 @@ class _Widening:
 
     def _fixed(self) -> set[str]:
         """Forward nodes that are not run again: what leaves its region, and what would not come out the same."""
-        changed = changed_buffers(self.graph)
         fixed: set[str] = set()
         for node in self.graph.nodes:
             if node.phase != "forward" or node.is_source:
                 continue
             can = self.recompute or node.op in VIEWS
-            if not can or draws(node) or any(ref.name in changed for ref in node.operands):
+            if not can or draws(node) or self._reads_written(node):
                 fixed.add(node.name)
             here = self.region[node.name]
             for ref in node.operands:
                 if self.region.get(ref.name, here) != here:
                     fixed.update(one.name for one in looked_at(ref, self.node_of))
         return fixed
+
+    def _reads_written(self, node: Node) -> bool:
+        """Whether it reads a buffer that the forward writes to, or a view of one."""
+        return any(below.name in self.graph.written for ref in node.operands for below in looked_at(ref, self.node_of))
 
     def _modes(self, origin: str, name: str) -> tuple[str, ...]:
         if looks_at_source(self.node_of[origin], self.node_of):

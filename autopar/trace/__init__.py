@@ -11,6 +11,7 @@ from autopar.trace.local_norm import local_statistics
 from autopar.trace.lower import lower
 from autopar.trace.normalise import normalise
 from autopar.trace.precision import casts_in_place, reduce_after_cast
+from autopar.trace.written import kept_as_it_was
 
 __all__ = ["Captured", "capture", "flatten_inputs", "graph_of", "lower", "normalise", "reduce_after_cast"]
 
@@ -27,4 +28,4 @@ def graph_of(captured: Captured, precision: Any = None, *, parts: int = 1, rules
         graph = casts_in_place(graph)
         if precision.reduce_dtype is not None:
             graph = reduce_after_cast(graph)
-    return graph.under(rules)
+    return kept_as_it_was(graph).under(rules)

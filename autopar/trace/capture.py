@@ -45,6 +45,7 @@ from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
 from autopar.trace.reads import Reads, line_that_draws, random_state, watching
+from autopar.trace.written import read_before_assigned
 
 _ONE_AT_A_TIME = threading.RLock()  # torch traces for one thread at a time
 
@@ -265,7 +266,7 @@ def capture(
             )  # fmt: skip
         if random_state() != copy.drawn:
             _refuse_drawing(copy.model, inputs.call(), setting.mode)
-        inner = exported.module(check_guards=False)
+        inner = read_before_assigned(exported.module(check_guards=False))
         with_functions(inner, functions)
         fakes = _spell_out_casts(setting, inner, inputs.fakes)
         keep_attention(inner)
@@ -273,9 +274,9 @@ def capture(
         keep_apart(inner)
         if device_type == "cpu":
             insert_autocast(inner, setting.autocast)
-        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, spec)
+        called = pytree.tree_unflatten(fakes, spec)
         with without_autocast():
-            joint = aot_export_joint_with_descriptors(stack, inner, fake_args, fake_kwargs, decompositions=None)
+            joint = aot_export_joint_with_descriptors(stack, inner, *called, decompositions=None)
     if loss_alone and not beside.has_loss:
         raise TraceError(
             "outputs='loss' was asked for, and forward returns no scalar that has a gradient; return the loss "

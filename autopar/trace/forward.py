@@ -23,6 +23,7 @@ from autopar.trace.tables import dense_lookup
 
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+DATA: Any = torch.Tensor.data
 X_OF_MASK = (
     "rows that a boolean mask picks are understood where each is treated by itself, and summed or averaged: write "
     "x[mask]"
@@ -122,6 +123,11 @@ class _Watch(TorchFunctionMode):
             raise TraceError(
                 f"forward registers a hook on a tensor{line_here()}, which a program would never call; scale or change "
                 "gradients in a torch.autograd.Function"
+            )
+        if func == DATA.__set__:
+            raise TraceError(
+                f"forward sets .data of a tensor{line_here()}, which a program does not do: assign the new tensor to "
+                "the attribute (self.name = new), or change parameters outside of forward"
             )
         if func in (REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_) and id(args[0]) in self.registered:
             raise TraceError(

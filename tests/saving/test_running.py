@@ -19,7 +19,7 @@ from tests.support.plans import PlanSampler
 from tests.support.residence import ResidenceSampler, random_modes, random_residence, residence_difference
 
 TOLERANCE = 1e-9  # as in tests/plans/test_random_plans.py
-SMALL = {"mlp": 20, "block": 6, "cnn": 8}
+SMALL = {"mlp": 20, "block": 6, "cnn": 8, "queue": 8}
 LARGE = {"gpt2": 2, "llama": 2, "opt": 1, "bert": 1, "t5": 1, "vit": 1}
 
 

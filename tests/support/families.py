@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from autopar._compat import pytree
 from autopar.ir.graph import Graph
-from autopar.trace import Captured, capture, lower, normalise
+from autopar.trace import Captured, capture, graph_of
 from tests.support.complexes import Fno, Parts, Rotary
 from tests.support.wide import Wide, in_double, widen
 
@@ -105,6 +105,27 @@ class Cnn(nn.Module):
         return functional.cross_entropy(self.head(functional.adaptive_avg_pool2d(x, 2).flatten(1)), labels)
 
 
+class Queue(nn.Module):
+    """Keys of the batch and of those before, from a queue that is written to behind its use (as MoCo has it); and an
+    average by which activations are divided before it is assigned anew.
+    """
+
+    def __init__(self, width: int = 12, keys: int = 36) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.register_buffer("queue", functional.normalize(torch.randn(width, keys), dim=0))
+        self.register_buffer("average", torch.rand(2 * width) + 0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x)) / self.average
+        self.average = 0.9 * self.average + 0.1 * hidden.detach().abs().mean(0)
+        query, key = functional.normalize(self.head(hidden), dim=1), functional.normalize(y, dim=1)
+        scores = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone().detach()], 1)
+        with torch.no_grad():
+            self.queue[:, : len(y)] = key.T
+        return functional.cross_entropy(scores / 0.2, torch.zeros(len(x), dtype=torch.long))
+
+
 def _mlp() -> Model:
     return Mlp(), {"x": torch.randn(12, 6, 24), "y": torch.randn(12, 6, 48)}
 
@@ -119,6 +140,10 @@ def _grouped() -> Model:
 
 def _cnn() -> Model:
     return Cnn(), {"x": torch.randn(12, 3, 12, 12), "labels": torch.randint(0, 12, (12,))}
+
+
+def _queue() -> Model:
+    return Queue(), {name: torch.randn(12, 12) for name in ("x", "y")}
 
 
 def labels(classes: int, batch: int = BATCH, sequence: int = SEQUENCE) -> Tensor:
@@ -198,6 +223,7 @@ FAMILIES: dict[str, Callable[[], Model]] = {
     "block": _block,
     "grouped": _grouped,
     "cnn": _cnn,
+    "queue": _queue,
     "rotary": _rotary,
     "fno": _fno,
     "parts": _parts,
@@ -233,7 +259,7 @@ class Case:
 
     @cached_property
     def graph(self) -> Graph:
-        return normalise(lower(self.captured))
+        return graph_of(self.captured)
 
     @cached_property
     def wide_graph(self) -> Graph:

@@ -154,6 +154,13 @@ def run_all(plan: Plan, values: Mapping[str, Tensor], seed: int = 0) -> tuple[Ra
         inputs = [pieces(node.name, values[node.name]) for node in program.inputs]
         outputs = lockstep.execute(program.forward, [*inputs, *coordinates])
         done = list(zip(program.results, outputs, strict=False))
+        for (result, _), value in done:
+            if result.kind == "buffer":  # written where it lies, as the module does
+                (place,) = [
+                    at for at, one in enumerate(program.inputs) if (one.op, one.target) == ("buffer", result.target)
+                ]
+                for held, new in zip(inputs[place], value, strict=True):
+                    held.copy_(new)
         if program.backward is not None:
             saved = [[value[rank] for value in outputs[len(program.results) :]] for rank in ranks]
             tangents: list[PerRank] = []
