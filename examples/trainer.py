@@ -46,9 +46,11 @@ class ParallelTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        # With the number of tokens of all ranks the loss is already that of the whole batch. Trainer multiplies it by
-        # the ranks, as DDP would divide by them.
-        if num_items_in_batch is not None and self.accelerator.num_processes > 1:
+        # With the number of tokens of all ranks the model's loss is already that of the whole batch. Trainer multiplies
+        # it by the ranks, as DDP would divide by them. A loss that Trainer makes itself (label smoothing, a function
+        # of one's own) is that of a rank's own rows, as under DDP.
+        by_the_model = self.label_smoother is None and self.compute_loss_func is None
+        if by_the_model and num_items_in_batch is not None and self.accelerator.num_processes > 1:
             if not self.args.average_tokens_across_devices:
                 raise ValueError("average_tokens_across_devices=False counts each rank's own tokens; leave it True")
             num_items_in_batch = num_items_in_batch * self.accelerator.num_processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
             tensors[leaf].copy_(value)
     for attributes, name, value in prepared.sets:
         attributes[name] = value
-    return _assemble_outputs(state, prepared, outputs)
+    return _assemble_outputs(state, prepared, outputs, step)
 
 
 def parameters_of(prepared: Prepared) -> list[Tensor]:
@@ -173,7 +174,7 @@ def _lies_on(plan: Plan, parameter: str, device_mesh: DeviceMesh) -> str:
     return "cpu" if plan.residence.get(parameter) == "host" else device_mesh.device_type
 
 
-def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | None]) -> Any:
+def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | None], step: Step) -> Any:
     """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure."""
     results = [(result, layout) for result, layout in prepared.runner.results if result.kind == "output"]
     leaves: dict[int, Any] = dict(prepared.output_constants)
@@ -192,6 +193,8 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
         else:
             made = whole_when_read(value, shape, layout, state.mesh, state.device_mesh)
         leaves[int(result.target)] = made
+        if made.requires_grad and result.target in prepared.graph.leads_to:
+            step.handed.append((result.target, weakref.ref(made)))
     made = pytree.tree_unflatten([leaves[i] for i in range(prepared.out_spec.num_leaves)], prepared.out_spec)
     assert isinstance(made, Returned)
     for (path, name), value in made.kept.items():

@@ -188,7 +188,8 @@ def _check_places(parallel: nn.Module, runner: StageRunner, new: Mapping[str, nn
     for name, places in runner.staged.holders.items():
         held = parallel.get_parameter(name)
         is_here = isinstance(held, DTensor) and not is_elsewhere(held)
-        if name not in new and is_here != (runner.pipe.place in places):
+        is_read = runner.pipe.place in places
+        if name not in new and is_here != is_read and (is_read or runner.gradients):
             raise PlanMismatch(
                 f"parameter {name} is read in another pipeline stage now than the one that holds it; parts of the "
                 "model may change as long as each weight is read where it was: compile the model anew"

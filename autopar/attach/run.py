@@ -5,8 +5,9 @@ collectives in both directions.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -164,7 +165,7 @@ class Runner:
 class Step:
     """One call: what the program reads besides parameters. `again`: gives the same call as a step with the gradients
     of `without_tangent`, outputs whose gradients this program does not take; parameters by name come with it. `seeds`:
-    of each micro-batch.
+    of each micro-batch. `handed`: outputs that others are made of, as the caller got them.
     """
 
     others: tuple[Tensor, ...]
@@ -173,6 +174,7 @@ class Step:
     device_mesh: Any
     without_tangent: frozenset[str] = frozenset()
     again: Callable[[], tuple[Runner, Step, Sequence[Tensor]]] | None = None
+    handed: list[tuple[str, weakref.ref[Tensor]]] = field(default_factory=list[tuple[str, "weakref.ref[Tensor]"]])
 
 
 class _Step(torch.autograd.Function):
@@ -272,6 +274,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         )
     if ctx.saved is None:
         raise RuntimeError("backward ran a second time through the same forward; call the module again first")
+    _no_hooks_between(runner, step, gradients)
     if any(one._version != version for one, version in ctx.versions):
         raise RuntimeError(
             "a parameter or an input was changed in place between forward and backward, which needs what it was: "
@@ -304,6 +307,21 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         made = program.backward(saved, *runner.tangents(given, step.device_mesh), *runner.coordinates, *step.seeds[0])
     settle()  # gradients on the host have arrived, and parameters there have been read
     return _to_parameters(runner, names, _reached(runner, made, given.keys()))
+
+
+def _no_hooks_between(runner: Runner, step: Step, gradients: Sequence[Tensor | None]) -> None:
+    """Raises RuntimeError where somebody wants to see, or to change, a gradient that autograd does not have: of an
+    output, from others that are made of it.
+    """
+    given = {target for target, (place, _) in runner.outputs.items() if gradients[place] is not None}
+    for target, held in step.handed:
+        output, others = held(), runner.graph.leads_to[target] & given
+        if output is not None and others and (output._backward_hooks or output.retains_grad):
+            raise RuntimeError(
+                f"output {target} of the module has a hook, or retains its gradient, and output {min(others)}, whose "
+                "gradient arrives, was made of it: between them gradients stay inside the program, which calls no "
+                "hooks. Leave it out, or take that gradient of the model without autopar"
+            )
 
 
 def _reached(runner: Runner, made: Sequence[Tensor | None], given: Set[str]) -> list[Tensor | None]:

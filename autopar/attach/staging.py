@@ -186,7 +186,8 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
     count = count_near(graph, like.whole.graph.rounds.count) if trains else 1
     rounds = in_rounds_of_stages(graph, count)
     question = ask(rounds, pipe.inner, asked.hardware, optimizer=asked.optimizer)
-    whole = answer(question, replace(asked.request, fixed=fixed, memory=None, simulation=False))
+    pin = asked.request.pin if trains else {}  # nothing comes back in inference, and parameters live where they are
+    whole = answer(question, replace(asked.request, pin=pin, fixed=fixed, memory=None, simulation=False))
     pricer = Pricer.on(pipe.inner, asked.hardware, asked.optimizer, whole.bucket_bytes, rounds.rounds)
     schedule = _schedule(like.schedule.name, pipe.count, like.schedule.stages_per_rank, count, trains)
     ends = like.ends if _forward(whole) == _forward(like.whole) else None

@@ -242,9 +242,7 @@ class _Emitter:
                 fetches = launch.step.dst == DEVICE
                 self._bind_value(made, Ref(name), (writer.fetch if fetches else writer.store)(value, name))
             case Move(), Send():
-                (place,) = (place for place, result in self.program.results.items() if result == made)
-                name = f"gradient of {self.plan.graph.results[place].target}"
-                self.values[made] = writer.store(value, name)
+                self.values[made] = writer.store(value, self.program.values[made][0].owner)
             case _:
                 assert launch.change is not None
                 self.values[made] = writer.launch(value, launch.change, launch.in_place)

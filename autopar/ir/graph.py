@@ -203,6 +203,24 @@ class Graph:
         ends = (one for one in self.results if one.kind == "gradient" and one.ref is not None)
         return {one.target: found[one.ref.name] for one in ends if one.ref is not None}
 
+    @cached_property
+    def leads_to(self) -> dict[str, frozenset[str]]:
+        """Output -> the other outputs that are made of it, where there are any."""
+        named: dict[str, set[str]] = {}  # node -> the outputs that it gives
+        for one in self.results:
+            if one.kind == "output" and one.ref is not None:
+                named.setdefault(one.ref.name, set()).add(one.target)
+        behind: dict[str, frozenset[str]] = {}  # node -> the outputs that what it reads is made of
+        found: dict[str, set[str]] = {}
+        for node in self.nodes:
+            if node.phase == "backward":
+                continue
+            below = {ref.name for ref in node.operands}
+            behind[node.name] = frozenset().union(*(behind[name] | named.get(name, set()) for name in below))
+            for target in behind[node.name] if node.name in named else ():
+                found.setdefault(target, set()).update(named[node.name])
+        return {target: frozenset(others) for target, others in found.items()}
+
     def adds_up(self, result: Result) -> bool:
         """Whether a step's micro-batches add the result up as it is made: gradients of parameters."""
         return self.rounds.count > 1 and result.ref is not None and result in self._gradients

@@ -31,7 +31,7 @@ from autopar.measure.twin import measure, traced
 from autopar.plan import Plan
 from autopar.plan.fit import check
 from autopar.rewrite.cast_once import in_rounds_of_stages
-from autopar.rewrite.micro_batches import in_rounds
+from autopar.rewrite.micro_batches import NotCut, in_rounds
 from autopar.search.command.factory import Example, build
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipeline_file import is_pipeline
@@ -146,7 +146,14 @@ def _check_fits(
         )  # fmt: skip
     except TypeError as error:
         raise BadArgument(f"{given.model} returned inputs that its model does not take: {error}") from error
-    check(plan, rounds_of(graph, plan.graph.rounds.count), plan.mesh, origin=str(given.plan))
+    try:
+        rounds = rounds_of(graph, plan.graph.rounds.count)
+    except NotCut as why:
+        count = plan.graph.rounds.count
+        raise BadArgument(
+            f"{given.plan} is of a step in {count} micro-batches, which {given.model} does not have: {why}"
+        ) from why
+    check(plan, rounds, plan.mesh, origin=str(given.plan))
 
 
 def _device(asked: str | None, plan: Plan | Pipeline) -> str:

@@ -36,7 +36,7 @@ from autopar.trace.apart import keep_apart, pass_outputs
 from autopar.trace.attention import keep_attention
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
-from autopar.trace.forward import no_unknown_constants, watch_forward
+from autopar.trace.forward import check_exported, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.masks import masks_left_out
@@ -257,7 +257,7 @@ def capture(
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
         exported, functions = _exported(setting, copy, inputs)
-        no_unknown_constants(exported)
+        check_exported(exported)
         check_device(exported.graph_module, device_type)
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
             return capture(

@@ -10,12 +10,13 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
-from autopar.trace.lines import line_here, line_of_node
+from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.origins import Origins
@@ -124,6 +125,11 @@ class _Watch(TorchFunctionMode):
                 f"forward registers a hook on a tensor{line_here()}, which a program would never call; scale or change "
                 "gradients in a torch.autograd.Function"
             )
+        if func is nn.functional.multilabel_margin_loss:
+            raise TraceError(
+                f"torch traces multilabel_margin_loss{line_here()} as something else where labels end with -1 (its "
+                "decomposition counts what stands behind): compute that loss of what the parallel module gives"
+            )
         if func == DATA.__set__:
             raise TraceError(
                 f"forward sets .data of a tensor{line_here()}, which a program does not do: assign the new tensor to "
@@ -165,7 +171,13 @@ def _with_states_as_given(func: Any, args: Any, result: Any) -> Any:
     return output, *(made.reshape(given.shape) for made, given in zip(states, args[1], strict=True))
 
 
-def no_unknown_constants(exported: torch.export.ExportedProgram) -> None:
+def check_exported(exported: torch.export.ExportedProgram) -> None:
+    """Raises TraceError for what torch exports and a program does not do."""
+    _no_unknown_constants(exported)
+    _no_collectives(exported)
+
+
+def _no_unknown_constants(exported: torch.export.ExportedProgram) -> None:
     """Raises TraceError where the model reads a parameter, a buffer or an argument in a way that torch does not see."""
     nodes = {node.name: node for node in exported.graph.nodes}
     for placeholder, name in exported.graph_signature.inputs_to_lifted_tensor_constants.items():
@@ -175,3 +187,15 @@ def no_unknown_constants(exported: torch.export.ExportedProgram) -> None:
                 f"the model reads a parameter or an argument behind torch's back{line}, through .data or an object "
                 "that is no module; read it as an attribute of its module, and change parameters outside of forward"
             )
+
+
+def _no_collectives(exported: torch.export.ExportedProgram) -> None:
+    """Raises TraceError where forward calls a collective itself, in a process that is one of several: what it would
+    gather or sum is of the whole batch already.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for node in exported.graph.nodes:
+        if getattr(node.target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd", "c10d"):
+            name = str(node.target).split(".")[1].rstrip("_")
+            raise TraceError(f"forward calls a collective itself, {name}{line_of_node(node)}. {COLLECTIVE}")

@@ -33,6 +33,10 @@ CACHE = (
     "model.config.use_cache = False)."
 )
 ARRAY = "Give tensors: torch.from_numpy(array)."
+COLLECTIVE = (
+    "A program computes with the whole batch on all ranks, and would count what each rank sends as another part of it: "
+    "leave the collective out where the model runs under autopar (as where there is one process)."
+)
 CTC = (
     "Its sizes hang on the values of the lengths: return the log-probabilities from forward, and compute F.ctc_loss of "
     "what the parallel module gives (without micro_batches= and `pipe`)."
@@ -52,10 +56,20 @@ ADVICE = (
     (re.compile("CausalBias"), CAUSAL_BIAS),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
     (re.compile("_ctc_loss"), CTC),
+    (
+        re.compile(
+            r"torch\.distributed\.nn|c10d|has invalid val field .*(broadcast|reduce|gather|scatter|all_to_all)_?"
+        ),
+        COLLECTIVE,
+    ),
     (re.compile("no autograd formula was registered"), NO_BACKWARD),
     (VALUE_ERRORS, VALUES),
 )
-OWN_WORDS = {CACHE: "it takes or gives a key/value cache", ARRAY: "an input is a numpy array"}
+OWN_WORDS = {
+    CACHE: "it takes or gives a key/value cache",
+    ARRAY: "an input is a numpy array",
+    COLLECTIVE: "it calls a collective itself",
+}
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
 
 

@@ -122,3 +122,21 @@ def test_data_that_forward_sets_is_refused(one: DeviceMesh) -> None:
     _, parallel = both(Ends(end), one)
     with pytest.raises(TraceError, match=r"sets \.data of a tensor at .*test_changed_between.py:\d+"):
         parallel(X)
+
+
+@pytest.mark.parametrize("how", ["a hook", "retain_grad"])
+def test_a_gradient_between_two_outputs_is_not_to_be_seen(one: DeviceMesh, how: str) -> None:
+    """The hook saw what came from outside alone, and changed nothing of what went from the loss to the weights."""
+    plain, parallel = both(Ends(lambda m, h: (m.narrow(h).mean(), h)), one)
+    loss, hidden = parallel(X)
+    if how == "a hook":
+        hidden.register_hook(lambda gradient: gradient * 3)
+    else:
+        hidden.retain_grad()
+    with pytest.raises(RuntimeError, match="output 1 of the module has a hook, or retains its gradient, and output 0"):
+        (loss + hidden.sum()).backward()
+    for model in (plain, parallel):
+        _, hidden = model(X)
+        hidden.register_hook(lambda gradient: gradient * 3)
+        hidden.square().sum().backward()  # the loss has no part in it
+    same_gradients(plain, parallel)

@@ -99,6 +99,16 @@ def test_a_user_may_add_up_gradients_scale_losses_and_clip(one: DeviceMesh) -> N
         torch.testing.assert_close(whole(mine.detach()), theirs.detach(), rtol=1e-8, atol=1e-10)
 
 
+def test_parameters_may_live_on_the_host(one: DeviceMesh) -> None:
+    """Their gradients are added up there. The program could not be written."""
+    plain, parallel = pair(one, micro_batches=4, pin={"*": "offload-parameters"})
+    for model in (plain, parallel):
+        for part in range(2):
+            model(*numbers(8, part))["loss"].backward()
+    same(parallel, plain)
+    assert set(parallel.plan.residence.values()) == {"host"}
+
+
 @pytest.mark.parametrize(("size", "count"), [(8, 4), (6, 6), (5, 5), (4, 4), (2, 1), (16, 4)])
 def test_another_batch_has_as_many_or_as_few_more_as_divide_it(one: DeviceMesh, size: int, count: int) -> None:
     plain, parallel = pair(one, micro_batches=4)

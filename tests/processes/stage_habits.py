@@ -320,3 +320,45 @@ def check_what_the_loss_does_not_reach_has_no_gradient(ranks: Ranks) -> None:
         assert {name for name, one in model.named_parameters() if one.grad is None} == {"aside.weight", "aside.bias"}
     norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (parallel, plain)]
     torch.testing.assert_close(*map(float, norms), rtol=1e-10, atol=0)
+
+
+class Twice(nn.Module):
+    """Weights that both stages read: one for each half of the columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = x.chunk(2, 1)
+        return (self.both(one) - self.both(other.flip(1) * 0.5)).square().mean()
+
+
+def check_evaluation_of_weights_that_two_stages_read(ranks: Ranks) -> None:
+    """Evaluation needs no stage to read all that it holds; and pins say nothing of what has no backward."""
+    plain = Twice().double()
+    options = {"micro_batches": 1, "memory": "4GiB", "time_limit_s": 10, "pin": {"both.2": "recompute"}}
+    parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), **options)
+    x = torch.randn(8, 16, dtype=torch.float64)
+    for model in (parallel, plain):
+        model(x).backward()
+        model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(x), plain(x), rtol=NEAR, atol=NEAR)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(whole(parallel.get_parameter(name).grad), parameter.grad, rtol=NEAR, atol=NEAR)
+
+
+def check_parameters_of_stages_on_the_host(ranks: Ranks) -> None:
+    plain = Scaled().double()
+    options = {"micro_batches": 1, "memory": "4GiB", "time_limit_s": 10, "pin": {"*": "offload-parameters"}}
+    parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), **options)
+    optimizers = [torch.optim.SGD(one.parameters(), 1e-1) for one in (parallel, plain)]
+    for _ in range(STEPS):
+        x, y = torch.randn(2, 8, 8, dtype=torch.float64)
+        for model, optimizer in zip((parallel, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x, y).backward()
+            optimizer.step()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(whole(parallel.get_parameter(name)), parameter, rtol=NEAR, atol=NEAR)

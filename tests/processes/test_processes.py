@@ -64,6 +64,8 @@ FIRST = {
         "numbers_made_by_hand",
         "states_of_optimizers",
         "what_the_loss_does_not_reach_has_no_gradient",
+        "evaluation_of_weights_that_two_stages_read",
+        "parameters_of_stages_on_the_host",
     ],
     "state": [
         "a_whole_state_dict_is_what_the_plain_model_loads",

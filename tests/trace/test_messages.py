@@ -7,9 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn
 from torch import Tensor, nn
 
+from autopar.emit.run_all_ranks import fake_ranks
 from autopar.errors import TraceError
+from autopar.ir.mesh import Mesh
 from autopar.trace import capture, graph_of
 
 
@@ -203,3 +207,47 @@ def test_an_operator_that_checks_its_operands_is_named_with_the_one_that_does_no
     with pytest.raises(TraceError, match=rf"torch.linalg.{name} at .*: use torch.linalg.{name}_ex\(...\)\[0\]"):
         graph_of(capture(Model(lambda x: checks(x @ x.T + torch.eye(4)) @ x), (torch.randn(4, 4),), {}))
     graph_of(capture(Model(lambda x: checks_not(x @ x.T + torch.eye(4))[0] @ x), (torch.randn(4, 4),), {}))
+
+
+@pytest.mark.parametrize("call", ["gathered", "summed", "gathered for autograd", "sent"])
+def test_a_collective_of_forward_is_refused(call: str) -> None:
+    """It gathered the whole batch once for each rank: another loss, without a word."""
+
+    def gathered(x: Tensor) -> Tensor:
+        every = [torch.zeros_like(x) for _ in range(2)]
+        dist.all_gather(every, x)
+        return torch.cat(every)
+
+    def summed(x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    def sent(x: Tensor) -> Tensor:
+        from_first = x.clone()
+        dist.broadcast(from_first, 0)
+        return from_first
+
+    def for_autograd(x: Tensor) -> Tensor:
+        return torch.cat(torch.distributed.nn.all_gather(x))
+
+    calls = {"gathered": gathered, "summed": summed, "gathered for autograd": for_autograd, "sent": sent}
+    with (
+        fake_ranks(Mesh(("data",), (2,))),
+        pytest.raises(TraceError, match=r"calls a collective itself.*leave the collective out where the model runs"),
+    ):
+        capture(Model(calls[call]), (torch.randn(2, 4),), {})
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
+def test_a_loss_that_torch_traces_wrong_is_refused() -> None:
+    """Where it is right again, this is to go."""
+    x, y = torch.randn(2, 4), torch.tensor([[0, 1, -1, 0], [2, -1, 0, 0]])
+    model = Model(lambda x: nn.functional.multilabel_margin_loss(x, y))
+    model.linear = nn.Identity()
+    traced = torch.export.export(model, (x,)).run_decompositions().module()
+    assert not torch.allclose(traced(x), model(x))
+    with pytest.raises(
+        TraceError, match=r"multilabel_margin_loss at .*: compute that loss of what the parallel module"
+    ):
+        capture(model, (x,), {})
