@@ -56,12 +56,7 @@ ADVICE = (
     (re.compile("CausalBias"), CAUSAL_BIAS),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
     (re.compile("_ctc_loss"), CTC),
-    (
-        re.compile(
-            r"torch\.distributed\.nn|c10d|has invalid val field .*(broadcast|reduce|gather|scatter|all_to_all)_?"
-        ),
-        COLLECTIVE,
-    ),
+    (re.compile(r"torch\.distributed\.nn|c10d|meta (broadcast|all_\w+|reduce\w*|gather|scatter)_? has"), COLLECTIVE),
     (re.compile("no autograd formula was registered"), NO_BACKWARD),
     (VALUE_ERRORS, VALUES),
 )
