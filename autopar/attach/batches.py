@@ -7,6 +7,7 @@ is done at once; on a device the sample is copied beside what the device does, a
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,24 @@ def from_local(batch: Any, device_mesh: DeviceMesh) -> Any:
         )  # fmt: skip
 
     return pytree.tree_map(joined, batch)
+
+
+def tell_other_rows(leaves: Sequence[tuple[str, Any]], ranks: int) -> None:
+    """Warn of a tensor of `inputs="local"` that has not as many rows as the first one, so that it may hold none."""
+    held = [
+        (path, part.shape[0] // ranks)
+        for path, part in leaves
+        if isinstance(part, DTensor) and part.ndim and part.placements[0] == Shard(0)
+    ]
+    for path, rows in held[1:]:
+        if rows != held[0][1]:
+            warnings.warn(
+                "inputs='local' puts dim 0 of every tensor together over the ranks, as rows of one batch, and argument "
+                f"{held[0][0]} has {held[0][1]} of them, {path} has {rows}: make what holds no rows (a mask, "
+                "positions, an index) a buffer, or pass DTensor.from_local(x, mesh, [Replicate()])",
+                stacklevel=2,
+            )
+            return
 
 
 @dataclass
@@ -113,7 +132,8 @@ class SameBatches:
             if theirs[0] != every[0][0]:
                 raise PlanMismatch(
                     f"ranks 0 and {rank} call the module with arguments of other shapes, dtypes or values that are "
-                    "no tensors; every rank has to make the same call"
+                    "no tensors; every rank has to make the same call (parts of a batch are as long on all ranks: "
+                    "drop_last=True in the loader)"
                 )
         for place in range(len(told)):
             first: dict[int, tuple[int, int]] = {}

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import pytree
 from autopar.attach import hooks
 from autopar.attach.agree import agreed
-from autopar.attach.batches import SameBatches
+from autopar.attach.batches import SameBatches, tell_other_rows
 from autopar.attach.guards import Guards, guards_of, refuse_carried
 from autopar.attach.host_parameters import resident
 from autopar.attach.inputs import type_of
@@ -310,6 +310,8 @@ def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
 
 def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: bool) -> tuple[Captured, Graph]:
     """The joint graph, also where the caller is in no_grad; on all ranks or on none."""
+    if state.inputs == "local" and state.mesh.ranks > 1 and _is_first_rank():
+        tell_other_rows(flatten_inputs(call.args, call.kwargs)[0], state.mesh.ranks)
     state.updates.finish()  # while torch traces, optimizers compute in other ways
     mode = None if training == parallel.training else training
 

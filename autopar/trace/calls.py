@@ -132,13 +132,12 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
     leaves = pytree.tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:  # a registered container
         return type(value), tuple(_key(part, f"{path}[{place}]", reading) for place, part in enumerate(leaves))
-    try:
-        hash(value)
-    except TypeError:
+    by_identity = type(value).__hash__ in (None, object.__hash__)
+    if by_identity and not isinstance(value, (nn.Module, type, torch.ScriptObject)):
         raise ValueError(
             f"argument {path} is a {type(value).__name__}, which cannot be compared between calls; "
-            "pass tensors, numbers, text, and lists, tuples or dicts of these"
-        ) from None
+            "pass tensors, numbers, text, and lists, tuples or dicts of these (or make it a dataclass)"
+        )
     return type(value), value
 
 

@@ -32,6 +32,10 @@ CACHE = (
     "A training step has no key/value cache: leave past_key_values out, and set use_cache=False (in the call, or as "
     "model.config.use_cache = False)."
 )
+OBJECT = (
+    "Take and return tensors, numbers, text, and lists, tuples, dicts or dataclasses of these; what an object holds is "
+    "not seen."
+)
 ARRAY = "Give tensors: torch.from_numpy(array)."
 COLLECTIVE = (
     "A program computes with the whole batch on all ranks, and would count what each rank sends as another part of it: "
@@ -55,6 +59,7 @@ ADVICE = (
     (re.compile("entirely functional graph"), HELD),
     (re.compile("CausalBias"), CAUSAL_BIAS),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
+    (re.compile("Unsupported input type|functorch/issues/475"), OBJECT),
     (re.compile("_ctc_loss"), CTC),
     (re.compile(r"torch\.distributed\.nn|c10d|meta (broadcast|all_\w+|reduce\w*|gather|scatter)_? has"), COLLECTIVE),
     (re.compile("no autograd formula was registered"), NO_BACKWARD),
@@ -63,6 +68,7 @@ ADVICE = (
 OWN_WORDS = {
     CACHE: "it takes or gives a key/value cache",
     ARRAY: "an input is a numpy array",
+    OBJECT: "it takes or gives an object of a class of its own",
     COLLECTIVE: "it calls a collective itself",
 }
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
