@@ -16,6 +16,7 @@ from autopar.attach.agree import text_from
 from autopar.attach.copies import alike, copied, copied_shallowly, hand_on, unpicklable, unshareable
 from autopar.attach.draws import draw_whole
 from autopar.attach.dtensors import mend_dtensors
+from autopar.attach.edits import mend_edits
 from autopar.attach.foreach import mend_lists
 from autopar.attach.full_state import full_state, received_state
 from autopar.attach.inputs import local_input, settled, type_of
@@ -281,6 +282,7 @@ def attach(
     share_infinities()
     mend_dtensors()
     mend_lists()
+    mend_edits()
     draw_whole()
     check_tensors(model)
     fresh: dict[int, Tensor] = {}

@@ -1,0 +1,101 @@
+"""Parts of a DTensor that a script writes to: `weight[0] = 0`, `weight[:4].mul_(2)`, `init.ones_(bias[4:8])`.
+
+A part of what is split may lie on several ranks. torch (2.11 to 2.13) then makes a copy of it, and what is written
+there is lost without a word. From the first compile on, what is written to `tensor[index]` reaches the pieces that
+ranks hold, and writing to a copy that was made otherwise (`chunk`, `view`) is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from autopar._compat import pytree
+from autopar.attach.tensors import is_elsewhere, piece_as, whole_within
+
+GET_ITEM: Any = torch.Tensor.__getitem__
+SET_ITEM: Any = torch.Tensor.__setitem__
+NO_VALUES = ("requires_grad_", "share_memory_", "detach_", "rename_")  # change no element
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+PART = "_autopar_part"  # of a copy: (tensor, index) that it is of
+
+
+@functools.cache
+def mend_edits() -> None:
+    """From now on parts of DTensors of this process are written to, or that is refused."""
+    DTensor.__getitem__ = _get_item  # type: ignore[method-assign]
+    DTensor.__setitem__ = _set_item  # type: ignore[method-assign]
+    for name in _in_place():
+        setattr(DTensor, name, _writing_through(getattr(torch.Tensor, name)))
+
+
+def _in_place() -> Iterator[str]:
+    for name in dir(torch.Tensor):
+        if name.endswith("_") and not name.startswith("_") and name not in NO_VALUES:
+            yield name
+    yield from (f"__i{name}__" for name in OPERATORS if hasattr(torch.Tensor, f"__i{name}__"))
+
+
+def _get_item(held: DTensor, index: Any) -> Any:
+    made = GET_ITEM(held, index)
+    if isinstance(made, DTensor) and made._is_view() and (hasattr(held, PART) or _lies(made) != _lies(held)):
+        setattr(made, PART, (held, index))
+    return made
+
+
+def _set_item(held: DTensor, index: Any, value: Any) -> None:
+    """All ranks that have a piece have to call it: the whole is put together, written to, and cut again."""
+    follows = torch.is_grad_enabled() and (
+        held.requires_grad or (isinstance(value, torch.Tensor) and value.requires_grad)
+    )
+    if follows or any(isinstance(one, Partial) for one in held.placements):
+        SET_ITEM(held, index, value)
+        return
+    part = _copied_from(held)
+    if is_elsewhere(held):
+        return
+    with torch.no_grad():
+        whole = _whole(held).clone()
+        SET_ITEM(whole, pytree.tree_map(_whole, index), _whole(value))
+        torch.Tensor.copy_(held, piece_as(whole, held))
+    if part is not None:
+        _set_item(*part, held)
+
+
+def _whole(value: Any) -> Any:
+    return whole_within(value) if isinstance(value, DTensor) else value
+
+
+def _writing_through(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def method(held: DTensor, *args: Any, **kwargs: Any) -> Any:
+        part = _copied_from(held) if held._is_view() else None
+        made = plain(held, *args, **kwargs)
+        if part is not None:
+            _set_item(*part, held)
+        return made
+
+    return method
+
+
+def _copied_from(held: DTensor) -> tuple[DTensor, Any] | None:
+    """Where what is written to it has to be written, too: nowhere, unless it is a copy."""
+    base = held._base
+    if not isinstance(base, DTensor) or is_elsewhere(held) or _lies(base) == _lies(held):
+        return None
+    if (part := getattr(held, PART, None)) is not None:
+        return part
+    raise RuntimeError(
+        f"a part {list(held.shape)} of a tensor {list(base.shape)} that ranks hold in pieces is written to, and it is "
+        "a copy, put together of theirs: nothing of that would be kept. Write to tensor[index], on all ranks, or to "
+        "the whole tensor; or to a .clone() where nothing is to be kept"
+    )
+
+
+def _lies(value: DTensor) -> StorageWeakRef:
+    return StorageWeakRef(value._local_tensor.untyped_storage())

@@ -1,0 +1,89 @@
+"""Scripts that write to parts of parameters and gradients between steps, on real processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.ir.mesh import Mesh
+from autopar.search import Request, search
+from autopar.trace import capture, graph_of
+from tests.processes.compare import whole
+from tests.processes.pipelines import mesh_of
+from tests.processes.worker import Ranks
+from tests.support.machines import machine
+
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "a row": lambda w: w.__setitem__(5, 0.0),
+    "a column": lambda w: w.__setitem__((slice(None), 3), torch.arange(8.0)),
+    "some rows": lambda w: w[2:6].mul_(2),
+    "a row in place": lambda w: w[0].zero_(),
+    "a part of a part": lambda w: w[1:7][2].add_(1),
+    "columns in place": lambda w: w[:, 2:5].add_(1),
+    "chosen rows": lambda w: w.__setitem__([1, 6], torch.ones(2, 8)),
+    "chosen elements": lambda w: w.__setitem__(w > 0, 0.5),
+    "initialised": lambda w: nn.init.constant_(w[3:5], 7.0),
+}
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "chunk": lambda w: w.chunk(3)[1],
+    "view": lambda w: w.view(-1).narrow(0, 3, 9),
+    "narrow": lambda w: w.narrow(0, 1, 5),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x))).square().mean()
+
+
+def check_parts_that_are_written_to(ranks: Ranks) -> None:
+    """Of parameters in rows, in columns and whole, and of their gradients. All was lost that lies on several ranks."""
+    torch.manual_seed(0)
+    plain, x = Net(), torch.randn(8, 8)
+    for policy in ("fsdp", "tensor-parallel", "data-parallel"):
+        graph, mesh = graph_of(capture(Net(), (), {"x": x})), Mesh(("data",), (ranks.count,))
+        plan = search(graph, mesh, machine(), Request(policy=policy))
+        _edit_all(plain, autopar.compile(copy.deepcopy(plain), ranks.mesh(), plan=plan), x)
+
+
+def check_parts_of_stages_that_are_written_to(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    plain, x = Net(), torch.randn(8, 8)
+    options = {"micro_batches": 1, "memory": "4GiB", "time_limit_s": 10}
+    _edit_all(plain, autopar.compile(copy.deepcopy(plain), mesh_of(ranks), **options), x)
+
+
+def _edit_all(plain: nn.Module, parallel: nn.Module, x: Tensor) -> None:
+    theirs = copy.deepcopy(plain)
+    for name, edit in EDITS.items():
+        for model in (parallel, theirs):
+            model.zero_grad()
+            model(x=x).backward()
+            with torch.no_grad():
+                for parameter in (model.first.weight, model.last.weight):
+                    edit(parameter)
+                    edit(parameter.grad)
+        for of in ("first.weight", "last.weight"):
+            mine, wanted = parallel.get_parameter(of), theirs.get_parameter(of)
+            torch.testing.assert_close(whole(mine), wanted, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(whole(mine.grad), wanted.grad, rtol=1e-5, atol=1e-5)
+    held = parallel.last.weight
+    for name, copied in COPIES.items():
+        before = whole(held).detach().clone()
+        try:
+            with torch.no_grad():
+                copied(held).zero_()
+        except RuntimeError as error:
+            assert "nothing of that would be kept. Write to tensor[index]" in str(error), error
+        else:
+            with torch.no_grad():
+                copied(before).zero_()
+        assert torch.equal(whole(held), before), f"{name} was lost"
