@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.work import RANDOM, VIEWS, draws
 from autopar.measure.twin import traced
 from autopar.rewrite import DROP, OFFLOAD, RECOMPUTE, SAVE, Widened, widened
-from autopar.rewrite.expose_choices import changed_buffers, looked_at
+from autopar.rewrite.expose_choices import looked_at
 from autopar.rewrite.regions import regions
 from autopar.search.memory_options import checkpointed
 from tests.support.families import FAMILIES, Case, _gpt2, family
@@ -79,7 +79,7 @@ def test_no_chain_leaves_its_region(name: str) -> None:
 @pytest.mark.parametrize("name", [*FAMILIES, "dropout"])
 def test_random_operators_and_readers_of_changed_buffers_never_run_again(name: str) -> None:
     graph = dropping() if name == "dropout" else family(name).graph
-    changed, modes = changed_buffers(graph), again_at(graph)
+    changed, modes = graph.written, again_at(graph)
     never = {n.name for n in graph.nodes if draws(n) or any(ref.name in changed for ref in n.operands)}
     assert all(RECOMPUTE not in modes.get(node, ()) for node in never)
     assert bool(never & modes.keys()) == (name in ("cnn", "dropout"))
