@@ -21,6 +21,7 @@ from autopar.attach.foreach import mend_lists
 from autopar.attach.full_state import full_state, received_state
 from autopar.attach.inputs import local_input, settled, type_of
 from autopar.attach.invoke import invoke
+from autopar.attach.losses import mend_losses
 from autopar.attach.optimizers import refuse_optimizers_of
 from autopar.attach.pipe import Pipe
 from autopar.attach.placing import adopt, lay_out, make_plain
@@ -283,6 +284,7 @@ def attach(
     mend_dtensors()
     mend_lists()
     mend_edits()
+    mend_losses()
     draw_whole()
     check_tensors(model)
     fresh: dict[int, Tensor] = {}

@@ -39,6 +39,7 @@ FIRST = {
         "rank_zero_may_plan_for_longer_than_the_group_waits",
     ],
     "edits": ["parts_that_are_written_to", "parts_of_stages_that_are_written_to"],
+    "losses": ["losses_of_what_is_split"],
     "habits": ["a_script_with_a_seed_for_each_rank"],
     "memory": ["lookups"],
     "micro_batches": ["policies", "parts_of_each_rank"],

@@ -1,0 +1,75 @@
+"""torch's losses of DTensors, in pieces of one size and of several, on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
+
+import autopar
+from tests.processes.worker import Ranks
+
+CLASSES = 6
+Loss = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def labels(rows: int, ignored: int = 0) -> Tensor:
+    """The first ones are ignored, so that pieces have other numbers of them."""
+    found = torch.arange(rows) % CLASSES
+    found[:ignored] = -100
+    return found
+
+
+LOSSES: dict[str, Loss] = {
+    "mse": lambda x, _: functional.mse_loss(x, x.detach() * 2 + 1),
+    "mse, summed": lambda x, _: functional.mse_loss(x, x.detach() * 2 + 1, reduction="sum"),
+    "mse, of each": lambda x, _: functional.mse_loss(x, x.detach() * 2 + 1, reduction="none").square().sum(),
+    "mse to a plain tensor": lambda x, whole: functional.mse_loss(x, whole(drawn(*x.shape))),
+    "huber": lambda x, _: functional.huber_loss(x, x.detach() * 2, delta=0.3),
+    "smooth l1": lambda x, _: functional.smooth_l1_loss(x, x.detach() * 2, beta=0.3),
+    "l1": lambda x, _: functional.l1_loss(x, x.detach() * 2),
+    "bce": lambda x, whole: functional.binary_cross_entropy(x.sigmoid(), whole(drawn(*x.shape))),
+    "bce, weighed": lambda x, whole: functional.binary_cross_entropy(
+        x.sigmoid(), whole(drawn(*x.shape)), weight=whole(drawn(*x.shape) + 1)
+    ),
+    "bce of logits": lambda x, whole: functional.binary_cross_entropy_with_logits(
+        x, whole(drawn(*x.shape)), pos_weight=whole(drawn(CLASSES) + 1)
+    ),
+    "soft margin": lambda x, _: functional.soft_margin_loss(x, x.detach().sign()),
+    "cross-entropy": lambda x, whole: functional.cross_entropy(x, whole(labels(len(x)))),
+    "cross-entropy, some ignored": lambda x, whole: functional.cross_entropy(x, whole(labels(len(x), 3))),
+    "cross-entropy, weighed": lambda x, whole: functional.cross_entropy(
+        x, whole(labels(len(x), 3)), weight=whole(drawn(CLASSES) + 1)
+    ),
+    "nll, of each": lambda x, whole: (
+        functional.nll_loss(x.log_softmax(1), whole(labels(len(x), 3)), reduction="none").square().sum()
+    ),
+}
+
+
+def check_losses_of_what_is_split(ranks: Ranks) -> None:
+    """Means were those of pieces: mse's gradients were as many times too large as there are ranks."""
+    mesh = ranks.mesh()
+    autopar.compile(nn.Linear(2, 2), mesh)
+
+    def whole(value: Tensor) -> Tensor:
+        return distribute_tensor(value, mesh, [Replicate()])
+
+    for rows in (8, 7):
+        for placement in (Shard(0), Shard(1), Replicate()):
+            for name, loss in LOSSES.items():
+                x = (drawn(rows, CLASSES) * 4 - 2).requires_grad_()
+                split = nn.Parameter(distribute_tensor(x.detach(), mesh, [placement]))
+                wanted, made = loss(x, lambda value: value), loss(split, whole)
+                wanted.backward(), made.backward()
+                assert isinstance(made, DTensor) and isinstance(split.grad, DTensor)
+                told = f"{name} of {rows} rows in {placement}"
+                torch.testing.assert_close(made.full_tensor(), wanted, msg=lambda m, t=told: f"{t}: {m}")
+                torch.testing.assert_close(split.grad.full_tensor(), x.grad, msg=lambda m, t=told: f"{t}: {m}")
