@@ -2,7 +2,8 @@
 
 A part of what is split may lie on several ranks. torch (2.11 to 2.13) then makes a copy of it, and what is written
 there is lost without a word. From the first compile on, what is written to `tensor[index]` reaches the pieces that
-ranks hold, and writing to a copy that was made otherwise (`chunk`, `view`) is refused.
+ranks hold, and writing to a copy that was made otherwise (`chunk`, `view`) is refused. And a piece that is written to
+is known as changed to whoever saved it for a backward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -63,6 +65,7 @@ def _set_item(held: DTensor, index: Any, value: Any) -> None:
         whole = _whole(held).clone()
         SET_ITEM(whole, pytree.tree_map(_whole, index), _whole(value))
         torch.Tensor.copy_(held, piece_as(whole, held))
+        _count_change(held)
     if part is not None:
         _set_item(*part, held)
 
@@ -76,11 +79,18 @@ def _writing_through(plain: Any) -> Any:
     def method(held: DTensor, *args: Any, **kwargs: Any) -> Any:
         part = _copied_from(held) if held._is_view() else None
         made = plain(held, *args, **kwargs)
+        _count_change(held)
         if part is not None:
             _set_item(*part, held)
         return made
 
     return method
+
+
+def _count_change(held: DTensor) -> None:
+    """torch counts changes of the wrapper, and not of its piece."""
+    if not held._local_tensor.is_inference():
+        increment_version(held._local_tensor)
 
 
 def _copied_from(held: DTensor) -> tuple[DTensor, Any] | None:

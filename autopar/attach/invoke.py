@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import pytree
 from autopar.attach.hooks import refuse
 from autopar.attach.inputs import local_input, type_of
-from autopar.attach.outputs import own_rows, whole_when_read
+from autopar.attach.outputs import is_by_rows, own_rows, whole_when_read
 from autopar.attach.programs import (
     Key,
     Prepared,
@@ -188,6 +188,9 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
             made = value
         elif state.outputs == "sharded":
             made = as_dtensor(value, shape, layout, state.device_mesh)
+        elif rows and shape[0] == rows and is_by_rows(layout, state.device_mesh):
+            made = value
+            step.averaged.add(result.target)
         elif rows and shape[0] == rows:
             made = own_rows(value, shape, layout, state.device_mesh)
         else:

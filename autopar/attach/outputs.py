@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.attach.late import Late
-from autopar.attach.tensors import as_dtensor, is_whole, piece_of, whole_within
+from autopar.attach.tensors import as_dtensor, is_whole, piece_of, placements_of, whole_within
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 
@@ -45,20 +46,26 @@ class _WholeWhenRead(torch.autograd.Function):
         return piece_of(gradient, ctx.layout, ctx.mesh, coordinate), None, None, None, None
 
 
+def is_by_rows(layout: Layout, device_mesh: DeviceMesh) -> bool:
+    """Whether each rank holds its own rows, in rank order."""
+    return placements_of(layout) == [Shard(0)] * device_mesh.ndim
+
+
 def own_rows(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh: DeviceMesh) -> Tensor:
     """This rank's rows of an output, in rank order, as `from_local` takes inputs. What a rank computes of its rows
     counts as DDP has it: the gradients of all ranks are averaged.
     """
     rows = as_dtensor(local, shape, layout, device_mesh).redistribute(placements=[Shard(0)] * device_mesh.ndim)
-    return _Averaged.apply(rows.to_local(), device_mesh.size())  # type: ignore[no-any-return]
+    return _Averaged.apply(rows.to_local(), local, device_mesh.size())  # type: ignore[no-any-return]
 
 
 class _Averaged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ranks: int) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, held: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        return rows.view_as(rows)
+        looks = StorageWeakRef(rows.untyped_storage()) == StorageWeakRef(held.untyped_storage())
+        return rows.view_as(rows) if looks else rows.data  # what is no view may be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return gradient / ctx.ranks, None
+        return gradient / ctx.ranks, None, None

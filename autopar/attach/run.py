@@ -165,7 +165,8 @@ class Runner:
 class Step:
     """One call: what the program reads besides parameters. `again`: gives the same call as a step with the gradients
     of `without_tangent`, outputs whose gradients this program does not take; parameters by name come with it. `seeds`:
-    of each micro-batch. `handed`: outputs that others are made of, as the caller got them.
+    of each micro-batch. `handed`: outputs that others are made of, as the caller got them. `averaged`: those of which
+    each rank has its own rows, and whose gradients count as DDP has it.
     """
 
     others: tuple[Tensor, ...]
@@ -174,6 +175,7 @@ class Step:
     device_mesh: Any
     without_tangent: frozenset[str] = frozenset()
     again: Callable[[], tuple[Runner, Step, Sequence[Tensor]]] | None = None
+    averaged: set[str] = field(default_factory=set[str])
     handed: list[tuple[str, weakref.ref[Tensor]]] = field(default_factory=list[tuple[str, "weakref.ref[Tensor]"]])
 
 
@@ -290,10 +292,11 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
     if ctx.added_up is not None:
         return _to_parameters(runner, names, _delivered(ctx, gradients))
+    ranks = step.device_mesh.size()
     given = {
-        target: (gradients[place], layout)
+        target: (one / ranks if target in step.averaged else one, layout)
         for target, (place, layout) in runner.outputs.items()
-        if gradients[place] is not None
+        if (one := gradients[place]) is not None
     }
     if step.without_tangent & given.keys():
         saved.clear()

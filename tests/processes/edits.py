@@ -13,6 +13,7 @@ from autopar.ir.mesh import Mesh
 from autopar.search import Request, search
 from autopar.trace import capture, graph_of
 from tests.processes.compare import whole
+from tests.processes.errors import refused
 from tests.processes.pipelines import mesh_of
 from tests.processes.worker import Ranks
 from tests.support.machines import machine
@@ -87,3 +88,49 @@ def _edit_all(plain: nn.Module, parallel: nn.Module, x: Tensor) -> None:
             with torch.no_grad():
                 copied(before).zero_()
         assert torch.equal(whole(held), before), f"{name} was lost"
+
+
+class Ends(nn.Module):
+    def __init__(self, end: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.wide, self.narrow, self.end = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 1), end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self, torch.tanh(self.body(x)))
+
+
+ENDS: dict[str, Callable[[Ends, Tensor], Tensor]] = {
+    "squeezed": lambda m, h: m.narrow(h).squeeze(-1),
+    "permuted": lambda m, h: m.wide(h).unflatten(1, (2, 4)).permute(0, 2, 1),
+    "plain": lambda m, h: m.wide(h),
+}
+
+
+def check_outputs_are_changed_in_place(ranks: Ranks) -> None:
+    """Each rank's own rows, DTensors, and what is put together when it is read."""
+    mesh, x = ranks.mesh(), torch.randn(16, 16, dtype=torch.float64)
+    for inputs, outputs in (("local", "auto"), ("global", "auto"), ("global", "sharded"), ("global", "global")):
+        for name, end in ENDS.items():
+            torch.manual_seed(0)
+            plain = Ends(end).double()
+            parallel = autopar.compile(
+                copy.deepcopy(plain), mesh, inputs=inputs, outputs=outputs, hardware=machine(flops=1e6)
+            )
+            for model, given in ((plain, x), (parallel, x.chunk(ranks.count)[ranks.rank] if inputs == "local" else x)):
+                output = model(given)
+                output.mul_(2)
+                output.square().mean().backward()
+            for of, parameter in plain.named_parameters():
+                if parameter.grad is None:  # of the other head
+                    continue
+                told = f"{of}, {inputs} to {outputs}, {name}"
+                mine = whole(parallel.get_parameter(of).grad)
+                torch.testing.assert_close(mine, parameter.grad, msg=lambda m, t=told: f"{t}: {m}")
+
+
+def check_a_piece_that_backward_reads_must_not_be(ranks: Ranks) -> None:
+    plain = Ends(lambda m, h: (h, m.wide(h)))
+    parallel = autopar.compile(plain, ranks.mesh(), outputs="sharded", hardware=machine(flops=1e6))
+    hidden, output = parallel(torch.randn(16, 16))
+    hidden.mul_(2)
+    refused(RuntimeError, "was changed in place between forward and backward", output.square().mean().backward)

@@ -38,7 +38,12 @@ FIRST = {
         "too_little_memory_for_the_pieces_of_one_rank",
         "rank_zero_may_plan_for_longer_than_the_group_waits",
     ],
-    "edits": ["parts_that_are_written_to", "parts_of_stages_that_are_written_to"],
+    "edits": [
+        "parts_that_are_written_to",
+        "parts_of_stages_that_are_written_to",
+        "outputs_are_changed_in_place",
+        "a_piece_that_backward_reads_must_not_be",
+    ],
     "losses": ["losses_of_what_is_split"],
     "habits": ["a_script_with_a_seed_for_each_rank"],
     "memory": ["lookups"],
