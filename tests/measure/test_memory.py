@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Ref
 from autopar.ir.mesh import Mesh
 from autopar.measure.memory import LiveBytes
 from autopar.measure.twin import OPTIMIZERS, measure, memory_of, traced
@@ -61,6 +61,13 @@ def plans(graph: Graph, sizes: tuple[int, ...], seeds: int) -> Iterator[tuple[st
         yield f"random {seed}", sampler.draw(seed)
 
 
+def let_go_of(graph: Graph) -> int:
+    """Bytes of the new values of buffers, which a program counts until its step ends. The module writes them where the
+    old ones lie and lets go of them behind forward, so that backward, where steps are at their largest, holds less.
+    """
+    return sum(graph.type_of(Ref(name)).nbytes for name in graph.written)
+
+
 @pytest.fixture
 def of_one_trace() -> Iterator[None]:
     with traced_once():
@@ -84,7 +91,7 @@ def test_what_a_step_holds_is_what_its_plan_says(
         told = {phase: round((pair.predicted or 0) / pair.measured, 4) for phase, pair in found.items()}
         print(f"{name:12} {plan.mesh!s:18} {label:14} {told}")
         assert found["step"].predicted == plan.peak_bytes["hbm"]
-        assert UNDER <= told["step"] <= OVER, (label, told)
+        assert UNDER <= told["step"] <= OVER + let_go_of(graph) / found["step"].measured, (label, told)
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
@@ -123,9 +130,10 @@ def test_what_a_step_holds_with_collectives_under_way_is_what_its_timeline_says(
             skip_unless_places_arrive(name)
         pricer = Pricer.on(plan.mesh, MACHINE, plan.optimizer, plan.bucket_bytes)
         told = timeline_of(plan, pricer, prefetch).memory["hbm"].peak_bytes
-        ratio = told / memory_of(plan, model, (), inputs)["step"].measured
+        measured = memory_of(plan, model, (), inputs)["step"].measured
+        ratio = told / measured
         print(f"{name:12} {plan.mesh!s:18} {label:14} prefetch {prefetch} {ratio:.4f}")
-        assert UNDER <= ratio <= OVER, (label, prefetch, ratio)
+        assert UNDER <= ratio <= OVER + let_go_of(graph) / measured, (label, prefetch, ratio)
         assert unwaited and all(run.prefetch == prefetch for run in unwaited)
 
 
