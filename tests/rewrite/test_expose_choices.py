@@ -82,7 +82,7 @@ def test_random_operators_and_readers_of_changed_buffers_never_run_again(name: s
     changed, modes = graph.written, again_at(graph)
     never = {n.name for n in graph.nodes if draws(n) or any(ref.name in changed for ref in n.operands)}
     assert all(RECOMPUTE not in modes.get(node, ()) for node in never)
-    assert bool(never & modes.keys()) == (name in ("cnn", "dropout"))
+    assert bool(never & modes.keys()) == (name in ("cnn", "queue", "dropout"))
 
 
 def test_attention_draws_where_it_drops() -> None:

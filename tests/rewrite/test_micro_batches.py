@@ -16,7 +16,7 @@ from tests.support.rounds import run_rounds
 
 TOLERANCE = 1e-10
 QUICK = ("mlp", "block", "gpt2", "llama")
-OF_THE_BATCH = ("cnn", "resnet")  # batch norm
+OF_THE_BATCH = ("cnn", "resnet", "queue")  # statistics of the batch are written to buffers
 
 
 def cases() -> list[object]:

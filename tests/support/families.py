@@ -110,7 +110,7 @@ class Queue(nn.Module):
     average by which activations are divided before it is assigned anew.
     """
 
-    def __init__(self, width: int = 12, keys: int = 36) -> None:
+    def __init__(self, width: int = 12, keys: int = 72) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
         self.register_buffer("queue", functional.normalize(torch.randn(width, keys), dim=0))
