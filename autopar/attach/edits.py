@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar._compat import pytree
+from autopar.attach.foreach import terms_in
 from autopar.attach.tensors import is_elsewhere, piece_as, whole_within
 
 GET_ITEM: Any = torch.Tensor.__getitem__
@@ -55,7 +56,7 @@ def _set_item(held: DTensor, index: Any, value: Any) -> None:
     follows = torch.is_grad_enabled() and (
         held.requires_grad or (isinstance(value, torch.Tensor) and value.requires_grad)
     )
-    if follows or any(isinstance(one, Partial) for one in held.placements):
+    if follows or terms_in(held):
         SET_ITEM(held, index, value)
         return
     part = _copied_from(held)

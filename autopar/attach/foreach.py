@@ -59,7 +59,7 @@ def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first, changes = cast("list[Any]", args[0]), op._schema.is_mutable
     if not changes:
         first = [without_terms(one) for one in first]
-    elif any(_terms_in(one) for one in first):
+    elif any(terms_in(one) for one in first):
         raise RuntimeError(f"{op} would write to a DTensor whose ranks hold terms of a sum; call .full_tensor() first")
 
     def local(value: Any) -> Any:
@@ -77,13 +77,13 @@ def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ]
 
 
-def _terms_in(held: Any) -> bool:
+def terms_in(held: Any) -> bool:
     return isinstance(held, DTensor) and any(isinstance(one, Partial) for one in held.placements)
 
 
 def without_terms(held: Any) -> Any:
     """Put together, where ranks hold terms of it."""
-    if not _terms_in(held):
+    if not terms_in(held):
         return held
     return held.redistribute(placements=[Replicate() if isinstance(one, Partial) else one for one in held.placements])
 

@@ -188,7 +188,7 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
             made = value
         elif state.outputs == "sharded":
             made = as_dtensor(value, shape, layout, state.device_mesh)
-        elif rows and shape[0] == rows and is_by_rows(layout, state.device_mesh):
+        elif rows and shape[0] == rows and is_by_rows(layout):
             made = value
             step.averaged.add(result.target)
         elif rows and shape[0] == rows:

@@ -46,7 +46,7 @@ def _gradient(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     like = _laid_out(given)
     pieces = _pieces(given, like)
     if reduction == ELEMENTS:
-        (of_each,) = _pieces({"": gradient}, like).values()
+        of_each = _piece(gradient, like.device_mesh, like.placements)
     else:
         number = whole_within(gradient) if isinstance(gradient, DTensor) else gradient
         of_each = (number / like.numel() if reduction == MEAN else number).expand_as(pieces["self"])

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.attach.late import Late
-from autopar.attach.tensors import as_dtensor, is_whole, piece_of, placements_of, whole_within
+from autopar.attach.tensors import as_dtensor, is_whole, piece_of, whole_within
+from autopar.ir import layout as plain
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 
@@ -46,9 +47,9 @@ class _WholeWhenRead(torch.autograd.Function):
         return piece_of(gradient, ctx.layout, ctx.mesh, coordinate), None, None, None, None
 
 
-def is_by_rows(layout: Layout, device_mesh: DeviceMesh) -> bool:
+def is_by_rows(layout: Layout) -> bool:
     """Whether each rank holds its own rows, in rank order."""
-    return placements_of(layout) == [Shard(0)] * device_mesh.ndim
+    return all(one == plain.Shard(0) for one in layout)
 
 
 def own_rows(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh: DeviceMesh) -> Tensor:

@@ -276,7 +276,13 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         )
     if ctx.saved is None:
         raise RuntimeError("backward ran a second time through the same forward; call the module again first")
-    _no_hooks_between(runner, step, gradients)
+    ranks = step.device_mesh.size()
+    given = {
+        target: (one / ranks if target in step.averaged else one, layout)
+        for target, (place, layout) in runner.outputs.items()
+        if (one := gradients[place]) is not None
+    }
+    _no_hooks_between(runner, step, given.keys())
     if any(one._version != version for one, version in ctx.versions):
         raise RuntimeError(
             "a parameter or an input was changed in place between forward and backward, which needs what it was: "
@@ -292,12 +298,6 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
     if ctx.added_up is not None:
         return _to_parameters(runner, names, _delivered(ctx, gradients))
-    ranks = step.device_mesh.size()
-    given = {
-        target: (one / ranks if target in step.averaged else one, layout)
-        for target, (place, layout) in runner.outputs.items()
-        if (one := gradients[place]) is not None
-    }
     if step.without_tangent & given.keys():
         saved.clear()
         assert step.again is not None
@@ -312,11 +312,10 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return _to_parameters(runner, names, _reached(runner, made, given.keys()))
 
 
-def _no_hooks_between(runner: Runner, step: Step, gradients: Sequence[Tensor | None]) -> None:
+def _no_hooks_between(runner: Runner, step: Step, given: Set[str]) -> None:
     """Raises RuntimeError where somebody wants to see, or to change, a gradient that autograd does not have: of an
-    output, from others that are made of it.
+    output, from others that are made of it. `given`: the outputs whose gradients arrive.
     """
-    given = {target for target, (place, _) in runner.outputs.items() if gradients[place] is not None}
     for target, held in step.handed:
         output, others = held(), runner.graph.leads_to[target] & given
         if output is not None and others and (output._backward_hooks or output.retains_grad):
