@@ -10,7 +10,7 @@ from autopar.pipeline.bound import least_seconds
 from autopar.pipeline.generate import SCHEDULES, make_schedule, placed
 from autopar.pipeline.memory import InFlight, RankMemory, StageBytes, in_flight, in_flight_of_stages, memory
 from autopar.pipeline.messages import projected, with_messages
-from autopar.pipeline.play import Durations, Played, play
+from autopar.pipeline.play import Durations, Played, makespans, play
 from autopar.pipeline.schedule import Action, Schedule, ScheduleError, receiver_of, sender_of
 from autopar.pipeline.verify import verify, violations
 
@@ -28,6 +28,7 @@ __all__ = [
     "in_flight_of_stages",
     "least_seconds",
     "make_schedule",
+    "makespans",
     "memory",
     "placed",
     "play",

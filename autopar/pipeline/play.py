@@ -9,15 +9,19 @@ The play is that of `cost_models.simulator`: a stream for each rank and for each
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.ir.words import count_of
-from autopar.pipeline.schedule import COMPUTES, RECEIVES, SENDS, Action, Schedule, ScheduleError, receiver_of
+from autopar.pipeline.schedule import COMPUTES, RECEIVES, SENDS, Action, Kind, Schedule, ScheduleError, receiver_of
 from cost_models import simulator
 
+Array = NDArray[np.float64]
 NAMED = {"whole": "backward", "returning": "send_back"}  # what properties are called where they are given
 
 
@@ -145,13 +149,44 @@ def play(schedule: Schedule, durations: Durations) -> Played:
     return Played(schedule, dict(zip(number_of, spans, strict=True)))
 
 
+def makespans(schedule: Schedule, many: Sequence[Durations]) -> list[float]:
+    """Seconds of the step, as `play` has them, of each of these durations: what waits for what is worked out once."""
+    _check(schedule, many)
+    kinds: tuple[Kind, ...] = ("F", "B", "I", "W", "SA", "SG")
+    seconds = {
+        (kind, stage): np.array([one.of(Action(kind, stage, 0)) for one in many])
+        for kind in kinds
+        for stage in range(schedule.stages)
+        if not (kind == "SA" and stage + 1 == schedule.stages) and not (kind == "SG" and stage == 0)
+    }
+    nothing = np.zeros(len(many))
+    ends: dict[Action, Array] = {}
+    free: dict[int | tuple[int, int], Array] = {}  # a rank, or a link: when it is
+    for action, needed in walk(schedule):
+        rank = schedule.rank_of[action.stage]
+        start = free.get(rank, nothing)
+        if needed is not None:
+            start = np.maximum(start, ends[needed])
+        stream: int | tuple[int, int] = rank
+        if action.kind in SENDS:
+            stream = rank, schedule.rank_of[receiver_of(action).stage]
+            start = np.maximum(start, free.get(stream, nothing))
+        ends[action] = free[stream] = start + seconds[action.kind, action.stage]
+    return np.max(list(ends.values()), axis=0).tolist()
+
+
+def _check(schedule: Schedule, many: Sequence[Durations]) -> None:
+    for durations in many:
+        if durations.stages != schedule.stages:
+            raise ValueError(
+                f"the durations are those of {count_of(durations.stages, 'stage')}, but {schedule.name} has "
+                f"{schedule.stages}; give one entry for each stage"
+            )
+
+
 def simulated(schedule: Schedule, durations: Durations) -> tuple[dict[Action, int], simulator.Timeline]:
     """`play`, as (the event of each action, their timeline), with a stream for each rank and link."""
-    if durations.stages != schedule.stages:
-        raise ValueError(
-            f"the durations are those of {count_of(durations.stages, 'stage')}, but {schedule.name} has "
-            f"{schedule.stages}; give one entry for each stage"
-        )
+    _check(schedule, [durations])
     events: list[simulator.Event] = []
     number_of: dict[Action, int] = {}
     last_on: dict[str, int] = {}  # rank -> its last event of computing

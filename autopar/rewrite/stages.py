@@ -30,9 +30,9 @@ from autopar.ir.graph import CHANNEL, Graph, Node, Ref, Result, TensorType, read
 from autopar.ir.rounds import LAST
 from autopar.ir.work import FETCH, STORE, draws
 from autopar.rewrite.backward import kept, with_first
+from autopar.rewrite.backward_stages import least_crossing
 from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.terms import Term, sums_of, terms_of
-from solver import Edge, Problem, solve
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,43 +180,30 @@ class _Stages:
     # --- where backward runs -----------------------------------------------------------------------------------------
 
     def _place_backward(self) -> None:
-        backward = [node for node in self.graph.nodes if node.phase == "backward" and _is_placed(node, self.free)]
-        at = {node.name: place for place, node in enumerate(backward)}
-        allowed = [self._allowed(node) for node in backward]
+        summed = {name for terms in self.terms.values() for term in terms for name in (*term.behind, *term.adds)}
+        placed = [  # sums are made anew in each stage
+            node
+            for node in self.graph.nodes
+            if node.phase == "backward" and _is_placed(node, self.free) and node.name not in summed
+        ]
+        allowed = {node.name: self._allowed(node) for node in placed}
         for result in self.graph.results:
-            if result.kind == "gradient" and result.ref is not None and result.ref.name in at:
+            if result.kind == "gradient" and result.ref is not None and result.ref.name in allowed:
                 holders = self.holders[self._parameter(result)]
                 if len(holders) == 1:
-                    allowed[at[result.ref.name]] &= {*holders}
+                    allowed[result.ref.name] &= {*holders}
         for name, terms in self.terms.items():
             for term in terms:
-                if term.ref.name in at:
-                    allowed[at[term.ref.name]] &= {*self.holders[name]}
-        summed = {name for terms in self.terms.values() for term in terms for name in (*term.behind, *term.adds)}
-        costs = [
-            np.array([0.0 if stage in stages or node.name in summed else np.inf for stage in range(self.count)])
-            for node, stages in zip(backward, allowed, strict=True)
-        ]
-        for node, cost in zip(backward, costs, strict=True):
-            if not np.isfinite(cost).any():
+                if term.ref.name in allowed:
+                    allowed[term.ref.name] &= {*self.holders[name]}
+        for node in placed:
+            if not allowed[node.name]:
                 raise NotCut(
                     f"{node.source or node.module or node.name}: the gradients of {node.op} read what different stages "
                     "hold, so that the model cannot be cut there; cut it elsewhere"
                 )
-        edges: list[Edge] = []
         crossing = cache(self._crossing)  # repeated layers have few types
-        for node in backward:
-            if node.name in summed:
-                continue
-            for ref in dict.fromkeys(node.operands):
-                if ref.name in at and ref.name not in summed:
-                    edges.append(Edge(at[ref.name], at[node.name], crossing(self.graph.type_of(ref))))
-        solution = solve(Problem(tuple(costs), tuple(edges), names=tuple(node.name for node in backward)))
-        if solution.picks is None:
-            raise NotCut("no order of stages lets gradients only go back across these cuts; cut the model elsewhere")
-        self.stage_of |= {node.name: pick for node, pick in zip(backward, solution.picks, strict=True)}
-        for name in summed:
-            del self.stage_of[name]
+        self.stage_of |= least_crossing(placed, allowed, self.count, lambda ref: crossing(self.graph.type_of(ref)))
 
     def _parameter(self, result: Result) -> str:
         return self.parameters[result.target]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.mesh import Mesh
-from autopar.pipeline import Durations, make_schedule, memory, play
+from autopar.pipeline import Durations, make_schedule, makespans, memory, play
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.micro_batches import NotCut
@@ -147,13 +147,12 @@ class Cutting:
             of_rank[rank] += seconds
         over, peaks = self._over(now) > 0, self._peaks(now)
         fullest = peaks.index(max(peaks))
+        found: list[tuple[int, list[int], float]] = []  # which end, ends, seconds that the stage before it takes over
         for which, ends in self.cuts.beside(now.ends, [of_rank[rank] for rank in rank_of]):
             old, new = now.ends[which], ends[which]
-            more = float(spent[old:new].sum() - spent[new:old].sum())  # that the stage before the end takes over
-            grown = [*taken]
-            grown[which], grown[which + 1] = max(0.0, taken[which] + more), max(0.0, taken[which + 1] - more)
-            scale = [one / old if old else 1.0 for one, old in zip(grown, taken, strict=True)]
-            seconds = play(now.schedule, _scaled(durations, scale)).makespan
+            found.append((which, ends, float(spent[old:new].sum() - spent[new:old].sum())))
+        estimates = makespans(now.schedule, [_taken_over(durations, which, more) for which, _, more in found])
+        for (which, ends, more), seconds in zip(found, estimates, strict=True):
             before, behind = rank_of[which], rank_of[which + 1]
             if over and fullest in (before, behind):
                 if before != behind and (more < 0) == (fullest == before):
@@ -220,7 +219,13 @@ def cut_again(found: Pipeline, whole: Plan, hardware: Hardware) -> Pipeline | No
     return None if cut is None else cutting.pipeline(*cut)
 
 
-def _scaled(durations: Durations, scale: Sequence[float]) -> Durations:
+def _taken_over(durations: Durations, which: int, more: float) -> Durations:
+    """What stages would take, if the one before end `which` took over so many seconds of the one behind it."""
+    scale = [1.0] * durations.stages
+    for stage, by in ((which, more), (which + 1, -more)):
+        if taken := durations.forward[stage] + durations.whole[stage]:
+            scale[stage] = max(0.0, taken + by) / taken
+
     def times(entries: Sequence[float]) -> tuple[float, ...]:
         return tuple(one * by for one, by in zip(entries, scale, strict=True))
 

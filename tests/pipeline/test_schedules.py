@@ -20,6 +20,7 @@ from autopar.pipeline import (
     in_flight,
     least_seconds,
     make_schedule,
+    makespans,
     memory,
     play,
     projected,
@@ -151,6 +152,24 @@ def test_no_play_beats_the_bound() -> None:
         assert play(schedule, durations).makespan >= least * (1 - 1e-12)
     reached = make_schedule("zb-h1", 4, 8)
     assert play(reached, even(reached, 1, 1, 1)).makespan == least_seconds(range(4), 8, even(reached, 1, 1, 1))
+
+
+def test_many_plays_at_once_take_what_each_takes() -> None:
+    draw = random.Random(1)
+    for name in SCHEDULES:
+        ranks = draw.randint(2, 4)
+        schedule = make_schedule(name, ranks, 2 * ranks)
+
+        def drawn(count: int) -> tuple[float, ...]:
+            return tuple(draw.uniform(0.1, 3.0) for _ in range(count))
+
+        stages = schedule.stages
+        many = [
+            Durations(*(drawn(stages) for _ in range(3)), drawn(stages - 1), drawn(stages), drawn(stages - 1))
+            for _ in range(5)
+        ]
+        assert makespans(schedule, many) == [play(schedule, one).makespan for one in many]
+        assert makespans(schedule, []) == []
 
 
 def run_over_channels(schedule: Schedule) -> dict[tuple[str, int, int], object]:
