@@ -20,6 +20,7 @@ from torch.distributed._local_tensor._c10d import _prepare_collective_groups
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.distributed_c10d import _resolve_process_group as group_of_name  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._ops import _math_ops
 from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
 from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
 from torch.nn.utils import clip_grad
@@ -70,6 +71,16 @@ def replace_distribute_tensors(by: Any) -> None:
     _state_dict_utils._distribute_tensors = by
 
 
+def named_dims() -> Any:
+    """What DTensor reads the dims of a reduction with: (dims, ndim) -> dims, or None for all."""
+    return _math_ops._infer_reduction_dims
+
+
+def replace_named_dims(by: Any) -> None:
+    """Read them with something else."""
+    _math_ops._infer_reduction_dims = by
+
+
 # Operator -> what DTensor does for it instead of looking for layouts: called with (operator, args, kwargs).
 dtensor_handlers = DTensor._op_dispatcher._custom_op_handlers
 
@@ -92,8 +103,10 @@ __all__ = [
     "global_forward_pre_hooks",
     "group_named",
     "groups_like",
+    "named_dims",
     "pytree",
     "replace_distribute_tensors",
+    "replace_named_dims",
     "replace_total_norm",
     "total_norm",
 ]

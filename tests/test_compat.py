@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from autopar import _compat
 
@@ -142,6 +143,24 @@ def check_replace_total_norm() -> None:
     finally:
         _compat.replace_total_norm(plain)
     assert torch.nn.utils.clip_grad_norm_([weight], 5.0).item() == pytest.approx(2.5)
+
+
+def check_named_dims() -> None:
+    assert _compat.named_dims()([1], 3) == [1] and _compat.named_dims()(None, 3) is None
+
+
+def check_replace_named_dims() -> None:
+    named = _compat.named_dims()
+    asked: list[object] = []
+    dist.init_process_group("fake", store=_compat.FakeStore(), rank=0, world_size=2)
+    try:
+        _compat.replace_named_dims(lambda dims, ndim: asked.append(dims) or named(dims, ndim))
+        mesh = init_device_mesh("cpu", (2,))
+        distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)]).sum([1])
+        assert [1] in asked
+    finally:
+        _compat.replace_named_dims(named)
+        dist.destroy_process_group()
 
 
 def check_default_store() -> None:

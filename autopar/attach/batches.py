@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from autopar._compat import pytree
 from autopar.attach.tensors import layout_of, mesh_of
 from autopar.emit.seeded import piece_number
 from autopar.errors import PlanMismatch
+from autopar.ir.graph import Graph, output_types
+from autopar.rewrite.batch_dims import Of, batch_dims
 
 EVERY = 100  # calls
 SAMPLE = 4096  # elements of a tensor that are looked at, spread over all of it
@@ -45,13 +47,33 @@ def from_local(batch: Any, device_mesh: DeviceMesh) -> Any:
     return pytree.tree_map(joined, batch)
 
 
+def is_split_by_rows(part: Any) -> bool:
+    """Whether it came out of `from_local`, so that each rank has rows of its own."""
+    return isinstance(part, DTensor) and part.ndim > 0 and part.placements[0] == Shard(0)
+
+
+def batch_dims_of(
+    graph: Graph, given: Sequence[Any], places: Mapping[str, int], device_mesh: DeviceMesh
+) -> dict[str, int]:
+    """Index of an output of which each rank gets its own rows -> the dim along which they lie. `given`: the tensors of
+    a call; `places`: of each input among them. Where nobody knows how an output is made of rows, it is dim 0 of those
+    that have as many as the batch.
+    """
+    inputs = [node for node in graph.nodes if node.op == "input" and is_split_by_rows(given[places[node.target]])]
+    rows = [type.shape[0] for node in inputs if (type := node.outputs[0]) is not None]
+    types, found = output_types(graph), dict[str, int]()
+    for target, lies in batch_dims(graph, {node.name for node in inputs}, device_mesh.size()).items():
+        type = types[target]
+        if isinstance(lies, int):
+            found[target] = lies
+        elif lies is Of.ALL_ROWS and type is not None and type.shape and type.shape[0] == rows[0]:
+            found[target] = 0
+    return found
+
+
 def tell_other_rows(leaves: Sequence[tuple[str, Any]], ranks: int) -> None:
     """Warn of a tensor of `inputs="local"` that has not as many rows as the first one, so that it may hold none."""
-    held = [
-        (path, part.shape[0] // ranks)
-        for path, part in leaves
-        if isinstance(part, DTensor) and part.ndim and part.placements[0] == Shard(0)
-    ]
+    held = [(path, part.shape[0] // ranks) for path, part in leaves if is_split_by_rows(part)]
     for path, rows in held[1:]:
         if rows != held[0][1]:
             warnings.warn(

@@ -8,7 +8,14 @@ L-BFGS) then step otherwise on each rank. Here the terms are put together first.
 do averages of weights that are swapped in, clamped weights, and SGD by hand. Here the piece is changed.
 
 A number of DTensors beside a plain tensor (a penalty on the parameters, added to a loss) makes a DTensor, whose
-gradient the plain tensor's backward cannot take. Here it becomes a plain number first.
+gradient the plain tensor's backward cannot take; a larger one (a bias, a scale) cannot stand beside a plain tensor at
+all. Here it becomes whole first.
+
+A reduction over an empty list of dims is one over all of them to torch, and DTensors take it for one over none:
+gradients of `amax()` and of the largest element's norm divide by a count of a piece. Here it is over all.
+
+`torch.eye(n, out=weight)`, which `nn.init.eye_` calls, writes the whole's size into a piece. Here ranks take their
+pieces of the whole.
 
 What asks a DTensor whether any of it is true (`torch.autograd.detect_anomaly()` does, of gradients) is an operator that
 DTensors do not have. Here every rank asks its piece, and all of them the others.
@@ -24,18 +31,20 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from autopar._compat import dtensor_handlers
+from autopar._compat import dtensor_handlers, named_dims, replace_named_dims
 from autopar.attach.over_stages import pipe_among
-from autopar.attach.tensors import is_elsewhere, over_pieces
+from autopar.attach.tensors import is_elsewhere, over_pieces, piece_as
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 NORM = torch.ops.aten.linalg_vector_norm.default
 TRUE = {torch.ops.aten._is_any_true.default: "max", torch.ops.aten._is_all_true.default: "min"}
+CREATORS = ("eye", "ones", "zeros", "full", "arange", "linspace", "logspace")  # of what each rank can make
 DATA: Any = torch.Tensor.data
 
 
@@ -47,10 +56,13 @@ def mend_dtensors() -> None:
     dtensor_handlers[NORM] = _norm
     for op in TRUE:
         dtensor_handlers.setdefault(op, _is_true)
+    for op in _creators():
+        dtensor_handlers.setdefault(op, _created)
+    _mend_dims()
     DTensor.data = property(DATA.__get__, _set_data)  # type: ignore[assignment, method-assign]
     DTensor.__format__ = _format  # type: ignore[method-assign]
     DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
-    for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"):
+    for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow"):
         setattr(DTensor, f"__{name}__", _arithmetic(getattr(torch.Tensor, f"__{name}__")))
 
 
@@ -66,6 +78,43 @@ def _is_true(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> torch.Ten
         return mine
     terms = [Replicate() if type(one) is Replicate else Partial(TRUE[op]) for one in held.placements]
     return DTensor.from_local(mine.int(), held.device_mesh, terms, run_check=False).full_tensor().bool()
+
+
+def _creators() -> Iterator[Any]:
+    """`torch.eye(..., out=value)` and the like."""
+    for name in CREATORS:
+        packet = getattr(torch.ops.aten, name)
+        yield from (getattr(packet, overload) for overload in packet.overloads() if overload.endswith("out"))
+
+
+def _created(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """What every rank can make whole, cut as `out` is."""
+    held: DTensor = kwargs["out"]
+    made = op(*args, out=held.to_local().new_empty(0))
+    if made.shape != held.shape:
+        raise RuntimeError(
+            f"{op} would give a DTensor {[*held.shape]} the shape {[*made.shape]}, and the plan is for the one that it "
+            "has; make a new tensor"
+        )
+    with torch.no_grad():
+        held.copy_(piece_as(made, held))
+    return held
+
+
+@functools.cache
+def _mend_dims() -> None:
+    """An empty list of dims is all of them, but for `any` over none, which asks each element."""
+    named = named_dims()
+    replace_named_dims(lambda dims, ndim: None if dims in ([], ()) else named(dims, ndim))
+    dtensor_handlers.setdefault(torch.ops.aten.any.dims, _any)
+
+
+def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    given = dict(zip(("self", "dim", "keepdim"), args, strict=False)) | kwargs
+    found, dims = given["self"], given.get("dim")
+    for dim in sorted({d % found.ndim for d in (range(found.ndim) if dims is None else dims)}, reverse=True):
+        found = found.any(dim, keepdim=given.get("keepdim", False))
+    return found if found.dtype in (torch.bool, torch.uint8) else found != 0
 
 
 def _set_data(held: DTensor, value: torch.Tensor) -> None:
@@ -95,15 +144,17 @@ def _reduce(held: DTensor, protocol: Any) -> Any:
 
 
 def _arithmetic(plain: Any) -> Any:
-    """An operator of numbers made of DTensors."""
+    """An operator of a DTensor with something else."""
 
     @functools.wraps(plain)
     def method(held: DTensor, other: Any) -> Any:
-        if held.ndim or not isinstance(other, torch.Tensor) or other.ndim:
+        if not isinstance(other, torch.Tensor):
             return plain(held, other)
         if not isinstance(other, DTensor):
-            return plain(held.full_tensor(), other)
-        if pipe_among((held, other)) is None:
+            # a plain number may be another one on each rank, where each has rows of its own
+            follows = torch.is_grad_enabled() and (held.requires_grad or other.requires_grad)
+            return plain(held.full_tensor() if follows or not held.ndim or other.numel() > 1 else held, other)
+        if held.ndim or other.ndim or pipe_among((held, other)) is None:
             return plain(held, other)
         return plain(held.full_tensor(), other.full_tensor())  # of any stages: on all ranks alike
 

@@ -29,7 +29,7 @@ from autopar.attach.tensors import (
     placements_of,
 )
 from autopar.errors import PlanMismatch
-from autopar.ir.graph import Node, input_type, output_types
+from autopar.ir.graph import Node, output_types
 from autopar.plan import Plan
 from autopar.trace.calls import Call
 from autopar.trace.outputs import Returned
@@ -179,22 +179,22 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
     results = [(result, layout) for result, layout in prepared.runner.results if result.kind == "output"]
     leaves: dict[int, Any] = dict(prepared.output_constants)
     types = output_types(prepared.graph)
-    rows = _rows(state, prepared) if state.inputs == "local" else 0
+    is_local = state.inputs == "local"
     for (result, layout), value in zip(results, outputs, strict=True):
         if value is None or (type := types[result.target]) is None:
             continue
-        shape = type.shape
-        if not shape:
-            made = value
-        elif state.outputs == "sharded":
+        shape, dim = type.shape, prepared.batch_dims.get(result.target)
+        if shape and state.outputs == "sharded":
             made = as_dtensor(value, shape, layout, state.device_mesh)
-        elif rows and shape[0] == rows and is_by_rows(layout):
+        elif dim is not None and is_by_rows(layout, dim):
             made = value
             step.averaged.add(result.target)
-        elif rows and shape[0] == rows:
-            made = own_rows(value, shape, layout, state.device_mesh)
+        elif dim is not None:
+            made = own_rows(value, shape, layout, state.device_mesh, dim)
         else:
-            made = whole_when_read(value, shape, layout, state.mesh, state.device_mesh)
+            made = whole_when_read(value, shape, layout, state.mesh, state.device_mesh, averages=is_local)
+            if is_local and made is value:
+                step.of_all_ranks.add(result.target)
         leaves[int(result.target)] = made
         if made.requires_grad and result.target in prepared.graph.leads_to:
             step.handed.append((result.target, weakref.ref(made)))
@@ -203,10 +203,3 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
     for (path, name), value in made.kept.items():
         setattr(prepared.modules[path], name, value)
     return made.outputs
-
-
-def _rows(state: State, prepared: Prepared) -> int:
-    """Rows of the whole batch: those of the first input that has any."""
-    graph = prepared.graph
-    shapes = [input_type(graph, node).shape for node in graph.nodes if node.op == "input"]
-    return next((shape[0] for shape in shapes if shape), 0)

@@ -46,6 +46,7 @@ from autopar.attach.tensors import (
     whole_parameter,
 )
 from autopar.attach.watch import PATIENCE_S
+from autopar.attach.whole_values import mend_whole_values
 from autopar.attach.wrappers import parallel_class
 from autopar.emit import Emitted
 from autopar.errors import PlanMismatch, TraceError
@@ -285,6 +286,8 @@ def attach(
     mend_lists()
     mend_edits()
     mend_losses()
+    if inputs == "local":
+        mend_whole_values()
     draw_whole()
     check_tensors(model)
     fresh: dict[int, Tensor] = {}

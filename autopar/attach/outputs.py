@@ -13,24 +13,30 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.attach.late import Late
 from autopar.attach.tensors import as_dtensor, is_whole, piece_of, whole_within
+from autopar.attach.whole_values import averaged
 from autopar.ir import layout as plain
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 
 
-def whole_when_read(local: Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> Tensor:
-    """The whole value, a plain tensor on every rank, put together when somebody reads it (which all ranks must do)."""
+def whole_when_read(
+    local: Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh: DeviceMesh, *, averages: bool
+) -> Tensor:
+    """The whole value, a plain tensor on every rank, put together when somebody reads it (which all ranks must do).
+    `averages`: ranks make gradients of rows of their own.
+    """
     if is_whole(layout):
         return local
-    return _WholeWhenRead.apply(local, tuple(shape), layout, mesh, device_mesh)  # type: ignore[no-any-return]
+    return _WholeWhenRead.apply(local, tuple(shape), layout, mesh, device_mesh, averages)  # type: ignore[no-any-return]
 
 
 class _WholeWhenRead(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh, device_mesh: DeviceMesh
-    ) -> Tensor:
-        ctx.layout, ctx.mesh, ctx.device_mesh = layout, mesh, device_mesh
+        ctx: Any, local: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh, device_mesh: DeviceMesh,
+        averages: bool,
+    ) -> Tensor:  # fmt: skip
+        ctx.layout, ctx.mesh, ctx.device_mesh, ctx.averages = layout, mesh, device_mesh, averages
         found: list[Tensor] = []
 
         def gather() -> Tensor:
@@ -43,20 +49,22 @@ class _WholeWhenRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        coordinate = ctx.device_mesh.get_coordinate()
-        return piece_of(gradient, ctx.layout, ctx.mesh, coordinate), None, None, None, None
+        if ctx.averages:
+            gradient = averaged(gradient, ctx.device_mesh)
+        piece = piece_of(gradient, ctx.layout, ctx.mesh, ctx.device_mesh.get_coordinate())
+        return piece, None, None, None, None, None
 
 
-def is_by_rows(layout: Layout) -> bool:
+def is_by_rows(layout: Layout, dim: int) -> bool:
     """Whether each rank holds its own rows, in rank order."""
-    return all(one == plain.Shard(0) for one in layout)
+    return all(one == plain.Shard(dim) for one in layout)
 
 
-def own_rows(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of an output, in rank order, as `from_local` takes inputs. What a rank computes of its rows
-    counts as DDP has it: the gradients of all ranks are averaged.
+def own_rows(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh: DeviceMesh, dim: int) -> Tensor:
+    """This rank's rows of an output, along `dim`, in rank order, as `from_local` takes inputs. What a rank computes of
+    its rows counts as DDP has it: the gradients of all ranks are averaged.
     """
-    rows = as_dtensor(local, shape, layout, device_mesh).redistribute(placements=[Shard(0)] * device_mesh.ndim)
+    rows = as_dtensor(local, shape, layout, device_mesh).redistribute(placements=[Shard(dim)] * device_mesh.ndim)
     return _Averaged.apply(rows.to_local(), local, device_mesh.size())  # type: ignore[no-any-return]
 
 

@@ -53,7 +53,9 @@ def _mend() -> None:
     """Once in a process."""
     mend_norms()
     dtensor_handlers.setdefault(STACK, _stacked)
-    DTensor.full_tensor, DTensor.redistribute = _full, _whole_on_its_mesh  # type: ignore[method-assign]
+    if DTensor.full_tensor is whole_within:
+        DTensor.full_tensor = everywhere_whole  # type: ignore[method-assign]
+    DTensor.redistribute = _whole_on_its_mesh  # type: ignore[method-assign]
     replace_distribute_tensors(_without_other_stages(distribute_tensors()))
     replace_total_norm(_over_stages(total_norm()))
 
@@ -84,8 +86,8 @@ def everywhere(value: DTensor, pipe: Pipe, **kwargs: Any) -> Tensor:
 
 
 @functools.wraps(whole_within)
-def _full(held: DTensor, **kwargs: Any) -> Tensor:
-    """On every rank of a pipeline, whichever stage it is of."""
+def everywhere_whole(held: DTensor, **kwargs: Any) -> Tensor:
+    """`DTensor.full_tensor`, on every rank of a pipeline, whichever stage it is of."""
     pipe = pipe_of(held)
     return whole_within(held, **kwargs) if pipe is None else everywhere(held, pipe, **kwargs)
 

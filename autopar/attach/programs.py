@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import pytree
 from autopar.attach import hooks
 from autopar.attach.agree import agreed
-from autopar.attach.batches import SameBatches, tell_other_rows
+from autopar.attach.batches import SameBatches, batch_dims_of, tell_other_rows
 from autopar.attach.guards import Guards, guards_of, refuse_carried
 from autopar.attach.host_parameters import resident
 from autopar.attach.inputs import type_of
@@ -92,6 +92,7 @@ class Prepared:
     sets: list[tuple[dict[str, Any], str, Any]]
     checked: list[tuple[Any, Any]]
     told: str
+    batch_dims: Mapping[str, int]
 
     @property
     def graph(self) -> Graph:
@@ -379,6 +380,7 @@ def _prepared(
         sets,
         [(MISSING, None)] * len(held),
         told_of(call, key),
+        batch_dims_of(graph, call.tensors, places, state.device_mesh) if state.inputs == "local" else {},
     )
 
 

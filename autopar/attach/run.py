@@ -19,6 +19,7 @@ from autopar.attach.rows import Rows
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
 from autopar.attach.updates import Updates
 from autopar.attach.watch import BACKWARD, Watch
+from autopar.attach.whole_values import of_whole_batch
 from autopar.emit import Emitted
 from autopar.emit.moves import settle
 from autopar.emit.seeded import seeds
@@ -166,7 +167,8 @@ class Step:
     """One call: what the program reads besides parameters. `again`: gives the same call as a step with the gradients
     of `without_tangent`, outputs whose gradients this program does not take; parameters by name come with it. `seeds`:
     of each micro-batch. `handed`: outputs that others are made of, as the caller got them. `averaged`: those of which
-    each rank has its own rows, and whose gradients count as DDP has it.
+    each rank has its own rows, and whose gradients count as DDP has it; `of_all_ranks`: those that each has whole, and
+    makes gradients for of its own rows.
     """
 
     others: tuple[Tensor, ...]
@@ -176,6 +178,7 @@ class Step:
     without_tangent: frozenset[str] = frozenset()
     again: Callable[[], tuple[Runner, Step, Sequence[Tensor]]] | None = None
     averaged: set[str] = field(default_factory=set[str])
+    of_all_ranks: set[str] = field(default_factory=set[str])
     handed: list[tuple[str, weakref.ref[Tensor]]] = field(default_factory=list[tuple[str, "weakref.ref[Tensor]"]])
 
 
@@ -276,9 +279,10 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         )
     if ctx.saved is None:
         raise RuntimeError("backward ran a second time through the same forward; call the module again first")
-    ranks = step.device_mesh.size()
+    places = {target: place for target, (place, _) in runner.outputs.items()}
+    gradients = of_whole_batch(gradients, places, step.averaged, step.of_all_ranks, step.device_mesh)
     given = {
-        target: (one / ranks if target in step.averaged else one, layout)
+        target: (one, layout)
         for target, (place, layout) in runner.outputs.items()
         if (one := gradients[place]) is not None
     }

@@ -25,7 +25,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Partial:
-    """Every rank holds a term; `op` (sum or max) over the ranks of the axis gives the value."""
+    """Every rank holds a term; `op` (one of TERMS) over the ranks of the axis gives the value."""
 
     op: str = "sum"
 
@@ -34,6 +34,7 @@ Placement = Shard | Replicate | Partial
 Layout = tuple[Placement, ...]  # one entry per mesh axis, in mesh order
 
 REPLICATE = Replicate()
+TERMS = ("sum", "max", "min")  # what puts terms together; the first one goes without saying
 
 
 def replicated(mesh: Mesh) -> Layout:
@@ -74,7 +75,7 @@ def show(layout: Layout, mesh: Mesh, ndim: int) -> str:
 
 
 def encode(layout: Layout) -> str:
-    """One letter or two per axis for files: R, S0, P (sum), Pmax."""
+    """One letter or two per axis for files: R, S0, P (sum), Pmax, Pmin."""
     parts: list[str] = []
     for placement in layout:
         match placement:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from autopar.errors import PlanMismatch
 from autopar.ir.graph import ITEMSIZE, Arg, Const, Graph, Node, Ref, Result, TensorType
-from autopar.ir.layout import Layout, Placement, decode
+from autopar.ir.layout import TERMS, Layout, Placement, decode
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Identity, Rules
 from autopar.ir.rounds import LAST, ONE, SUM, Rounds
@@ -30,7 +30,8 @@ LARGEST = 2**63  # no count, size or number of bytes reaches it
 SLACK = 1e-6  # relative: sums of seconds in another order
 
 _TYPE = re.compile(r"(\w+)\[((?:\d{1,19}(?:, \d{1,19})*)?)\]", re.ASCII)
-_LAYOUT = re.compile(r"(?:R|S0|S[1-9]\d?|P|Pmax)(?: (?:R|S0|S[1-9]\d?|P|Pmax))*", re.ASCII)
+_PART = "(?:R|S0|S[1-9][0-9]?|P(?:" + "|".join(TERMS[1:]) + ")?)"
+_LAYOUT = re.compile(f"{_PART}(?: {_PART})*", re.ASCII)
 # Control characters, halves of surrogate pairs, and what changes lines or their direction: no terminal is shown those.
 _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONSTANTS = ("dtype", "device", "layout", "memory_format")

@@ -27,10 +27,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.ir.layout import TERMS
+
 Dim = tuple[str, ...]  # factors of one dim, major first; () where the size is one
 Shape = Sequence[int]
 
-REDUCTIONS = ("sum", "max", "min", "same")
+REDUCTIONS = (*TERMS, "same")
 _FACTOR = re.compile(r"([a-z][a-z0-9_]*)(?:=(\d+))?(!)?(?:@([a-z_]+))?")
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from autopar.ir.graph import Const, Graph, Node, Ref, Result, TensorType
-from autopar.ir.layout import REPLICATE
+from autopar.ir.layout import REPLICATE, TERMS, Partial, decode, encode
 from autopar.ir.mesh import Mesh
 from autopar.plan import Choice, Delivery, Plan
 from autopar.plan.store import dumps, save
@@ -241,3 +241,14 @@ def test_a_saved_file_is_as_readable_as_any_other(plan, tmp_path):
     save(plan, tmp_path / "plan.json")
     (tmp_path / "other").write_text("")
     assert (tmp_path / "plan.json").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("terms", TERMS)
+def test_what_ranks_hold_in_terms_reads_back(terms: str) -> None:
+    """Minima did not: rank 0 wrote a plan that the others refused."""
+    layout = (Partial(terms),)
+    assert decode(encode(layout)) == layout
+    plan, gives = of_args(), (layout, (REPLICATE,), (REPLICATE,))
+    choices = {**plan.choices, "f": replace(plan.choices["f"], gives=gives)}
+    again = dumps(replace(plan, choices=choices))
+    assert Plan.loads(again, "plan.json").choices["f"].gives == gives

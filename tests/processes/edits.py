@@ -28,6 +28,8 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
     "chosen rows": lambda w: w.__setitem__([1, 6], torch.ones(2, 8)),
     "chosen elements": lambda w: w.__setitem__(w > 0, 0.5),
     "initialised": lambda w: nn.init.constant_(w[3:5], 7.0),
+    "the identity": lambda w: nn.init.eye_(w),
+    "numbers in a row": lambda w: torch.arange(8, out=w[2]),
 }
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "chunk": lambda w: w.chunk(3)[1],

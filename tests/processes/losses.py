@@ -73,3 +73,33 @@ def check_losses_of_what_is_split(ranks: Ranks) -> None:
                 told = f"{name} of {rows} rows in {placement}"
                 torch.testing.assert_close(made.full_tensor(), wanted, msg=lambda m, t=told: f"{t}: {m}")
                 torch.testing.assert_close(split.grad.full_tensor(), x.grad, msg=lambda m, t=told: f"{t}: {m}")
+
+
+REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
+    "largest": lambda x: x.amax(),
+    "least": lambda x: x.amin(),
+    "largest norm": lambda x: x.norm(float("inf")),
+    "sum over no dims": lambda x: x.sum([]),
+    "mean over no dims, kept": lambda x: x.square().mean([], keepdim=True).sum(),
+    "largest over no dims, kept": lambda x: x.amax([], keepdim=True).sum(),
+}
+
+
+def check_reductions_over_an_empty_list_of_dims(ranks: Ranks) -> None:
+    """DTensors took them for reductions over none: gradients of `amax()` were nan."""
+    mesh = ranks.mesh()
+    autopar.compile(nn.Linear(2, 2), mesh)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for name, reduce in REDUCED.items():
+            x = (drawn(8, CLASSES) * 4 - 2).requires_grad_()
+            split = nn.Parameter(distribute_tensor(x.detach(), mesh, [placement]))
+            wanted, made = reduce(x), reduce(split)
+            wanted.backward(), made.backward()
+            assert isinstance(made, DTensor) and isinstance(split.grad, DTensor)
+            told = f"{name} in {placement}"
+            torch.testing.assert_close(made.full_tensor(), wanted, msg=lambda m, t=told: f"{t}: {m}")
+            torch.testing.assert_close(split.grad.full_tensor(), x.grad, msg=lambda m, t=told: f"{t}: {m}")
+        positive = distribute_tensor(drawn(8, CLASSES) > 0.5, mesh, [placement])
+        for dims in ([], [0], [0, 1], [-1]):
+            found, whole = torch.any(positive, dims), torch.any(positive.full_tensor(), dims)
+            assert isinstance(found, DTensor) and torch.equal(found.full_tensor(), whole), (dims, placement)

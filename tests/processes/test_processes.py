@@ -16,6 +16,7 @@ from tests.processes.launch import ROOT, run_checks
 # Of each file the checks that `make test` runs; `make test-all` runs all of them.
 FIRST = {
     "api": ["accumulation", "dropout", "inputs_and_outputs", "state_dicts"],
+    "beside": ["losses_beside_the_module", "outputs_that_are_no_rows"],
     "boundary": [
         "anomalies_are_found_on_all_ranks",
         "every_output_has_its_gradient",
@@ -44,7 +45,7 @@ FIRST = {
         "outputs_are_changed_in_place",
         "a_piece_that_backward_reads_must_not_be",
     ],
-    "losses": ["losses_of_what_is_split"],
+    "losses": ["losses_of_what_is_split", "reductions_over_an_empty_list_of_dims"],
     "habits": ["a_script_with_a_seed_for_each_rank"],
     "memory": ["lookups"],
     "micro_batches": ["policies", "parts_of_each_rank"],
@@ -84,6 +85,7 @@ FIRST = {
 
 # What four ranks may do otherwise than two: layouts on two axes, and who sends what to whom.
 ON_FOUR = {
+    "beside": ["losses_beside_the_module", "outputs_that_are_no_rows"],
     "api": ["accumulation", "dropout", "evaluation", "inputs_and_outputs", "sharded_batches", "state_dicts"],
     "changed": [
         "parts_change_where_weights_are_split",
