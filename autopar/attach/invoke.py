@@ -77,6 +77,8 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
     for node in prepared.runner.own_inputs:
         if node.op == "buffer":
             tensors, leaf = prepared.buffers[node.target]
+            if isinstance(tensors[leaf], DTensor):  # a mask that was made of a parameter, say
+                tensors[leaf] = tensors[leaf].detach().full_tensor()
             others.append(_checked_buffer(tensors[leaf], node))
         elif node.op == "constant":
             others.append(prepared.constants[node.target.rpartition(":")[0]])

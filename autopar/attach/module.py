@@ -36,6 +36,7 @@ from autopar.attach.programs import (
     why_new,
 )
 from autopar.attach.scaling import share_infinities
+from autopar.attach.shared import tell_of_shared
 from autopar.attach.stage_run import StageRunner
 from autopar.attach.tensors import (
     as_dtensor,
@@ -308,6 +309,7 @@ def attach(
     state.own_forward = vars(parallel).pop("forward", None)
     object.__setattr__(parallel, "_autopar", state)
     refuse_optimizers_of(model, parallel)
+    tell_of_shared(model, parallel)
     return parallel
 
 
