@@ -148,6 +148,8 @@ def compile(
     mesh = _mesh_of_all(device_mesh)
     _check_words(outputs, inputs, backend, batch_norm, optimizer)
     _check_numbers(patience_s, time_limit_s, micro_batches)
+    if cache is not None and not isinstance(cache, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"cache={cache!r} is no folder; give the path of one in which plans are kept")
     brought, precision = given_rules(rules), precision_named(precision)
     pipe = _pipe_of(device_mesh, mesh, schedule, stages_per_rank, micro_batches, {"profile": profile})
 

@@ -6,6 +6,7 @@ Around a module that is parallel already it fails deep inside, or would reduce g
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from typing import Any
@@ -51,10 +52,19 @@ def parallel_class(model_class: type[nn.Module], base: type[nn.Module]) -> type[
     forward.__signature__ = inspect.signature(model_class.forward)  # type: ignore[attr-defined]
     forward.__doc__ = model_class.forward.__doc__
     own = {"forward": forward, **REFUSED}
+    if not hasattr(model_class, "no_sync"):
+        own["no_sync"] = _no_sync
     saves = getattr(model_class, "save_pretrained", None)
     if saves is not None and {"state_dict", "is_main_process"} <= inspect.signature(saves).parameters.keys():
         own["save_pretrained"] = _saving_whole_tensors(saves)
     return type(f"Parallel{model_class.__name__}", (base, model_class), own)
+
+
+def _no_sync(self: Any) -> contextlib.AbstractContextManager[None]:
+    """What scripts for DistributedDataParallel accumulate in. Gradients are complete behind each backward, and add up
+    as they are: nothing is put off.
+    """
+    return contextlib.nullcontext()
 
 
 def _saving_whole_tensors(saves: Any) -> Any:

@@ -137,7 +137,14 @@ class Graph:
 
     def __post_init__(self) -> None:
         seen: dict[str, int] = {}
+        is_backward = False
         for node in self.nodes:
+            is_backward |= node.phase == "backward" and not node.is_source
+            if is_backward and node.phase == "forward" and not node.is_source:
+                raise ValueError(
+                    f"{node.source or node.module}: %{node.name} is of the forward pass, and stands behind nodes of "
+                    "backward"
+                )
             for ref in node.operands:
                 if ref.index >= seen.get(ref.name, 0):
                     raise ValueError(

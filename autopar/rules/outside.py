@@ -17,7 +17,7 @@ def given(rules: Rules | Iterable[Rules] | None) -> tuple[Rules, ...]:
     same. Raises ValueError for what is no rules, for an operator or a pattern that has one already, and for a package
     that stands there twice.
     """
-    listed = () if rules is None else (rules,) if isinstance(rules, Rules) else tuple(rules)
+    listed = () if rules is None else tuple(rules) if isinstance(rules, Iterable) else (rules,)
     whose: dict[str, str] = {}
     for one in listed:
         if not isinstance(one, Rules):  # pyright: ignore[reportUnnecessaryIsInstance] users have no pyright

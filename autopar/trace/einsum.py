@@ -35,13 +35,13 @@ def _through_views(b: Builder, node: Node, ref: Ref, merges: bool) -> list[_Oper
     seen = [_Operand(ref, tuple((dim,) for dim in range(ndim)))]
     while True:
         last = seen[-1]
-        node = b.definition(last.base)
-        if node.op not in TRANSPARENT:
+        maker = b.definition(last.base)
+        if maker.op not in TRANSPARENT:
             return seen
-        below = node.operands[0]
-        if node.op == "aten.permute.default":
-            groups = tuple(tuple(node.args[1][dim] for dim in group) for group in last.groups)
-        elif node.op == "aten.clone.default":
+        below = maker.operands[0]
+        if maker.op == "aten.permute.default":
+            groups = tuple(tuple(maker.args[1][dim] for dim in group) for group in last.groups)
+        elif maker.op == "aten.clone.default":
             groups = last.groups
         else:
             shape = b.type(last.base).shape

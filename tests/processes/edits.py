@@ -136,3 +136,20 @@ def check_a_piece_that_backward_reads_must_not_be(ranks: Ranks) -> None:
     hidden, output = parallel(torch.randn(16, 16))
     hidden.mul_(2)
     refused(RuntimeError, "was changed in place between forward and backward", output.square().mean().backward)
+
+
+def check_gradients_made_by_hand(ranks: Ranks) -> None:
+    """Whole ones, as a script makes them of nothing: a step was refused, as if SGD could not run."""
+    torch.manual_seed(0)
+    plain, x = Net(), torch.randn(8, 8)
+    graph, mesh = graph_of(capture(Net(), (), {"x": x})), Mesh(("data",), (ranks.count,))
+    plan = search(graph, mesh, machine(), Request(policy="fsdp"))
+    parallel = autopar.compile(copy.deepcopy(plain), ranks.mesh(), plan=plan)
+    with parallel.no_sync():
+        parallel(x=x)
+    for model in (plain, parallel):
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.arange(float(parameter.numel())).view(parameter.shape) + number
+        torch.optim.AdamW(model.parameters(), 0.1).step()
+    for mine, wanted in zip(parallel.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), wanted)

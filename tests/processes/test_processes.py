@@ -44,6 +44,7 @@ FIRST = {
         "parts_of_stages_that_are_written_to",
         "outputs_are_changed_in_place",
         "a_piece_that_backward_reads_must_not_be",
+        "gradients_made_by_hand",
     ],
     "losses": ["losses_of_what_is_split", "reductions_over_an_empty_list_of_dims"],
     "habits": ["a_script_with_a_seed_for_each_rank"],

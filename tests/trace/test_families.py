@@ -1,6 +1,8 @@
 """What trace makes of real models: products over the dims of the model, a rule for every node, and the same values."""
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.propose.strategies import propose
 from autopar.trace import capture, graph_of
@@ -72,3 +74,22 @@ def test_nodes_say_where_they_come_from(name: str) -> None:
     graph = family(name).graph
     told = [node for node in graph.nodes if not node.is_source and (node.module or node.source)]
     assert len(told) > 0.5 * sum(not node.is_source for node in graph.nodes)
+
+
+def test_what_backward_sees_through_is_of_backward() -> None:
+    """A view that a product of backward was given, of what forward had as another one, counted to forward (RG-LRU)."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(2, 8, 8)), nn.Parameter(torch.randn(2, 1, 8))
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.linear(x)
+            blocks = hidden.reshape(-1, 2, 8).permute(1, 0, 2)
+            gate = torch.baddbmm(self.bias, blocks, self.weight).transpose(0, 1).reshape(hidden.shape)
+            return (gate.sigmoid() * hidden).square().mean()
+
+    phases = [n.phase for n in graph_of(capture(Gated(), (torch.randn(4, 6, 16),), {})).nodes if not n.is_source]
+    assert phases == sorted(phases, reverse=True)
