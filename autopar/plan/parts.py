@@ -95,8 +95,7 @@ def _check_stored(plan: PlanValue, node: Node, choice: Choice, place: str) -> No
 
 
 def _check_nodes(graph: Graph) -> None:
-    """Names become those of variables; sources are one tensor each; backward follows forward."""
-    is_backward = False
+    """Names become those of variables; sources are one tensor each."""
     for number, node in enumerate(graph.nodes):
         place = f"nodes[{number}] (%{node.name})"
         if not node.name.isidentifier() or keyword.iskeyword(node.name) or node.name == "self":
@@ -105,11 +104,6 @@ def _check_nodes(graph: Graph) -> None:
             raise _Flaw(place, f"is a {node.op}, and not one tensor that is there from the start")
         if node.op in (STORE, FETCH) and (len(node.outputs) != 1 or node.outputs[0] is None):
             raise _Flaw(place, f"is {node.op} of {len(node.outputs)} results, and not of one tensor")
-        if node.is_source:
-            continue
-        is_backward |= node.phase == "backward"
-        if is_backward and node.phase == "forward":
-            raise _Flaw(place, "is of the forward pass, and stands behind nodes of backward")
     _check_results(graph)
 
 

@@ -188,6 +188,12 @@ def test_a_layout_change_that_leads_elsewhere_is_told(content):
     assert "its layout changes lead to" in message(sign(content))
 
 
+def test_forward_behind_backward_is_told(content):
+    last = max(number for number, node in enumerate(content["nodes"]) if node.get("phase") == "backward")
+    content["nodes"][last]["phase"] = "forward"
+    assert "is of the forward pass, and stands behind nodes of backward" in message(sign(content))
+
+
 def test_any_signed_damage_is_a_plan_mismatch_or_a_plan(content):
     """Whatever stands in place of any value, reading ends in one of two ways."""
     rng = random.Random(0)

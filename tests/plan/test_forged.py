@@ -305,9 +305,6 @@ KINDS: dict[str, Forge] = {
     "a name that is code": lambda p: renamed(p, source(p), "x=__import__('os').abort()"),
     "a name that is a word of Python's": lambda p: renamed(p, source(p), "lambda"),
     "a name that is the function's own": lambda p: renamed(p, source(p), "self"),
-    "a way to the host before it is made": lambda p: with_node(
-        p, first(p, lambda n, _: n.op == FETCH and n.phase == "backward"), phase="forward"
-    ),
     "pieces put together in another order": out_of_order,
     "fewer flops": lambda p: with_steps(p, lambda s: replace(s, flops=0.0) if isinstance(s, Compute) else s),
     "another dtype that is computed in": lambda p: with_steps(
