@@ -231,19 +231,34 @@ class _Stages:
     # --- the graphs --------------------------------------------------------------------------------------------------
 
     def found(self) -> tuple[Stage, ...]:
-        backs = [self._coming_back(cut) for cut in range(self.count - 1)]
-        pairs = [self._pairs(went, back) for went, back in zip(self.forwards, backs, strict=True)]
+        pairs = [self._pairs(went, back) for went, back in zip(self.forwards, self._coming_back(), strict=True)]
+        self.members = self._members()
         return tuple(self._stage(number, self.forwards, pairs) for number in range(self.count))
 
-    def _coming_back(self, cut: int) -> list[Ref]:
-        found: dict[Ref, None] = {}
+    def _coming_back(self) -> list[list[Ref]]:
+        """Over each cut, the gradients of stages behind it that are read in front of it."""
+        found: list[dict[Ref, None]] = [{} for _ in range(self.count - 1)]
         for node in self.graph.nodes:
-            if node.phase == "backward" and self.stage_of.get(node.name, self.count) <= cut:
-                for ref in node.operands:
-                    made = self.node_of[ref.name]
-                    if made.phase == "backward" and self.stage_of.get(ref.name, -1) > cut:
-                        found[ref] = None
-        return [*found]
+            read = self.stage_of.get(node.name)
+            if node.phase != "backward" or read is None:
+                continue
+            for ref in node.operands:
+                if self.node_of[ref.name].phase == "backward":
+                    for cut in range(read, self.stage_of.get(ref.name, -1)):
+                        found[cut][ref] = None
+        return [[*one] for one in found]
+
+    def _members(self) -> list[list[Node]]:
+        """Of each stage, the nodes that are its own or may be: those of inputs and weights, and sources, in order."""
+        found: list[list[Node]] = [[] for _ in range(self.count)]
+        for node in self.graph.nodes:
+            number = self.stage_of.get(node.name)
+            if number is not None:
+                found[number].append(node)
+            elif node.is_source or node.name in self.free:
+                for members in found:
+                    members.append(node)
+        return found
 
     def _pairs(self, went: Sequence[Ref], back: Sequence[Ref]) -> dict[Ref, Ref]:
         """Gradient that comes back -> the value that went, by the channel of which it comes."""
@@ -326,13 +341,14 @@ class _Stages:
         self, number: int, comes: Sequence[Ref], back_in: Mapping[Ref, Ref], seen: Mapping[Ref, Ref],
         wanted: Sequence[Ref],
     ) -> tuple[Node, ...]:  # fmt: skip
-        own = [node for node in self.graph.nodes if self.stage_of.get(node.name) == number]
+        members = self.members[number]
+        own = [node for node in members if node.name in self.stage_of]
         needed = {ref.name for node in own for ref in node.operands if ref not in seen} | {ref.name for ref in wanted}
-        for node in reversed(self.graph.nodes):
+        for node in reversed(members):
             if node.name in needed and node.name in self.free:
                 needed |= {ref.name for ref in node.operands}
         here = {node.name for node in own}
-        for node in self.graph.nodes:
+        for node in members:
             if (node.op == "parameter" and number in self.holders[node.name]) or (
                 node.name in needed and (node.is_source or node.name in self.free) and node.op != "tangent"
             ):
@@ -341,11 +357,10 @@ class _Stages:
         returned = [self._source("tangent", ref, _returned(ref), channel(went)) for ref, went in back_in.items()]
         sources, forward, backward = list[Node](), list[Node](), list[Node]()
 
-        for node in self.graph.nodes:
-            if node.name not in here:
-                continue
-            among = backward if node.phase == "backward" else sources if node.is_source else forward
-            among.append(reading(node, seen))
+        for node in members:
+            if node.name in here:
+                among = backward if node.phase == "backward" else sources if node.is_source else forward
+                among.append(reading(node, seen))
         return (*sources, *received, *forward, *returned, *backward)
 
     def _source(self, op: str, ref: Ref, name: str, target: str) -> Node:

@@ -43,6 +43,7 @@ class Cuts:
     send: Send
     spent: Array
     crossing: tuple[float, ...]
+    _trained: tuple[int, ...]  # in front of each operator, and behind the last: how often trained parameters were read
     _kinds: tuple[str, ...]  # of each end: places of one kind, in layers that repeat, are legal together
     _legal: dict[str, bool] = field(default_factory=dict[str, bool], compare=False)
     _closed: set[int] = field(default_factory=set[int], compare=False)  # ends that were not legal beside others
@@ -59,7 +60,10 @@ class Cuts:
         named = [f"{node.op} {re.sub(r'[0-9]+', '#', node.module)}" for node in order]
         pairs = zip(named, named[1:], crossing, strict=False)
         kinds = tuple(f"{one}; {other}; {nbytes:.0f}" for one, other, nbytes in pairs)
-        return Cuts(whole, count, KnownStages(whole, pricer), send, _seconds(whole, pricer), tuple(crossing), kinds)
+        return Cuts(
+            whole, count, KnownStages(whole, pricer), send, _seconds(whole, pricer), tuple(crossing),
+            _trained_before(whole), kinds,
+        )  # fmt: skip
 
     def best(self) -> tuple[list[int], Cut]:
         """(ends, stages) of the best cut by `solver.cut_pipeline` that is legal. Raises NotCut where there is none."""
@@ -103,8 +107,7 @@ class Cuts:
         wanted = f"the model cannot be cut into {self.count} stages"
         if why is not None:
             return f"{wanted}; the last cut tried: {why}"
-        trained = _trained_before(self.whole)[-1]
-        if trained and len(self._open()) >= self.count - 1:
+        if self._trained[-1] and len(self._open()) >= self.count - 1:
             frozen = sum(node.op == "parameter" for node in self.whole.graph.nodes) - len(self.whole.graph.trained)
             what = f"{frozen} parameters are frozen (requires_grad is False), and what" if frozen else "what"
             return (
@@ -130,7 +133,7 @@ class Cuts:
         """Ends that are narrow and not known to be illegal; between any two of them a parameter that trains is read: of
         those between the same two reads the first one, or that where least crosses.
         """
-        read, found = _trained_before(self.whole), list[int]()
+        read, found = self._trained, list[int]()
         for end in self._open():
             if (read[found[-1]] if found else 0) < read[end] < read[-1] or not read[-1]:
                 found.append(end)
@@ -178,11 +181,11 @@ class Cuts:
         return self._legal[kind]
 
 
-def _trained_before(whole: Plan) -> list[int]:
+def _trained_before(whole: Plan) -> tuple[int, ...]:
     """In front of each forward operator, and behind the last: how often parameters that train were read."""
     trained, held = {node.target for node in whole.graph.trained}, parameters_read(whole.graph)
     reads = (len(trained.intersection(held.get(node.name, ()))) for node in forward_order(whole.graph))
-    return [0, *itertools.accumulate(reads)]
+    return (0, *itertools.accumulate(reads))
 
 
 def _crossing(whole: Plan) -> list[float]:
