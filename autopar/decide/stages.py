@@ -7,7 +7,7 @@ lies as its first reader takes it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.assemble.problem import output_name
@@ -16,12 +16,14 @@ from autopar.decide.referee import refereed
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.layout import Layout, Partial
 from autopar.plan.plan import Plan
-from autopar.plan.value import Choice
+from autopar.plan.value import Choice, Delivery
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, node_strategies, operand_types
 from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.stages import Stage, cut_in_stages, ref_of
 from autopar.rules.table import rule_of
+
+Chosen = tuple[Mapping[str, Choice], tuple[Delivery | None, ...]]
 
 
 def in_stages(
@@ -60,11 +62,28 @@ def _is_partial(layout: Layout) -> bool:
     return any(isinstance(placement, Partial) for placement in layout)
 
 
-def plan_of_stage(stage: Stage, plan: Plan, pricer: Pricer) -> Plan:
-    """The plan of one of the stages of a plan, priced by itself; it hangs on nothing but these. Raises NotCut."""
+def plan_of_stage(stage: Stage, plan: Plan, pricer: Pricer, chosen: Chosen | None = None) -> Plan:
+    """The plan of one of the stages of a plan, priced by itself; it hangs on nothing but these. `chosen`: what
+    `chosen_in_stage` says, where that is known. Raises NotCut.
+    """
+    choices, deliveries = chosen or chosen_in_stage(stage, plan, pricer)
+    made = refereed(
+        stage.graph, choices, deliveries, pricer, objective=None, bound=0.0, memory=None, outputs=plan.outputs,
+        notes=plan.notes, residence=residence_in_stage(stage, plan),
+    )  # fmt: skip
+    return replace(made, prefetch=plan.prefetch)
+
+
+def residence_in_stage(stage: Stage, plan: Plan) -> dict[str, str]:
+    """Where its parameters live."""
+    held = {node.target for node in stage.graph.nodes if node.op == "parameter"}
+    return {name: where for name, where in plan.residence.items() if name in held}
+
+
+def chosen_in_stage(stage: Stage, plan: Plan, pricer: Pricer) -> Chosen:
+    """How its nodes run, and its results leave it: as in the plan. Raises NotCut."""
     lies = {channel: _channel_layout(plan, ref_of(channel)) for channel in (*stage.receives, *stage.sends)}
     graph, node_of = stage.graph, stage.graph.by_name
-    held = {node.target for node in graph.nodes if node.op == "parameter"}
     given = {
         (result.kind, result.target): delivery.layout
         for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True)
@@ -100,12 +119,7 @@ def plan_of_stage(stage: Stage, plan: Plan, pricer: Pricer) -> Plan:
             stored=choice.stored,
         )  # fmt: skip
 
-    choices, deliveries = choose(graph, pick, pricer)
-    made = refereed(
-        graph, choices, deliveries, pricer, objective=None, bound=0.0, memory=None, outputs=plan.outputs,
-        notes=plan.notes, residence={name: where for name, where in plan.residence.items() if name in held},
-    )  # fmt: skip
-    return replace(made, prefetch=plan.prefetch)
+    return choose(graph, pick, pricer)
 
 
 def _like(node: Node, graph: Graph, choice: Choice, pricer: Pricer) -> Strategy:
