@@ -40,6 +40,9 @@ def _apart(values: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
     made = dict(tensors)
     for key, one in tensors.items():
         storage = _storage(one)
+        if one.requires_grad and one._is_view() and sum(one is other for other in values) > 1:
+            made[key] = one.clone()  # two views of one base to AOTAutograd, which it makes behind the program
+            continue
         if storage not in trained or (one is trained[storage] and storage not in given):
             continue
         if one.requires_grad or storage not in given:

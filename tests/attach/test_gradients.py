@@ -170,6 +170,11 @@ VIEWS: dict[str, tuple[Callable[[Tensor, nn.Linear], Any], Callable[[Any], Tenso
     "a loss of one row": (lambda y, _: (y.square().mean(), y.square().mean().view(1)), lambda o: o[1].sum()),
     "parts": (lambda y, _: y.chunk(2, -1), lambda o: o[0].square().sum() - o[1].sum()),
     "twice": (lambda y, _: (y, y), lambda o: o[0].square().sum() + o[1].sum()),
+    "a view twice": (lambda y, _: _twice_a_view(y), lambda o: o[0].square().sum() + o[1].sum()),
+    "a view twice beside what it is of": (
+        lambda y, _: (*_twice_a_view(y), y),
+        lambda o: o[0].square().sum() + o[2].sum(),
+    ),
     "a parameter": (lambda y, layer: (y.sum(), layer.weight), lambda o: o[0] + o[1].square().sum()),
     "a view of a parameter": (lambda y, layer: (y.sum(), layer.weight.t()[0]), lambda o: o[0] + o[1].square().sum()),
 }
@@ -177,6 +182,10 @@ VIEWS: dict[str, tuple[Callable[[Tensor, nn.Linear], Any], Callable[[Any], Tenso
 
 def _twice(loss: Tensor) -> tuple[Tensor, Tensor]:
     return loss, loss.detach()
+
+
+def _twice_a_view(y: Tensor) -> tuple[Tensor, Tensor]:
+    return (turned := y.t()), turned
 
 
 class Viewed(nn.Module):
