@@ -23,8 +23,8 @@ from autopar._compat import pytree
 from autopar.attach.tensors import layout_of, mesh_of
 from autopar.emit.seeded import piece_number
 from autopar.errors import PlanMismatch
-from autopar.ir.graph import Graph, output_types
-from autopar.rewrite.batch_dims import Of, batch_dims
+from autopar.ir.graph import Graph
+from autopar.rewrite.batch_dims import batch_dims
 
 EVERY = 100  # calls
 SAMPLE = 4096  # elements of a tensor that are looked at, spread over all of it
@@ -56,19 +56,11 @@ def batch_dims_of(
     graph: Graph, given: Sequence[Any], places: Mapping[str, int], device_mesh: DeviceMesh
 ) -> dict[str, int]:
     """Index of an output of which each rank gets its own rows -> the dim along which they lie. `given`: the tensors of
-    a call; `places`: of each input among them. Where nobody knows how an output is made of rows, it is dim 0 of those
-    that have as many as the batch.
+    a call; `places`: of each input among them.
     """
-    inputs = [node for node in graph.nodes if node.op == "input" and is_split_by_rows(given[places[node.target]])]
-    rows = [type.shape[0] for node in inputs if (type := node.outputs[0]) is not None]
-    types, found = output_types(graph), dict[str, int]()
-    for target, lies in batch_dims(graph, {node.name for node in inputs}, device_mesh.size()).items():
-        type = types[target]
-        if isinstance(lies, int):
-            found[target] = lies
-        elif lies is Of.ALL_ROWS and type is not None and type.shape and type.shape[0] == rows[0]:
-            found[target] = 0
-    return found
+    inputs = {node.name for node in graph.nodes if node.op == "input" and is_split_by_rows(given[places[node.target]])}
+    lies = batch_dims(graph, inputs, device_mesh.size())
+    return {target: dim for target, dim in lies.items() if isinstance(dim, int)}
 
 
 def tell_other_rows(leaves: Sequence[tuple[str, Any]], ranks: int) -> None:

@@ -51,6 +51,8 @@ class _Averaged(torch.autograd.Function):
 
 def averaged(gradient: Tensor, ranks: DeviceMesh) -> Tensor:
     """Over all ranks of a mesh, which all call it."""
+    if ranks.size() == 1:
+        return gradient
     total = gradient.contiguous().clone()
     for axis in range(ranks.ndim):
         dist.all_reduce(total, group=ranks.get_group(axis))

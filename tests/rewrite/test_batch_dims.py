@@ -19,6 +19,7 @@ class Made(nn.Module):
     def __init__(self, made: Callable[[nn.Module, Tensor], object]) -> None:
         super().__init__()
         self.made, self.linear, self.norm = made, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.rnn = nn.GRU(WIDTH, WIDTH)
         self.table, self.scale = nn.Parameter(torch.randn(ROWS, WIDTH)), nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> object:
@@ -33,6 +34,14 @@ ROWWISE: dict[str, tuple[Callable[[nn.Module, Tensor], object], int]] = {
     "in the middle": (lambda m, x: m.linear(x).permute(2, 0, 1), 1),
     "softmax": (lambda m, x: m.linear(x).softmax(-1).argmax(-1), 0),
     "a gate": (lambda m, x: m.scale.exp() * x @ m.table.t(), 0),
+    "positions as long as the batch": (
+        lambda m, x: (m.linear(x) + m.table[torch.arange(x.shape[1])].expand_as(x)).transpose(0, 1),
+        1,
+    ),
+    "zeros of rows": (lambda m, x: (torch.zeros(x.shape[0], x.shape[1], 1) + x).transpose(0, 1), 1),
+    "recurrent, time first": (lambda m, x: m.rnn(x.transpose(0, 1))[0], 1),
+    "recurrent, its last state": (lambda m, x: m.rnn(x.transpose(0, 1))[1], 1),
+    "recurrent, flattened": (lambda m, x: m.rnn(x.transpose(0, 1))[0].transpose(0, 1).reshape(-1, WIDTH), 0),
     "two parts": (lambda m, x: torch.cat([m.linear(x), x], -1).chunk(2, -1)[1], 0),
 }
 NO_ROWS: dict[str, Callable[[nn.Module, Tensor], object]] = {
@@ -42,8 +51,15 @@ NO_ROWS: dict[str, Callable[[nn.Module, Tensor], object]] = {
 ALL_ROWS: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "the mean": lambda m, x: m.linear(x).mean(0),
     "a loss": lambda m, x: m.linear(x).square().mean(),
+    "the mean, as long as the batch": lambda m, x: m.linear(x).mean(0),
+    "the first row": lambda m, x: m.linear(x)[0],
+    "products of columns": lambda m, x: m.linear(x).flatten(0, 1).t() @ x.flatten(0, 1),
+    "products of columns of each time": lambda m, x: torch.einsum("bti,btj->ij", m.linear(x), x),
     "times in front of rows, as one": lambda m, x: m.linear(x).transpose(0, 1).reshape(-1, WIDTH),
 }
+
+
+TIMES = {"the mean": 4, "times in front of rows, as one": 4}  # others are as long as the batch
 
 
 def traced(made: Callable[[nn.Module, Tensor], object], *, times: int = ROWS) -> tuple[Made, Tensor, Graph]:
@@ -73,7 +89,7 @@ def test_what_no_row_is_in(name: str) -> None:
 
 @pytest.mark.parametrize("name", ALL_ROWS)
 def test_what_is_of_all_rows(name: str) -> None:
-    assert lies_in(traced(ALL_ROWS[name], times=4)[2]) is Of.ALL_ROWS
+    assert lies_in(traced(ALL_ROWS[name], times=TIMES.get(name, ROWS))[2]) is Of.ALL_ROWS
 
 
 def test_a_norm_over_the_batch_keeps_rows() -> None:
@@ -81,5 +97,7 @@ def test_a_norm_over_the_batch_keeps_rows() -> None:
 
 
 def test_each_row_with_each_is_by_rows() -> None:
-    made = traced(lambda m, x: m.linear(x).flatten(1) @ x.flatten(1).t())
-    assert lies_in(made[2]) == 0
+    """Also behind what changes nothing about that."""
+    for after in (torch.exp, lambda x: x.softmax(1), lambda x: x + x.t()):
+        made = traced(lambda m, x, after=after: after(m.linear(x).flatten(1) @ x.flatten(1).t()))
+        assert lies_in(made[2]) == 0
