@@ -81,6 +81,9 @@ def replace_named_dims(by: Any) -> None:
     _math_ops._infer_reduction_dims = by
 
 
+# What decides how DTensors take plain numbers beside them, and what they give back of operators that work in place.
+dtensor_dispatcher = DTensor._op_dispatcher
+
 # Operator -> what DTensor does for it instead of looking for layouts: called with (operator, args, kwargs).
 dtensor_handlers = DTensor._op_dispatcher._custom_op_handlers
 
@@ -96,6 +99,7 @@ __all__ = [
     "cuda_sleep",
     "default_store",
     "distribute_tensors",
+    "dtensor_dispatcher",
     "dtensor_handlers",
     "functional_collectives",
     "fx_graph_cse",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
@@ -235,6 +236,12 @@ def _check_kinds(
         raise ValueError(
             f"parameter {empty} has no shape before the model's first call, which a lazy module learns it from: call "
             "the model once with a batch, under torch.no_grad(), and compile it then"
+        )
+    held = next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None)
+    if held is not None and not isinstance(model, WRAPPERS):
+        raise ValueError(
+            f"parameter {held} is a DTensor already: the model is a part of a parallel module, or somebody has "
+            "distributed it; compile the whole model, before that"
         )
     if not isinstance(device_mesh, (DeviceMesh, Devices)):
         raise ValueError(

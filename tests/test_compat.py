@@ -83,6 +83,12 @@ def check_cuda_sleep() -> None:
     assert callable(_compat.cuda_sleep)
 
 
+def check_dtensor_dispatcher() -> None:
+    dispatcher = _compat.dtensor_dispatcher
+    assert callable(dispatcher._try_replicate_spec_for_scalar_tensor)
+    assert callable(getattr(dispatcher, "_dispatch_fast_path_python_tail", print))
+
+
 def check_dtensor_handlers() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate

@@ -5,7 +5,8 @@ rank its own term: optimizers that adapt their step by one number over all param
 L-BFGS) then step otherwise on each rank. Here the terms are put together first.
 
 `parameter.data = value` changes the wrapper and not the piece that it holds: the parameter keeps its old values. So
-do averages of weights that are swapped in, clamped weights, and SGD by hand. Here the piece is changed.
+do averages of weights that are swapped in, clamped weights, and SGD by hand. Here the piece is changed; and a gradient
+that is set to a plain tensor is cut.
 
 A number of DTensors beside a plain tensor (a penalty on the parameters, added to a loss) makes a DTensor, whose
 gradient the plain tensor's backward cannot take; a larger one (a bias, a scale) cannot stand beside a plain tensor at
@@ -46,6 +47,7 @@ NORM = torch.ops.aten.linalg_vector_norm.default
 TRUE = {torch.ops.aten._is_any_true.default: "max", torch.ops.aten._is_all_true.default: "min"}
 CREATORS = ("eye", "ones", "zeros", "full", "arange", "linspace", "logspace")  # of what each rank can make
 DATA: Any = torch.Tensor.data
+GRAD: Any = torch.Tensor.grad
 
 
 def mend_dtensors() -> None:
@@ -60,6 +62,7 @@ def mend_dtensors() -> None:
         dtensor_handlers.setdefault(op, _created)
     _mend_dims()
     DTensor.data = property(DATA.__get__, _set_data)  # type: ignore[assignment, method-assign]
+    DTensor.grad = property(GRAD.__get__, _set_grad, GRAD.__delete__)  # type: ignore[assignment, method-assign]
     DTensor.__format__ = _format  # type: ignore[method-assign]
     DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
     for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow"):
@@ -103,18 +106,25 @@ def _created(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
 
 @functools.cache
 def _mend_dims() -> None:
-    """An empty list of dims is all of them, but for `any` over none, which asks each element."""
+    """An empty list of dims is all of them, but for `any`, where it is none."""
     named = named_dims()
     replace_named_dims(lambda dims, ndim: None if dims in ([], ()) else named(dims, ndim))
-    dtensor_handlers.setdefault(torch.ops.aten.any.dims, _any)
+    for name in ("default", "dim", "dims"):
+        dtensor_handlers.setdefault(getattr(torch.ops.aten.any, name), _any)
 
 
 def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """A rank's piece as 0 or 1, and the largest of them; torch adds them up, and who sums that counts ranks."""
     given = dict(zip(("self", "dim", "keepdim"), args, strict=False)) | kwargs
-    found, dims = given["self"], given.get("dim")
-    for dim in sorted({d % found.ndim for d in (range(found.ndim) if dims is None else dims)}, reverse=True):
-        found = found.any(dim, keepdim=given.get("keepdim", False))
-    return found if found.dtype in (torch.bool, torch.uint8) else found != 0
+    held, dims, keepdim = given["self"], given.get("dim"), given.get("keepdim", False)
+    if any(type(one) not in (Shard, Replicate) for one in held.placements):
+        held = held.redistribute(placements=[one if type(one) is Shard else Replicate() for one in held.placements])
+    found = (held if held.dtype == torch.bool else held != 0).to(torch.uint8)
+    wanted = range(found.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    if wanted := sorted({dim % found.ndim for dim in wanted}):
+        found = found.amax(wanted, keepdim=keepdim)
+    ends = [one if type(one) is Shard else Replicate() for one in found.placements]
+    return found.redistribute(placements=ends).bool()
 
 
 def _set_data(held: DTensor, value: torch.Tensor) -> None:
@@ -127,6 +137,13 @@ def _set_data(held: DTensor, value: torch.Tensor) -> None:
             value = value.redistribute(placements=placements)
     DATA.__set__(held, value)
     held._local_tensor, held._spec = value._local_tensor.detach(), value._spec
+
+
+def _set_grad(held: DTensor, value: torch.Tensor | None) -> None:
+    """A whole one that a script has made is laid out as what it is of."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == held.shape:
+        value = piece_as(value, held)
+    GRAD.__set__(held, value)
 
 
 def _format(held: DTensor, spec: str) -> str:

@@ -44,6 +44,16 @@ def _in_place() -> Iterator[str]:
     yield from (f"__i{name}__" for name in OPERATORS if hasattr(torch.Tensor, f"__i{name}__"))
 
 
+def _made_of(held: DTensor, name: str, args: tuple[Any, ...]) -> Any:
+    """`penalty += loss`: of a number that was made of parameters and a plain one, which is their sum, and plain;
+    None where it is something else.
+    """
+    is_number = torch.is_grad_enabled() and not held.ndim and not held.is_leaf and name.startswith("__i")
+    if is_number and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+        return getattr(held, f"__{name[3:]}")(*args)
+    return None
+
+
 def _get_item(held: DTensor, index: Any) -> Any:
     made = GET_ITEM(held, index)
     if isinstance(made, DTensor) and made._is_view() and (hasattr(held, PART) or _lies(made) != _lies(held)):
@@ -78,6 +88,8 @@ def _whole(value: Any) -> Any:
 def _writing_through(plain: Any) -> Any:
     @functools.wraps(plain)
     def method(held: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if (number := _made_of(held, plain.__name__, args)) is not None:
+            return number
         part = _copied_from(held) if held._is_view() else None
         made = plain(held, *args, **kwargs)
         _count_change(held)

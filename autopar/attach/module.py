@@ -22,6 +22,7 @@ from autopar.attach.full_state import full_state, received_state
 from autopar.attach.inputs import local_input, settled, type_of
 from autopar.attach.invoke import invoke
 from autopar.attach.losses import mend_losses
+from autopar.attach.mixed import mend_mixed
 from autopar.attach.optimizers import refuse_optimizers_of
 from autopar.attach.pipe import Pipe
 from autopar.attach.placing import adopt, lay_out, make_plain
@@ -287,6 +288,7 @@ def attach(
     mend_lists()
     mend_edits()
     mend_losses()
+    mend_mixed()
     if inputs == "local":
         mend_whole_values()
     draw_whole()

@@ -64,7 +64,6 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
 
 def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _refuse_whole_matrices(optimizer)
-    _cut_gradients(optimizer)
     if _REPLACED:
         _refuse_replaced(optimizer)
     first = next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
@@ -88,13 +87,6 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 "that have no gradient, while the parallel module has them: its step would train nothing. Make the "
                 "optimizer behind autopar.compile, from the parallel module's parameters"
             )
-
-
-def _cut_gradients(optimizer: Optimizer) -> None:
-    """A gradient that a script has made itself, whole on every rank, is laid out as its parameter."""
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-        if isinstance(parameter, DTensor) and parameter.grad is not None and not isinstance(parameter.grad, DTensor):
-            parameter.grad = piece_as(parameter.grad, parameter)
 
 
 def _refuse_whole_matrices(optimizer: Optimizer) -> None:

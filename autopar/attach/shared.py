@@ -1,7 +1,7 @@
 """Models that share parameters, each compiled by itself: from its first call on each has values of its own.
 
 In one process the two train one parameter; here they would train two, apart, without a word. A model that is compiled
-again is no such case.
+again is no such case, and neither is what is frozen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MADE_OF: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], lis
 
 def tell_of_shared(model: nn.Module, parallel: nn.Module) -> None:
     """Warn where another model, of which there is a parallel module, has some of the same parameters."""
-    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    name_of = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for made_of, parameters in [*_MADE_OF.values()]:
         held = (parameter for one in parameters if (parameter := one()) is not None)
         shared = [name_of[id(one)] for one in held if id(one) in name_of]

@@ -219,6 +219,8 @@ def become(held: nn.Parameter, made: nn.Parameter) -> None:
     if held.device == made.device:
         held._local_tensor, held._spec = made._local_tensor, made._spec
         held.borrowed = None  # type: ignore[attr-defined]
+        if isinstance(held.grad, DTensor) and held.grad.device_mesh == made.device_mesh:  # set before the first call
+            held.grad = held.grad.redistribute(placements=made.placements)
     else:  # a parameter of a device that lies on the host from now on
         torch.utils.swap_tensors(held, made)
 

@@ -39,4 +39,13 @@ def test_what_is_compiled_again_or_copied_is_no_such_case(one: DeviceMesh) -> No
         of_one(torch.ones(2, 4))
         del of_one
         gc.collect()
-        autopar.compile(headed(trunk), one)
+        kept = autopar.compile(headed(trunk), one)
+        trunk.requires_grad_(False)
+        assert kept is not autopar.compile(headed(trunk), one)
+
+
+def test_a_part_of_a_parallel_module_is_refused(one: DeviceMesh) -> None:
+    """It ended in torch's words about local tensors."""
+    parallel = autopar.compile(headed(nn.Linear(4, 4)), one)
+    with pytest.raises(ValueError, match=r"parameter weight is a DTensor already: the model is a part of a parallel"):
+        autopar.compile(parallel[0], one)

@@ -145,11 +145,13 @@ def check_gradients_made_by_hand(ranks: Ranks) -> None:
     graph, mesh = graph_of(capture(Net(), (), {"x": x})), Mesh(("data",), (ranks.count,))
     plan = search(graph, mesh, machine(), Request(policy="fsdp"))
     parallel = autopar.compile(copy.deepcopy(plain), ranks.mesh(), plan=plan)
-    with parallel.no_sync():
-        parallel(x=x)
     for model in (plain, parallel):
-        for number, parameter in enumerate(model.parameters()):
-            parameter.grad = torch.arange(float(parameter.numel())).view(parameter.shape) + number
-        torch.optim.AdamW(model.parameters(), 0.1).step()
+        for called in (False, True):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.arange(float(parameter.numel())).view(parameter.shape) + number
+            with parallel.no_sync():
+                model(x=x).backward()  # adds to them
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0 + called)
+            torch.optim.AdamW(model.parameters(), 0.1).step()
     for mine, wanted in zip(parallel.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(whole(mine), wanted)

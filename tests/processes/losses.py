@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 
 import autopar
+from tests.processes.errors import refused
 from tests.processes.worker import Ranks
 
 CLASSES = 6
@@ -103,3 +104,24 @@ def check_reductions_over_an_empty_list_of_dims(ranks: Ranks) -> None:
         for dims in ([], [0], [0, 1], [-1]):
             found, whole = torch.any(positive, dims), torch.any(positive.full_tensor(), dims)
             assert isinstance(found, DTensor) and torch.equal(found.full_tensor(), whole), (dims, placement)
+            assert found.sum().item() == whole.sum().item(), "one that several ranks have counts once"
+        assert positive.any().double().item() == 1.0 and (split > 9).any().item() is False
+
+
+def check_a_penalty_that_is_added_in_place(ranks: Ranks) -> None:
+    """It ended in an assertion without a word, or in backward, in an operator that nobody wrote."""
+    mesh = ranks.mesh()
+    parallel = autopar.compile(nn.Linear(4, 4), mesh)
+    penalty = nn.Parameter(distribute_tensor(drawn(4, 4), mesh, [Shard(0)])).norm()
+    for written in (
+        lambda loss: loss.add_(penalty),
+        lambda loss: torch.zeros(()).add_(penalty),
+        lambda loss: torch.add(loss, penalty),
+        lambda loss: torch.stack([loss, penalty]),
+    ):
+        loss = parallel(torch.ones(2, 4)).sum().double()
+        refused(RuntimeError, r"loss = loss \+ penalty", lambda w=written, one=loss: w(one))
+    both = 0.5 * penalty
+    both += parallel(torch.ones(2, 4)).sum()
+    assert type(both) is Tensor and both.requires_grad
+    both.backward()

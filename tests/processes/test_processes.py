@@ -46,7 +46,11 @@ FIRST = {
         "a_piece_that_backward_reads_must_not_be",
         "gradients_made_by_hand",
     ],
-    "losses": ["losses_of_what_is_split", "reductions_over_an_empty_list_of_dims"],
+    "losses": [
+        "losses_of_what_is_split",
+        "reductions_over_an_empty_list_of_dims",
+        "a_penalty_that_is_added_in_place",
+    ],
     "habits": ["a_script_with_a_seed_for_each_rank"],
     "memory": ["lookups"],
     "micro_batches": ["policies", "parts_of_each_rank"],
