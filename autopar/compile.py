@@ -143,14 +143,12 @@ def compile(
     Raises ValueError for arguments that do not fit, TraceError for a model that cannot be captured, Infeasible where no
     plan fits in memory, PlanMismatch for a plan made for something else.
     """
-    _check_kinds(model, device_mesh, plan, pin, example_inputs, example_kwargs)
+    _check_kinds(model, device_mesh, plan, pin, cache, example_inputs, example_kwargs)
     is_open = isinstance(device_mesh, Devices)
     device_mesh = device_mesh.flat if isinstance(device_mesh, Devices) else device_mesh
     mesh = _mesh_of_all(device_mesh)
     _check_words(outputs, inputs, backend, batch_norm, optimizer)
     _check_numbers(patience_s, time_limit_s, micro_batches)
-    if cache is not None and not isinstance(cache, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ValueError(f"cache={cache!r} is no folder; give the path of one in which plans are kept")
     brought, precision = given_rules(rules), precision_named(precision)
     pipe = _pipe_of(device_mesh, mesh, schedule, stages_per_rank, micro_batches, {"profile": profile})
 
@@ -218,7 +216,7 @@ def _mesh_of_all(device_mesh: DeviceMesh) -> Mesh:
 
 
 def _check_kinds(
-    model: object, device_mesh: object, plan: object, pin: object, args: object, kwargs: object
+    model: object, device_mesh: object, plan: object, pin: object, cache: object, args: object, kwargs: object
 ) -> None:  # fmt: skip
     """What is given where something else belongs. `args`, `kwargs`: the examples."""
     _check_examples(args, kwargs)
@@ -247,6 +245,8 @@ def _check_kinds(
         raise ValueError(
             f"device_mesh is {device_mesh!r} and no device mesh; give autopar.init_mesh('cpu', data=2), or one of torch"
         )
+    if cache is not None and not isinstance(cache, (str, Path)):
+        raise ValueError(f"cache={cache!r} is no folder; give the path of one in which plans are kept")
     if pin is not None and not isinstance(pin, Mapping):
         raise ValueError(f"pin={pin!r} is no dictionary; give names and what is settled: {{'layers.*': 'recompute'}}")
     if pin and plan is not None:

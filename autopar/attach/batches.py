@@ -158,7 +158,8 @@ class SameBatches:
                     raise PlanMismatch(
                         f"tensor {place} of the call differs between ranks {before} and {rank}, but plain tensors are "
                         "the whole batch, the same on every rank. Does each rank load a part of its own "
-                        "(DistributedSampler)? Then compile with inputs='local' or pass parallel.from_local(batch); "
+                        "(DistributedSampler)? Then compile with inputs='local' or pass parallel.from_local(batch) (in "
+                        "stages it is part parallel.data_rank: the ranks of all stages take the same rows); "
                         "else let all ranks draw the same batch (one seed for the loader)"
                     )
 
