@@ -19,7 +19,7 @@ gradients of `amax()` and of the largest element's norm divide by a count of a p
 pieces of the whole.
 
 What asks a DTensor whether any of it is true (`torch.autograd.detect_anomaly()` does, of gradients) is an operator that
-DTensors do not have. Here every rank asks its piece, and all of them the others.
+DTensors do not have. Here every rank asks its piece, and all of them the others. `any` adds up the ranks that have one.
 
 Norms over what is split are held in parts, which sums and further sums over them take for terms. Here a norm is put
 together where it is made. Numbers print as numbers do. Of a pipeline, numbers are those of all stages.
@@ -114,17 +114,12 @@ def _mend_dims() -> None:
 
 
 def _any(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """A rank's piece as 0 or 1, and the largest of them; torch adds them up, and who sums that counts ranks."""
+    """Whether there are any; torch adds up the ranks that have one, and who sums that counts ranks."""
     given = dict(zip(("self", "dim", "keepdim"), args, strict=False)) | kwargs
-    held, dims, keepdim = given["self"], given.get("dim"), given.get("keepdim", False)
-    if any(type(one) not in (Shard, Replicate) for one in held.placements):
-        held = held.redistribute(placements=[one if type(one) is Shard else Replicate() for one in held.placements])
-    found = (held if held.dtype == torch.bool else held != 0).to(torch.uint8)
-    wanted = range(found.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-    if wanted := sorted({dim % found.ndim for dim in wanted}):
-        found = found.amax(wanted, keepdim=keepdim)
-    ends = [one if type(one) is Shard else Replicate() for one in found.placements]
-    return found.redistribute(placements=ends).bool()
+    held, dims = given["self"], given.get("dim")
+    wanted = range(held.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
+    is_one = held if held.dtype == torch.bool else held != 0
+    return is_one.sum([*wanted], keepdim=given.get("keepdim", False)) != 0 if wanted else is_one
 
 
 def _set_data(held: DTensor, value: torch.Tensor) -> None:

@@ -105,6 +105,8 @@ def check_reductions_over_an_empty_list_of_dims(ranks: Ranks) -> None:
             found, whole = torch.any(positive, dims), torch.any(positive.full_tensor(), dims)
             assert isinstance(found, DTensor) and torch.equal(found.full_tensor(), whole), (dims, placement)
             assert found.sum().item() == whole.sum().item(), "one that several ranks have counts once"
+        number = distribute_tensor(torch.tensor(3.0), mesh, [Replicate()])
+        assert number.any().item() is True and number.any(0).item() is True
         assert positive.any().double().item() == 1.0 and (split > 9).any().item() is False
 
 
