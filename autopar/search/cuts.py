@@ -106,7 +106,7 @@ class Cuts:
         """In a sentence, why there is no cut."""
         wanted = f"the model cannot be cut into {self.count} stages"
         if why is not None:
-            return f"{wanted}; the last cut tried: {why}"
+            return f"{wanted}: take fewer of them, on each rank or along pipe; the last cut tried: {why}"
         if self._trained[-1] and len(self._open()) >= self.count - 1:
             frozen = sum(node.op == "parameter" for node in self.whole.graph.nodes) - len(self.whole.graph.trained)
             what = f"{frozen} parameters are frozen (requires_grad is False), and what" if frozen else "what"

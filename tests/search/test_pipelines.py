@@ -300,7 +300,7 @@ def test_a_model_of_one_layer_is_refused_in_one_sentence() -> None:
             return self.only(x).sum()
 
     graph = graph_of(capture(One(), (torch.randn(8, 8),), {}))
-    with pytest.raises(NotCut, match=r"^the model cannot be cut into 8 stages(: |; the last cut tried: ).*$"):
+    with pytest.raises(NotCut, match=r"^the model cannot be cut into 8 stages: .*take fewer .*$"):
         find_pipeline(graph, Mesh(("pipe",), (8,)), FAST, 2, ALONE)
 
 
