@@ -53,10 +53,10 @@ def averaged(gradient: Tensor, ranks: DeviceMesh) -> Tensor:
     """Over all ranks of a mesh, which all call it."""
     if ranks.size() == 1:
         return gradient
-    total = gradient.contiguous().clone()
+    mean = gradient.contiguous() / ranks.size()  # first: a scaled loss may be as large as float16 goes
     for axis in range(ranks.ndim):
-        dist.all_reduce(total, group=ranks.get_group(axis))
-    return total / ranks.size()
+        dist.all_reduce(mean, group=ranks.get_group(axis))
+    return mean
 
 
 def of_whole_batch(
