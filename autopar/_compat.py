@@ -5,6 +5,7 @@ Tried on torch 2.11.0, 2.12.0, 2.12.1 and 2.13.0. Each entry is executed by test
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -81,8 +82,16 @@ def replace_named_dims(by: Any) -> None:
     _math_ops._infer_reduction_dims = by
 
 
-# What decides how DTensors take plain numbers beside them, and what they give back of operators that work in place.
-dtensor_dispatcher = DTensor._op_dispatcher
+def wrap_dtensor_dispatch(beside: Any, given: Any) -> None:
+    """Let DTensors ask `beside(theirs, operator, plain number, ...)` before a plain number counts as one that all ranks
+    have, and `given(theirs, operator, args, ...)` behind what ranks have made of their pieces; `theirs` is what torch
+    does, where it has that.
+    """
+    dispatcher = DTensor._op_dispatcher
+    for name, by in (("_try_replicate_spec_for_scalar_tensor", beside), ("_dispatch_fast_path_python_tail", given)):
+        if (theirs := getattr(dispatcher, name, None)) is not None:
+            setattr(dispatcher, name, functools.wraps(theirs)(functools.partial(by, theirs)))
+
 
 # Operator -> what DTensor does for it instead of looking for layouts: called with (operator, args, kwargs).
 dtensor_handlers = DTensor._op_dispatcher._custom_op_handlers
@@ -99,7 +108,6 @@ __all__ = [
     "cuda_sleep",
     "default_store",
     "distribute_tensors",
-    "dtensor_dispatcher",
     "dtensor_handlers",
     "functional_collectives",
     "fx_graph_cse",
@@ -113,4 +121,5 @@ __all__ = [
     "replace_named_dims",
     "replace_total_norm",
     "total_norm",
+    "wrap_dtensor_dispatch",
 ]

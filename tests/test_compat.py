@@ -1,11 +1,13 @@
 """Every private name of torch that autopar uses, executed once: what breaks first with another version of torch."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from autopar import _compat
 
@@ -83,10 +85,24 @@ def check_cuda_sleep() -> None:
     assert callable(_compat.cuda_sleep)
 
 
-def check_dtensor_dispatcher() -> None:
-    dispatcher = _compat.dtensor_dispatcher
-    assert callable(dispatcher._try_replicate_spec_for_scalar_tensor)
-    assert callable(getattr(dispatcher, "_dispatch_fast_path_python_tail", print))
+def check_wrap_dtensor_dispatch() -> None:
+    dispatcher = DTensor._op_dispatcher
+    before, seen = dict(vars(dispatcher)), list[str]()
+
+    def beside(theirs: Any, op: Any, *rest: Any) -> Any:
+        seen.append(str(op))
+        return theirs(op, *rest)
+
+    dist.init_process_group("fake", store=_compat.FakeStore(), rank=0, world_size=2)
+    try:
+        _compat.wrap_dtensor_dispatch(beside, lambda theirs, *args: theirs(*args))
+        split = distribute_tensor(torch.randn(7, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        torch.fmod(split, torch.tensor(2.0))
+        assert seen == ["aten.fmod.Tensor"]
+    finally:
+        vars(dispatcher).clear()
+        vars(dispatcher).update(before)
+        dist.destroy_process_group()
 
 
 def check_dtensor_handlers() -> None:

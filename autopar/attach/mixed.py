@@ -14,17 +14,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import dtensor_dispatcher
+from autopar._compat import wrap_dtensor_dispatch
 
 WRITE = "write it with +, -, *, / (loss = loss + penalty), or put the other together first: penalty.full_tensor()"
 
 
 @functools.cache
 def mend_mixed() -> None:
-    """From now on in this process; what torch 2.13 calls so, earlier ones may not have."""
-    for name, by in (("_try_replicate_spec_for_scalar_tensor", _beside), ("_dispatch_fast_path_python_tail", _given)):
-        if (plain := getattr(dtensor_dispatcher, name, None)) is not None:
-            setattr(dtensor_dispatcher, name, functools.wraps(plain)(functools.partial(by, plain)))
+    """From now on in this process."""
+    wrap_dtensor_dispatch(_beside, _given)
 
 
 def _beside(plain: Any, op: Any, number: Tensor, *rest: Any) -> Any:

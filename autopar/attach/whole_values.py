@@ -67,6 +67,10 @@ def of_whole_batch(
     """
     found = [*gradients]
     for target, place in places.items():
-        if (one := found[place]) is not None and target in rows | whole:
-            found[place] = one / ranks.size() if target in rows else averaged(one, ranks)
+        if (one := found[place]) is None:
+            continue
+        if target in rows:
+            found[place] = one / ranks.size()
+        elif target in whole:
+            found[place] = averaged(one, ranks)
     return found
