@@ -20,7 +20,7 @@ from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.origins import Origins
-from autopar.trace.tables import dense_lookup
+from autopar.trace.tables import dense_lookup, one_hot
 
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
@@ -113,6 +113,7 @@ class _Watch(TorchFunctionMode):
             )
         self._refuse_what_is_not_traced(func, args)
         args, kwargs = dense_lookup(func, args, kwargs or {})
+        func = one_hot if func is nn.functional.one_hot else func
         result = self._result(func, args, kwargs)
         self.results.append(result)
         self.known |= {id(one) for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}

@@ -187,7 +187,7 @@ def _lower_call(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any]) -> Nod
         told = next((arg for arg in fx_node.args if isinstance(arg, str)), "a condition")
         raise TraceError(
             f"forward checks the values of a tensor while it runs ({told!r} at {_source_line(fx_node)}), and a program "
-            "has no such checks: write what is checked without, one_hot(y, n) as (y.unsqueeze(-1) == torch.arange(n))"
+            "has no such checks: check them before the call, and leave it out of forward"
         )
     value = fx_node.meta["val"]
     outputs = tuple(_type(v) for v in value) if isinstance(value, (tuple, list)) else (_type(value),)

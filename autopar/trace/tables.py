@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from autopar.errors import TraceError
@@ -41,3 +42,15 @@ def dense_lookup(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         assert place is not None
         args = (*args[:place], False, *args[place + 1 :])
     return args, given
+
+
+def one_hot(values: Tensor, num_classes: int = -1) -> Tensor:
+    """As `functional.one_hot`, whose checks of the values a program does not have; those of scatter's kernels stay."""
+    if num_classes == -1:
+        raise TraceError(
+            f"one_hot{line_here()} counts its classes in the values that it is given, and a program has one shape; say "
+            "how many: one_hot(y, num_classes)"
+        )
+    if values.dtype != torch.int64:
+        raise RuntimeError(f"one_hot takes indices of int64, not {values.dtype}")
+    return values.new_zeros([*values.shape, num_classes]).scatter(-1, values.unsqueeze(-1), 1)

@@ -154,13 +154,15 @@ def test_autocast_with_a_backward_of_its_own_is_refused(one: DeviceMesh) -> None
 
 
 class OneHot(nn.Module):
-    """What `torch.nn.functional.one_hot` checks, plain PyTorch raises at once, and a program could not."""
+    """What `torch.nn.functional.one_hot` checks, plain PyTorch raises at once; a program's kernels do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 5)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            return (self.inner(x)[mask] * nn.functional.one_hot(y[mask], num_classes=5)).sum(-1).mean()
         return (self.inner(x) - nn.functional.one_hot(y, 5)).square().mean()
 
 
@@ -171,15 +173,31 @@ class Checked(OneHot):
 
 
 def test_a_check_of_values_is_named(one: DeviceMesh) -> None:
-    with pytest.raises(TraceError, match=r"there are five classes.* at .*test_functions.py.*: write what is checked"):
+    wanted = r"there are five classes.* at .*test_functions.py.*: check them before the call"
+    with pytest.raises(TraceError, match=wanted):
         autopar.compile(Checked(), one)(torch.randn(4, 8), torch.tensor([0, 3, 1, 4]))
 
 
-def test_so_is_one_of_torchs_own(one: DeviceMesh) -> None:
-    plain, x, y = OneHot(), torch.randn(4, 8), torch.tensor([0, 3, 1, 4])
-    parallel = autopar.compile(plain, one)
-    if torch.__version__ < "2.12":  # which traces one_hot without its check
-        same_steps(plain, parallel, {"x": x, "y": y}, steps=2)
-        return
-    with pytest.raises(TraceError, match=r"one_hot: Class values .* at .*test_functions.py.*: write what is checked"):
-        parallel(x, y)
+@pytest.mark.parametrize("masked", [False, True])
+def test_classes_as_rows_of_ones(one: DeviceMesh, masked: bool) -> None:
+    plain, inputs = OneHot(), {"x": torch.randn(4, 8), "y": torch.tensor([0, 3, 1, 4])}
+    if masked:
+        inputs["mask"] = torch.tensor([True, False, True, True])
+    same_steps(plain, autopar.compile(plain, one), inputs, steps=2)
+
+
+@pytest.mark.parametrize("wrong", [5, -1])
+def test_a_class_that_is_none_is_an_error(one: DeviceMesh, wrong: int) -> None:
+    parallel = autopar.compile(OneHot(), one)
+    with pytest.raises(RuntimeError, match=f"index {wrong} is out of bounds for dimension 1 with size 5"):
+        parallel(torch.randn(4, 8), torch.tensor([0, 3, wrong, 4]))
+
+
+class Counted(OneHot):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return (self.inner(x) - nn.functional.one_hot(y)).square().mean()
+
+
+def test_classes_that_nobody_counted(one: DeviceMesh) -> None:
+    with pytest.raises(TraceError, match=r"one_hot at .*test_functions.py.* say how many: one_hot\(y, num_classes\)"):
+        autopar.compile(Counted(), one)(torch.randn(4, 8), torch.tensor([0, 3, 1, 4]))
