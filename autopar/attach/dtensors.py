@@ -45,6 +45,8 @@ from autopar.attach.tensors import is_elsewhere, over_pieces, piece_as
 ITEM = torch.ops.aten._local_scalar_dense.default
 NORM = torch.ops.aten.linalg_vector_norm.default
 TRUE = {torch.ops.aten._is_any_true.default: "max", torch.ops.aten._is_all_true.default: "min"}
+ARITHMETIC = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow")
+COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")  # as `max` of Python does
 CREATORS = ("eye", "ones", "zeros", "full", "arange", "linspace", "logspace")  # of what each rank can make
 DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad
@@ -65,7 +67,7 @@ def mend_dtensors() -> None:
     DTensor.grad = property(GRAD.__get__, _set_grad, GRAD.__delete__)  # type: ignore[assignment, method-assign]
     DTensor.__format__ = _format  # type: ignore[method-assign]
     DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
-    for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow"):
+    for name in (*ARITHMETIC, *COMPARED):
         setattr(DTensor, f"__{name}__", _arithmetic(getattr(torch.Tensor, f"__{name}__")))
 
 

@@ -8,8 +8,12 @@ from autopar._compat import global_forward_hooks, global_forward_pre_hooks
 from autopar.trace.installed import HOOKS
 
 COMPUTE = "torch.nn.utils."  # weight norm, spectral norm, pruning: they compute weights, and are traced with the rest
-# What transformers hangs on embeddings for checkpoints: that their output requires grad, which it does in a program.
-FOR_CHECKPOINTS = "enable_input_require_grads.<locals>.make_inputs_require_grads"
+# What transformers hangs on modules: on embeddings for checkpoints, that their output requires grad, which it does in a
+# program; on layers, at the first call that asks for hidden states or scores of routers, what keeps them, which a trace
+# sees. (The name of the latter is misspelt there.)
+OF_TRANSFORMERS = (
+    "enable_input_require_grads.<locals>.make_inputs_require_grads", ".<locals>.output_capturing_hook",
+)  # fmt: skip
 
 
 def carry(source: Tensor, target: Tensor) -> None:
@@ -40,7 +44,7 @@ def refuse(parallel: nn.Module) -> None:
         for kind in HOOKS:
             for hook in getattr(module, kind).values():
                 told = getattr(hook, "__qualname__", type(hook).__name__)
-                if type(hook).__module__.startswith(COMPUTE) or told.endswith(FOR_CHECKPOINTS):
+                if type(hook).__module__.startswith(COMPUTE) or told.endswith(OF_TRANSFORMERS):
                     continue
                 raise RuntimeError(
                     f"module {name} has the hook {told} ({kind.strip('_')}), which a compiled step would never call: "

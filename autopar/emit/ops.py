@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.emit.attention import KERNELS, Asked, kernel_for
+from autopar.emit.experts import picked, products, sorted_by_expert, weight_products
 from autopar.ir.equation import equation_of, read
 
 
@@ -239,6 +240,23 @@ def place_group(made: Tensor, dim: int, groups: int, ranks: int, coordinate: Ten
     x = made.new_zeros(shape)
     x.unflatten(dim, (groups, made.shape[dim])).index_copy_(dim, index, made.unsqueeze(dim))
     return x
+
+
+def expert_mm(rows: Tensor, weight: Tensor, ids: Tensor, turned: bool) -> Tensor:
+    """rows [tokens, k or 1, i] by weight [experts, i, o], or [experts, o, i] where it is `turned`: each row by the
+    matrix of its expert in ids [tokens, k].
+    """
+    order, ends = sorted_by_expert(ids, weight.shape[0])
+    made = products(picked(rows, order, ids.shape[1]), weight.transpose(1, 2) if turned else weight, ends)
+    return torch.empty_like(made).index_copy_(0, order, made).view(*ids.shape, -1)
+
+
+def expert_mm_weight(left: Tensor, right: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """The gradient of `weight` in `expert_mm`, of so many experts: [experts, width of left, width of right], where one
+    of both are the rows, the other is their gradient.
+    """
+    order, ends = sorted_by_expert(ids, experts)
+    return weight_products(picked(left, order, ids.shape[1]), picked(right, order, ids.shape[1]), ends)
 
 
 # --- the zigzag ring (`autopar.rules.zigzag`): rows are dim 2, in two halves ------------------------------------------

@@ -11,7 +11,7 @@ from autopar.ir import attention
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, CAUSAL_AT, DROPOUT_AT, OPERANDS_OF_ATTENTION
 from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.ir.equation import EINSUM, equation_of
-from autopar.ir.graph import Node, TensorType
+from autopar.ir.graph import ITEMSIZE, Node, TensorType
 from autopar.ir.outside import rule_in
 
 # Operators whose result is another look at an operand's storage: they move nothing and hold nothing of their own.
@@ -91,6 +91,21 @@ GROUPED = {
 }
 
 
+# Products of rows with the matrices of their experts. They are sorted by expert before, and the results are put back.
+EXPERTS = ("autopar.expert_mm.default", "autopar.expert_mm_weight.default")
+
+
+def _widths(node: Node, operands: Sequence[TensorType]) -> tuple[int, int]:
+    """How many numbers the rows have that meet, or that of which one is made of the other."""
+    left, right, _ = operands
+    return left.shape[2], right.shape[1 if node.op == EXPERTS[0] and node.args[3] else 2]
+
+
+def _sorted_bytes(node: Node, operands: Sequence[TensorType]) -> int:
+    """Bytes of all rows in the order of experts: those that are multiplied, and what is made of them or meets them."""
+    return operands[2].numel * sum(_widths(node, operands)) * ITEMSIZE[operands[0].dtype]
+
+
 def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
     """Bytes that an operator on these (local) operands holds beside its results while it runs: those that its program
     sees. What a kernel takes and gives back by itself is not known here.
@@ -99,6 +114,8 @@ def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
         return operands[0].nbytes  # results of the parts, which are put together
     if node.op in OPERANDS_OF_ATTENTION:
         return attention.temporary_bytes(node, operands)
+    if node.op in EXPERTS:
+        return _sorted_bytes(node, operands) + 2 * operands[2].nbytes  # and their places, twice
     if node.op == "aten.mse_loss.default" and not (len(node.args) > 2 and node.args[2] == 0):
         return operands[0].nbytes  # the mean is made in the storage of what it is the mean of
     return 0
@@ -121,6 +138,8 @@ def bytes_moved(node: Node, operands: Sequence[TensorType], outputs: Sequence[Te
     }
     if node.op in (IN_PARTS, IN_PARTS_BACKWARD) and _parts_here(node, operands) > 1:
         written += 2 * operands[0].nbytes  # the results of the parts, put together
+    if node.op in EXPERTS:
+        written += 2 * _sorted_bytes(node, operands)
     return sum(read.values()) + written
 
 
@@ -158,6 +177,8 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
         scores = 2.0 * math.prod(q[:3]) * k[2] / (2 if node.args[CAUSAL_AT[op]] else 1)
         backward = op == ATTENTION_BACKWARD  # the scores again, and gradients of four products of two operands
         return scores * (3.0 * q[3] + 2.0 * v[3] if backward else q[3] + v[3]), "attention"
+    if op in EXPERTS:
+        return 2.0 * operands[2].numel * math.prod(_widths(node, operands)), "matmul"
     if op in GROUPED:  # each row of the left operand belongs to one group, and meets the right operand of that one
         left, right = operands[:2]
         each = right.shape[0] if len(left.shape) > len(right.shape) else 1

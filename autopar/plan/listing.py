@@ -110,4 +110,4 @@ def products(plan: PlanValue, limit: int) -> Iterator[str]:
 def _kind(node: Node) -> str:
     if node.op == "autopar.einsum":
         return "product"
-    return "attention" if "attention" in node.op else node.op.removeprefix("aten.").partition(".")[0]
+    return "attention" if "attention" in node.op else node.op.partition(".")[2].partition(".")[0]

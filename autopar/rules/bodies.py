@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.ir.graph import ITEMSIZE, Const, Node, TensorType
+from autopar.ir.work import EXPERTS
 from autopar.rules import bodies_norm as norm
 from autopar.rules.builder import Body, Builder, Comm, Types, Value, Writer, silent, wide
 
@@ -51,6 +52,14 @@ def masked_gather(b: Builder, node: Node, args: tuple[Any, ...]) -> Value:
     local, mine = _mine(b, args[2])
     picked = b.call("aten.gather.default", args[0], args[1], w.clamp(local, 0, b.factor_size // b.shards - 1))
     return w.masked_fill(picked, w.bitwise_not(mine), 0)
+
+
+def my_experts(b: Builder, node: Node, args: tuple[Any, ...]) -> Value:
+    """Rows of experts of other shards, whose numbers are none of this one's, are zeros and add nothing."""
+    one, other, ids, last = args
+    w, size = Writer(b), b.factor_size // b.shards
+    mine = w.sub(ids, w.mul(b.shard_index(), size))
+    return b.call(node.op, one, other, mine, last if node.op == EXPERTS[0] else size)
 
 
 IGNORED = -100
@@ -163,6 +172,7 @@ def _row_comm(times: int, dim_at: int) -> Callable[[Node, Types, Sequence[Tensor
 BODIES: dict[str, Body] = {
     "masked_lookup": Body(masked_lookup, silent),
     "masked_lookup_backward": Body(masked_lookup_backward, silent),
+    "my_experts": Body(my_experts, silent),
     "masked_gather": Body(masked_gather, silent),
     "nll_loss": Body(nll_loss, silent),
     "nll_loss_backward": Body(nll_loss_backward, silent),

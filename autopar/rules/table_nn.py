@@ -12,7 +12,7 @@ from autopar.ir.attention import (
     OPERANDS_OF_ATTENTION,
     operands_at,
 )
-from autopar.ir.graph import Node, Ref
+from autopar.ir.graph import Node, Ref, TensorType
 from autopar.rules.spelling import Table, Types, arg, operands, results, spell
 from autopar.rules.table_shape import leading
 
@@ -38,6 +38,22 @@ def grouped_mm(node: Node, types: Types) -> str | None:
             return "m k!, k! n, e! -> e! m n | 0 | 1"
         case _:
             return None
+
+
+def expert_mm(node: Node, types: Types) -> str:
+    """(rows, weight, ids, turned): a token's row is one for all of its experts, or one for each."""
+    weight = "o i" if node.args[3] else "i o"
+    return f"{_expert_rows(types[0], types[2])} i, e@my_experts {weight}, t k -> t k o | 0 | 1"
+
+
+def expert_mm_weight(node: Node, types: Types) -> str:
+    """(left, right, ids, experts)."""
+    left, right = (_expert_rows(one, types[2]) for one in types[:2])
+    return f"{left} i, {right} o, t k -> e@my_experts i o | 0 | 1"
+
+
+def _expert_rows(rows: TensorType, ids: TensorType) -> str:
+    return "t k" if rows.shape[1] == ids.shape[1] else "t 1"
 
 
 def _filters(transposed: bool, groups: int, spatial: Sequence[int]) -> tuple[str, str, str]:
@@ -133,6 +149,8 @@ NN: Table = {
     "aten.vdot.default": "k, k -> . | 0 | 1",
     "aten.addmm.default": addmm,
     "aten.baddbmm.default": addmm,
+    "autopar.expert_mm.default": expert_mm,
+    "autopar.expert_mm_weight.default": expert_mm_weight,
     "aten._grouped_mm.default": grouped_mm,
     "transformers.grouped_mm_fallback.default": "m! k, e! k n, e! -> m! n | 0 | 1",
     "transformers.grouped_mm_fallback_backward.default": "m! k, e! k n, e!, m! n -> m! k, e! k n | 3",

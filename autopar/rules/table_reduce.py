@@ -11,6 +11,7 @@ from autopar.rules.spelling import (
     Table,
     Types,
     Writer,
+    all_locked,
     arg,
     as_dims,
     foreign,
@@ -226,6 +227,12 @@ def nll_loss_backward(node: Node, types: Types) -> str:
     return f"{operands(node, {0: per, 1: x, 2: rest, 3: 'c', 6: '.'})} -> {x} | 0"
 
 
+def histc(node: Node, types: Types) -> str:
+    """(x, bins, min, max): counts of pieces add up, where each piece has the same bins."""
+    low, high = arg(node, 2, "min", 0), arg(node, 3, "max", 0)
+    return f"{spell(types[0].shape)} -> bins!" if low != high else all_locked(node, types)
+
+
 REDUCE: Table = {
     "aten.sum.default": reduction("sum", 99, alternative="0"),
     "aten.sum.dim_IntList": reduction("sum", alternative="0"),
@@ -253,6 +260,7 @@ REDUCE: Table = {
     "aten.logsumexp.default": reduction(),
     "aten.linalg_vector_norm.default": reduction("", 2),
     "aten.norm.ScalarOpt_dim": reduction("", 2),
+    "aten.histc.default": histc,
     "aten.median.dim": reduction(),
     "aten.kthvalue.default": reduction("", 2, default=-1),
     "aten.topk.default": at_dim_locked(2),

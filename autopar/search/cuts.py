@@ -254,12 +254,13 @@ def _seconds(whole: Plan, pricer: Pricer) -> Array:
     return found
 
 
-def _is_legal_at(whole: Plan, end: int, pricer: Pricer) -> bool:
+def _why_not_at(whole: Plan, end: int, pricer: Pricer) -> str:
+    """Empty where the model can be cut there."""
     try:
         in_stages(whole, [end], pricer)
-    except NotCut:
-        return False
-    return True
+    except NotCut as error:
+        return str(error)
+    return ""
 
 
 def cut_by_owner(whole: Plan, owners: Mapping[str, Sequence[int]], count: int, pricer: Pricer) -> tuple[list[int], Cut]:
@@ -291,10 +292,15 @@ def cut_by_owner(whole: Plan, owners: Mapping[str, Sequence[int]], count: int, p
         low = max([*(last[: cut + 1]), *(end - 1 for end in ends)]) + 1
         high = min([*first[cut + 1 :], len(order) - (count - 1 - cut)])
         legal = sorted(range(max(low, 1), high + 1), key=lambda end: crossing[end - 1])
-        found = next((end for end in legal if end not in ends and _is_legal_at(whole, end, pricer)), None)
-        if found is None:
+        reasons = list[str]()
+        for end in (one for one in legal if one not in ends):
+            if not (why := _why_not_at(whole, end, pricer)):
+                ends.append(end)
+                break
+            reasons.append(why)
+        else:
+            why = reasons[0] if reasons else "what reads those of the one does not end before what reads the other's"
             raise NotCut(
-                f"the model has no place for the cut between stages {cut} and {cut + 1}, which hold its weights"
+                f"the model has no place for the cut between stages {cut} and {cut + 1}, which hold its weights: {why}"
             )
-        ends.append(found)
     return ends, in_stages(whole, ends, pricer)

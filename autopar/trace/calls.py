@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,7 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
         return type(value), tuple(_key(part, f"{path}[{place}]", reading) for place, part in enumerate(value))
     if isinstance(value, np.ndarray):
         return np.ndarray, value.dtype.str, value.shape, value.tobytes()
+    make_known(value)
     leaves = pytree.tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:  # a registered container
         return type(value), tuple(_key(part, f"{path}[{place}]", reading) for place, part in enumerate(leaves))
@@ -141,10 +142,24 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
     return type(value), value
 
 
+def make_known(value: Any) -> None:
+    """Let dataclasses of the user's be taken apart and put together, as the tensors in them have to be."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            make_known(part)
+    elif is_dataclass(value) and not isinstance(value, type) and type(value) not in pytree.SUPPORTED_NODES:
+        torch.export.register_dataclass(type(value))
+        for field in fields(value):
+            make_known(getattr(value, field.name))
+
+
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     """(path, leaf) of every argument, in a fixed order: positional first, keywords by name. Paths read `[0]`,
     `['x']`.
     """
+    make_known((args, kwargs))
     paths, spec = pytree.tree_flatten_with_path((tuple(args), dict(sorted(kwargs.items()))))
     return [(pytree.keystr(path[1:]), leaf) for path, leaf in paths], spec
 

@@ -36,6 +36,7 @@ from autopar.trace.apart import keep_apart, pass_outputs
 from autopar.trace.attention import keep_attention
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
+from autopar.trace.experts import experts_kept
 from autopar.trace.forward import check_exported, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import naming_the_line, without_torchs_log
@@ -327,6 +328,7 @@ def _exported(setting: _Setting, copy: _Watched, inputs: _Inputs) -> tuple[torch
         functions_kept() as functions,
         distributions_as_they_come(),
         masks_left_out(copy.notes, copy.caches),
+        experts_kept(),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
+from autopar.trace.calls import make_known
 from autopar.trace.closures import with_parts
 from autopar.trace.installed import HOOKS, hung_on, take_back
 from autopar.trace.reads import MISSING, Reads
@@ -72,7 +72,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         reads.is_open = True
         try:
             outputs = _without_caches(forward(*args, **kwargs), notes)
-            _make_known(outputs)
+            make_known(outputs)
         finally:
             reads.is_open = False
         take_back(modules, before, reads)
@@ -97,19 +97,6 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         return Returned(outputs, kept)
 
     model.forward = returned
-
-
-def _make_known(value: Any) -> None:
-    """Let dataclasses of the user's be taken apart and put together, as the tensors in them have to be."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            _make_known(part)
-    elif is_dataclass(value) and not isinstance(value, type) and type(value) not in pytree.SUPPORTED_NODES:
-        torch.export.register_dataclass(type(value))
-        for field in fields(value):
-            _make_known(getattr(value, field.name))
 
 
 def _without_caches(value: Any, notes: list[str]) -> Any:

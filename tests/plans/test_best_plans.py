@@ -23,7 +23,7 @@ from tests.support.lockstep import run_all
 from tests.support.machines import FAST, SLOW
 
 # The solver needs a minute and more to prove the best plan of these.
-HARD = [("llama", (2, 2)), ("bert", (2, 2))]
+HARD = [("llama", (2, 2)), ("mixtral", (2, 2)), ("bert", (2, 2))]
 CASES = [
     pytest.param(name, sizes, marks=[pytest.mark.slow] if (name, sizes) in HARD else [], id=f"{name}-{sizes}")
     for name in FAMILIES

@@ -86,6 +86,7 @@ def numbers_by_hand(model: nn.Module) -> list[float]:
         torch.stack([*NORMS(gradients, 2)]).norm(),
         torch.linalg.vector_norm(torch.stack([whole(one) for one in NORMS(gradients, 2)])),
         max(one.abs().max().item() for one in gradients),
+        max(one.abs().max() for one in gradients),
         torch.nn.utils.get_total_norm(gradients, float("inf")),
         torch.nn.utils.get_total_norm(gradients[::2], 3.0),
     ]

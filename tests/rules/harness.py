@@ -17,6 +17,7 @@ from autopar.emit import ops
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.ir.graph import Const, Node, Ref, TensorType, map_refs
+from autopar.ir.work import EXPERTS
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
 from autopar.rules.notation import Rule
@@ -91,6 +92,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "autopar.to_reduce_dtype": torch.ops.aten._to_copy.default,
     ATTENTION: ops.attention,
     ATTENTION_BACKWARD: ops.attention_backward,
+    EXPERTS[0]: ops.expert_mm,
+    EXPERTS[1]: ops.expert_mm_weight,
     IN_PARTS: ops.batch_norm_in_parts,
     IN_PARTS_BACKWARD: ops.batch_norm_in_parts_backward,
     "aten._fused_rms_norm_backward.default": _rms_norm_backward,

@@ -110,6 +110,15 @@ def samples() -> Samples:
         "aten.vdot.default": [s(f(12), f(12)), s(c(12), c(12))],
         "aten.addmm.default": [s(f(18), f(6, 12), f(12, 18)), s(f(6, 1), f(6, 12), f(12, 18), beta=2, alpha=3)],
         "aten.baddbmm.default": [s(f(6, 12, 24), f(6, 12, 18), f(6, 18, 24))],
+        "autopar.expert_mm.default": [
+            s(f(6, 1, 12), f(24, 12, 18), _ids_with(25, 24, 6, 12), False),
+            s(f(6, 12, 12), f(24, 18, 12), ints(24, 6, 12), True),
+            s(f(12, 1, 6), f(6, 6, 12), ints(6, 12, 1), False),
+        ],
+        "autopar.expert_mm_weight.default": [
+            s(f(6, 1, 12), f(6, 12, 18), _ids_with(25, 24, 6, 12), 24),
+            s(f(6, 12, 12), f(6, 1, 18), ints(6, 6, 12), 24),
+        ],
         "transformers.grouped_mm_fallback.default": [s(f(24, 6), f(4, 6, 12), torch.tensor([3, 9, 9, 24]))],
         "transformers.grouped_mm_fallback_backward.default": [
             s(f(24, 6), f(4, 6, 12), torch.tensor([3, 9, 9, 24]), f(24, 12))

@@ -121,6 +121,7 @@ def samples() -> Samples:
         "aten.logsumexp.default": [s(f(6, 12), [1])],
         "aten.linalg_vector_norm.default": [s(f(6, 12)), s(f(6, 12), 2, [1])],
         "aten.norm.ScalarOpt_dim": [s(f(6, 12), 2, [1])],
+        "aten.histc.default": [s(f(6, 12), 24, -2, 2), s(f(6, 12), 24), s(ints(24, 12).double(), 24, 0, 23)],
         "aten.median.dim": [s(f(6, 12), 1)],
         "aten.kthvalue.default": [s(f(6, 12), 3, 1)],
         "aten.topk.default": [s(f(6, 12), 4), s(f(6, 12), 4, 0)],

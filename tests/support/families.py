@@ -173,6 +173,16 @@ def _llama() -> Model:
     return transformers.LlamaForCausalLM(config), _text()
 
 
+def _mixtral() -> Model:
+    """Its experts one after the other, as torch's grouped products take no float64."""
+    config = transformers.MixtralConfig(
+        num_hidden_layers=2, hidden_size=WIDTH, intermediate_size=24, num_attention_heads=HEADS, num_key_value_heads=2,
+        vocab_size=VOCABULARY, use_cache=False, num_local_experts=4, num_experts_per_tok=2,
+        experts_implementation="eager",
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config), _text()
+
+
 def _opt() -> Model:
     config = transformers.OPTConfig(
         num_hidden_layers=2, hidden_size=WIDTH, ffn_dim=96, num_attention_heads=HEADS, vocab_size=101, dropout=0.0,
@@ -229,6 +239,7 @@ FAMILIES: dict[str, Callable[[], Model]] = {
     "parts": _parts,
     "gpt2": _gpt2,
     "llama": _llama,
+    "mixtral": _mixtral,
     "opt": _opt,
     "bert": _bert,
     "t5": _t5,

@@ -1,0 +1,107 @@
+"""Layers of experts stay products of rows from the model to the program: `autopar.expert_mm`.
+
+What libraries run sorts all tokens by expert, multiplies groups of them, and sorts back: behind the sort nothing tells
+which row is whose, so that neither a batch nor its micro-batches can be cut. Here rows stay in their places, and to
+sort them is for the kernel (`autopar.emit.experts`), on each rank those that it has.
+
+transformers asks for its layers of experts through a table (`ExpertsInterface`), whose entries are ours while a model
+is captured. Layers that stand in no such table are traced as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+MODULE, TABLE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
+ENTRIES = ("eager", "grouped_mm", "batched_mm")  # ways to compute one thing; others bring kernels of their own
+
+_operators = torch.library.Library("autopar", "FRAGMENT")
+_operators.define("expert_mm(Tensor rows, Tensor weight, Tensor ids, bool turned) -> Tensor")
+_operators.define("expert_mm_weight(Tensor left, Tensor right, Tensor ids, int experts) -> Tensor")
+
+
+def _fake(rows: Tensor, weight: Tensor, ids: Tensor, turned: bool) -> Tensor:
+    return rows.new_empty(*ids.shape, weight.shape[1 if turned else 2])
+
+
+def _fake_weight(left: Tensor, right: Tensor, ids: Tensor, experts: int) -> Tensor:
+    return left.new_empty(experts, left.shape[2], right.shape[2])
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    *tensors, ctx.turned = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    rows, weight, ids = ctx.saved_tensors
+    of_rows = of_weight = None
+    if ctx.needs_input_grad[0]:
+        of_rows = torch.ops.autopar.expert_mm(grad, weight, ids, not ctx.turned)
+        of_rows = of_rows if rows.shape[1] == ids.shape[1] else of_rows.sum(1, keepdim=True)
+    if ctx.needs_input_grad[1]:
+        left, right = (grad, rows) if ctx.turned else (rows, grad)
+        of_weight = torch.ops.autopar.expert_mm_weight(left, right, ids, weight.shape[0])
+    return of_rows, of_weight, None, None
+
+
+torch.library.register_fake("autopar::expert_mm", _fake, lib=_operators)
+torch.library.register_fake("autopar::expert_mm_weight", _fake_weight, lib=_operators)
+torch.library.register_autograd("autopar::expert_mm", _backward, setup_context=_keep, lib=_operators)
+
+
+@contextlib.contextmanager
+def experts_kept() -> Iterator[None]:
+    """Within it layers of experts of transformers are products of rows. For one thread at a time, as `capture` sees
+    to; those that run in other threads are as they were.
+    """
+    table = getattr(sys.modules.get(MODULE), TABLE, None)
+    if table is None:
+        yield
+        return
+    owner, local = threading.get_ident(), dict(table._local_mapping)
+    get: Callable[..., Any] = table.get_interface
+
+    def asked(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        own = get(name, default)
+        return _experts if threading.get_ident() == owner and name in ENTRIES and name not in local else own
+
+    table.get_interface = asked
+    try:
+        yield
+    finally:
+        del table.get_interface
+
+
+def _experts(layer: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """What each of the tokens `hidden` [tokens, width] is to its experts `ids` [tokens, k], in their weighted sum."""
+    up = "gate_up_proj" if layer.has_gate else "up_proj"
+    made = _linear(layer, up, hidden.unsqueeze(1), ids).flatten(0, 1)
+    made = layer._apply_gate(made) if layer.has_gate else layer.act_fn(made)
+    made = _linear(layer, "down_proj", made.unflatten(0, ids.shape), ids)
+    if layer.has_post_expert_norm:
+        made = layer.post_expert_norm(made.flatten(0, 1)).unflatten(0, ids.shape)
+    return (made * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def _linear(layer: Any, name: str, rows: Tensor, ids: Tensor) -> Tensor:
+    weight: nn.Parameter = getattr(layer, name)
+    bias: nn.Parameter | None = getattr(layer, f"{name}_bias") if layer.has_bias else None
+    dtype = _dtype_of(layer, weight)
+    made = torch.ops.autopar.expert_mm(rows.to(dtype), weight.to(dtype), ids, not layer.is_transposed)
+    return made if bias is None else made + functional.embedding(ids, bias)
+
+
+def _dtype_of(layer: Any, weight: Tensor) -> torch.dtype:
+    """Products of groups are made as weights are stored; one expert after the other, as autocast says."""
+    device = weight.device.type
+    in_turn = layer.config._experts_implementation == "eager" and weight.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if in_turn and torch.is_autocast_enabled(device) else weight.dtype
