@@ -27,6 +27,7 @@ from autopar.plan.store import dumps
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import NotCut
+from autopar.rewrite.one_loss import why_not_played
 from autopar.rewrite.stages import Stage, cut_in_stages, forward_order, parameters_read
 from autopar.search import Request, answer, ask
 from autopar.search.cuts import cut_by_owner
@@ -156,6 +157,12 @@ def _found(graph: Graph, pipe: Pipe, asked: Asked) -> Pipeline:
         )  # fmt: skip
 
     if asked.loosely:
+        if why_not_played(graph, 1) is not None:
+            raise NotCut(
+                "stages are cut for a step of training, and the first call, without gradients, gives no loss that one "
+                "would begin with: call the model as in training first (under no_grad, too), or give compile such a "
+                "call (example_inputs=, example_kwargs=)"
+            )
         return of(count_near(graph, asked.count or pipe.count))
     if asked.count is not None:
         return of(asked.count)

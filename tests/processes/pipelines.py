@@ -12,6 +12,7 @@ from torch import nn
 
 import autopar
 from autopar.attach.tensors import is_elsewhere
+from autopar.rewrite.micro_batches import NotCut
 from tests.processes.compare import loss_of, step_alike, whole
 from tests.processes.worker import Ranks
 from tests.support.families import IGNORED, family
@@ -268,10 +269,18 @@ def check_a_state_goes_out_and_in_again(ranks: Ranks) -> None:
 
 
 def check_evaluation_and_other_batches(ranks: Ranks) -> None:
-    """Planned behind the training step: cut where the parameters lie."""
+    """Planned behind the training step: cut where the parameters lie. Before any, a call that gives a loss is needed."""
     model, inputs = doubled("gpt2")
     plain = copy.deepcopy(model).eval()
     parallel = autopar.compile(model, mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
+    with torch.no_grad():
+        try:
+            parallel(input_ids=inputs["input_ids"])
+        except NotCut as error:
+            assert "without gradients, gives no loss that one would begin with" in str(error), error
+        else:
+            raise AssertionError("no stages are cut without a loss")
+        torch.testing.assert_close(parallel(**inputs).loss, plain(**inputs).loss, rtol=NEAR, atol=0)
     loss_of(parallel(**inputs)).backward()
     parallel.eval()
     few = {key: value[:2] for key, value in inputs.items()}
