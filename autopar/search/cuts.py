@@ -285,7 +285,11 @@ def cut_by_owner(whole: Plan, owners: Mapping[str, Sequence[int]], count: int, p
                 continue
             at = next((stage for stage in owners[name] if stage >= at), -1)
             if at < 0:
-                raise NotCut(f"{node.source or node.name}: {name} is read here, and an earlier stage holds it")
+                raise NotCut(
+                    f"{node.source or node.name}: {name} is read here, and an earlier stage holds it, as the call that "
+                    "stages were cut for did not read it, or not here; compile the model with a call that does "
+                    "(example_inputs=, example_kwargs=)"
+                )
             first[at], last[at] = min(first[at], place), place
     ends: list[int] = []
     for cut in range(count - 1):

@@ -269,7 +269,7 @@ def check_a_state_goes_out_and_in_again(ranks: Ranks) -> None:
 
 
 def check_evaluation_and_other_batches(ranks: Ranks) -> None:
-    """Planned behind the training step: cut where the parameters lie. Before any, a call that gives a loss is needed."""
+    """Planned behind the training step: cut where the parameters lie. Before that a loss is wanted."""
     model, inputs = doubled("gpt2")
     plain = copy.deepcopy(model).eval()
     parallel = autopar.compile(model, mesh_of(ranks), micro_batches=2, memory="4GiB", time_limit_s=10)
