@@ -62,8 +62,10 @@ def init_mesh(device_type: str = "cpu", *, devices: int | None = None, **axes: i
     Under torchrun all its processes take part; without it, one process makes a mesh of size one. Beside NCCL there is
     gloo: for parameters on the host, whose gradient norms are summed and whose pieces are put together there. Each
     process takes the GPU of its LOCAL_RANK. Raises ValueError where the axes do not multiply to the number of
-    processes, and where there is no such GPU.
+    processes, where there is no such GPU, and for other kinds of devices.
     """
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f'init_mesh got the device type {device_type!r}; programs run on "cpu" and "cuda": give one')
     if device_type == "cuda":
         _take_device()
     if not dist.is_initialized():

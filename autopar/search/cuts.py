@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.decide.stages import in_stages
+from autopar.decide.stages import in_stages, plan_of_stage
 from autopar.ir.graph import Ref
 from autopar.ir.layout import local_type
 from autopar.ir.work import STORE
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.micro_batches import NotCut
-from autopar.rewrite.stages import forward_order, parameters_read
+from autopar.rewrite.stages import cut_in_stages, forward_order, parameters_read
 from autopar.search.known_stages import Cut, KnownStages
 from solver import PipelineProblem, Value, additive_stages, chain_cuts, cut_pipeline
 
@@ -86,11 +86,11 @@ class Cuts:
         if self.count == 1:
             return [], self.known.cut([])
         why: NotCut | None = None
-        for narrowest in (False, True):
-            if narrowest:
+        for narrowest, wide in ((False, False), (True, False), (False, True)):
+            if narrowest or wide:
                 self._closed.clear()
             for _ in range(len(self.spent)):
-                places = self.places(narrowest)
+                places = self.places(narrowest, wide)
                 ends = choose(places) if len(places) >= self.count - 1 else []
                 if len(ends) < self.count - 1:
                     break
@@ -109,7 +109,11 @@ class Cuts:
             return f"{wanted}: take fewer of them, on each rank or along pipe; the last cut tried: {why}"
         if self._trained[-1] and len(self._open()) >= self.count - 1:
             frozen = sum(node.op == "parameter" for node in self.whole.graph.nodes) - len(self.whole.graph.trained)
-            what = f"{frozen} parameters are frozen (requires_grad is False), and what" if frozen else "what"
+            what = (
+                f"{frozen} parameters are frozen (requires_grad is False) or no part of the loss, and what"
+                if frozen
+                else "what"
+            )
             return (
                 f"{wanted} that each hold a parameter that trains: {what} trains lies too close together; take fewer "
                 "stages, or a mesh without `pipe`"
@@ -129,22 +133,22 @@ class Cuts:
         except NotCut:
             return None
 
-    def places(self, narrowest: bool = False) -> list[int]:
-        """Ends that are narrow and not known to be illegal; between any two of them a parameter that trains is read: of
-        those between the same two reads the first one, or that where least crosses.
+    def places(self, narrowest: bool = False, wide: bool = False) -> list[int]:
+        """Ends that are narrow (with `wide`, any) and not known to be illegal; between any two of them a parameter that
+        trains is read: of those between the same two reads the first one, or that where least crosses.
         """
         read, found = self._trained, list[int]()
-        for end in self._open():
+        for end in self._open(wide):
             if (read[found[-1]] if found else 0) < read[end] < read[-1] or not read[-1]:
                 found.append(end)
             elif narrowest and found and read[found[-1]] == read[end]:
                 found[-1] = min(found[-1], end, key=lambda one: self.crossing[one - 1])
         return found
 
-    def _open(self) -> list[int]:
-        """Ends that are narrow and not known to be illegal."""
-        narrow = _narrow(self.crossing, self.count)
-        return [end for end in narrow if end not in self._closed and self._legal.get(self._kinds[end - 1], True)]
+    def _open(self, wide: bool = False) -> list[int]:
+        """Ends that are narrow, or any, and not known to be illegal."""
+        ends = range(1, len(self.spent)) if wide else _narrow(self.crossing, self.count)
+        return [end for end in ends if end not in self._closed and self._legal.get(self._kinds[end - 1], True)]
 
     def beside(self, ends: Sequence[int], seconds: Sequence[float]) -> Iterator[tuple[int, list[int]]]:
         """(which end, ends) with one end elsewhere: at the next place, or where the two stages beside it take the
@@ -255,9 +259,12 @@ def _seconds(whole: Plan, pricer: Pricer) -> Array:
 
 
 def _why_not_at(whole: Plan, end: int, pricer: Pricer) -> str:
-    """Empty where the model can be cut there."""
+    """Empty where the model can be cut there, into two stages that may well hold nothing that trains: one of two has
+    all that is behind the cut, a tied weight of the first stage among it.
+    """
     try:
-        in_stages(whole, [end], pricer)
+        for stage in cut_in_stages(whole.graph, [end]):
+            plan_of_stage(stage, whole, pricer)
     except NotCut as error:
         return str(error)
     return ""

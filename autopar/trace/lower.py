@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import operator
 import re
 from dataclasses import replace
@@ -246,6 +247,8 @@ def _arg(arg: Any, ref_of: dict[torch.fx.Node, Any]) -> Arg:
             return Const("layout", str(arg).removeprefix("torch."))
         case torch.memory_format():
             return Const("memory_format", str(arg).removeprefix("torch."))
+        case float() if math.isnan(arg):
+            return math.nan  # one object, which equals itself where tuples are compared
         case None | bool() | int() | float() | complex() | str():
             return arg
         case _:

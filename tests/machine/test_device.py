@@ -107,6 +107,12 @@ def test_a_number_that_does_not_fit_the_processes_is_refused(driver: Driver, ask
         autopar.init_mesh("cpu", **asked)  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize("kind", ["tpu", "cuda:1"])
+def test_other_kinds_of_devices_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match=f"got the device type '{kind}'; programs run on"):
+        autopar.init_mesh(kind, data=1)
+
+
 def test_a_cpu_mesh_asks_no_driver(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     autopar.init_mesh("cpu")
