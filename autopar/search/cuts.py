@@ -134,7 +134,7 @@ class Cuts:
             return None
 
     def places(self, narrowest: bool = False, wide: bool = False) -> list[int]:
-        """Ends that are narrow (with `wide`, any) and not known to be illegal; between any two of them a parameter that
+        """Ends that are narrow (or `wide`) and not known to be illegal; between any two of them a parameter that
         trains is read: of those between the same two reads the first one, or that where least crosses.
         """
         read, found = self._trained, list[int]()
@@ -146,8 +146,10 @@ class Cuts:
         return found
 
     def _open(self, wide: bool = False) -> list[int]:
-        """Ends that are narrow, or any, and not known to be illegal."""
-        ends = range(1, len(self.spent)) if wide else _narrow(self.crossing, self.count)
+        """Ends that are narrow, or any between two modules, and not known to be illegal."""
+        order = forward_order(self.whole.graph) if wide else ()
+        between = [at for at in range(1, len(order)) if order[at - 1].module != order[at].module]
+        ends = between if wide else _narrow(self.crossing, self.count)
         return [end for end in ends if end not in self._closed and self._legal.get(self._kinds[end - 1], True)]
 
     def beside(self, ends: Sequence[int], seconds: Sequence[float]) -> Iterator[tuple[int, list[int]]]:

@@ -183,10 +183,15 @@ def with_less_room(
         if best is None or found.step_seconds < best[1].step_seconds:
             best = cutting, found
     if best is None:
-        raise Infeasible(
-            f"no pipeline on {count_of(found.schedule.ranks, 'rank')} over {found.schedule.micro_batches} "
-            f"micro-batches fits in {human(limit)} per rank: the least that was found takes {human(needed)}; give more "
-            "micro-batches, stages or devices, or more memory",
-            enough=needed,
-        )
+        raise does_not_fit(found, limit, needed)
     return best
+
+
+def does_not_fit(found: Pipeline, limit: float, needed: float) -> Infeasible:
+    """What is said where no pipeline fits. `needed`: bytes per rank of the one that takes the least."""
+    return Infeasible(
+        f"no pipeline on {count_of(found.schedule.ranks, 'rank')} over {found.schedule.micro_batches} micro-batches "
+        f"fits in {human(limit)} per rank: the least that was found takes {human(needed)}; give more micro-batches, "
+        "stages or devices, or more memory",
+        enough=needed,
+    )

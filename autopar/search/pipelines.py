@@ -23,7 +23,7 @@ from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question, ask
 from autopar.search.cutting import Cutting
-from autopar.search.less_memory import Clock, running_all_again, saving_less, with_less_room
+from autopar.search.less_memory import Clock, does_not_fit, running_all_again, saving_less, with_less_room
 from autopar.search.orders import PIPE, orders_of, ranks_of, within_stage
 from autopar.search.pipeline import Pipeline
 from autopar.search.request import DEFAULT, Request
@@ -93,9 +93,15 @@ def pipeline_of(
     if limit is None or found.peak_bytes <= limit:
         return found
 
+    seen: list[float] = [found.peak_bytes]  # per rank, of pipelines that may not fit
+
     def saving(asked: Request, start: Pipeline) -> list[Pipeline]:
         near = saving_less(start, limit, lambda held: whole_of(replace(asked, held=held)), clock, progress)
-        return [] if near is None else _fitting(limit, ended(*near))
+        if near is None:
+            return []
+        near = ended(*near)
+        seen.append(near.peak_bytes)
+        return _fitting(limit, near)
 
     fitting = _fitting(limit, ended(cutting, cutting.first()))  # as the cut and the schedule alone make room
     roomy = cutting.for_what_stays(quickest) if moved else quickest
@@ -103,13 +109,12 @@ def pipeline_of(
         fitting += saving(unlimited, start)
         if clock.is_late and any(one.step_seconds < FAR * found.step_seconds for one in fitting):
             break
-    nothing_fits: Infeasible | None = None
     try:
         fitting = fitting or [
             ended(*with_less_room(quickest, limit, lambda room: whole_of(replace(unlimited, memory=room)), clock))
         ]
     except Infeasible as error:
-        nothing_fits = error
+        seen.append(error.enough or seen[0])
     by_hand = running_all_again(question, unlimited)
     if by_hand is not None and all(one.step_seconds > FAR * found.step_seconds for one in fitting):
         progress("little was saved by choosing: all layers are run again in backward, as people do by hand")
@@ -118,8 +123,8 @@ def pipeline_of(
             cutting = whole_of(by_hand)
             start = cutting.first()  # under the first order, as all that less is saved of
             fitting += _fitting(limit, ended(cutting, start)) or saving(by_hand, start)
-    if nothing_fits is not None and not fitting:
-        raise nothing_fits
+    if not fitting:
+        raise does_not_fit(quickest, limit, min(seen))
     return min(fitting, key=lambda one: one.step_seconds)
 
 
