@@ -114,10 +114,12 @@ def samples() -> Samples:
             s(f(6, 1, 12), f(24, 12, 18), _ids_with(25, 24, 6, 12), False),
             s(f(6, 12, 12), f(24, 18, 12), ints(24, 6, 12), True),
             s(f(12, 1, 6), f(6, 6, 12), ints(6, 12, 1), False),
+            s(f(24, 1, 48), f(6, 96, 48), _ids_with(-1, 6, 24, 2), True),  # strides that torch's kernel takes in halves
         ],
         "autopar.expert_mm_weight.default": [
             s(f(6, 1, 12), f(6, 12, 18), _ids_with(25, 24, 6, 12), 24),
             s(f(6, 12, 12), f(6, 1, 18), ints(6, 6, 12), 24),
+            s(f(24, 2, 96), f(24, 1, 48), _ids_with(-1, 6, 24, 2), 6),
         ],
         "transformers.grouped_mm_fallback.default": [s(f(24, 6), f(4, 6, 12), torch.tensor([3, 9, 9, 24]))],
         "transformers.grouped_mm_fallback_backward.default": [
