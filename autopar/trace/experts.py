@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 MODULE, TABLE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
-ENTRIES = ("eager", "grouped_mm", "batched_mm")  # ways to compute one thing; others bring kernels of their own
+# Ways to compute one thing, one expert after the other or all at once; others bring kernels of their own.
+IN_TURN, TOGETHER = (None, "eager"), ("grouped_mm", "batched_mm")
 
 _operators = torch.library.Library("autopar", "FRAGMENT")
 _operators.define("expert_mm(Tensor rows, Tensor weight, Tensor ids, bool turned) -> Tensor")
@@ -70,9 +71,9 @@ def experts_kept() -> Iterator[None]:
     owner, local = threading.get_ident(), dict(table._local_mapping)
     get: Callable[..., Any] = table.get_interface
 
-    def asked(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        own = get(name, default)
-        return _experts if threading.get_ident() == owner and name in ENTRIES and name not in local else own
+    def asked(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+        is_ours = name in (*IN_TURN, *TOGETHER) and name not in local and threading.get_ident() == owner
+        return _experts if is_ours else get(name, default)
 
     table.get_interface = asked
     try:
@@ -103,5 +104,5 @@ def _linear(layer: Any, name: str, rows: Tensor, ids: Tensor) -> Tensor:
 def _dtype_of(layer: Any, weight: Tensor) -> torch.dtype:
     """Products of groups are made as weights are stored; one expert after the other, as autocast says."""
     device = weight.device.type
-    in_turn = layer.config._experts_implementation == "eager" and weight.dtype != torch.float64
-    return torch.get_autocast_dtype(device) if in_turn and torch.is_autocast_enabled(device) else weight.dtype
+    casts = layer.config._experts_implementation in IN_TURN and weight.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts and torch.is_autocast_enabled(device) else weight.dtype

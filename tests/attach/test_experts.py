@@ -59,12 +59,13 @@ def operators(model: nn.Module, inputs: dict[str, Any]) -> list[str]:
     return [node.op for node in graph_of(capture(model, (), inputs)).nodes]
 
 
-@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm", None])
 @pytest.mark.parametrize(
     "name", [name if name == "mixtral" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
-def test_a_model_trains_with_its_numbers(one: DeviceMesh, name: str, how: str) -> None:
-    plain, inputs = made(name, experts_implementation=how), batch()
+def test_a_model_trains_with_its_numbers(one: DeviceMesh, name: str, how: str | None) -> None:
+    plain, inputs = made(name, experts_implementation=how or "eager"), batch()
+    plain.config._experts_implementation = how
     found = operators(plain, inputs)
     assert EXPERTS[0] in found and EXPERTS[1] in found and not any("sort" in op or "grouped" in op for op in found)
     same_steps(plain, autopar.compile(copy.deepcopy(plain), one), inputs, steps=2)

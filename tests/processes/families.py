@@ -72,7 +72,7 @@ def check_odd_sizes(ranks: Ranks) -> None:
 def check_random_plans(ranks: Ranks) -> None:
     """Any legal plan, not only the favourite of the solver."""
     mesh = ranks.mesh(2, ranks.count // 2)
-    for name, seeds in (("mlp", range(4)), ("cnn", range(2))):
+    for name, seeds in (("mlp", range(4)), ("cnn", range(2)), ("mixtral", range(2))):
         case = family(name)
         if ranks.rank == 0:
             sampler = PlanSampler(case.graph, mesh_of(mesh))
