@@ -4,13 +4,15 @@ What libraries run sorts all tokens by expert, multiplies groups of them, and so
 which row is whose, so that neither a batch nor its micro-batches can be cut. Here rows stay in their places, and to
 sort them is for the kernel (`autopar.emit.experts`), on each rank those that it has.
 
-transformers asks for its layers of experts through a table (`ExpertsInterface`), whose entries are ours while a model
-is captured. Layers that stand in no such table are traced as they are.
+transformers asks for its layers of experts through a table (`ExpertsInterface`), whose own entries are ours while a
+model is captured. What a user has put there, layers of the user's own that compute in turn, and layers that stand in
+no such table are traced as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-MODULE, TABLE = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
+LIBRARY = "transformers."
+MODULE, TABLE = f"{LIBRARY}integrations.moe", "ALL_EXPERTS_FUNCTIONS"
 # Ways to compute one thing, one expert after the other or all at once; others bring kernels of their own.
 IN_TURN, TOGETHER = (None, "eager"), ("grouped_mm", "batched_mm")
 
@@ -68,12 +71,15 @@ def experts_kept() -> Iterator[None]:
     if table is None:
         yield
         return
-    owner, local = threading.get_ident(), dict(table._local_mapping)
-    get: Callable[..., Any] = table.get_interface
+    owner, get = threading.get_ident(), table.get_interface
 
     def asked(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
-        is_ours = name in (*IN_TURN, *TOGETHER) and name not in local and threading.get_ident() == owner
-        return _experts if is_ours else get(name, default)
+        found = get(name, default)
+        if threading.get_ident() != owner:
+            return found
+        if name in TOGETHER and _home(found) == MODULE:
+            return _experts
+        return functools.partial(_in_turn, found) if name in IN_TURN and found is default else found
 
     table.get_interface = asked
     try:
@@ -82,15 +88,32 @@ def experts_kept() -> Iterator[None]:
         del table.get_interface
 
 
-def _experts(layer: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """What each of the tokens `hidden` [tokens, width] is to its experts `ids` [tokens, k], in their weighted sum."""
-    up = "gate_up_proj" if layer.has_gate else "up_proj"
-    made = _linear(layer, up, hidden.unsqueeze(1), ids).flatten(0, 1)
+def _in_turn(forward: Callable[..., Any], layer: Any, *args: Any, **named: Any) -> Any:
+    return (_experts if _is_librarys(layer, forward) else forward)(layer, *args, **named)
+
+
+def _is_librarys(layer: Any, forward: Callable[..., Any]) -> bool:
+    """Whether nothing of a layer is a user's: its own forward may then be another function than that of its parts."""
+    homes = type(layer).__module__, _home(forward), _home(layer._apply_gate)
+    return all(home.startswith(LIBRARY) for home in homes)
+
+
+def _home(function: Any) -> str:
+    """The module in which a function is written, whatever it is wrapped to look like; empty for what is none."""
+    return getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "")
+
+
+def _experts(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What each of the tokens [tokens, width] is to its experts [tokens, k], in their weighted sum. The arguments are
+    called as in the library.
+    """
+    ids, up = top_k_index, "gate_up_proj" if layer.has_gate else "up_proj"
+    made = _linear(layer, up, hidden_states.unsqueeze(1), ids).flatten(0, 1)
     made = layer._apply_gate(made) if layer.has_gate else layer.act_fn(made)
     made = _linear(layer, "down_proj", made.unflatten(0, ids.shape), ids)
     if layer.has_post_expert_norm:
         made = layer.post_expert_norm(made.flatten(0, 1)).unflatten(0, ids.shape)
-    return (made * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+    return (made * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
 def _linear(layer: Any, name: str, rows: Tensor, ids: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import autopar
+from autopar.errors import TraceError
 from autopar.ir.work import EXPERTS
 from autopar.trace import capture, graph_of
 from tests.processes.compare import loss_of, near, same_gradients, same_steps
@@ -83,15 +86,54 @@ def test_the_loss_beside_it_too(one: DeviceMesh) -> None:
         same_gradients(plain, parallel)
 
 
-def test_a_way_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, inputs = made("mixtral"), batch()
-    plain.set_experts_implementation("batched_mm")
-    before = dict(ALL_EXPERTS_FUNCTIONS._local_mapping)
-    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._local_mapping, "batched_mm", ALL_EXPERTS_FUNCTIONS["batched_mm"])
+@functools.wraps(ALL_EXPERTS_FUNCTIONS["batched_mm"])
+def twice(layer: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    return 2 * ALL_EXPERTS_FUNCTIONS["grouped_mm"](layer, hidden_states, top_k_index, top_k_weights)
+
+
+@pytest.mark.parametrize("where", ["_local_mapping", "_global_mapping"])
+def test_a_way_of_the_users_own_stays(one: DeviceMesh, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """`ExpertsInterface.register` writes to the one, assignment to the other."""
+    plain, inputs = made("mixtral", experts_implementation="batched_mm"), batch()
+    monkeypatch.setitem(getattr(ALL_EXPERTS_FUNCTIONS, where), "batched_mm", twice)
     assert EXPERTS[0] not in operators(plain, inputs)
+    near(autopar.compile(copy.deepcopy(plain), one)(**inputs).loss, plain(**inputs).loss, 1e-5, where)
     monkeypatch.undo()
-    assert EXPERTS[0] in operators(plain, inputs)
-    assert ALL_EXPERTS_FUNCTIONS._local_mapping == before and "get_interface" not in vars(ALL_EXPERTS_FUNCTIONS)
+    assert EXPERTS[0] in operators(plain, inputs) and "get_interface" not in vars(ALL_EXPERTS_FUNCTIONS)
+
+
+def test_a_layer_of_the_users_own_is_what_its_forward_says(one: DeviceMesh) -> None:
+    """Computed in turn it is its own forward, whatever gate it has beside; together, what the library makes of that."""
+
+    class Own(MixtralExperts):
+        def _apply_gate(self, made: Tensor) -> Tensor:
+            return made[..., ::2].tanh() * made[..., 1::2]
+
+    for how in ("eager", "grouped_mm"):
+        plain, inputs = made("mixtral", experts_implementation=how), batch()
+        for layer in plain.model.layers:
+            layer.mlp.experts.__class__ = Own
+        parallel = autopar.compile(copy.deepcopy(plain), one)
+        if how == "eager":
+            with pytest.raises(TraceError, match="the shape of what nonzero gives depends on values"):
+                parallel(**inputs)
+        else:
+            same_steps(plain, parallel, inputs, steps=2)
+
+
+def test_experts_may_be_called_with_keywords(one: DeviceMesh) -> None:
+    plain, inputs = made("mixtral"), batch()
+    for layer in plain.model.layers:
+        experts, called = layer.mlp.experts, type(layer.mlp.experts).forward
+
+        def named(x: Tensor, ids: Tensor, weights: Tensor, experts: Any = experts, called: Any = called) -> Tensor:
+            return called(experts, hidden_states=x, top_k_index=ids, top_k_weights=weights)
+
+        experts.forward = named
+    loss = autopar.compile(plain, one)(**inputs).loss
+    for layer in plain.model.layers:
+        vars(layer.mlp.experts).pop("forward", None)
+    near(loss, made("mixtral")(**inputs).loss, 1e-5, "loss")
 
 
 def test_under_autocast_products_are_made_as_the_library_makes_them(one: DeviceMesh) -> None:
