@@ -31,6 +31,7 @@ from autopar.attach.tensors import device_of, is_elsewhere, over_pieces, whole_w
 from autopar.ir.words import count_of
 
 STACK = torch.ops.aten.stack.default
+LARGER = (torch.ops.aten.maximum.default, torch.ops.aten.minimum.default)
 _redistribute = DTensor.redistribute
 
 # Of equal meshes the first one, in the order of compiles, and with the process group that it was made in. They are kept
@@ -53,6 +54,8 @@ def _mend() -> None:
     """Once in a process."""
     mend_norms()
     dtensor_handlers.setdefault(STACK, _stacked)
+    for op in LARGER:
+        dtensor_handlers.setdefault(op, _larger)
     if DTensor.full_tensor is whole_within:
         DTensor.full_tensor = everywhere_whole  # type: ignore[method-assign]
     DTensor.redistribute = _whole_on_its_mesh  # type: ignore[method-assign]
@@ -129,6 +132,18 @@ def _stacked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if all(one.ndim == 0 for one in given) and pipe_among(given) is not None:
         return op([one.full_tensor() if isinstance(one, DTensor) else one for one in given], *dim, **kwargs)
     return torch.cat([one.unsqueeze(*dim or (0,)) for one in given], *dim)
+
+
+def _larger(op: Any, args: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
+    """The larger of two numbers of any stages, or the smaller; of others, piece by piece where they lie alike."""
+    held = [one for one in args if isinstance(one, DTensor)]
+    first, *others = held
+    is_split = len(held) == 2 and not any(place.is_partial() for place in first.placements)
+    if first.ndim and is_split and all(one._spec == first._spec for one in others):
+        return over_pieces(
+            op(*(one.to_local() for one in held), **kwargs), first.shape, first.placements, first.device_mesh
+        )
+    return op(*(one.full_tensor() if isinstance(one, DTensor) else one for one in args), **kwargs)
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------

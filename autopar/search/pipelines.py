@@ -97,11 +97,9 @@ def pipeline_of(
 
     def saving(asked: Request, start: Pipeline) -> list[Pipeline]:
         near = saving_less(start, limit, lambda held: whole_of(replace(asked, held=held)), clock, progress)
-        if near is None:
-            return []
-        near = ended(*near)
-        seen.append(near.peak_bytes)
-        return _fitting(limit, near)
+        made = [] if near is None else [ended(*near)]
+        seen.extend(one.peak_bytes for one in made)
+        return [one for one in made if one.peak_bytes <= limit]
 
     fitting = _fitting(limit, ended(cutting, cutting.first()))  # as the cut and the schedule alone make room
     roomy = cutting.for_what_stays(quickest) if moved else quickest

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,9 +131,13 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
     if isinstance(value, np.ndarray):
         return np.ndarray, value.dtype.str, value.shape, value.tobytes()
     make_known(value)
-    leaves = pytree.tree_leaves(value)
+    leaves, spec = pytree.tree_flatten(value)
     if len(leaves) != 1 or leaves[0] is not value:  # a registered container
-        return type(value), tuple(_key(part, f"{path}[{place}]", reading) for place, part in enumerate(leaves))
+        return (
+            type(value),
+            str(spec),
+            tuple(_key(part, f"{path}[{place}]", reading) for place, part in enumerate(leaves)),
+        )
     by_identity = type(value).__hash__ in (None, object.__hash__)
     if by_identity and not isinstance(value, (nn.Module, type, torch.ScriptObject)):
         raise ValueError(
@@ -149,10 +154,40 @@ def make_known(value: Any) -> None:
     if isinstance(value, (list, tuple)):
         for part in value:
             make_known(part)
-    elif is_dataclass(value) and not isinstance(value, type) and type(value) not in pytree.SUPPORTED_NODES:
-        torch.export.register_dataclass(type(value))
-        for field in fields(value):
-            make_known(getattr(value, field.name))
+    elif is_dataclass(value) and not isinstance(value, type):
+        kind = type(value)
+        if kind not in pytree.SUPPORTED_NODES:
+            pytree.register_pytree_node(
+                kind, _taken_apart, partial(_put_together, kind), flatten_with_keys_fn=_by_attribute,
+                serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+            )  # fmt: skip
+        for part in attributes(value).values():
+            make_known(part)
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an object of a dataclass holds: its fields, and what was set beside them."""
+    there = (one.name for one in fields(value) if hasattr(value, one.name))
+    beside = (name for name in getattr(value, "__dict__", {}) if not name.startswith("__"))  # as typing.Generic does
+    return {name: getattr(value, name) for name in dict.fromkeys((*there, *beside))}
+
+
+def _taken_apart(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    held = attributes(value)
+    return [*held.values()], tuple(held)
+
+
+def _by_attribute(value: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    held = attributes(value)
+    return [(pytree.GetAttrKey(name), part) for name, part in held.items()], tuple(held)
+
+
+def _put_together(kind: type[Any], parts: Iterable[Any], names: Iterable[str]) -> Any:
+    """As it was, without what its constructor does, which was done already (`__post_init__`)."""
+    made = object.__new__(kind)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
@@ -181,6 +216,6 @@ def shown(leaves: list[tuple[str, Any]]) -> str:
     told: list[str] = []
     for path, leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            name = path[2:-2] if path.startswith("['") and path.count("[") == 1 else path
+            name = path[2:-2] if path.startswith("['") and path.endswith("']") and path.count("[") == 1 else path
             told.append(f"{name} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
     return ", ".join(told) or "none of which is a tensor"

@@ -17,6 +17,7 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.calls import make_known
 from autopar.trace.closures import with_parts
+from autopar.trace.given import given_in, refuse_what_is_written
 from autopar.trace.installed import HOOKS, hung_on, take_back
 from autopar.trace.reads import MISSING, Reads
 
@@ -68,7 +69,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
 
     @functools.wraps(forward)
     def returned(*args: Any, **kwargs: Any) -> Returned:
-        before = hung_on(modules)
+        before, given = hung_on(modules), given_in(args, kwargs)
         reads.is_open = True
         try:
             outputs = _without_caches(forward(*args, **kwargs), notes)
@@ -76,6 +77,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         finally:
             reads.is_open = False
         take_back(modules, before, reads)
+        refuse_what_is_written(given, outputs)
         if changed := reads.changed_inside():
             raise TraceError(
                 f"forward changes what is in {changed[0]} (a list, dict or set), which a program does not do again at "

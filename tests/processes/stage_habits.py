@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import unittest
 import warnings
@@ -87,6 +88,8 @@ def numbers_by_hand(model: nn.Module) -> list[float]:
         torch.linalg.vector_norm(torch.stack([whole(one) for one in NORMS(gradients, 2)])),
         max(one.abs().max().item() for one in gradients),
         max(one.abs().max() for one in gradients),
+        functools.reduce(torch.maximum, (one.abs().max() for one in gradients)),
+        torch.maximum(gradients[0].abs(), gradients[0]).sum(),
         torch.nn.utils.get_total_norm(gradients, float("inf")),
         torch.nn.utils.get_total_norm(gradients[::2], 3.0),
     ]
