@@ -51,13 +51,18 @@ EMPTY = "A batch without rows has nothing to compute: leave it out."
 BY_ITSELF = "Call the model with these inputs without autopar: it should run there first."
 IT_RUNS = "Without autopar the model runs with these inputs, but torch.export cannot follow it"
 NO_LINE = ", and names no line: a module that is none of Python (quantized, compiled) stands in the way, mostly."
-NO_RUN = "Without autopar it fails in the same way: make the model and its inputs fit each other there."
+NO_RUN = (
+    "Without autopar it fails in the same way on tensors of these shapes without values: make the model and its inputs "
+    "fit each other there."
+)
+GROUPED = "torch traces grouped_mm of bfloat16 alone: cast both operands there, or multiply one group after the other."
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
     (re.compile("(?i)flex_?attention"), FLEX),
     (re.compile("(?i)nested|jagged|varlen|SymInt.{0,60}is not tracked with proxy", re.DOTALL), LENGTHS),
     (re.compile("entirely functional graph"), HELD),
     (re.compile("CausalBias"), CAUSAL_BIAS),
+    (re.compile("Expected inputs of BF16 type"), GROUPED),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
     (re.compile("Unsupported input type|functorch/issues/475"), OBJECT),
     (re.compile("_ctc_loss"), CTC),
