@@ -154,7 +154,7 @@ def make_known(value: Any) -> None:
     if isinstance(value, (list, tuple)):
         for part in value:
             make_known(part)
-    elif is_dataclass(value) and not isinstance(value, type):
+    elif is_record(value):
         kind = type(value)
         if kind not in pytree.SUPPORTED_NODES:
             pytree.register_pytree_node(
@@ -163,6 +163,11 @@ def make_known(value: Any) -> None:
             )  # fmt: skip
         for part in attributes(value).values():
             make_known(part)
+
+
+def is_record(value: Any) -> bool:
+    """Whether it is an object of a dataclass, which is taken apart; a module is not, whatever it is besides."""
+    return is_dataclass(value) and not isinstance(value, (type, nn.Module))
 
 
 def attributes(value: Any) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from autopar.errors import TraceError
-from autopar.trace.calls import attributes
+from autopar.trace.calls import attributes, is_record
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,6 @@ def _parts(value: Any) -> dict[str, Any] | None:
         return {f"[{key!r}]": part for key, part in value.items()}
     if isinstance(value, list | tuple):
         return {f"[{place}]": part for place, part in enumerate(value)}
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_record(value):
         return {f".{name}": part for name, part in attributes(value).items()}
     return None
