@@ -76,6 +76,7 @@ OWN_WORDS = {
     OBJECT: "it takes or gives an object of a class of its own",
     COLLECTIVE: "it calls a collective itself",
 }
+CLASS = re.compile("<class '([^']+)'>")
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
 
 
@@ -129,7 +130,8 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
         line = line_of(error)
         what = f"{line}: {type(error).__name__}: {reason}{end}"
         if advice in OWN_WORDS:  # what torch says is how to register a class
-            what = f"{line}: {OWN_WORDS[advice]}."
+            kind = CLASS.search(told) if advice == OBJECT else None
+            what = f"{line}: {OWN_WORDS[advice]}{f' ({kind[1]})' if kind else ''}."
         if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
             raise TraceError(f"the model does not run with its inputs, {inputs},{what} {NO_RUN}") from error
         if not advice:

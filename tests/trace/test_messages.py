@@ -251,3 +251,11 @@ def test_a_loss_that_torch_traces_wrong_is_refused() -> None:
         TraceError, match=r"multilabel_margin_loss at .*: compute that loss of what the parallel module"
     ):
         capture(model, (x,), {})
+
+
+@pytest.mark.parametrize(("given", "kind"), [(range(3), "range"), (torch.float32, "torch.dtype")], ids=str)
+def test_an_object_that_is_no_container_is_named_by_its_class(given: object, kind: str) -> None:
+    with pytest.raises(
+        TraceError, match=rf"takes or gives an object of a class of its own \({kind}\)\. Take and return"
+    ):
+        capture(Model(lambda x: x["x"].sum()), ({"x": torch.randn(2, 4), "more": given},), {})
