@@ -111,7 +111,7 @@ class _Watch(TorchFunctionMode):
                 f"forward takes gradients itself{line_here()}, and gradients of gradients are not built; "
                 "leave that term out of the loss, or train the model without autopar"
             )
-        self._refuse_what_is_not_traced(func, args)
+        self._refuse_what_is_not_traced(func, args, kwargs or {})
         args, kwargs = dense_lookup(func, args, kwargs or {})
         func = one_hot if func is nn.functional.one_hot else func
         result = self._result(func, args, kwargs)
@@ -119,7 +119,7 @@ class _Watch(TorchFunctionMode):
         self.known |= {id(one) for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}
         return result
 
-    def _refuse_what_is_not_traced(self, func: Any, args: Any) -> None:
+    def _refuse_what_is_not_traced(self, func: Any, args: Any, kwargs: Any) -> None:
         """A program has no hooks, and its parameters train or do not train as they did before the call."""
         if func in (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook):
             raise TraceError(
@@ -136,7 +136,8 @@ class _Watch(TorchFunctionMode):
                 f"forward sets .data of a tensor{line_here()}, which a program does not do: assign the new tensor to "
                 "the attribute (self.name = new), or change parameters outside of forward"
             )
-        if func in (REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_) and id(args[0]) in self.registered:
+        sets = func in (REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_) and id(args[0]) in self.registered
+        if sets and args[0].requires_grad != (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
             raise TraceError(
                 f"forward sets requires_grad of a parameter{line_here()}, which a program does not do; set it before "
                 "the call, or detach what is computed of it"

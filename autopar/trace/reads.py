@@ -123,7 +123,13 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
             reads.written[path, name] = before, value, _line_outside_torch()
         super(made, self).__setattr__(name, value)
 
-    body = {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
+    def __delattr__(self: Any, name: str) -> None:
+        super(made, self).__delattr__(name)
+        key = path_of.get(id(self), ""), name
+        if reads.is_open and key in reads.written and reads.written[key][0] is MISSING:
+            del reads.written[key]  # forward has put it there, and has taken it away
+
+    body = {"__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__}
     made: Any = type(kind.__name__, (Unannounced, kind), body)
     made.__qualname__, made.__module__ = kind.__qualname__, kind.__module__
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -201,3 +202,42 @@ class Counted(OneHot):
 def test_classes_that_nobody_counted(one: DeviceMesh) -> None:
     with pytest.raises(TraceError, match=r"one_hot at .*test_functions.py.* say how many: one_hot\(y, num_classes\)"):
         autopar.compile(Counted(), one)(torch.randn(4, 8), torch.tensor([0, 3, 1, 4]))
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(0.1 * torch.randn(5, 8))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.more
+
+
+class Parametrized(nn.Module):
+    """Forward puts something beside a weight, and takes it away again, as peft's LoRA of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.added = nn.Linear(8, 5), Added()
+        self.inner.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        was = self.inner.weight.requires_grad
+        nn.utils.parametrize.register_parametrization(self.inner, "weight", self.added)
+        self.inner.parametrizations.weight.original.requires_grad_(was)  # type: ignore[union-attr]
+        made = self.inner(x)
+        nn.utils.parametrize.remove_parametrizations(self.inner, "weight", leave_parametrized=False)
+        return made.square().mean()
+
+
+def test_requires_grad_may_be_set_to_what_it_is(one: DeviceMesh) -> None:
+    """And what forward has set and taken away again is no change behind it."""
+    plain = Parametrized()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        ours, wanted = parallel(x), plain(x)
+        near(ours, wanted, LOSS, "loss")
+        ours.backward(), wanted.backward()
+        same_gradients(plain, parallel)
+    assert len(parallel._autopar.prepared()) == 1 and "parametrizations" not in vars(parallel.inner)
