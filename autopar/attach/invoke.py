@@ -15,6 +15,7 @@ from autopar._compat import pytree
 from autopar.attach.hooks import refuse
 from autopar.attach.inputs import local_input, type_of
 from autopar.attach.outputs import is_by_rows, own_rows, whole_when_read
+from autopar.attach.placing import refuse_without_values
 from autopar.attach.programs import (
     Key,
     Prepared,
@@ -146,11 +147,7 @@ def _with_every_tangent(parallel: Any, prepared: Prepared, call: Call, key: Key,
 
 def _check(parameter: Tensor, node: Node, plan: Plan) -> None:
     """Raises where something was done to a parameter that the plan does not know of."""
-    if parameter.is_meta:
-        raise RuntimeError(
-            f"parameter {node.target} is on the meta device and has no values: "
-            "call to_empty(device=...) on the parallel module, then load or initialise its parameters"
-        )
+    refuse_without_values(node.target, parameter)
     layout, type = plan.choices[node.name].lies, plan.graph.stored_type(node)
     if not isinstance(parameter, DTensor) and is_whole(layout) and type_of(parameter) == type:
         return

@@ -80,6 +80,15 @@ def _is_plain(held: Tensor) -> bool:
     return isinstance(held, nn.Parameter) and not isinstance(held, DTensor)
 
 
+def refuse_without_values(name: str, parameter: Tensor) -> None:
+    """Raises RuntimeError for a parameter on the meta device."""
+    if parameter.is_meta:
+        raise RuntimeError(
+            f"parameter {name} is on the meta device and has no values: "
+            "call to_empty(device=...) on the parallel module, then load or initialise its parameters"
+        )
+
+
 def newcomers(parallel: nn.Module, state: State) -> dict[str, nn.Parameter]:
     """Parameters that nobody has laid out yet. Where the others are plain tensors, they have rank 0's values now, as
     new buffers have.
@@ -91,6 +100,8 @@ def newcomers(parallel: nn.Module, state: State) -> dict[str, nn.Parameter]:
         return {name: held for name, held in parallel.named_parameters() if getattr(held, "is_new", False)}
     held_by_name = [*parallel.named_parameters()]
     found = {name: one for name, one in held_by_name if _is_plain(one) and state.plain.get(id(one)) is not one}
+    for name, held in found.items():
+        refuse_without_values(name, held)
     with torch.inference_mode(False), torch.no_grad():
         for held in found.values():
             held.copy_(from_rank_zero(held.detach(), state.device_mesh))
