@@ -130,20 +130,26 @@ def _stacked(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Numbers of any stages as one plain tensor."""
     (given, *dim) = args
     if all(one.ndim == 0 for one in given) and pipe_among(given) is not None:
-        return op([one.full_tensor() if isinstance(one, DTensor) else one for one in given], *dim, **kwargs)
+        return op([*map(_everywhere_plain, given)], *dim, **kwargs)
     return torch.cat([one.unsqueeze(*dim or (0,)) for one in given], *dim)
 
 
 def _larger(op: Any, args: tuple[Tensor, Tensor], kwargs: dict[str, Any]) -> Tensor:
     """The larger of two numbers of any stages, or the smaller; of others, piece by piece where they lie alike."""
-    held = [one for one in args if isinstance(one, DTensor)]
-    first, *others = held
-    is_split = len(held) == 2 and not any(place.is_partial() for place in first.placements)
-    if first.ndim and is_split and all(one._spec == first._spec for one in others):
-        return over_pieces(
-            op(*(one.to_local() for one in held), **kwargs), first.shape, first.placements, first.device_mesh
-        )
-    return op(*(one.full_tensor() if isinstance(one, DTensor) else one for one in args), **kwargs)
+    one, other = args
+    if isinstance(one, DTensor) and isinstance(other, DTensor) and one.ndim and _lie_alike(one, other):
+        made = op(one.to_local(), other.to_local(), **kwargs)
+        return over_pieces(made, one.shape, one.placements, one.device_mesh)
+    return op(*map(_everywhere_plain, args), **kwargs)
+
+
+def _lie_alike(one: DTensor, other: DTensor) -> bool:
+    """Whether ranks hold the same pieces of both, and no terms."""
+    return one._spec == other._spec and not any(place.is_partial() for place in one.placements)
+
+
+def _everywhere_plain(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 # --- norms -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ is none of those that are here give zeros.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
@@ -54,15 +57,19 @@ def _takes(*operands: Tensor) -> bool:
     )  # fmt: skip
 
 
+def _groups(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Experts that have rows, and which; their number is read on the host."""
+    for expert, (first, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        if end > first:
+            yield expert, slice(first, end)
+
+
 @torch.library.custom_op("autopar::products_in_turn", mutates_args=())
 def products_in_turn(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`products`, one expert after the other."""
     made = rows.new_zeros(rows.shape[0], weight.shape[2])
-    first = 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > first:
-            torch.mm(rows[first:end], weight[expert], out=made[first:end])
-        first = end
+    for expert, own in _groups(ends):
+        torch.mm(rows[own], weight[expert], out=made[own])
     return made
 
 
@@ -70,11 +77,8 @@ def products_in_turn(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def weight_products_in_turn(rows: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     """`weight_products`, one expert after the other."""
     made = rows.new_zeros(ends.shape[0], rows.shape[1], grad.shape[1])
-    first = 0
-    for expert, end in enumerate(ends.tolist()):
-        if end > first:
-            torch.mm(rows[first:end].t(), grad[first:end], out=made[expert])
-        first = end
+    for expert, own in _groups(ends):
+        torch.mm(rows[own].t(), grad[own], out=made[expert])
     return made
 
 

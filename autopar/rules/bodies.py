@@ -22,10 +22,15 @@ from autopar.rules.builder import Body, Builder, Comm, Types, Value, Writer, sil
 # --- lookups: only one shard holds a row -----------------------------------------------------------------------------
 
 
+def _from_here(b: Builder, ids: Value) -> tuple[Value, int]:
+    """Ids counted from the start of this shard, and how many it has."""
+    w, size = Writer(b), b.factor_size // b.shards
+    return w.sub(ids, w.mul(b.shard_index(), size)), size
+
+
 def _mine(b: Builder, ids: Value) -> tuple[Value, Value]:
     """Ids counted from the start of this shard, and whether they fall into it."""
-    w, size = Writer(b), b.factor_size // b.shards
-    local = w.sub(ids, w.mul(b.shard_index(), size))
+    w, (local, size) = Writer(b), _from_here(b, ids)
     return local, w.bitwise_and(w.ge(local, 0), w.lt(local, size))
 
 
@@ -57,9 +62,8 @@ def masked_gather(b: Builder, node: Node, args: tuple[Any, ...]) -> Value:
 def my_experts(b: Builder, node: Node, args: tuple[Any, ...]) -> Value:
     """Rows of experts of other shards, whose numbers are none of this one's, are zeros and add nothing."""
     one, other, ids, last = args
-    w, size = Writer(b), b.factor_size // b.shards
-    mine = w.sub(ids, w.mul(b.shard_index(), size))
-    return b.call(node.op, one, other, mine, last if node.op == EXPERTS[0] else size)
+    local, size = _from_here(b, ids)
+    return b.call(node.op, one, other, local, last if node.op == EXPERTS[0] else size)
 
 
 IGNORED = -100

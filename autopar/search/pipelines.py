@@ -99,7 +99,7 @@ def pipeline_of(
         near = saving_less(start, limit, lambda held: whole_of(replace(asked, held=held)), clock, progress)
         made = [] if near is None else [ended(*near)]
         seen.extend(one.peak_bytes for one in made)
-        return [one for one in made if one.peak_bytes <= limit]
+        return _fitting(limit, *made)
 
     fitting = _fitting(limit, ended(cutting, cutting.first()))  # as the cut and the schedule alone make room
     roomy = cutting.for_what_stays(quickest) if moved else quickest
@@ -126,9 +126,9 @@ def pipeline_of(
     return min(fitting, key=lambda one: one.step_seconds)
 
 
-def _fitting(limit: float, found: Pipeline) -> list[Pipeline]:
-    """The pipeline, where it fits."""
-    return [found] if found.peak_bytes <= limit else []
+def _fitting(limit: float, *found: Pipeline) -> list[Pipeline]:
+    """Those that fit."""
+    return [one for one in found if one.peak_bytes <= limit]
 
 
 def _told(found: Pipeline) -> str:

@@ -133,11 +133,8 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
     make_known(value)
     leaves, spec = pytree.tree_flatten(value)
     if len(leaves) != 1 or leaves[0] is not value:  # a registered container
-        return (
-            type(value),
-            str(spec),
-            tuple(_key(part, f"{path}[{place}]", reading) for place, part in enumerate(leaves)),
-        )
+        parts = tuple(_key(part, f"{path}[{place}]", reading) for place, part in enumerate(leaves))
+        return type(value), str(spec), parts
     by_identity = type(value).__hash__ in (None, object.__hash__)
     if by_identity and not isinstance(value, (nn.Module, type, torch.ScriptObject)):
         raise ValueError(
@@ -183,8 +180,8 @@ def _taken_apart(value: Any) -> tuple[list[Any], tuple[str, ...]]:
 
 
 def _by_attribute(value: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-    held = attributes(value)
-    return [(pytree.GetAttrKey(name), part) for name, part in held.items()], tuple(held)
+    parts, names = _taken_apart(value)
+    return [(pytree.GetAttrKey(name), part) for name, part in zip(names, parts, strict=True)], names
 
 
 def _put_together(kind: type[Any], parts: Iterable[Any], names: Iterable[str]) -> Any:

@@ -111,8 +111,9 @@ class _Watch(TorchFunctionMode):
                 f"forward takes gradients itself{line_here()}, and gradients of gradients are not built; "
                 "leave that term out of the loss, or train the model without autopar"
             )
-        self._refuse_what_is_not_traced(func, args, kwargs or {})
-        args, kwargs = dense_lookup(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        self._refuse_what_is_not_traced(func, args, kwargs)
+        args, kwargs = dense_lookup(func, args, kwargs)
         func = one_hot if func is nn.functional.one_hot else func
         result = self._result(func, args, kwargs)
         self.results.append(result)

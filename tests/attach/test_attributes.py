@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.errors import TraceError
-from tests.processes.compare import LOSS, near, same_gradients
+from tests.processes.compare import LOSS, both_backward, near, same_gradients
 
 
 class Leaves(nn.Module):
@@ -59,10 +59,7 @@ def test_what_a_call_makes_and_later_ones_find_is_kept(one: DeviceMesh, what: st
     plain = Leaves(what)
     parallel = autopar.compile(plain, one)
     for _ in range(3):
-        x = torch.randn(4, 6)
-        ours, wanted = parallel(x), plain(x)
-        near(ours, wanted, LOSS, "loss")
-        ours.backward(), wanted.backward()
+        both_backward(plain, parallel, torch.randn(4, 6))
     same_gradients(plain, parallel)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar.errors import TraceError
-from tests.processes.compare import LOSS, near, same_gradients, same_steps
+from tests.processes.compare import LOSS, both_backward, near, same_gradients, same_steps
 
 
 class Reverse(torch.autograd.Function):
@@ -195,7 +195,7 @@ def test_a_class_that_is_none_is_an_error(one: DeviceMesh, wrong: int) -> None:
 
 
 class Counted(OneHot):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.inner(x) - nn.functional.one_hot(y)).square().mean()
 
 
@@ -224,7 +224,7 @@ class Parametrized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         was = self.inner.weight.requires_grad
         nn.utils.parametrize.register_parametrization(self.inner, "weight", self.added)
-        self.inner.parametrizations.weight.original.requires_grad_(was)  # type: ignore[union-attr]
+        self.inner.parametrizations.weight.original.requires_grad_(was)
         made = self.inner(x)
         nn.utils.parametrize.remove_parametrizations(self.inner, "weight", leave_parametrized=False)
         return made.square().mean()
@@ -235,9 +235,6 @@ def test_requires_grad_may_be_set_to_what_it_is(one: DeviceMesh) -> None:
     plain = Parametrized()
     parallel = autopar.compile(copy.deepcopy(plain), one)
     for _ in range(2):
-        x = torch.randn(4, 8)
-        ours, wanted = parallel(x), plain(x)
-        near(ours, wanted, LOSS, "loss")
-        ours.backward(), wanted.backward()
+        both_backward(plain, parallel, torch.randn(4, 8))
         same_gradients(plain, parallel)
     assert len(parallel._autopar.prepared()) == 1 and "parametrizations" not in vars(parallel.inner)

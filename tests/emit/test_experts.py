@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar._compat import FakeTensorMode
 from autopar.emit import experts, ops
 from autopar.ir.graph import Ref
 from autopar.ir.work import EXPERTS
@@ -67,8 +68,6 @@ def test_products_are_those_of_each_row(
     ids=str,
 )
 def test_torchs_kernel_takes_whole_strides_of_halves_on_cuda(dtype: torch.dtype, width: int, taken: bool) -> None:
-    from autopar._compat import FakeTensorMode
-
     with FakeTensorMode():
         rows = torch.empty(40, width, dtype=dtype, device="cuda")
         weight = torch.empty(6, 24, width, dtype=dtype, device="cuda").mT

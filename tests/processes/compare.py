@@ -65,6 +65,14 @@ def near(ours: Tensor, wanted: Tensor, relative: float, what: str, least: float 
     assert off <= relative * size + least, f"{what} is off by {off:.3g}, its largest entry is {size:.3g}"
 
 
+def both_backward(plain: nn.Module, parallel: nn.Module, *args: Tensor) -> None:
+    """Losses of one call are near, and backward of both has run."""
+    ours, wanted = parallel(*args), plain(*args)
+    near(ours, wanted, LOSS, "loss")
+    ours.backward()
+    wanted.backward()
+
+
 def same_gradients(plain: nn.Module, parallel: nn.Module) -> None:
     for name, parameter in plain.named_parameters():
         ours = parallel.get_parameter(name).grad
