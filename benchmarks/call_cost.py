@@ -2,7 +2,8 @@
 
 On one process, of a GPT-2 with 148 parameters: microseconds to read the call, to find its program again and to compare
 what it was traced with (the guards), to gather what the program reads, and to announce a step (a forward and its
-backward) to other ranks; beside one forward of the plain module.
+backward) to other ranks; and a step's forward, its backward and the optimizer beside those of the plain module, whose
+kernels have nearly nothing to do. That is what the host of a GPU works while it launches.
 Processor time of one thread, so that other work on the machine counts little.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import autopar
@@ -35,14 +37,28 @@ def microseconds(work: Callable[[], object], calls: int = CALLS) -> float:
     return median(times)
 
 
+def works_of(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> dict[str, Callable[[], object]]:
+    """What is timed of a model: name -> work."""
+
+    def step() -> None:
+        model.zero_grad()
+        model(**kwargs).loss.backward()
+
+    step()
+    optimizers = {kind: torch.optim.AdamW(model.parameters(), 1e-4, **{kind: True}) for kind in ("foreach", "fused")}
+    updates = {f"AdamW, {kind}": one.step for kind, one in optimizers.items()}
+    return {"forward": lambda: model(**kwargs), "forward, backward": step, **updates}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=12, n_embd=64, n_head=2, vocab_size=256, n_positions=64)
+    # attention that drops has a kernel on a GPU, and on a CPU none
+    config = GPT2Config(n_layer=12, n_embd=64, n_head=2, vocab_size=256, n_positions=64, attn_pdrop=0.0)
     model = GPT2LMHeadModel(config)
     ids = torch.randint(0, 256, (2, 16))
     mesh = autopar.init_mesh("cpu", data=1)
-    parallel = autopar.compile(model, mesh, example_kwargs={"input_ids": ids, "labels": ids})
+    parallel = autopar.compile(model, mesh)  # with an example its parameters on one rank would be plain tensors
     parallel(input_ids=ids, labels=ids)
     state, kwargs = parallel._autopar, {"input_ids": ids, "labels": ids}
     call = call_of(parallel, (), kwargs)
@@ -62,8 +78,11 @@ def main() -> None:
 
     print(f"announce a step        {microseconds(announced):8.1f} us, and each second")
     print(f"  tell where it is     {microseconds(lambda: state.watch._calls.report(1, None, ()).dumps()):8.1f} us")
-    print(f"plain forward          {microseconds(lambda: model(**kwargs), 5):8.1f} us")
-    print(f"parallel forward       {microseconds(lambda: parallel(**kwargs), 5):8.1f} us")
+    print("of a step              plain  parallel")
+    works = [works_of(one, kwargs) for one in (model, parallel)]
+    for name in works[0]:
+        plain_us, parallel_us = (microseconds(one[name], 5) for one in works)
+        print(f"{name:18}  {plain_us:8.1f}  {parallel_us:8.1f} us, {parallel_us / plain_us:.2f} times")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autopar._compat import dtensor_handlers
-from autopar.attach.tensors import is_elsewhere, over_pieces, whole_within
+from autopar.attach.tensors import is_elsewhere, piece_like, whole_within
 
 REDUCE = ("norm", "max", "powsum")  # give numbers, and not lists of what they take
 LISTS = ("_foreach_", "_fused_adam", "_fused_adagrad", "_fused_sgd")
@@ -67,18 +67,15 @@ def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return [_piece(one, like, op) for one, like in zip(cast("list[Any]", value), first, strict=True)]
         return whole_within(value) if isinstance(value, DTensor) else value
 
-    pieces = [one.to_local() if isinstance(one, DTensor) else one for one in first]
+    pieces = [one._local_tensor if isinstance(one, DTensor) else one for one in first]
     made = op(pieces, *map(local, args[1:]), **{key: local(value) for key, value in kwargs.items()})
     if made is None or changes:
         return None if made is None else first
-    return [
-        over_pieces(one, like.shape, like.placements, like.device_mesh) if isinstance(like, DTensor) else one
-        for one, like in zip(made, first, strict=True)
-    ]
+    return [piece_like(one, like) if isinstance(like, DTensor) else one for one, like in zip(made, first, strict=True)]
 
 
 def terms_in(held: Any) -> bool:
-    return isinstance(held, DTensor) and any(isinstance(one, Partial) for one in held.placements)
+    return isinstance(held, DTensor) and any(one.is_partial() for one in held.placements)
 
 
 def without_terms(held: Any) -> Any:
@@ -100,11 +97,11 @@ def _piece(held: Any, like: Any, op: Any) -> Any:
             told = f"{op} got mixed torch.Tensor {[*whole.shape]} and DTensor {[*piece.shape]}"
             raise RuntimeError(f"{told}, of which each rank has a piece")
         return without_terms(held).to_local() if isinstance(held, DTensor) else held
+    if held.placements == like.placements and held.shape == like.shape:  # of optimizers nearly always
+        return held._local_tensor
     more = like.ndim - held.ndim
     if more < 0 or any(size not in (1, like.shape[more + dim]) for dim, size in enumerate(held.shape)):
         raise RuntimeError(f"{op} got DTensor {[*held.shape]} beside DTensor {[*like.shape]} in its first list")
-    if held.placements == like.placements and held.shape == like.shape:
-        return held.to_local()
     wanted = [
         Shard(one.dim - more)
         if isinstance(one, Shard) and one.dim >= more and held.shape[one.dim - more] == like.shape[one.dim]

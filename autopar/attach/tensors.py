@@ -101,6 +101,15 @@ def over_pieces(local: Tensor, shape: Sequence[int], placements: Sequence[Any], 
     return made if is_here else DTensor(local, made._spec, requires_grad=False)
 
 
+def piece_like(local: Tensor, like: DTensor) -> DTensor:
+    """A DTensor over a piece that lies as that of another one, of whose spec it is made: `DTensor.from_local` takes a
+    step 0.1 ms for each parameter.
+    """
+    if local.dtype != like.dtype:
+        return over_pieces(local, like.shape, like.placements, like.device_mesh)
+    return DTensor(local, copy.copy(like._spec), requires_grad=False)
+
+
 def whole_parameter(parameter: nn.Parameter, device_mesh: DeviceMesh) -> nn.Parameter:
     """The parameter as a replicated DTensor over its own storage: what stands in a module until there is a plan.
 
@@ -242,8 +251,7 @@ def gradient_of(parameter: Tensor, local: Tensor | None) -> Tensor | None:
     """
     if local is None or not isinstance(parameter, DTensor):
         return local
-    # made of the parameter's own spec: `DTensor.from_local` costs a step 0.1 ms for each parameter
-    return DTensor(local.contiguous(), copy.copy(parameter._spec), requires_grad=False)
+    return piece_like(local.contiguous(), parameter)
 
 
 def relaid(local: Tensor, shape: Sequence[int], before: Layout, after: Layout, device_mesh: DeviceMesh) -> Tensor:

@@ -8,45 +8,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from autopar.emit.attention import KERNELS, Asked, kernel_for
 from autopar.emit.experts import picked, products, sorted_by_expert, weight_products
-from autopar.ir.equation import equation_of, read
+from autopar.ir.equation import read
 
 
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     """The product of `autopar.ir.equation`: one product of matrices (batched if a letter stands in all three), without
     copies of views.
     """
-    terms = read(equation) if torch.compiler.is_compiling() else equation_of(equation)  # Dynamo warns of caches
-    named = (*zip(terms.left, a.shape, strict=True), *zip(terms.right, b.shape, strict=True))
+    find = _product if torch.compiler.is_compiling() else _known_product  # Dynamo warns of caches
+    left, right, made, is_batched = find(equation, a.shape, b.shape)
+    a, b = _viewed(a, left), _viewed(b, right)
+    return _viewed(torch.bmm(a, b) if is_batched else torch.mm(a, b), made)
+
+
+# In turn, each left out where it would change nothing: a shape, an order of dims, another shape.
+_View = tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None]
+
+
+def _viewed(x: Tensor, view: _View) -> Tensor:
+    before, order, after = view
+    if before is not None:
+        x = x.reshape(before)
+    if order is not None:
+        x = x.permute(order)
+    return x if after is None else x.reshape(after)
+
+
+def _product(equation: str, a: Sequence[int], b: Sequence[int]) -> tuple[_View, _View, _View, bool]:
+    """How operands of these shapes become matrices, and their product the result; whether these are batches."""
+    terms = read(equation)
+    named = (*zip(terms.left, a, strict=True), *zip(terms.right, b, strict=True))
     size = {n: s for n, s in named if n != "1"}
-    flat_a, flat_b = (
-        _matrix(x, names, parts, size)
-        for x, names, parts in zip((a, b), (terms.left, terms.right), terms.parts, strict=True)
+    parts_a, parts_b = terms.parts
+    wanted = [n for n in terms.result if n != "1"]
+    shape = [size.get(n, 1) for n in terms.result]
+    return (
+        _matrix(list(a), terms.left, parts_a, size),
+        _matrix(list(b), terms.right, parts_b, size),
+        _view(_shape((terms.shared, terms.rows, terms.columns), size), terms.made, size, wanted, shape),
+        bool(terms.shared),
     )
-    product = torch.bmm(flat_a, flat_b) if terms.shared else torch.mm(flat_a, flat_b)
-    product = product.reshape([size[n] for n in terms.made])
-    wanted = tuple(n for n in terms.result if n != "1")
-    if wanted != terms.made:
-        product = product.permute([terms.made.index(n) for n in wanted])
-    if len(wanted) == len(terms.result):
-        return product
-    return product.reshape([size.get(n, 1) for n in terms.result])
 
 
-def _matrix(x: Tensor, names: Sequence[str], parts: Sequence[Sequence[str]], size: dict[str, int]) -> Tensor:
-    """x with its dims gathered into the given parts; a leading empty part (no batch) is left out."""
-    x = x.reshape([size[n] for n in names if n != "1"]) if "1" in names else x
+_known_product = lru_cache(maxsize=4096)(_product)  # emitted code asks at every call
+
+
+def _matrix(shape: list[int], names: Sequence[str], parts: Sequence[Sequence[str]], size: dict[str, int]) -> _View:
+    """Gathers the dims of a tensor into the given parts; a leading empty part (no batch) is left out."""
     have = [n for n in names if n != "1"]
-    want = [n for part in parts for n in part]
-    if want != have:
-        x = x.permute([have.index(n) for n in want])
+    return _view(shape, have, size, [n for part in parts for n in part], _shape(parts, size))
+
+
+def _shape(parts: Sequence[Sequence[str]], size: dict[str, int]) -> list[int]:
     shape = [math.prod([size[n] for n in part]) for part in parts]  # lists, as Dynamo breaks the graph at generators
-    return x.reshape(shape if parts[0] else shape[1:])
+    return shape if parts[0] else shape[1:]
+
+
+def _view(
+    before: list[int], have: Sequence[str], size: dict[str, int], wanted: Sequence[str], after: list[int]
+) -> _View:
+    """From a shape that has the dims `have`, as they are or gathered, to one that has them in the order `wanted`."""
+    if [*wanted] == [*have]:
+        return None, None, None if after == before else after
+    apart, order = [size[n] for n in have], [have.index(n) for n in wanted]
+    turned = [size[n] for n in wanted]
+    return None if apart == before else apart, order, None if after == turned else after
 
 
 def add_up(so_far: Sequence[Tensor], place: int, value: Tensor) -> None:
