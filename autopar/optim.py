@@ -300,7 +300,7 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
     def updated(value: Tensor, settings: Mapping[str, Any]) -> Tensor:
         parameter = nn.Parameter(value.clone())
-        twin = _twin_of(optimizer, settings, parameter, {})
+        twin = _twin_of(optimizer, settings, parameter, _as_it_begins(optimizer, settings, value))
         for power in (2, 3):
             parameter.grad = value**power
             twin.step()
@@ -310,6 +310,18 @@ def _is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
         return updated(whole, settings).allclose(torch.cat([updated(piece, settings) for piece in whole.chunk(2)]))
 
     return all(is_so(_settled(group)) for group in optimizer.param_groups)
+
+
+def _as_it_begins(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], value: Tensor) -> dict[str, Any]:
+    """States of a parameter of that value, where constructors make them (Adagrad's, before torch 2.13)."""
+    parameter = group["params"][0]
+    begun: dict[str, Any] = {}
+    for name, state in optimizer.state.get(parameter, {}).items():
+        if _is_like(state, parameter):
+            begun[name] = _local(state).flatten()[:1].sum().expand_as(value).clone()
+        else:
+            begun[name] = _twin(state) if isinstance(state, Tensor) else state
+    return begun
 
 
 def _settled(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,10 @@ from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.origins import Origins
 from autopar.trace.tables import dense_lookup, one_hot
 
+# They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
+CHECKING = {getattr(torch.linalg, name): name for name in ("cholesky", "inv", "ldl_factor", "lu_factor", "solve")}
+CHECKING |= {torch.inverse: "inv", torch.Tensor.inverse: "inv", torch.cholesky: "cholesky"}
+CHECKING |= {torch.Tensor.cholesky: "cholesky"}
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 DATA: Any = torch.Tensor.data
@@ -127,6 +131,8 @@ class _Watch(TorchFunctionMode):
                 f"forward registers a hook on a tensor{line_here()}, which a program would never call; scale or change "
                 "gradients in a torch.autograd.Function"
             )
+        if func in CHECKING:
+            raise checks_values(f"linalg.{CHECKING[func]}", line_here())
         if func is nn.functional.multilabel_margin_loss:
             raise TraceError(
                 f"torch traces multilabel_margin_loss{line_here()} as something else where labels end with -1 (its "
@@ -164,6 +170,14 @@ class _Watch(TorchFunctionMode):
 
     def _is_strange(self, value: torch.Tensor) -> bool:
         return id(value) not in self.known and value.requires_grad and value.is_leaf
+
+
+def checks_values(name: str, where: str) -> TraceError:
+    """What to say of an operator of torch that checks its operands."""
+    return TraceError(
+        f"torch.{name}{where} checks the values that it is given, and a program has no such checks: "
+        f"use torch.{name}_ex(...)[0], which does not"
+    )
 
 
 def _with_states_as_given(func: Any, args: Any, result: Any) -> Any:
