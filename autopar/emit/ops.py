@@ -29,7 +29,7 @@ def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
 
 
 # In turn, each left out where it would change nothing: a shape, an order of dims, another shape.
-_View = tuple[Sequence[int] | None, Sequence[int] | None, Sequence[int] | None]
+_View = tuple[list[int] | None, list[int] | None, list[int] | None]
 
 
 def _viewed(x: Tensor, view: _View) -> Tensor:
