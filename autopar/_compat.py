@@ -12,6 +12,7 @@ import torch
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._state_dict_utils as _state_dict_utils
 from torch._C._distributed_c10d import HashStore
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -47,6 +48,11 @@ def groups_like(name: str) -> list[list[int]]:
     """The ranks of each group that stands for the group of that name where one process plays all ranks."""
     ranks, offsets, _ = _prepare_collective_groups(group_named(name))
     return [[offset + rank for rank in ranks] for offset in offsets]
+
+
+def is_transforming() -> bool:
+    """Whether what runs now is within `torch.func.grad`, `vmap`, `jvp` or their like."""
+    return peek_interpreter_stack() is not None
 
 
 def total_norm() -> Any:
@@ -115,6 +121,7 @@ __all__ = [
     "global_forward_pre_hooks",
     "group_named",
     "groups_like",
+    "is_transforming",
     "named_dims",
     "pytree",
     "replace_distribute_tensors",

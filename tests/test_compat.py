@@ -150,6 +150,12 @@ def check_replace_distribute_tensors() -> None:
     assert seen == [({}, ["a"])] and _compat.distribute_tensors() is plain
 
 
+def check_is_transforming() -> None:
+    seen: list[bool] = []
+    torch.vmap(lambda x: (seen.append(_compat.is_transforming()), x)[1])(torch.ones(2, 2))
+    assert seen == [True] and not _compat.is_transforming()
+
+
 def check_total_norm() -> None:
     assert _compat.total_norm()([torch.tensor([3.0, 4.0])], 2.0, False, None).item() == 5.0
 

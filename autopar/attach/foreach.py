@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from autopar._compat import dtensor_handlers
+from autopar._compat import dtensor_handlers, replace_total_norm, total_norm
 from autopar.attach.tensors import is_elsewhere, piece_like, whole_within
 
 REDUCE = ("norm", "max", "powsum")  # give numbers, and not lists of what they take
@@ -33,6 +33,29 @@ def mend_lists() -> None:
 def mend_norms() -> None:
     """From now on norms of a list are of each by itself, on its own mesh."""
     dtensor_handlers.setdefault(NORMS, _norms)
+
+
+@functools.cache
+def mend_total_norm() -> None:
+    """From now on clipping takes plain gradients beside pieces: a parallel module may be part of what is trained."""
+    replace_total_norm(_of_both(total_norm()))
+
+
+def _of_both(plain: Any) -> Any:
+    @functools.wraps(plain)
+    def norm_of(
+        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        pieces = [one for one in given if isinstance(one, DTensor)]
+        if 0 < len(pieces) < len(given):
+            others = [one for one in given if not isinstance(one, DTensor)]
+            given = [
+                plain(pieces, norm_type, False, foreach).full_tensor(), plain(others, norm_type, False, foreach)
+            ]  # fmt: skip
+        return plain(given, norm_type, error_if_nonfinite, foreach)
+
+    return norm_of
 
 
 def _operators() -> Iterator[Any]:

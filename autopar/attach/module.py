@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import pytree
+from autopar._compat import is_transforming, pytree
 from autopar.attach import batches
 from autopar.attach.agree import text_from
+from autopar.attach.collectives import mend_collectives
 from autopar.attach.copies import alike, copied, copied_shallowly, hand_on, unpicklable, unshareable
 from autopar.attach.draws import draw_whole
 from autopar.attach.dtensors import mend_dtensors
 from autopar.attach.edits import mend_edits
-from autopar.attach.foreach import mend_lists
+from autopar.attach.foreach import mend_lists, mend_total_norm
 from autopar.attach.full_state import full_state, received_state
 from autopar.attach.inputs import local_input, settled, type_of
 from autopar.attach.invoke import invoke
@@ -80,6 +81,12 @@ class ParallelModule(nn.Module):
     @torch.compiler.disable  # the program is compiled already (backend=), and planning cannot be
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self._autopar
+        if is_transforming():
+            raise RuntimeError(
+                "a parallel module is called within a transform of torch.func (grad, vmap, jvp, jacrev), which its "
+                "program cannot take: call it outside (loss.backward() and torch.autograd.grad work), or transform the "
+                "plain model with full_state_dict() loaded into it"
+            )
         if state.inputs == "local":
             args, kwargs = self.from_local((args, kwargs))
         call = call_of(self, args, kwargs)
@@ -285,7 +292,9 @@ def attach(
     """
     share_infinities()
     mend_dtensors()
+    mend_collectives()
     mend_lists()
+    mend_total_norm()
     mend_edits()
     mend_losses()
     mend_mixed()

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
+from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
@@ -23,9 +24,18 @@ from autopar.trace.origins import Origins
 from autopar.trace.tables import dense_lookup, one_hot
 
 # They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
-CHECKING = {getattr(torch.linalg, name): name for name in ("cholesky", "inv", "ldl_factor", "lu_factor", "solve")}
+CHECKING: dict[Any, str] = {
+    getattr(torch.linalg, name): name for name in ("cholesky", "inv", "ldl_factor", "lu_factor", "solve")
+}
 CHECKING |= {torch.inverse: "inv", torch.Tensor.inverse: "inv", torch.cholesky: "cholesky"}
 CHECKING |= {torch.Tensor.cholesky: "cholesky"}
+REPLACED = {
+    nn.functional.one_hot: one_hot,
+    torch.cov: cov,
+    torch.Tensor.cov: cov,
+    torch.corrcoef: corrcoef,
+    torch.Tensor.corrcoef: corrcoef,
+}
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 DATA: Any = torch.Tensor.data
@@ -118,7 +128,7 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         self._refuse_what_is_not_traced(func, args, kwargs)
         args, kwargs = dense_lookup(func, args, kwargs)
-        func = one_hot if func is nn.functional.one_hot else func
+        func = REPLACED.get(func, func)
         result = self._result(func, args, kwargs)
         self.results.append(result)
         self.known |= {id(one) for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}
@@ -130,6 +140,11 @@ class _Watch(TorchFunctionMode):
             raise TraceError(
                 f"forward registers a hook on a tensor{line_here()}, which a program would never call; scale or change "
                 "gradients in a torch.autograd.Function"
+            )
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            raise TraceError(
+                f"forward draws from a torch.Generator{line_here()}, which a program cannot go on with: leave "
+                "generator= out, or make what is to be the same in each call a buffer"
             )
         if func in CHECKING:
             raise checks_values(f"linalg.{CHECKING[func]}", line_here())

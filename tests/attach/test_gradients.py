@@ -120,6 +120,27 @@ def test_gradients_within_forward_are_refused_and_leaves_there_are_not(one: Devi
     assert wanted["x"].grad is None
 
 
+TRANSFORMS: dict[str, Callable[[nn.Module, dict[str, Tensor], Tensor], Any]] = {
+    "grad": lambda model, own, x: torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)).sum())(own),
+    "vmap": lambda model, own, x: torch.vmap(model)(x[:, None]),
+    "jvp": lambda model, own, x: torch.func.jvp(model, (x,), (x,)),
+    "jacrev": lambda model, own, x: torch.func.jacrev(model)(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # jvp's own
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_transforms_of_functions_are_refused(one: DeviceMesh, name: str, is_planned: bool) -> None:
+    """They ended in torch's words about tensors that have no storage."""
+    x, parallel = torch.randn(4, 8), autopar.compile(nn.Linear(8, 2), one)
+    if is_planned:
+        parallel(x)
+    own = {name: value.detach() for name, value in parallel.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"called within a transform of torch.func .* call it outside"):
+        TRANSFORMS[name](parallel, own, x)
+
+
 class Heads(nn.Module):
     """Two heads upon one body, of which a user trains now the one, now the other; and a number beside them."""
 

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
+import autopar
 from autopar.optim import Whole
 from tests.processes.boundary import POLICIES, _batch, _both, _compiled, _net
 from tests.processes.compare import near, same_state
 from tests.processes.errors import refused
 from tests.processes.worker import Ranks
+from tests.support.machines import FAST
 
 
 class Lamb(torch.optim.Optimizer):
@@ -226,3 +230,50 @@ def check_whole_copies_do_what_is_done_to_the_optimizer(ranks: Ranks) -> None:
             optimizer.scaled(0.5)
         same_state(models[0], models[1])
         steps(optimizers=others)
+
+
+def check_clipping_of_a_module_and_what_is_plain_around_it(ranks: Ranks) -> None:
+    """A compiled trunk under a plain head, all of it clipped at once: torch refused to mix them."""
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)).double()
+    head = nn.Linear(4, 2).double()
+    parallel = autopar.compile(copy.deepcopy(trunk), ranks.mesh(), hardware=FAST)
+    models = nn.Sequential(trunk, head), nn.Sequential(parallel, copy.deepcopy(head))
+    optimizers = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
+    for p, most in ((2.0, 0.1), (float("inf"), 0.05), (1.0, 1e3)):
+        x = torch.randn(16, 16, dtype=torch.float64)
+        norms: list[Tensor] = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), most, p))
+            optimizer.step()
+        assert not isinstance(norms[1], DTensor)
+        near(norms[1], norms[0], 1e-12, f"norm of order {p}")
+        for name, wanted in models[0].named_parameters():
+            near(models[1].get_parameter(name), wanted, 1e-12, f"{name} clipped by the norm of order {p}")
+    assert any(not all(one.is_replicate() for one in p.placements) for p in parallel.parameters())
+    models[1][1].weight.grad = torch.full_like(models[1][1].weight, torch.nan)
+    refused(
+        RuntimeError,
+        "The total norm of order 2.0 for gradients from `parameters` is non-finite",
+        lambda: nn.utils.clip_grad_norm_(models[1].parameters(), 1.0, error_if_nonfinite=True),
+    )
+
+
+def check_collectives_of_a_script_say_what_to_do(ranks: Ranks) -> None:
+    parallel = autopar.compile(nn.Linear(16, 4), ranks.mesh(), hardware=FAST)
+    parallel(torch.randn(8, 16)).sum().backward()
+    gradient, room = parallel.weight.grad, torch.zeros(4, 16)
+    calls: dict[str, Callable[[], Any]] = {
+        "allreduce_": lambda: dist.all_reduce(gradient),
+        "broadcast_": lambda: dist.broadcast(parallel.weight.detach(), 0),
+        "allgather_": lambda: dist.all_gather([room] * ranks.count, gradient),
+        "_allgather_base_": lambda: dist.all_gather_into_tensor(torch.zeros(ranks.count * 4, 16), gradient),
+        "reduce_": lambda: dist.reduce(gradient, 0),
+        "gather_": lambda: dist.gather(gradient, [room] * ranks.count if ranks.rank == 0 else None),
+    }
+    for name, call in calls.items():
+        refused(RuntimeError, rf"^c10d\.{name}\.default was given a DTensor, .* leave out what averages them", call)
+    around = nn.Sequential(parallel)
+    refused(RuntimeError, "leave out .* DistributedDataParallel around what", lambda: DistributedDataParallel(around))

@@ -57,6 +57,8 @@ FIRST = {
     "norms": ["local_ones_are_those_of_ddp"],
     "operators": ["gradient_scaling"],
     "optimizers": [
+        "clipping_of_a_module_and_what_is_plain_around_it",
+        "collectives_of_a_script_say_what_to_do",
         "one_number_of_all_parameters_is_the_same_on_every_rank",
         "what_dtensors_do_not_run_says_what_does",
         "whole_copies_see_what_is_written",

@@ -223,7 +223,7 @@ def test_an_operator_that_does_not_check_its_operands_is_traced(name: str) -> No
     graph_of(capture(Model(lambda x: checks_not(x @ x.T + torch.eye(4))[0] @ x), (torch.randn(4, 4),), {}))
 
 
-@pytest.mark.parametrize("call", ["gathered", "summed", "gathered for autograd", "sent"])
+@pytest.mark.parametrize("call", ["gathered", "a number", "summed", "gathered for autograd", "sent"])
 def test_a_collective_of_forward_is_refused(call: str) -> None:
     """It gathered the whole batch once for each rank: another loss, without a word."""
 
@@ -231,6 +231,11 @@ def test_a_collective_of_forward_is_refused(call: str) -> None:
         every = [torch.zeros_like(x) for _ in range(2)]
         dist.all_gather(every, x)
         return torch.cat(every)
+
+    def a_number(x: Tensor) -> Tensor:  # gloo's own words for it say nothing of a collective
+        every = [torch.tensor(0) for _ in range(2)]
+        dist.all_gather(every, torch.tensor(x.shape[0]))
+        return x * every[0]
 
     def summed(x: Tensor) -> Tensor:
         total = x.clone()
@@ -245,12 +250,29 @@ def test_a_collective_of_forward_is_refused(call: str) -> None:
     def for_autograd(x: Tensor) -> Tensor:
         return torch.cat(torch.distributed.nn.all_gather(x))
 
-    calls = {"gathered": gathered, "summed": summed, "gathered for autograd": for_autograd, "sent": sent}
+    calls = {
+        "gathered": gathered,
+        "a number": a_number,
+        "summed": summed,
+        "gathered for autograd": for_autograd,
+        "sent": sent,
+    }
     with (
         fake_ranks(Mesh(("data",), (2,))),
         pytest.raises(TraceError, match=r"calls a collective itself.*leave the collective out where the model runs"),
     ):
         capture(Model(calls[call]), (torch.randn(2, 4),), {})
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_numbers_of_a_generator_are_refused(is_held: bool) -> None:
+    held = torch.Generator().manual_seed(0)
+
+    def drawn(x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=held if is_held else torch.Generator().manual_seed(0))
+
+    with pytest.raises(TraceError, match=r"forward draws from a torch.Generator at .*: leave generator= out, or make"):
+        capture(Model(drawn), (torch.randn(2, 4),), {})
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
