@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.configurations import FEW, own_names
 from autopar.trace.reads import CONTAINERS, MISSING, SCALARS, Cell, Reads, is_users_class, snapshot
@@ -182,7 +183,7 @@ def refuse_carried(reads: Reads, before: Sequence[Mapping[tuple[str, str], tuple
     for place, (was, after, line) in reads.written.items():
         if place not in reads.attributes:
             continue
-        carried = isinstance(was, Tensor) and isinstance(after, Tensor)
+        carried = has_tensors(was) and has_tensors(after)
         for writes in before:
             earlier = writes.get(place)
             if earlier is not None and _is_number(was) and _is_number(after):
@@ -193,6 +194,10 @@ def refuse_carried(reads: Reads, before: Sequence[Mapping[tuple[str, str], tuple
                 "value would need a program of its own; make it a buffer (register_buffer) that forward writes with "
                 "copy_, change it outside forward, or pass it as an argument"
             )
+
+
+def has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _is_number(value: Any) -> bool:

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import pytree
 from autopar.attach import hooks
 from autopar.attach.agree import agreed
 from autopar.attach.batches import SameBatches, batch_dims_of, tell_other_rows
-from autopar.attach.guards import Guards, guards_of, refuse_carried
+from autopar.attach.guards import Guards, guards_of, has_tensors, refuse_carried
 from autopar.attach.host_parameters import resident
 from autopar.attach.inputs import type_of
 from autopar.attach.pipe import Pipe
@@ -350,7 +349,7 @@ def _prepared(
     sets = [
         (vars(modules[path]), name, after)
         for (path, name), (_, after, _) in captured.reads.written.items()
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(after))
+        if not has_tensors(after)
     ]
     guards = guards_of(captured.reads, parallel)
     hooked = hooks.hooked(parallel)

@@ -120,9 +120,12 @@ def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int, loss:
 
 
 def _own_outputs(exported: torch.export.ExportedProgram) -> int:
-    """How many outputs are the model's own: the last leaves of a `Returned` are tensors that forward keeps."""
-    returned = exported.call_spec.out_spec
-    return 0 if returned is None else returned.num_leaves - len(returned.context)
+    """How many outputs are the model's own: the last leaves of a `Returned` are what forward keeps."""
+    spec = exported.call_spec.out_spec
+    if spec is None:
+        return 0
+    returned = pytree.tree_unflatten([*range(spec.num_leaves)], spec)
+    return spec.num_leaves - len(pytree.tree_leaves([*returned.kept.values()]))
 
 
 def _loss_by_name(exported: torch.export.ExportedProgram) -> int | None:

@@ -16,6 +16,8 @@ from torch import nn
 from autopar.errors import PlanMismatch, TraceError
 from autopar.trace.closures import look_at_copies, with_parts
 
+REGISTERED = ("_parameters", "_buffers", "_modules")
+
 
 def check_names(model: nn.Module) -> None:
     """torch.fx writes the names of modules into code between quotes, as they are. Raises TraceError for names that are
@@ -145,8 +147,18 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 def computed_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Attributes that hooks compute from parameters before each forward (weight norm, pruning): they belong to a graph
-    of autograd, which cannot be copied, and what they are now is not read again.
+    """Attributes that hooks compute from parameters before each forward (weight norm, pruning), or forward keeps, alone
+    or in containers: they belong to a graph of autograd, which cannot be copied, and what they are now is not read
+    again.
     """
-    held = [value for module in model.modules() for value in vars(module).values()]
-    return [value for value in held if isinstance(value, torch.Tensor) and not value.is_leaf]
+    own = (vars(module).items() for module in model.modules())
+    left: list[Any] = [value for items in own for name, value in items if name not in REGISTERED]
+    found, seen = list[torch.Tensor](), set[int]()
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor) and not value.is_leaf:
+            found.append(value)
+        elif type(value) in (list, tuple, dict) and id(value) not in seen:  # it may hold itself
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return found

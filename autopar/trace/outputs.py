@@ -24,10 +24,12 @@ from autopar.trace.reads import MISSING, Reads
 
 @dataclass(frozen=True)
 class Returned:
-    """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules."""
+    """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules, or
+    lists, tuples and dicts of some.
+    """
 
     outputs: Any
-    kept: dict[tuple[str, str], Tensor]
+    kept: dict[tuple[str, str], Any]
 
 
 def _together(parts: Any, names: Any) -> Returned:
@@ -83,15 +85,15 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
                 f"forward changes what is in {changed[0]} (a list, dict or set), which a program does not do again at "
                 "every call; return the values instead, or set an attribute to them"
             )
-        kept: dict[tuple[str, str], Tensor] = {}
+        kept: dict[tuple[str, str], Any] = {}
         for (path, name), (before, after, _) in reads.written.items():
-            if isinstance(after, Tensor):
+            if _is_kept(after):
                 kept[path, name] = after
                 attributes = vars(modules[path])  # the trace shall not see that it was set
                 attributes.pop(name, None)
                 if before is not MISSING:
                     attributes[name] = before
-            elif any(isinstance(x, Tensor) and not isinstance(x, nn.Parameter) for x in pytree.tree_leaves(after)):
+            elif any(map(_is_made, pytree.tree_leaves(after))):
                 raise TraceError(
                     f"forward keeps tensors in {'.'.join(('self', *filter(None, (path, name))))}, a "
                     f"{type(after).__name__}; return them, or keep each as an attribute of its own"
@@ -99,6 +101,19 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         return Returned(outputs, kept)
 
     model.forward = returned
+
+
+def _is_made(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether it is a tensor, or a list, tuple or dict with some in it and nothing else that has parts."""
+    if isinstance(value, Tensor):
+        return True
+    leaves = pytree.tree_leaves(value, is_leaf=lambda part: type(part) not in (list, tuple, dict))
+    plain = (Tensor, bool, int, float, str, type(None))
+    return any(map(_is_made, leaves)) and all(isinstance(part, plain) for part in leaves)
 
 
 def _without_caches(value: Any, notes: list[str]) -> Any:

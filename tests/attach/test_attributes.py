@@ -48,13 +48,20 @@ class Leaves(nn.Module):
                 made = made / self.mask
             case "what it saw":
                 self.seen.append(made.detach())
+            case "a list that grows":
+                self.seen = [*self.seen, made.detach().mean(0)]
+                made = made * self.seen[0]
+            case "grids":
+                if not self.seen or len(self.seen[0]) != len(x):
+                    self.seen = [torch.linspace(start, 1, len(x)) for start in (0.2, 0.5)]
+                made = made * self.seen[0][:, None] + self.seen[1][:, None]
             case "noise":
                 self.mask = torch.randn(6)
                 made = made * self.mask
         return made.square().sum()
 
 
-@pytest.mark.parametrize("what", ["a mask of the length", "the longest length", "a first batch"])
+@pytest.mark.parametrize("what", ["a mask of the length", "the longest length", "a first batch", "grids"])
 def test_what_a_call_makes_and_later_ones_find_is_kept(one: DeviceMesh, what: str) -> None:
     plain = Leaves(what)
     parallel = autopar.compile(plain, one)
@@ -70,6 +77,7 @@ def test_what_a_call_makes_and_later_ones_find_is_kept(one: DeviceMesh, what: st
         ("a decay", "state"),
         ("a counter", "calls"),
         ("a counter of tensors", "mask"),
+        ("a list that grows", "seen"),
     ],
 )
 def test_what_calls_build_on_is_refused(one: DeviceMesh, what: str, name: str) -> None:
@@ -91,6 +99,43 @@ def test_what_forward_draws_and_keeps_is_there_after_every_call(one: DeviceMesh)
         parallel(torch.randn(4, 6))
         kept.append(parallel.mask)
     assert kept[0].shape == (6,) and not kept[0].equal(kept[1])
+
+
+class Shows(nn.Module):
+    """Keeps what its layers made for whoever looks at it, in a new list at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.made = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            self.made.append(x)
+        self.told = {"layers": len(self.made), "means": (x.mean().detach(), [x.mean(0), None])}
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("micro_batches", [None, 2])
+def test_lists_of_tensors_that_forward_keeps_are_there_after_every_call(
+    one: DeviceMesh, micro_batches: int | None
+) -> None:
+    plain = Shows().double()
+    parallel = autopar.compile(plain, one, micro_batches=micro_batches)
+    for rows in (4, 4, 8):
+        x = torch.randn(rows, 6, dtype=torch.float64)
+        for model in (plain, parallel):
+            model.zero_grad()
+            loss = model(x)
+            (loss if micro_batches else loss + model.made[1].square().sum()).backward()
+        assert type(parallel.made) is list and type(parallel.told["means"]) is tuple
+        assert len(parallel.made) == 3 and parallel.told["layers"] == 3 and parallel.told["means"][1][1] is None
+        pairs = zip(parallel.made, plain.made, strict=True)
+        for ours, theirs in (*pairs, (parallel.told["means"][1][0], plain.told["means"][1][0])):
+            near(ours, theirs, 1e-12, "what is kept")
+        near(parallel.told["means"][0], plain.told["means"][0], 1e-12, "a number that is kept")
+        same_gradients(plain, parallel)
 
 
 class Named(nn.Linear):
