@@ -2,12 +2,14 @@
 
 torch (2.11 to 2.13) draws the same numbers into every piece of a DTensor on CPUs, and where ranks are seeded
 differently other ones into copies of one piece. Noise on gradients, weights that are initialised anew and dropped
-connections are then no random numbers any more. Here the whole tensor is drawn on every rank, from a seed that rank 0
-draws, and cut.
+connections are then no random numbers any more. Here the whole tensor is drawn on every rank as rank 0's generator
+draws it, and cut: of equal seeds come the numbers of one process.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,19 +38,13 @@ def draw_whole() -> None:
 def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     held: Any = args[0]
     mesh, placements = held.device_mesh, held.placements
-    seed = torch.randint(2**31, (), device=held.to_local().device)
-    if mesh.size() > 1:
-        dist.broadcast(seed, 0)
-    if is_elsewhere(held):  # drawn by the ranks of that stage, from a seed that is drawn here, too
-        if op._schema.is_mutable:
-            return held
-        like = {name: value for name, value in kwargs.items() if name not in ("memory_format", "device")}
-        return _nothing(op(torch.empty(held.shape, dtype=held.dtype, device="meta"), *args[1:], **like), held)
-    whole = whole_within(held.detach())
-    devices = [whole.get_device()] if whole.is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices):
-        torch.manual_seed(int(seed))
-        drawn = op(whole, *args[1:], **{name: value for name, value in kwargs.items() if name != "memory_format"})
+    elsewhere, device = is_elsewhere(held), held.to_local().device
+    given = {name: value for name, value in kwargs.items() if name != "memory_format"}
+    whole = torch.zeros(held.shape, dtype=held.dtype, device=device) if elsewhere else whole_within(held.detach())
+    with torch.no_grad(), _as_rank_zero(device, alone=mesh.size() == 1):
+        drawn = op(whole, *args[1:], **given)
+    if elsewhere:  # what the ranks of that stage have; generators go on alike
+        return held if op._schema.is_mutable else _nothing(drawn, held)
     pieces = tuple(
         distribute_tensor(one, mesh, [*map(_own, placements)], src_data_rank=None)
         for one in (drawn if isinstance(drawn, tuple) else (drawn,))
@@ -57,6 +53,29 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         held.to_local().copy_(pieces[0].to_local())
         return held
     return pieces if isinstance(drawn, tuple) else pieces[0]
+
+
+@contextlib.contextmanager
+def _as_rank_zero(device: torch.device, *, alone: bool) -> Iterator[None]:
+    """Inside, numbers are those that rank 0's generator gives next. A rank whose own was in the same state goes on as
+    rank 0's; any other goes on from where it was, a number later.
+    """
+    index = device.index if device.index is not None else torch.cuda.current_device() if device.type == "cuda" else 0
+    generator = torch.cuda.default_generators[index] if device.type == "cuda" else torch.default_generator
+    mine = generator.get_state()
+    state = mine.to(device, copy=True)
+    if not alone:
+        dist.broadcast(state, 0)
+    if torch.equal(state.cpu(), mine):
+        yield
+        return
+    torch.randint(2**31, (), device=device)
+    after = generator.get_state()
+    generator.set_state(state.cpu())
+    try:
+        yield
+    finally:
+        generator.set_state(after)
 
 
 def _nothing(drawn: Any, held: Any) -> Any:

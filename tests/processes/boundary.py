@@ -190,6 +190,36 @@ def check_penalties_outside_of_the_model(ranks: Ranks) -> None:
             assert f"{norms[0]:.3f}" == f"{norms[1]:.3f}"
 
 
+def check_one_seed_gives_the_numbers_of_one_process(ranks: Ranks) -> None:
+    """Weights that are initialised anew before and behind the first call, noise, and what is drawn after them."""
+
+    def drawn(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(11)
+        found = list[Tensor]()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                nn.init.trunc_normal_(parameter, std=2.0)
+                parameter.mul_(functional.dropout(torch.ones_like(parameter), 0.2))
+                found += [whole(parameter.detach()).clone(), whole(torch.randn_like(parameter))]
+        return [*found, torch.rand(3)]
+
+    x, y, _ = _batch()
+    for policy in POLICIES:
+        plain = _net()
+        parallel = _compiled(ranks, plain, policy, x, y)
+        for _ in range(2):
+            for ours, theirs in zip(drawn(parallel), drawn(plain), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+            parallel(x, y)
+        torch.manual_seed(20 + ranks.rank)
+        nn.init.normal_(parallel.a.weight)
+        own = torch.rand(3)
+        theirs = own.clone()
+        dist.broadcast(theirs, 0)
+        assert own.equal(theirs) == (ranks.rank == 0)  # seeds of their own stay their own
+        _agree(ranks, parallel.a.weight, "a weight drawn under several seeds")
+
+
 def check_random_numbers_outside_of_the_model(ranks: Ranks) -> None:
     """Each number its own, equal on all ranks, whatever their seeds."""
     x, y, _ = _batch()

@@ -267,7 +267,10 @@ def check_what_scripts_make_of_each_gradient(ranks: Ranks) -> None:
                 whole(make(ours.grad)), make(theirs.grad), msg=lambda why, told=told: f"{told}: {why}"
             )
         with torch.no_grad():
+            torch.manual_seed(theirs.numel())
             noise, before = torch.randn_like(ours.grad), whole(ours.grad).clone()
+            torch.manual_seed(theirs.numel())
+            torch.testing.assert_close(whole(noise), torch.randn_like(theirs.grad), rtol=0, atol=0)
             ours.grad.add_(noise)
             torch.testing.assert_close(whole(ours.grad) - before, whole(noise))
             nn.init.normal_(ours, std=3.0)

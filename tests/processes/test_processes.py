@@ -21,6 +21,7 @@ FIRST = {
         "anomalies_are_found_on_all_ranks",
         "every_output_has_its_gradient",
         "losses_of_rows_that_a_mask_picks",
+        "one_seed_gives_the_numbers_of_one_process",
         "other_batches_on_each_rank_are_refused",
         "parts_of_each_rank_are_the_whole_batch",
         "seeds_of_ranks_do_not_matter",
