@@ -45,7 +45,9 @@ X_OF_MASK = (
 )
 INSTEAD = {  # function -> what to write in its place
     "_pack_padded_sequence": "give the RNN the padded batch: in one direction its outputs up to each length are the "
-    "same; take the last one with gather, and mask those behind it"
+    "same; take the last one with gather, and mask those behind it",
+    "repeat_interleave": "say how long it becomes: output_size=, the sum of the repeats",
+    "bincount": "count with torch.nn.functional.one_hot(x, classes).sum(0)",
 }
 
 

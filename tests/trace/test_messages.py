@@ -264,6 +264,31 @@ def test_a_collective_of_forward_is_refused(call: str) -> None:
         capture(Model(calls[call]), (torch.randn(2, 4),), {})
 
 
+REPEATS = torch.tensor([2, 0, 1, 1])
+SIZES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], str]] = {
+    "repeats": (
+        lambda x: torch.repeat_interleave(x, REPEATS, dim=1),
+        lambda x: torch.repeat_interleave(x, REPEATS, dim=1, output_size=4),
+        "say how long it becomes: output_size=",
+    ),
+    "counts": (
+        lambda x: torch.bincount((x[:, 0] > 0).long(), minlength=4) * x,
+        lambda x: nn.functional.one_hot((x[:, 0] > 0).long(), 4).sum(0) * x,
+        r"count with torch\.nn\.functional\.one_hot",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_said_of_sizes_that_hang_on_values_helps(name: str) -> None:
+    refused, instead, told = SIZES[name]
+    with pytest.raises(TraceError, match=rf"depends on values at .*, and a program has one shape; {told}"):
+        capture(Model(refused), (torch.randn(2, 4),), {})
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(instead(x), refused(x))
+    graph_of(capture(Model(instead), (x,), {}))
+
+
 @pytest.mark.parametrize("is_held", [False, True])
 def test_numbers_of_a_generator_are_refused(is_held: bool) -> None:
     held = torch.Generator().manual_seed(0)
