@@ -5,7 +5,9 @@ Tried on torch 2.11.0, 2.12.0, 2.12.1 and 2.13.0. Each entry is executed by test
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_
 from torch.nn.utils import clip_grad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # Without `functional_collectives` imported, a raw `_c10d_functional` op that meets autograd gives silently wrong
 # gradients.
@@ -53,6 +55,13 @@ def groups_like(name: str) -> list[list[int]]:
 def is_transforming() -> bool:
     """Whether what runs now is within `torch.func.grad`, `vmap`, `jvp` or their like."""
     return peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
+    """Within it functions of torch compute, whatever traces them around it."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
 
 
 def total_norm() -> Any:
@@ -123,6 +132,7 @@ __all__ = [
     "groups_like",
     "is_transforming",
     "named_dims",
+    "outside_modes",
     "pytree",
     "replace_distribute_tensors",
     "replace_named_dims",

@@ -156,6 +156,13 @@ def check_is_transforming() -> None:
     assert seen == [True] and not _compat.is_transforming()
 
 
+def check_outside_modes() -> None:
+    with _compat.FakeTensorMode():
+        assert isinstance(torch.ones(2), _compat.FakeTensor)
+        with _compat.outside_modes():
+            assert torch.ones(2).sum().item() == 2
+
+
 def check_total_norm() -> None:
     assert _compat.total_norm()([torch.tensor([3.0, 4.0])], 2.0, False, None).item() == 5.0
 

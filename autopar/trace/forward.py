@@ -18,6 +18,7 @@ from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
+from autopar.trace.literals import Literals
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.origins import Origins
@@ -109,7 +110,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, known: set[int]) -> None:
         super().__init__()
         self.known, self.registered = known, frozenset(known)
-        self.origins = Origins()
+        self.origins, self.literals = Origins(), Literals()
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.uniform = set[int]()  # ids of what torch.rand drew
 
@@ -131,6 +132,8 @@ class _Watch(TorchFunctionMode):
         self._refuse_what_is_not_traced(func, args, kwargs)
         args, kwargs = dense_lookup(func, args, kwargs)
         func = REPLACED.get(func, func)
+        if (answer := self.literals.answer(func, args, kwargs)) is not None:
+            return answer.value
         result = self._result(func, args, kwargs)
         self.results.append(result)
         self.known |= {id(one) for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}
@@ -174,6 +177,7 @@ class _Watch(TorchFunctionMode):
             return torch.tensor(False)  # of what is drawn from [0, 1): a layer that is skipped with chance 0
         result = _with_states_as_given(func, args, func(*args, **kwargs))
         self.origins.made(func, args, kwargs, result)
+        self.literals.made(func, args, kwargs, result)
         if func is torch.rand and not result.ndim:
             self.uniform.add(id(result))
         for value in pytree.tree_leaves(result):

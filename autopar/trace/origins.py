@@ -14,6 +14,13 @@ _PURE = """
 PURE = frozenset(_PURE.split())  # they give the same again from the same
 
 
+def writes_in_place(name: str, kwargs: Any) -> bool:
+    """Whether a function of torch of that name writes to its first argument, or to what it is given as `out`."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_") or "out" in kwargs
+
+
 class Origins:
     """Numbers of values: equal ones are the same function of the same. What is written to in place forgets them all."""
 
@@ -36,7 +43,7 @@ class Origins:
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
         name = str(getattr(func, "__name__", func))
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs:
+        if writes_in_place(name, kwargs):
             self.forget()
         elif name.strip("_") in PURE and isinstance(result, torch.Tensor):
             try:

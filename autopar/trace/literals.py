@@ -1,0 +1,89 @@
+"""Tensors that forward makes of Python's numbers alone: points in time, lengths of levels. What they are is no secret.
+
+Solvers check that their points in time rise, and step from one to the next; a trace, whose tensors have no values,
+could not say. Such tensors are computed beside the trace, and a question to one is answered.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autopar._compat import outside_modes, pytree
+from autopar.trace.origins import PURE, writes_in_place
+from autopar.trace.reads import SCALARS
+from autopar.trace.rows import ELEMENTWISE
+
+MOST = 4096  # elements
+CPU, DEVICES = torch.device("cpu"), ("cpu", "cuda", "meta")
+MADE = frozenset(("tensor", "arange", "linspace", "zeros", "ones", "full", "eye"))
+MORE = frozenset(("unbind", "select", "diff", "flip", "cumsum", "mean", "prod", "cat", "stack"))
+FOLLOWED = MADE | PURE | ELEMENTWISE | MORE
+ASKS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "equal", "allclose", "is_nonzero"))
+
+
+class Answer(NamedTuple):
+    """To a question: a number, or a list of some."""
+
+    value: Any
+
+
+class Literals:
+    """What is known of one forward. What writes to such a tensor, or makes a tensor of one and is none of the functions
+    that are followed (it may be a look at the same memory), makes all unknown.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor of the trace, and what it is
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Answer | None:
+        """What `func` asks of known tensors; None where it asks nothing, or of others."""
+        if getattr(func, "__name__", "") not in ASKS or not self._are_known(args, kwargs):
+            return None
+        return Answer(self._run(func, args, kwargs))
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """`func` gave `result`; call it behind every function of torch."""
+        name, given = getattr(func, "__name__", ""), _tensors((args, kwargs))
+        if writes_in_place(name, kwargs):
+            self._forget(_tensors((args[:1], kwargs.get("out"))))
+        elif name.strip("_") in FOLLOWED and self._are_known(args, kwargs) and (given or name in MADE):
+            self._keep(func, args, kwargs, result)
+        elif name.strip("_") not in ELEMENTWISE and _tensors(result):
+            self._forget(given)
+
+    def _forget(self, given: list[Tensor]) -> None:
+        if any(id(one) in self._known for one in given):
+            self._known.clear()
+
+    def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        made = _tensors(result)
+        if sum(one.numel() for one in made) > MOST:
+            return
+        for one, real in zip(made, _tensors(self._run(func, args, kwargs)), strict=True):
+            self._known[id(one)] = one, real
+
+    def _are_known(self, args: Any, kwargs: Any) -> bool:
+        leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda part: isinstance(part, slice))
+        return all(
+            id(one) in self._known if isinstance(one, Tensor) else isinstance(one, (*SCALARS, slice, type(Ellipsis)))
+            for one in leaves
+        )
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The function of what the tensors are, on the CPU: the device that they are for may not be there."""
+        given = {name: value for name, value in kwargs.items() if name != "device"}
+        args, given = pytree.tree_map_only(Tensor, lambda one: self._known[id(one)][1], (args, given))
+        args = pytree.tree_map(lambda one: CPU if _is_device(one) else one, args)
+        with outside_modes(), torch.no_grad():
+            return func(*args, **given)
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in DEVICES)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

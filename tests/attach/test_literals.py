@@ -1,0 +1,122 @@
+"""Branches on tensors that forward makes of numbers alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar.errors import TraceError
+from autopar.trace.literals import Literals
+from tests.processes.compare import both_backward, same_gradients
+
+
+class Model(nn.Module):
+    def __init__(self, does: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.does = nn.Linear(4, 4).double(), does
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.does(self.linear(x)).square().mean()
+
+
+def solved(x: Tensor) -> Tensor:
+    """As solvers step, with every point written down."""
+    times = torch.linspace(0, 1, 5, dtype=torch.float64)
+    rises = times[1:] > times[:-1]
+    assert rises.all() or (~rises).all()
+    wanted, found = times[::2], torch.empty(3, *x.shape, dtype=x.dtype)
+    found[0], place = x, 1
+    for now, then in itertools.pairwise(times):
+        x = x + (then - now) * torch.tanh(x)
+        while place < len(wanted) and then >= wanted[place]:
+            found[place], place = x, place + 1
+    assert place == 3
+    return found
+
+
+def of_sizes(x: Tensor) -> Tensor:
+    sizes = torch.tensor([[1, 3], [2, 2]])
+    return torch.cat([part * (i + 1) for i, part in enumerate(x.split(sizes.prod(1).sub(1).clamp(max=2).tolist(), 1))])
+
+
+def of_numbers(x: Tensor) -> Tensor:
+    rates = torch.arange(3).float().diff()
+    x = x * float(rates.sum()) if torch.equal(rates, torch.ones(2)) else x - 1
+    return x[: int(torch.full((), 3))] if bool(torch.eye(2)[0, 0] == 1) else x
+
+
+ANSWERED = {"solved": solved, "of sizes": of_sizes, "of numbers": of_numbers}
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_branches_on_literals_are_those_of_the_model(one: DeviceMesh, name: str) -> None:
+    plain = Model(ANSWERED[name])
+    parallel = autopar.compile(plain, one)
+    for _ in range(2):
+        both_backward(plain, parallel, torch.randn(6, 4, dtype=torch.float64))
+    same_gradients(plain, parallel)
+
+
+def item_set(ones: Tensor, x: Tensor) -> None:
+    ones[0] = x.mean()
+
+
+def added(ones: Tensor, x: Tensor) -> None:
+    ones += x.mean()
+
+
+def added_to_a_look(ones: Tensor, x: Tensor) -> None:
+    ones.view(3)[1:].add_(x.mean())
+
+
+def written_out(ones: Tensor, x: Tensor) -> None:
+    torch.mul(x[0, :3].detach(), 2, out=ones)
+
+
+def in_a_list(ones: Tensor, x: Tensor) -> None:
+    torch._foreach_add_([ones], [x[0, :3].detach()])
+
+
+def by_a_norm(ones: Tensor, x: Tensor) -> None:
+    nn.functional.batch_norm(x[:, :3], ones, torch.ones(3, dtype=x.dtype), training=True)
+
+
+def added_to_a_transposed(ones: Tensor, x: Tensor) -> None:
+    ones.reshape(1, 3).mT.add_(x.mean())
+
+
+WRITES = (item_set, added, added_to_a_look, written_out, in_a_list, by_a_norm, added_to_a_transposed)
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_what_was_written_to_is_no_literal(one: DeviceMesh, write: Callable[[Tensor, Tensor], None]) -> None:
+    def does(x: Tensor) -> Tensor:
+        ones = torch.ones(3, dtype=x.dtype)
+        write(ones, x)
+        return x * 2 if ones.sum() > 3 else x
+
+    with pytest.raises(TraceError, match="the model cannot be captured as one graph"):
+        autopar.compile(Model(does), one)(torch.randn(6, 4, dtype=torch.float64))
+
+
+def test_only_what_is_made_of_numbers_is_known() -> None:
+    literals, made, other = Literals(), torch.empty(3), torch.empty(3)
+    literals.made(torch.linspace, (0, 1, 3), {"device": "cuda"}, made)
+    literals.made(torch.Tensor.to, (made, "cuda:1"), {}, moved := torch.empty(3))
+    literals.made(torch.Tensor.to, (moved, torch.device("meta")), {}, again := torch.empty(3))
+    answer = literals.answer(torch.Tensor.tolist, (again,), {})
+    assert answer is not None and answer.value == [0.0, 0.5, 1.0]
+    assert literals.answer(torch.equal, (made, other), {}) is None
+    literals.made(torch.Tensor.__add__, (made, other), {}, torch.empty(3))
+    assert literals.answer(torch.equal, (made, moved), {}) == (True,)
+    literals.made(torch.rand, (3,), {}, other)
+    literals.made(torch.arange, (10**9,), {}, torch.empty(10**9, device="meta"))
+    assert literals.answer(torch.Tensor.tolist, (other,), {}) is None
+    literals.made(torch.broadcast_to, (made, (2, 3)), {}, torch.empty(2, 3))
+    assert literals.answer(torch.Tensor.tolist, (again,), {}) is None
