@@ -79,10 +79,6 @@ def written_out(ones: Tensor, x: Tensor) -> None:
     torch.mul(x[0, :3].detach(), 2, out=ones)
 
 
-def in_a_list(ones: Tensor, x: Tensor) -> None:
-    torch._foreach_add_([ones], [x[0, :3].detach()])
-
-
 def by_a_norm(ones: Tensor, x: Tensor) -> None:
     nn.functional.batch_norm(x[:, :3], ones, torch.ones(3, dtype=x.dtype), training=True)
 
@@ -91,7 +87,7 @@ def added_to_a_transposed(ones: Tensor, x: Tensor) -> None:
     ones.reshape(1, 3).mT.add_(x.mean())
 
 
-WRITES = (item_set, added, added_to_a_look, written_out, in_a_list, by_a_norm, added_to_a_transposed)
+WRITES = (item_set, added, added_to_a_look, written_out, by_a_norm, added_to_a_transposed)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
