@@ -21,6 +21,11 @@ CPU, DEVICES = torch.device("cpu"), ("cpu", "cuda", "meta")
 MADE = frozenset(("tensor", "arange", "linspace", "zeros", "ones", "full", "eye"))
 MORE = frozenset(("unbind", "select", "diff", "flip", "cumsum", "mean", "prod", "cat", "stack"))
 FOLLOWED = MADE | PURE | ELEMENTWISE | MORE
+# What these make may be the very memory of what they are given.
+CASTS = frozenset(
+    ("to", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "detach", "contiguous")
+)
+FRESH = ELEMENTWISE - CASTS - {"pos"}
 ASKS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "equal", "allclose", "is_nonzero"))
 
 
@@ -51,7 +56,7 @@ class Literals:
             self._forget(_tensors((args[:1], kwargs.get("out"))))
         elif name.strip("_") in FOLLOWED and self._are_known(args, kwargs) and (given or name in MADE):
             self._keep(func, args, kwargs, result)
-        elif name.strip("_") not in ELEMENTWISE and _tensors(result):
+        elif name.strip("_") not in FRESH and _tensors(result):
             self._forget(given)
 
     def _forget(self, given: list[Tensor]) -> None:
@@ -61,7 +66,7 @@ class Literals:
     def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = _tensors(result)
         if sum(one.numel() for one in made) > MOST:
-            return
+            return self._forget(_tensors((args, kwargs)))
         for one, real in zip(made, _tensors(self._run(func, args, kwargs)), strict=True):
             self._known[id(one)] = one, real
 

@@ -87,7 +87,12 @@ def added_to_a_transposed(ones: Tensor, x: Tensor) -> None:
     ones.reshape(1, 3).mT.add_(x.mean())
 
 
-WRITES = (item_set, added, added_to_a_look, written_out, by_a_norm, added_to_a_transposed)
+def added_to_a_cast(ones: Tensor, x: Tensor) -> None:
+    same = ones.to(x)
+    same += x.mean()
+
+
+WRITES = (item_set, added, added_to_a_look, written_out, by_a_norm, added_to_a_transposed, added_to_a_cast)
 
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
