@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from autopar._compat import dtensor_handlers
 from autopar.attach.tensors import is_elsewhere, over_pieces, whole_within
+from autopar.emit.seeded import generator_on
 
 _aten = torch.ops.aten
 DRAWS = (
@@ -60,8 +61,7 @@ def _as_rank_zero(device: torch.device, *, alone: bool) -> Iterator[None]:
     """Inside, numbers are those that rank 0's generator gives next. A rank whose own was in the same state goes on as
     rank 0's; any other goes on from where it was, a number later.
     """
-    index = device.index if device.index is not None else torch.cuda.current_device() if device.type == "cuda" else 0
-    generator = torch.cuda.default_generators[index] if device.type == "cuda" else torch.default_generator
+    generator = generator_on(device)
     mine = generator.get_state()
     state = mine.to(device, copy=True)
     if not alone:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
-from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.configurations import FEW, own_names
+from autopar.trace.modules import REGISTERED
+from autopar.trace.origins import tensors_in
 from autopar.trace.reads import CONTAINERS, MISSING, SCALARS, Cell, Reads, is_users_class, snapshot
 
-KEPT = ("_modules", "_parameters", "_buffers")
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # what is put in there, into empty ones too, is called
 Place = tuple[Mapping[str, Any], str]  # where a value is found
 
@@ -89,7 +89,7 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
         if path:
             _add(guards, vars(module), "forward", vars(module).get("forward", MISSING), f"{path}.forward")
     parts = [*model.modules()]
-    kept = ((module, kind, getattr(module, kind)) for module in parts for kind in KEPT)
+    kept = ((module, kind, getattr(module, kind)) for module in parts for kind in REGISTERED)
     guards.kept = [place for module, kind, place in kept if place or _may_be_filled(module, kind)]
     guards.sizes = [*map(len, guards.kept)]
     for place, name, value in reads.names:
@@ -197,7 +197,7 @@ def refuse_carried(reads: Reads, before: Sequence[Mapping[tuple[str, str], tuple
 
 
 def has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+    return bool(tensors_in(value))
 
 
 def _is_number(value: Any) -> bool:

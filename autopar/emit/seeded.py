@@ -73,7 +73,11 @@ def _behind(seed: Tensor, call: Callable[..., Any], args: Sequence[Any], kwargs:
 def _generator_of(args: Sequence[Any], kwargs: Any) -> torch.Generator:
     """The default generator of the device on which such a call draws."""
     found = next((leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-    device = kwargs.get("device") or found or torch.get_default_device()
+    return generator_on(kwargs.get("device") or found or torch.get_default_device())
+
+
+def generator_on(device: torch.device) -> torch.Generator:
+    """The default generator of a device."""
     if device.type == "cuda":
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator

@@ -54,4 +54,4 @@ def read(text: str) -> Equation:
     )
 
 
-equation_of = lru_cache(maxsize=4096)(read)  # emitted code asks at every call
+equation_of = lru_cache(maxsize=4096)(read)  # rules and prices ask it of every node

@@ -42,7 +42,7 @@ from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.masks import masks_left_out
 from autopar.trace.modules import aliases, as_plain_modules, check_names, computed_tensors, with_tensors
-from autopar.trace.outputs import returning, settle
+from autopar.trace.outputs import Returned, returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
 from autopar.trace.reads import Reads, line_that_draws, random_state, watching
@@ -121,22 +121,23 @@ def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int, loss:
 
 def _own_outputs(exported: torch.export.ExportedProgram) -> int:
     """How many outputs are the model's own: the last leaves of a `Returned` are what forward keeps."""
-    spec = exported.call_spec.out_spec
-    if spec is None:
-        return 0
-    returned = pytree.tree_unflatten([*range(spec.num_leaves)], spec)
-    return spec.num_leaves - len(pytree.tree_leaves([*returned.kept.values()]))
+    leaves, returned = _returned(exported)
+    return 0 if returned is None else len(leaves) - len(pytree.tree_leaves([*returned.kept.values()]))
 
 
 def _loss_by_name(exported: torch.export.ExportedProgram) -> int | None:
     """Which output the model calls `loss`: by a key, or a field of a dataclass or a named tuple."""
-    returned = exported.call_spec.out_spec
-    if returned is None:
-        return None
-    leaves = [torch.empty(()) for _ in range(returned.num_leaves)]
-    outputs = pytree.tree_unflatten(leaves, returned).outputs
+    leaves, returned = _returned(exported)
+    outputs = None if returned is None else returned.outputs
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     return next((place for place, leaf in enumerate(leaves) if leaf is found), None)
+
+
+def _returned(exported: torch.export.ExportedProgram) -> tuple[list[torch.Tensor], Returned | None]:
+    """A tensor for each output, and the model's structure of them."""
+    spec = exported.call_spec.out_spec
+    leaves = [torch.empty(()) for _ in range(0 if spec is None else spec.num_leaves)]
+    return leaves, None if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
 def fake_copy(

@@ -23,6 +23,7 @@ from autopar._compat import FakeTensorMode, TorchDispatchMode, pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import GIVE_PRECISION, AutocastState, autocast_as, autocast_state, without_autocast
 from autopar.trace.lines import line_of, line_of_node
+from autopar.trace.origins import tensors_in
 
 CAST = torch.ops.aten._to_copy.default
 OPERATOR: Any = type(torch.ops.aten._to_copy.default)
@@ -206,10 +207,10 @@ class _Spelling:
     ) -> Any:
         """The value of an operator under autocast, and its casts in front of it."""
         args, kwargs = call
-        operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        operands = tensors_in((args, kwargs))
 
         def record(args: Any, kwargs: Any, under: Autocast, strip: bool) -> tuple[_Record | None, Any]:
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            tensors = tensors_in((args, kwargs))
             try:
                 with self.mode, _Record(tensors, strip) as found, autocast_as(self.state(under)):
                     return found, target(*args, **kwargs)

@@ -21,15 +21,15 @@ from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.literals import Literals
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
-from autopar.trace.origins import Origins
+from autopar.trace.origins import Origins, tensors_in
 from autopar.trace.tables import dense_lookup, one_hot
 
 # They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
 CHECKING: dict[Any, str] = {
-    getattr(torch.linalg, name): name for name in ("cholesky", "inv", "ldl_factor", "lu_factor", "solve")
+    **{getattr(torch.linalg, name): name for name in ("cholesky", "inv", "ldl_factor", "lu_factor", "solve")},
+    **dict.fromkeys((torch.cholesky, torch.Tensor.cholesky), "cholesky"),
+    **dict.fromkeys((torch.inverse, torch.Tensor.inverse), "inv"),
 }
-CHECKING |= {torch.inverse: "inv", torch.Tensor.inverse: "inv", torch.cholesky: "cholesky"}
-CHECKING |= {torch.Tensor.cholesky: "cholesky"}
 REPLACED = {
     nn.functional.one_hot: one_hot,
     torch.cov: cov,
@@ -115,8 +115,7 @@ class _Watch(TorchFunctionMode):
         self.uniform = set[int]()  # ids of what torch.rand drew
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        for value in read:
+        for value in tensors_in((args, kwargs)):
             if self._is_strange(value):
                 raise TraceError(
                     f"the model reads a tensor {list(value.shape)}{line_here()} that requires grad and is none of its "
@@ -133,10 +132,10 @@ class _Watch(TorchFunctionMode):
         args, kwargs = dense_lookup(func, args, kwargs)
         func = REPLACED.get(func, func)
         if (answer := self.literals.answer(func, args, kwargs)) is not None:
-            return answer.value
+            return answer
         result = self._result(func, args, kwargs)
         self.results.append(result)
-        self.known |= {id(one) for one in pytree.tree_leaves(result) if isinstance(one, torch.Tensor)}
+        self.known |= set(map(id, tensors_in(result)))
         return result
 
     def _refuse_what_is_not_traced(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -180,8 +179,8 @@ class _Watch(TorchFunctionMode):
         self.literals.made(func, args, kwargs, result)
         if func is torch.rand and not result.ndim:
             self.uniform.add(id(result))
-        for value in pytree.tree_leaves(result):
-            if isinstance(value, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in value.shape):
+        for value in tensors_in(result):
+            if any(isinstance(size, torch.SymInt) for size in value.shape):
                 name = getattr(func, "__name__", str(func))
                 raise TraceError(
                     f"the shape of what {name.lstrip('_')} gives depends on values{line_here()}, and a program has one "

@@ -56,7 +56,6 @@ NO_RUN = (
     "fit each other there."
 )
 GROUPED = "torch traces grouped_mm of bfloat16 alone: cast both operands there, or multiply one group after the other."
-COLLECTIVES = r"torch\.distributed\.nn|c10d|ProcessGroup\w*::|meta (broadcast|all_\w+|reduce\w*|gather|scatter)_? has"
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
     (re.compile("(?i)flex_?attention"), FLEX),
@@ -67,7 +66,12 @@ ADVICE = (
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
     (re.compile("Unsupported input type|functorch/issues/475"), OBJECT),
     (re.compile("_ctc_loss"), CTC),
-    (re.compile(COLLECTIVES), COLLECTIVE),
+    (
+        re.compile(
+            r"torch\.distributed\.nn|c10d|ProcessGroup\w*::|meta (broadcast|all_\w+|reduce\w*|gather|scatter)_? has"
+        ),
+        COLLECTIVE,
+    ),
     (re.compile("no autograd formula was registered"), NO_BACKWARD),
     (VALUE_ERRORS, VALUES),
 )

@@ -6,13 +6,13 @@ could not say. Such tensors are computed beside the trace, and a question to one
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autopar._compat import outside_modes, pytree
-from autopar.trace.origins import PURE, writes_in_place
+from autopar.trace.origins import PURE, tensors_in, writes_in_place
 from autopar.trace.reads import SCALARS
 from autopar.trace.rows import ELEMENTWISE
 
@@ -29,12 +29,6 @@ FRESH = ELEMENTWISE - CASTS - {"pos"}
 ASKS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "equal", "allclose", "is_nonzero"))
 
 
-class Answer(NamedTuple):
-    """To a question: a number, or a list of some."""
-
-    value: Any
-
-
 class Literals:
     """What is known of one forward. What writes to such a tensor, or makes a tensor of one and is none of the functions
     that are followed (it may be a look at the same memory), makes all unknown.
@@ -43,20 +37,23 @@ class Literals:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor of the trace, and what it is
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Answer | None:
+    def answer(self, func: Any, args: Any, kwargs: Any) -> bool | float | complex | list[Any] | None:
         """What `func` asks of known tensors; None where it asks nothing, or of others."""
         if getattr(func, "__name__", "") not in ASKS or not self._are_known(args, kwargs):
             return None
-        return Answer(self._run(func, args, kwargs))
+        return self._run(func, args, kwargs)
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
-        name, given = getattr(func, "__name__", ""), _tensors((args, kwargs))
+        name = getattr(func, "__name__", "")
+        if not self._known and name not in MADE:
+            return
+        given = tensors_in((args, kwargs))
         if writes_in_place(name, kwargs):
-            self._forget(_tensors((args[:1], kwargs.get("out"))))
+            self._forget(tensors_in((args[:1], kwargs.get("out"))))
         elif name.strip("_") in FOLLOWED and self._are_known(args, kwargs) and (given or name in MADE):
             self._keep(func, args, kwargs, result)
-        elif name.strip("_") not in FRESH and _tensors(result):
+        elif name.strip("_") not in FRESH and tensors_in(result):
             self._forget(given)
 
     def _forget(self, given: list[Tensor]) -> None:
@@ -64,10 +61,10 @@ class Literals:
             self._known.clear()
 
     def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        made = _tensors(result)
+        made = tensors_in(result)
         if sum(one.numel() for one in made) > MOST:
-            return self._forget(_tensors((args, kwargs)))
-        for one, real in zip(made, _tensors(self._run(func, args, kwargs)), strict=True):
+            return self._forget(tensors_in((args, kwargs)))
+        for one, real in zip(made, tensors_in(self._run(func, args, kwargs)), strict=True):
             self._known[id(one)] = one, real
 
     def _are_known(self, args: Any, kwargs: Any) -> bool:
@@ -88,7 +85,3 @@ class Literals:
 
 def _is_device(value: Any) -> bool:
     return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in DEVICES)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from autopar.trace.origins import writes_in_place
+
 MODULE, ENTRY = "transformers.masking_utils", "sdpa"
 # Functions that keep numbers rising by one along the last dim, where nothing but their shape is changed.
 SHAPING = ["unsqueeze", "expand", "expand_as", "repeat", "view", "reshape", "to", "long", "int", "contiguous", "detach"]
-IN_PLACE = tuple(
-    f"__i{name}__" for name in ("add", "sub", "mul", "mod", "floordiv", "truediv", "pow", "and", "or", "xor")
-)
 WHOLE = (torch.int64, torch.int32)
 NOTE = (
     "a padding mask (attention_mask) reaches attention, which reads a mask of {0} x {1} and computes what it hides; "
@@ -55,7 +54,7 @@ class _Positions(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = str(getattr(func, "__name__", ""))
-        if name in ("__setitem__", *IN_PLACE) or "out" in kwargs or (name.endswith("_") and not name.startswith("__")):
+        if writes_in_place(name, kwargs):
             written = [one for one in (*args[:1], kwargs.get("out")) if isinstance(one, Tensor)]
             if any(not one.is_floating_point() for one in written):  # perhaps through a view of one of them
                 self._held.clear()

@@ -16,7 +16,7 @@ from torch import nn
 from autopar.errors import PlanMismatch, TraceError
 from autopar.trace.closures import look_at_copies, with_parts
 
-REGISTERED = ("_parameters", "_buffers", "_modules")
+REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module holds what is registered with it
 
 
 def check_names(model: nn.Module) -> None:

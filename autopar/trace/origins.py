@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from autopar._compat import pytree
+
 _PURE = """
     eq ne lt le gt ge and or xor invert logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
     getitem view reshape flatten unsqueeze squeeze transpose permute contiguous to bool float double long int detach
@@ -16,9 +18,14 @@ PURE = frozenset(_PURE.split())  # they give the same again from the same
 
 def writes_in_place(name: str, kwargs: Any) -> bool:
     """Whether a function of torch of that name writes to its first argument, or to what it is given as `out`."""
-    if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    if name.startswith("__"):  # `__iadd__` is `__add__` in place; `__invert__` and `__index__` are nothing's
+        return name == "__setitem__" or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"))
     return name.endswith("_") or "out" in kwargs
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in arguments or results, in whatever containers."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class Origins:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.trace.configurations import Configurations, Unannounced
+from autopar.trace.modules import REGISTERED
 
 MISSING = object()
 
@@ -100,9 +101,7 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
                 reads.attributes[path, name] = own[name]
                 if isinstance(own[name], (list, dict, set)):
                     reads.contents[path, name] = snapshot(own[name])
-        elif path is not None and not any(
-            name in own.get(kept, ()) for kept in ("_parameters", "_buffers", "_modules")
-        ):
+        elif path is not None and not any(name in own.get(kept, ()) for kept in REGISTERED):
             owner = next((one for one in kind.__mro__ if name in vars(one)), None)
             if owner is None or isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS)):
                 if (path, name) not in reads.written:
@@ -115,7 +114,7 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
     def __setattr__(self: Any, name: str, value: Any) -> None:
         path = path_of.get(id(self))
         own = super(made, self).__getattribute__("__dict__")
-        is_tensor_slot = any(name in own.get(kept, ()) for kept in ("_parameters", "_buffers", "_modules"))
+        is_tensor_slot = any(name in own.get(kept, ()) for kept in REGISTERED)
         is_new = own.get(name, MISSING) is not value
         is_ours = name in OF_EVERY_MODULE or is_tensor_slot or _looks_at_parameters(value)
         if reads.is_open and path is not None and is_new and not is_ours:

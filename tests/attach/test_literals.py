@@ -111,13 +111,15 @@ def test_only_what_is_made_of_numbers_is_known() -> None:
     literals.made(torch.linspace, (0, 1, 3), {"device": "cuda"}, made)
     literals.made(torch.Tensor.to, (made, "cuda:1"), {}, moved := torch.empty(3))
     literals.made(torch.Tensor.to, (moved, torch.device("meta")), {}, again := torch.empty(3))
-    answer = literals.answer(torch.Tensor.tolist, (again,), {})
-    assert answer is not None and answer.value == [0.0, 0.5, 1.0]
+    assert literals.answer(torch.Tensor.tolist, (again,), {}) == [0.0, 0.5, 1.0]
     assert literals.answer(torch.equal, (made, other), {}) is None
     literals.made(torch.Tensor.__add__, (made, other), {}, torch.empty(3))
-    assert literals.answer(torch.equal, (made, moved), {}) == (True,)
+    assert literals.answer(torch.equal, (made, moved), {}) is True
     literals.made(torch.rand, (3,), {}, other)
     literals.made(torch.arange, (10**9,), {}, torch.empty(10**9, device="meta"))
     assert literals.answer(torch.Tensor.tolist, (other,), {}) is None
     literals.made(torch.broadcast_to, (made, (2, 3)), {}, torch.empty(2, 3))
     assert literals.answer(torch.Tensor.tolist, (again,), {}) is None
+    literals.made(torch.zeros, (3,), {}, made)
+    literals.made(torch.Tensor.to, (made, other), {}, torch.empty(3))  # perhaps a look at the same memory
+    assert literals.answer(torch.Tensor.tolist, (made,), {}) is None

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -189,9 +190,9 @@ def test_compile_profiles_and_its_cache_knows_what_was_measured(
     monkeypatch.setattr(timing.seconds_of, "__defaults__", (0.001,))
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.ones(4, 8)
 
-    def plan(**given: object) -> Plan:
+    def plan(**given: Any) -> Plan:
         # of what is free, plans differ while others take memory
-        return autopar.compile(model, one, example_inputs=(x,), cache=tmp_path / "plans", memory=2**30, **given).plan  # type: ignore[arg-type]
+        return autopar.compile(model, one, example_inputs=(x,), cache=tmp_path / "plans", memory=2**30, **given).plan
 
     def kept() -> int:
         return len(list((tmp_path / "plans").glob("*.plan.json")))
