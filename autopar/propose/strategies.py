@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.attention import OPERANDS_OF_ATTENTION, priced_as
@@ -85,14 +85,20 @@ def operand_types(node: Node, node_of: Mapping[str, Node]) -> tuple[TensorType, 
     return tuple(types)
 
 
-def propose(graph: Graph, mesh: Mesh) -> tuple[dict[str, tuple[Strategy, ...]], tuple[str, ...]]:
-    """(strategies of every node, names of the nodes without a rule). Nodes of one signature share one tuple."""
+def propose(
+    graph: Graph, mesh: Mesh, but: Collection[str] = ()
+) -> tuple[dict[str, tuple[Strategy, ...]], tuple[str, ...]]:
+    """(strategies of every node, names of the nodes without a rule). Nodes of one signature share one tuple. `but`:
+    names of nodes that are left out.
+    """
     known: dict[Signature, tuple[Strategy, ...]] = {}
     without: list[str] = []
     unruled: set[Signature] = set()
     found: dict[str, tuple[Strategy, ...]] = {}
     node_of = graph.by_name
     for node in graph.nodes:
+        if node.name in but:
+            continue
         types = operand_types(node, node_of)
         key = signature_of(node, types)
         if key not in known:

@@ -16,9 +16,11 @@ from autopar.errors import Infeasible, NoAnswerInTime
 from autopar.plan import Plan
 from autopar.plan.value import SIMULATED_BOUND
 from autopar.price.overlap_discounts import Shares
+from autopar.rewrite import gathered_once
 from autopar.search.context import Progress, Question, Table
 from autopar.search.elixir import DoesNotFit
 from autopar.search.limits import size
+from autopar.search.memory_options import MemoryOptions
 from autopar.search.overlap_loop import choose
 from autopar.search.policies import called, is_open, memory_options_of, policies_for
 from autopar.search.problems import Posed, Wanted, limits_of, posed_of
@@ -57,6 +59,16 @@ def _of_policy(question: Question, policy: str, wanted: Wanted, progress: Progre
     except DoesNotFit as error:
         raise Infeasible(f"no {policy} plan fits in {size(wanted.memory or 0.0)} per rank: {error}") from error
     return solved_within(question, policy, replace(wanted, memory_options=memory_options), progress)
+
+
+def gathering_once(question: Question, wanted: Wanted, progress: Progress) -> Solved:
+    """The best plan in which it is open for each weight whether its readers gather it, or one gather serves them all
+    and it is whole from its first reader to its last one. Nothing is recomputed or offloaded. Raises Infeasible,
+    NoAnswerInTime.
+    """
+    options = wanted.memory_options
+    options = MemoryOptions(rewrite=gathered_once).pinning(options.pinned, options.residence)
+    return solved_within(question, None, replace(wanted, memory_options=options), progress)
 
 
 def without_overlap(question: Question, wanted: Wanted, progress: Progress) -> Solved:
@@ -200,6 +212,14 @@ def simulated(
         known.append(solved.as_known)
         return solved.plan
 
+    def once() -> Plan | str:
+        try:
+            return gathering_once(question, wanted, progress).plan
+        except Infeasible:
+            return "does not fit"
+        except NoAnswerInTime:
+            return "none found in its part of the time"
+
     # A plan found by hand is a candidate like the others: what the user has closed, it may not do either.
     policies = [
         one
@@ -215,7 +235,7 @@ def simulated(
 
     return proven(
         choose(
-            solved.plan, solved.pricer, wanted.memory, baselines, again, saves_memory, progress, wanted.stop,
+            solved.plan, solved.pricer, wanted.memory, baselines, again, once, saves_memory, progress, wanted.stop,
             lambda plan: as_played(proven(plan)),
         )
     )  # fmt: skip

@@ -42,7 +42,7 @@ class MemoryOptions:
     `ways`: those of WAYS that are open. `modes`: those that a value may have, if a policy says so; `residence`:
     where a policy, or the user, wants the parameters that it names; `pinned`: forward node -> the mode that the user
     wants.
-    `rewrite`: what a policy makes of the graph first, but for the parameters that it is given, those on the host.
+    `rewrite`: what is made of the graph first, but for the parameters that it is given, those on the host.
     """
 
     ways: tuple[str, ...] = ()
@@ -82,13 +82,18 @@ class MemoryOptions:
     def uses_host(self) -> bool:
         return len(self.residences) > 1 or "offload" in self.ways or OFFLOAD in self.pinned.values()
 
+    def rewritten(self, graph: Graph) -> Graph:
+        """The graph as it is made before anything is decided."""
+        if self.rewrite is None:
+            return graph
+        return self.rewrite(graph, [name for name, where in self.residence.items() if where == HOST])
+
     def widen(self, graph: Graph) -> Widened:
         """The graph with all that may be decided about its forward values; itself where that is nothing.
 
         With parameters on the host, views of them are made again in backward, of what is fetched there.
         """
-        if self.rewrite is not None:
-            graph = self.rewrite(graph, [name for name, where in self.residence.items() if where == HOST])
+        graph = self.rewritten(graph)
         is_settled = self.modes is not None or bool(self.pinned)
         if not {"recompute", "offload"} & set(self.ways) and HOST not in self.residences and not is_settled:
             return Widened(graph, {}, graph)

@@ -40,6 +40,7 @@ GAIN = 1e-3  # relative: below this, pricing again is over
 ROUNDS = 3
 ROUNDS_SAVING_MEMORY = 2  # each is a larger problem
 OPTIMUM = "optimum without overlap"
+ONCE = "weights gathered once where that pays"
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ def choose(
     memory: float | None,
     baselines: Mapping[str, Callable[[float], Plan | str]],
     again: Again,
+    once: Callable[[], Plan | str],
     saves_memory: bool = False,
     progress: Callable[[str], None] = lambda text: None,
     stop: Callable[[], bool] = lambda: False,
@@ -152,7 +154,8 @@ def choose(
     """The quickest plan that was simulated. `optimum`: the solver's plan, whose bound is that of all plans.
 
     `baselines`: name -> the baseline's plan, or why there is none; asked with the seconds to beat. `again`: the
-    solver's plan where transfers have those shares of their price, and so many bytes of the device stay free.
+    solver's plan where transfers have those shares of their price, and so many bytes of the device stay free. `once`:
+    the solver's plan where one gather of a weight may serve all its readers, or why there is none.
     `saves_memory`: it decides what is recomputed and offloaded, too. `stop`: once true, the quickest of those that were
     simulated by then is taken. `as_played` is given each plan that was simulated, the quickest among them.
     """
@@ -192,6 +195,12 @@ def choose(
         plan = again(full, prices.free)
         if plan is not None and not any(same_choices(plan, other) for other in seen):
             contest.enter("re-solved with loops overlapped", plan)
+    if waits_for_any(contest.best) and not stop():
+        found = once()
+        if isinstance(found, str):
+            contest.refuse(ONCE, found)
+        elif not any(same_choices(found, other) for other in seen):
+            contest.enter(ONCE, found)
     for name, plan, seconds in contest.played:
         as_played(_as_played(name, plan, seconds, optimum, contest.rows))
     return _chosen(contest.best, contest.winner, optimum, contest.rows, is_optimum=contest.best is first)
@@ -237,12 +246,23 @@ def exposed_shares(plan: Plan, timeline: Timeline) -> tuple[dict[tuple[str, str]
 
 def waits_between_operators(simulated: Simulated) -> bool:
     """Whether compute waits for what is sent between two operators, which a loop might send beside its work."""
+    return _waits_for(simulated, [""])
+
+
+def waits_for_any(simulated: Simulated) -> bool:
+    """Whether compute waits for anything that is sent. What is gathered once leaves the links to all else, too."""
+    if simulated.timeline is None:
+        return any(part.startswith("comm:") and seconds for part, seconds in simulated.plan.seconds_by.items())
+    return _waits_for(simulated, ["", WEIGHTS, GRADIENTS])
+
+
+def _waits_for(simulated: Simulated, kinds: Sequence[str]) -> bool:
     plan, timeline = simulated.plan, simulated.timeline
     if timeline is None:
         return False
     weights = weights_in(plan.graph)
     pairs = zip(timeline.events, timeline.exposed_of, strict=True)
-    waits = sum(s for one, s in pairs if one.stream.startswith("comm:") and not _kind(one, plan.graph, weights))
+    waits = sum(s for one, s in pairs if one.stream.startswith("comm:") and _kind(one, plan.graph, weights) in kinds)
     return waits > MOVED * simulated.seconds
 
 

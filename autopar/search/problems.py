@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.price.overlap_discounts import Shares
 from autopar.price.pricer import Pricer
-from autopar.propose.strategies import Strategy
+from autopar.propose.strategies import Strategy, propose
 from autopar.rewrite import Widened
 from autopar.search.context import Question, Table
 from autopar.search.left_to_backward import holding_no_more, together
@@ -117,6 +117,7 @@ class Posed:
 
 
 POSED = Table[Hashable, Posed]("problems without limits")
+ADDED = Table[Hashable, Strategies]("the strategies of a graph that was rewritten")
 RESTRICTED = Table[str, Strategies]("the strategies of a policy")
 WIDENED = Table[Hashable, Widened]("the graph with all that may be decided about its forward values")
 SIZES = Table[None, Sizes]("bytes that its problems have in common")
@@ -137,16 +138,23 @@ def posed(question: Question, gathered: int, policy: str | None, wanted: Wanted)
 
 
 def _posed(question: Question, gathered: int, policy: str | None, wanted: Wanted) -> Posed:
-    graph, strategies = question.graph, question.strategies
-    pricer = replace(question.pricer, bucket_bytes=gathered)
-    if policy is not None:
-        strategies = restricted(question, policy)
+    graph, pricer = question.graph, replace(question.pricer, bucket_bytes=gathered)
+    strategies = strategies_of(question, wanted.memory_options) if policy is None else restricted(question, policy)
     tied = _pairs(graph, strategies) > TIE_ABOVE_PAIRS if wanted.tied is None else wanted.tied
     tied = tied and not wanted.memory_options.is_uneven(question.facts.classes, graph)
     tied = tied and not _differ(question.strategies, question.facts.classes)
     if tied and policy is not None:
         strategies = agree(strategies, question.facts.classes)
     return posed_of(question, strategies, pricer, wanted, tied)
+
+
+def strategies_of(question: Question, memory_options: MemoryOptions) -> Strategies:
+    """Of all nodes, also of those that are put into the graph first."""
+    if memory_options.rewrite is None:
+        return question.strategies
+    known, mesh = question.strategies, question.pricer.mesh
+    graph = memory_options.rewritten(question.graph)
+    return question.once(ADDED, memory_options.key, lambda: {**propose(graph, mesh, but=known)[0], **known})
 
 
 def restricted(question: Question, policy: str) -> Strategies:

@@ -21,6 +21,7 @@ from autopar.measure.memory import LiveBytes
 from autopar.measure.twin import OPTIMIZERS, measure, memory_of, traced
 from autopar.plan import Plan
 from autopar.price.pricer import OPTIMIZER_STATES, OPTIMIZER_TEMPORARIES, Pricer
+from autopar.rewrite import gathered_once
 from autopar.search import Request, search
 from autopar.simulate.timeline import timeline_of
 from benchmarks.models import MODELS
@@ -59,6 +60,11 @@ def plans(graph: Graph, sizes: tuple[int, ...], seeds: int) -> Iterator[tuple[st
     sampler = PlanSampler(graph, mesh, MACHINE)
     for seed in range(seeds):
         yield f"random {seed}", sampler.draw(seed)
+    if seeds:
+        yield (
+            "random, weights gathered once or for each reader",
+            PlanSampler(gathered_once(graph), mesh, MACHINE).draw(0),
+        )
 
 
 def let_go_of(graph: Graph) -> int:

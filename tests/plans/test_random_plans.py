@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 
 from autopar.emit.run_all_ranks import fake_ranks, run
+from autopar.rewrite import gathered_once
 from tests.support.check import difference, mesh_of
 from tests.support.families import FAMILIES, family
 from tests.support.lockstep import run_all
@@ -21,14 +22,15 @@ LARGE = {"gpt2": 5, "llama": 3, "mixtral": 4, "opt": 4, "bert": 4, "t5": 2, "vit
 
 
 @cache
-def sampler(name: str, sizes: tuple[int, ...]) -> PlanSampler:
-    return PlanSampler(family(name).wide_graph, mesh_of(*sizes))
+def sampler(name: str, sizes: tuple[int, ...], once: bool = False) -> PlanSampler:
+    graph = family(name).wide_graph
+    return PlanSampler(gathered_once(graph) if once else graph, mesh_of(*sizes))
 
 
-def check(name: str, sizes: tuple[int, ...], seeds: range) -> None:
+def check(name: str, sizes: tuple[int, ...], seeds: range, once: bool = False) -> None:
     wrong: list[str] = []
     for seed in seeds:
-        off, where = difference(sampler(name, sizes).draw(seed), family(name))
+        off, where = difference(sampler(name, sizes, once).draw(seed), family(name))
         if not off <= TOLERANCE:
             wrong.append(f"seed {seed}: {where} is off by {off:.3g}")
     assert not wrong, f"{name} on {sizes}, {len(wrong)} of {len(seeds)} plans: {'; '.join(wrong[:5])}"
@@ -44,6 +46,12 @@ def test_any_legal_plan_of_a_small_model_is_right(name: str, sizes: tuple[int, .
 @pytest.mark.parametrize("name", LARGE)
 def test_any_legal_plan_of_a_family_is_right(name: str, sizes: tuple[int, ...]) -> None:
     check(name, sizes, range(100, 100 + LARGE[name]))
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
+@pytest.mark.parametrize(("name", "count"), [("mlp", 20), ("block", 8), ("cnn", 6), ("gpt2", 2), ("t5", 1)])
+def test_any_legal_plan_is_right_where_one_gather_may_serve_all_readers(name: str, count: int, sizes) -> None:
+    check(name, sizes, range(200, 200 + count), once=True)
 
 
 @pytest.mark.slow
