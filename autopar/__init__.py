@@ -11,13 +11,14 @@ from autopar._version import __version__
 from autopar.attach.module import ParallelModule
 from autopar.compile import compile
 from autopar.emit.check_rule import check_rule
-from autopar.errors import Infeasible, NoAnswerInTime, PlanMismatch, TraceError
+from autopar.errors import CheckFailed, Infeasible, NoAnswerInTime, PlanMismatch, TraceError
 from autopar.ir.outside import OperatorRule, Rules
 from autopar.machine.device import Devices, init_mesh
 from autopar.plan import Plan
 from autopar.search.pipeline import Pipeline
 
 __all__ = [
+    "CheckFailed",
     "Devices",
     "Infeasible",
     "NoAnswerInTime",

@@ -11,6 +11,10 @@ class PlanMismatch(ValueError):
     """A plan does not fit the model, the inputs, the mesh or this version; the message says which part differs."""
 
 
+class CheckFailed(ValueError):
+    """What the model's forward checks of its values does not hold; the message names the line of the model."""
+
+
 class Infeasible(RuntimeError):
     """No plan fits: the message names the least memory that would do, the instant of the peak and the largest tenants.
 

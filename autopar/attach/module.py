@@ -352,7 +352,12 @@ def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool
     if state.seed is None:
         state.seed = int(text_from(0, str(torch.initial_seed()), state.device_mesh))
     training = parallel.training or any(parameter.requires_grad for parameter in parallel.parameters())
-    main = prepare(parallel, state, call, key, training=training, loosely=loosely)
+    try:
+        main = prepare(parallel, state, call, key, training=training, loosely=loosely)
+    except TraceError:  # perhaps at a line that only runs in train mode, in which it may never be
+        if training == parallel.training:
+            raise
+        main = prepare(parallel, state, call, key, training=parallel.training, loosely=loosely)
     with torch.inference_mode(False):  # parameters made here are trained later
         try:
             for one in alike(parallel):

@@ -120,9 +120,9 @@ def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int, loss:
 
 
 def _own_outputs(exported: torch.export.ExportedProgram) -> int:
-    """How many outputs are the model's own: the last leaves of a `Returned` are what forward keeps."""
+    """How many outputs are the model's own: the last leaves of a `Returned` are what forward keeps and checks."""
     leaves, returned = _returned(exported)
-    return 0 if returned is None else len(leaves) - len(pytree.tree_leaves([*returned.kept.values()]))
+    return 0 if returned is None else len(leaves) - len(returned.beside)
 
 
 def _loss_by_name(exported: torch.export.ExportedProgram) -> int | None:

@@ -7,6 +7,7 @@ holds them a second time get those values too. A trained tensor from elsewhere w
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
+from autopar.trace.checks import Checks
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.literals import Literals
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.origins import Origins, tensors_in
+from autopar.trace.places import with_masks
 from autopar.trace.tables import dense_lookup, one_hot
 
 # They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
@@ -53,7 +56,7 @@ INSTEAD = {  # function -> what to write in its place
 
 
 def watch_forward(model: nn.Module) -> None:
-    """Have `model`, a copy that is only traced, run its forward in here."""
+    """Have `model`, a copy that is only traced and gives a `Returned`, run its forward in here."""
     original = model.forward
     stand_for = _registered(model)
     for part in model.modules():
@@ -64,14 +67,14 @@ def watch_forward(model: nn.Module) -> None:
         now = _registered(model)
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         try:
-            with _Watch({id(value) for value in now.values()}):
+            with _Watch({id(value) for value in now.values()}) as watch:
                 returned = original(*args, **kwargs)
             if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
                 raise TraceError(
                     "forward returns rows that a boolean mask picks, and how many there are depends on values; return "
                     "all rows, and the mask beside them"
                 )
-            return returned
+            return replace(returned, checks=watch.checks.holds)
         finally:
             replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
 
@@ -110,7 +113,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, known: set[int]) -> None:
         super().__init__()
         self.known, self.registered = known, frozenset(known)
-        self.origins, self.literals = Origins(), Literals()
+        self.origins, self.literals, self.checks = Origins(), Literals(), Checks()
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.uniform = set[int]()  # ids of what torch.rand drew
 
@@ -129,10 +132,12 @@ class _Watch(TorchFunctionMode):
             )
         kwargs = kwargs or {}
         self._refuse_what_is_not_traced(func, args, kwargs)
-        args, kwargs = dense_lookup(func, args, kwargs)
+        args, kwargs = dense_lookup(func, with_masks(func, args), kwargs)
         func = REPLACED.get(func, func)
         if (answer := self.literals.answer(func, args, kwargs)) is not None:
             return answer
+        if (expected := self.checks.answer(func, args)) is not None:
+            return expected
         result = self._result(func, args, kwargs)
         self.results.append(result)
         self.known |= set(map(id, tensors_in(result)))
@@ -177,6 +182,7 @@ class _Watch(TorchFunctionMode):
         result = _with_states_as_given(func, args, func(*args, **kwargs))
         self.origins.made(func, args, kwargs, result)
         self.literals.made(func, args, kwargs, result)
+        self.checks.made(func, args, kwargs, result)
         if func is torch.rand and not result.ndim:
             self.uniform.add(id(result))
         for value in tensors_in(result):
@@ -212,6 +218,7 @@ def check_exported(exported: torch.export.ExportedProgram) -> None:
     """Raises TraceError for what torch exports and a program does not do."""
     _no_unknown_constants(exported)
     _no_collectives(exported)
+    _no_numbers(exported)
 
 
 def _no_unknown_constants(exported: torch.export.ExportedProgram) -> None:
@@ -236,3 +243,13 @@ def _no_collectives(exported: torch.export.ExportedProgram) -> None:
         if getattr(node.target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd", "c10d"):
             name = str(node.target).split(".")[1].rstrip("_")
             raise TraceError(f"forward calls a collective itself, {name}{line_of_node(node)}. {COLLECTIVE}")
+
+
+def _no_numbers(exported: torch.export.ExportedProgram) -> None:
+    """Raises TraceError where forward takes a number out of a tensor, which torch exports as one that is not known."""
+    for node in exported.graph.nodes:
+        if str(node.target) in ("aten.item.default", "aten._local_scalar_dense.default"):
+            raise TraceError(
+                f"forward takes a number out of a tensor{line_of_node(node)}, and a program has no values: leave it a "
+                "tensor; `assert tensor_condition` and `if tensor_condition: raise` are checked in each call"
+            )

@@ -70,6 +70,8 @@ def lower(captured: Captured) -> Graph:
                 results = _results(fx_node, ref_of, captured)
             case _:
                 raise AssertionError(f"a captured graph has no {fx_node.op} nodes")
+    # An output that forward has written to is looked at once more behind backward.
+    nodes.sort(key=lambda node: node.phase == "backward" and not node.is_source)
     return Graph(tuple(nodes), tuple(results))
 
 

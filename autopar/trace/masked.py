@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from autopar.errors import TraceError
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
+from autopar.trace.places import Places, is_mask, refused
 from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OPERATORS, ROWWISE
 
 
@@ -72,18 +72,18 @@ class Picked:
     nelement = numel
 
     def __len__(self) -> int:
-        raise _refused("len()")
+        raise refused("len()")
 
     def __bool__(self) -> bool:
-        raise _refused("bool()")
+        raise refused("bool()")
 
     def __iter__(self) -> Any:
-        raise _refused("iterating over them")
+        raise refused("iterating over them")
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(torch.Tensor, name, None)
         if name.startswith("__") or method is None or not callable(method):
-            raise _refused(f".{name}") if not name.startswith("__") else AttributeError(name)
+            raise refused(f".{name}") if not name.startswith("__") else AttributeError(name)
         return lambda *args, **kwargs: apply(method, (self, *args), kwargs)
 
     def like(self, dense: Tensor) -> Picked:
@@ -108,14 +108,6 @@ for _name in OPERATORS:
 Picked.__hash__ = object.__hash__  # type: ignore[method-assign]  # `==` compares rows
 
 
-@dataclass(frozen=True)
-class Places:
-    """One of the tensors of indices that `nonzero(as_tuple=True)` or `where(mask)` gives."""
-
-    mask: Tensor
-    place: int
-
-
 def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Origins) -> Any:
     """What `func` gives where it picks rows by a mask, or is asked of picked rows; None: neither. Raises TraceError."""
     name, of_rows = getattr(func, "__name__", ""), bool(_all_picked(args[:1]))
@@ -125,7 +117,7 @@ def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Ori
         tensor, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])
         return _pick(tensor, mask, origins)
     is_indices = (name == "where" and len(args) == 1 and not kwargs) or (name == "nonzero" and kwargs.get("as_tuple"))
-    if is_indices and _is_mask(args[0]):
+    if is_indices and is_mask(args[0]):
         return tuple(Places(args[0], place) for place in range(args[0].ndim))
     if name == "__setitem__" and isinstance(args[2], Picked):
         return _set(args[0], args[1], args[2], origins)
@@ -134,8 +126,8 @@ def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Ori
 
 def _set(tensor: Tensor, index: Any, rows: Picked, origins: Origins) -> Tensor:
     """`tensor[mask] = rows` of the same mask."""
-    if not _is_mask(index) or origins.of(index) != rows.key or rows.row != tuple(tensor.shape[index.ndim :]):
-        raise _refused("writing to other places")
+    if not is_mask(index) or origins.of(index) != rows.key or rows.row != tuple(tensor.shape[index.ndim :]):
+        raise refused("writing to other places")
     origins.forget()
     return tensor.copy_(torch.where(_beside(index, tensor), rows.dense.to(tensor.dtype), tensor))
 
@@ -145,18 +137,11 @@ def _picks(tensor: Any, index: Any, origins: Origins) -> Picked | None:
     one. Raises TraceError where the index has more to it than the mask in front.
     """
     parts = index if isinstance(index, tuple) else (index,)
-    if not any(isinstance(part, Places) or _is_mask(part) for part in parts) or not isinstance(tensor, Tensor):
+    if not any(is_mask(part) for part in parts) or not isinstance(tensor, Tensor):
         return None
-    if isinstance(parts[0], Places):
-        mask = parts[0].mask
-        given = parts[: mask.ndim]
-        if [isinstance(p, Places) and p.mask is mask and p.place for p in given] != list(range(mask.ndim)):
-            raise _refused("an index of some of its dims")
-        rest = parts[mask.ndim :]
-    else:
-        mask, rest = parts[0], parts[1:]
-    if not _is_mask(mask) or any(not (part is Ellipsis or part == slice(None)) for part in rest):
-        raise _refused("a mask among other indices")
+    mask, rest = parts[0], parts[1:]
+    if not is_mask(mask) or any(not (part is Ellipsis or part == slice(None)) for part in rest):
+        raise refused("a mask among other indices")
     return _pick(tensor, mask, origins)
 
 
@@ -171,20 +156,9 @@ def _pick(tensor: Tensor, mask: Tensor, origins: Origins) -> Picked:
     return Picked(dense, mask, origins.of(mask), origins)
 
 
-def _is_mask(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.dtype == torch.bool and part.ndim > 0
-
-
 def _beside(mask: Tensor, value: Tensor) -> Tensor:
     """The mask with dims of one behind, to stand beside `value`."""
     return mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
-
-
-def _refused(what: str) -> TraceError:
-    return TraceError(
-        f"how many rows a boolean mask picks depends on values, and {what} of such rows is not understood"
-        f"{line_here()}; keep all rows, and put zero for those left out (torch.where), or weigh them with the mask"
-    )
 
 
 # --- what is done to them --------------------------------------------------------------------------------------------
@@ -196,7 +170,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     every = _all_picked((args, kwargs))
     first = every[0]
     if any(one.key != first.key for one in every):
-        raise _refused("what puts rows of two masks together")
+        raise refused("what puts rows of two masks together")
     if name in ("cross_entropy", "nll_loss"):
         return _class_loss(func, *args, **kwargs)
     if name in LOSSES:
@@ -205,7 +179,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         _no_other_rows(first, args, kwargs)
         return first.like(func(*_dense(args), **_dense(kwargs)))
     if not isinstance(args[0], Picked):
-        raise _refused(name)
+        raise refused(name)
     if name in ("reshape", "view", "flatten"):
         return _reshaped(name, args[0], args[1:], kwargs)
     if name == "getitem":
@@ -220,13 +194,13 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if given is not None and not isinstance(given, bool):
             return _along(func, name, place, given, args, kwargs)
         return _whole(name, args[0], args[1:], kwargs)
-    raise _refused(name)
+    raise refused(name)
 
 
 def _name_of(func: Any) -> str:
     told = getattr(func, "__name__", str(func))
     if told.endswith("_") and not told.endswith("__"):
-        raise _refused(f"{told} in place")
+        raise refused(f"{told} in place")
     return told.removeprefix("linalg_").strip("_")
 
 
@@ -251,9 +225,9 @@ def _no_other_rows(first: Picked, args: Sequence[Any], kwargs: dict[str, Any]) -
     dims = len(first.row)
     for value in (*args, *kwargs.values()):
         if isinstance(value, Picked) and len(value.row) != dims:
-            raise _refused("what spreads one over another")
+            raise refused("what spreads one over another")
         if isinstance(value, Tensor) and value.ndim > dims:
-            raise _refused("what puts a tensor of other rows beside them")
+            raise refused("what puts a tensor of other rows beside them")
 
 
 def _along(func: Any, name: str, place: int, dim: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -264,7 +238,7 @@ def _along(func: Any, name: str, place: int, dim: Any, args: Sequence[Any], kwar
     dims = [one if one >= 0 else one + first.ndim + news for one in (dim if isinstance(dim, list | tuple) else [dim])]
     if 0 in dims:
         if dims != [0] or name not in ("sum", "mean") or kwargs.get("keepdim") or len(args) > place + 1:
-            raise _refused(f"{name} over rows")
+            raise refused(f"{name} over rows")
         over = tuple(range(first.mask.ndim))
         total = first.kept().sum(over)
         return total if name == "sum" else total / first.count
@@ -285,7 +259,7 @@ def _whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any]
     """One number of all rows."""
     value, dtype = first.dense, kwargs.pop("dtype", None)
     if (args and not (name == "norm" and list(args) == [2])) or (kwargs and name not in ("var", "std")):
-        raise _refused(f"{name} with these arguments")
+        raise refused(f"{name} with these arguments")
     bounds = torch.finfo(value.dtype) if value.is_floating_point() else torch.iinfo(value.dtype)
     match name:
         case "sum":
@@ -309,7 +283,7 @@ def _whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any]
             found = first.kept((value - mean) ** 2).sum() / (first.numel() - correction)
             return found if name == "var" else found.sqrt()
         case _:
-            raise _refused(name)
+            raise refused(name)
 
 
 def _product(sizes: Sequence[int]) -> int:
@@ -324,7 +298,7 @@ def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[s
     bound.apply_defaults()
     given = dict(bound.arguments)
     if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
-        raise _refused("a loss with size_average or reduce (use reduction)")
+        raise refused("a loss with size_average or reduce (use reduction)")
     return given
 
 
@@ -333,7 +307,7 @@ def _class_loss(func: Any, *args: Any, **kwargs: Any) -> Any:
     given = _arguments(func, args, kwargs)
     scores, target = given.pop("input"), given.pop("target")
     if not isinstance(scores, Picked) or not isinstance(target, Picked) or len(scores.row) != 1:
-        raise _refused("a class loss of other than picked rows of scores and their picked labels")
+        raise refused("a class loss of other than picked rows of scores and their picked labels")
     flat, reduction = scores.dense.reshape(-1, *scores.row), given.pop("reduction")
     if target.row:  # probabilities of classes
         made = func(flat, target.dense.reshape(-1, *target.row), reduction="none", **given)
@@ -370,17 +344,17 @@ def _reshaped(name: str, rows: Picked, args: Sequence[Any], kwargs: dict[str, An
         start, end = (*args, *(kwargs.get(one) for one in ("start_dim", "end_dim")[len(args) :]))
         shape: tuple[Any, ...] = (-1,) if not start else (-1, _product(rows.row))
         if start not in (None, 0, 1) or end not in (None, -1):
-            raise _refused(name)
+            raise refused(name)
     else:
         shape = tuple(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple) else tuple(args)
     is_all = bool(shape) and (isinstance(shape[0], Tensor) or shape[0] == -1)
     if (kwargs and name != "flatten") or not is_all:
-        raise _refused(name)
+        raise refused(name)
     if shape == (-1,) and rows.row:
         mask = _beside(rows.mask, rows.dense).expand_as(rows.dense)
         return Picked(rows.dense, mask, ("each number of", rows.key, rows.row), rows.origins)
     if _product(shape[1:]) != _product(rows.row):
-        raise _refused(name)
+        raise refused(name)
     return rows.like(rows.dense.reshape(*rows.mask.shape, *shape[1:]))
 
 
@@ -391,9 +365,9 @@ def _of_each_row(rows: Picked, index: Any) -> Picked:
         return Picked(rows.dense, rows.mask & index.dense, ("and", rows.key, id(index)), rows.origins)
     head, *rest = index if isinstance(index, tuple) else (index,)
     if any(not (part is None or part is Ellipsis or isinstance(part, int | slice)) for part in rest):
-        raise _refused("such an index")
+        raise refused("such an index")
     if head is Ellipsis and sum(part is not None for part in rest) <= len(rows.row):
         return rows.like(rows.dense[(Ellipsis, *rest)])
     if head == slice(None):
         return rows.like(rows.dense[(*[slice(None)] * rows.mask.ndim, *rest)])
-    raise _refused("an index of their number")
+    raise refused("an index of their number")

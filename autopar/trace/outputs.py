@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,21 +25,28 @@ from autopar.trace.reads import MISSING, Reads
 @dataclass(frozen=True)
 class Returned:
     """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules, or
-    lists, tuples and dicts of some.
+    lists, tuples and dicts of some. `checks`: as `autopar.trace.checks.Checks.holds`.
     """
 
     outputs: Any
     kept: dict[tuple[str, str], Any]
+    checks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+    @property
+    def beside(self) -> list[Any]:
+        """The leaves that are no outputs of the model."""
+        return pytree.tree_leaves([[*self.kept.values()], [*self.checks.values()]])
 
 
 def _together(parts: Any, names: Any) -> Returned:
-    outputs, kept = parts
-    return Returned(outputs, dict(zip(names, kept, strict=True)))
+    outputs, kept, holds = parts
+    of_kept, of_checks = names
+    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), dict(zip(of_checks, holds, strict=True)))
 
 
 pytree.register_pytree_node(
     Returned,
-    lambda one: ([one.outputs, [*one.kept.values()]], [*one.kept]),
+    lambda one: ([one.outputs, [*one.kept.values()], [*one.checks.values()]], ([*one.kept], [*one.checks])),
     _together,
     serialized_type_name="autopar.Returned",
 )
@@ -128,7 +135,7 @@ def _without_caches(value: Any, notes: list[str]) -> Any:
         if all(changed[key] is value[key] for key in changed):
             return value
         if is_dataclass(value):
-            names = {field.name for field in fields(value)}
+            names = {one.name for one in fields(value)}
             return replace(value, **{key: part for key, part in changed.items() if key in names})  # type: ignore[type-var]
         return type(value)(changed)  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):

@@ -153,7 +153,7 @@ def test_where_communication_takes_the_processors_nothing_is_fetched_ahead():
         *policies_for(mesh_of(2), once=True),
         ONCE,
     }
-    assert plan.simulated_seconds == least_sum.simulated_seconds
+    assert plan.simulated_seconds <= least_sum.simulated_seconds
     assert not Hardware.load("cpu-gloo").overlaps and H100.overlaps
 
 

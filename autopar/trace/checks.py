@@ -1,0 +1,115 @@
+"""Questions of forward to values, of which one answer ends the call: `assert mask.any()`, `if bad.any(): raise ..`.
+
+A trace has no values. It goes on as if nothing were wrong; what was asked is computed in the program, and whoever calls
+it raises where something is (`autopar.errors.CheckFailed`). So is a question whether values are finite, whatever
+forward does where they are not (DETR's clamp in training): only then it would be another program.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from functools import lru_cache
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.trace.lines import line_here
+
+ASKS = frozenset(("__bool__", "item", "is_nonzero"))
+HELPER = "_check_tensor_all_with"  # of torch: asks with item()
+# What is expected of each element of what these give.
+EXPECTED = {"isfinite": True, "isnan": False, "isinf": False}
+SAME, TURNED = frozenset(("all", "any", "logical_or", "or", "logical_and", "and")), frozenset(("logical_not", "invert"))
+
+
+class Checks:
+    """Those of one forward. `holds`: what is checked, as users read it -> a tensor that has to be true."""
+
+    def __init__(self) -> None:
+        self.holds: dict[str, Tensor] = {}
+        self._expected: dict[int, tuple[Tensor, bool]] = {}  # id -> a tensor of truths, and what each of them should be
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """`func` gave `result`; call it behind every function of torch."""
+        name = _name_of(func)
+        if not isinstance(result, Tensor):
+            return
+        if name in EXPECTED:
+            self._expected[id(result)] = result, EXPECTED[name]
+        elif name in SAME | TURNED and self._expected:
+            known = {self._expected[id(one)][1] if id(one) in self._expected else None for one in args}
+            known -= {None} if name in ("all", "any") else set()  # their other arguments are dims
+            if len(known) == 1 and (expected := known.pop()) is not None:
+                self._expected[id(result)] = result, expected != (name in TURNED)
+
+    def answer(self, func: Any, args: Any) -> bool | None:
+        """What a question to values is answered with; None where nobody can say, or none is asked."""
+        name = getattr(func, "__name__", "")
+        if name not in ASKS or not args or not isinstance(args[0], Tensor) or args[0].numel() != 1:
+            return None
+        asked: Tensor = args[0]
+        wanted = _wanted(sys._getframe(2), name)
+        if wanted is None and name != "item" and id(asked) in self._expected:
+            wanted = self._expected[id(asked)][1]
+        if wanted is None:
+            return None
+        holds = asked.detach().reshape(()).bool()
+        holds = holds if wanted else holds.logical_not()
+        line = line_here().removeprefix(" at ")
+        before = self.holds.get(line)
+        self.holds[line] = holds if before is None else before.logical_and(holds)
+        return wanted
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", "")
+    return name.strip("_").removeprefix("r") if name in ("__ror__", "__rand__") else name.strip("_")
+
+
+def _wanted(frame: FrameType | None, name: str) -> bool | None:
+    """The answer with which the code that asks goes on; None where it goes on with either."""
+    while frame is not None and frame.f_code.co_filename in (__file__, _AROUND):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    if frame.f_code.co_name == HELPER and frame.f_code.co_filename == torch.__file__:
+        return True
+    return None if name == "item" else _goes_on(frame.f_code, frame.f_lasti)
+
+
+_AROUND = __file__.replace("checks.py", "forward.py")
+
+
+@lru_cache(maxsize=1024)
+def _goes_on(code: CodeType, at: int) -> bool | None:
+    """The truth with which the branch at this place of the code does not end in an exception."""
+    instructions = [*dis.get_instructions(code)]
+    place = next((place for place, one in enumerate(instructions) if one.offset == at), None)
+    if place is None or "JUMP" not in (asks := instructions[place]).opname:
+        return None
+    jumps = "IF_TRUE" in asks.opname
+    if not jumps and "IF_FALSE" not in asks.opname:
+        return None
+    place_of = {one.offset: place for place, one in enumerate(instructions)}
+    target = place_of.get(asks.argval)
+    ends = _raises(instructions, place + 1), target is not None and _raises(instructions, target)
+    match ends:
+        case True, False:
+            return jumps
+        case False, True:
+            return not jumps
+        case _:
+            return None
+
+
+def _raises(instructions: list[dis.Instruction], place: int) -> bool:
+    """Whether what stands there raises before it does or decides anything else."""
+    for one in instructions[place:]:
+        if one.opname in ("RAISE_VARARGS", "LOAD_ASSERTION_ERROR"):
+            return True
+        if "JUMP" in one.opname or one.opname.startswith(("STORE", "RETURN", "DELETE", "YIELD", "FOR", "POP_TOP")):
+            return False
+    return False
