@@ -199,12 +199,9 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
             step.handed.append((result.target, weakref.ref(made)))
     made = pytree.tree_unflatten([leaves[i] for i in range(prepared.out_spec.num_leaves)], prepared.out_spec)
     assert isinstance(made, Returned)
-    for line, holds in made.checks.items():
+    for told, holds in made.checks.items():
         if not holds:
-            raise CheckFailed(
-                f"what forward asks at {line} has not the answer in this call with which the plan goes on: "
-                "call the model without autopar with this batch to see what is wrong with it"
-            )
+            raise CheckFailed(told)
     for (path, name), value in made.kept.items():
         setattr(prepared.modules[path], name, value)
     return made.outputs

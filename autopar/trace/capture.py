@@ -40,6 +40,7 @@ from autopar.trace.experts import experts_kept
 from autopar.trace.forward import check_exported, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.lines import naming_the_line, without_torchs_log
+from autopar.trace.literals import small_buffers
 from autopar.trace.masks import masks_left_out
 from autopar.trace.modules import aliases, as_plain_modules, check_names, computed_tensors, with_tensors
 from autopar.trace.outputs import Returned, returning, settle
@@ -310,7 +311,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool) -> _Watched:
     caches = settle(copy, notes) and may_cache
     drawn = random_state()
     returning(copy, reads, notes)
-    watch_forward(copy)
+    watch_forward(copy, small_buffers(setting.model))
     return _Watched(copy, reads, notes, caches, drawn)
 
 

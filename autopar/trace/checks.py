@@ -17,8 +17,14 @@ import torch
 from torch import Tensor
 
 from autopar.trace.lines import line_here
+from autopar.trace.origins import writes_in_place
 
-ASKS = frozenset(("__bool__", "item", "is_nonzero"))
+ASKS = frozenset(("__bool__", "item", "is_nonzero", "_assert"))
+OTHERWISE = (
+    "what forward asks{} has not the answer in this call with which the plan goes on: call the model without autopar "
+    "with this batch to see what is wrong with it"
+)
+CHANGED = "a buffer that forward asks{} is another one than when the plan was made: compile the model again"
 HELPER = "_check_tensor_all_with"  # of torch: asks with item()
 # What is expected of each element of what these give.
 EXPECTED = {"isfinite": True, "isnan": False, "isinf": False}
@@ -26,7 +32,7 @@ SAME, TURNED = frozenset(("all", "any", "logical_or", "or", "logical_and", "and"
 
 
 class Checks:
-    """Those of one forward. `holds`: what is checked, as users read it -> a tensor that has to be true."""
+    """Those of one forward. `holds`: what to say where it is not true -> a tensor that has to be."""
 
     def __init__(self) -> None:
         self.holds: dict[str, Tensor] = {}
@@ -36,6 +42,9 @@ class Checks:
         """`func` gave `result`; call it behind every function of torch."""
         name = _name_of(func)
         if not isinstance(result, Tensor):
+            return
+        if writes_in_place(getattr(func, "__name__", ""), kwargs):
+            self._expected.pop(id(result), None)
             return
         if name in EXPECTED:
             self._expected[id(result)] = result, EXPECTED[name]
@@ -51,17 +60,34 @@ class Checks:
         if name not in ASKS or not args or not isinstance(args[0], Tensor) or args[0].numel() != 1:
             return None
         asked: Tensor = args[0]
-        wanted = _wanted(sys._getframe(2), name)
+        wanted = True if name == "_assert" else _wanted(sys._getframe(2), name)
         if wanted is None and name != "item" and id(asked) in self._expected:
             wanted = self._expected[id(asked)][1]
         if wanted is None:
             return None
         holds = asked.detach().reshape(()).bool()
-        holds = holds if wanted else holds.logical_not()
-        line = line_here().removeprefix(" at ")
-        before = self.holds.get(line)
-        self.holds[line] = holds if before is None else before.logical_and(holds)
+        self._add(OTHERWISE.format(line_here()), holds if wanted else holds.logical_not())
         return wanted
+
+    def answered(self, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
+        """`func` asked buffers, or what is made of them, and got that answer."""
+        asked: Tensor = args[0].detach()
+        match getattr(func, "__name__", ""):
+            case "equal" if asked.shape != args[1].shape:
+                return
+            case "equal":
+                asked = asked.eq(args[1]).all()
+            case "allclose":
+                asked = torch.isclose(*args, **kwargs).all()
+            case "__bool__" | "is_nonzero":
+                asked = asked.bool()
+            case _:
+                pass
+        self._add(CHANGED.format(line_here()), asked.eq(torch.tensor(answer, device=asked.device)).all())
+
+    def _add(self, told: str, holds: Tensor) -> None:
+        before = self.holds.get(told)
+        self.holds[told] = holds if before is None else before.logical_and(holds)
 
 
 def _name_of(func: Any) -> str:
@@ -110,6 +136,6 @@ def _raises(instructions: list[dis.Instruction], place: int) -> bool:
     for one in instructions[place:]:
         if one.opname in ("RAISE_VARARGS", "LOAD_ASSERTION_ERROR"):
             return True
-        if "JUMP" in one.opname or one.opname.startswith(("STORE", "RETURN", "DELETE", "YIELD", "FOR", "POP_TOP")):
+        if "JUMP" in one.opname or one.opname.startswith(("STORE", "RETURN", "DELETE", "YIELD", "FOR_ITER", "POP_TOP")):
             return False
     return False

@@ -7,6 +7,7 @@ holds them a second time get those values too. A trained tensor from elsewhere w
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,8 +56,10 @@ INSTEAD = {  # function -> what to write in its place
 }
 
 
-def watch_forward(model: nn.Module) -> None:
-    """Have `model`, a copy that is only traced and gives a `Returned`, run its forward in here."""
+def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Have `model`, a copy that is only traced and gives a `Returned`, run its forward in here. `values`: what is in
+    small buffers.
+    """
     original = model.forward
     stand_for = _registered(model)
     for part in model.modules():
@@ -67,7 +70,10 @@ def watch_forward(model: nn.Module) -> None:
         now = _registered(model)
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         try:
-            with _Watch({id(value) for value in now.values()}) as watch:
+            watch = _Watch({id(value) for value in now.values()})
+            for name, value in values.items():
+                watch.literals.know(now[name], value)
+            with watch:
                 returned = original(*args, **kwargs)
             if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
                 raise TraceError(
@@ -134,7 +140,13 @@ class _Watch(TorchFunctionMode):
         self._refuse_what_is_not_traced(func, args, kwargs)
         args, kwargs = dense_lookup(func, with_masks(func, args), kwargs)
         func = REPLACED.get(func, func)
+        args, sizes = self.literals.sizes(func, args)
+        for size, number in sizes:
+            if self.literals.asks_buffers(size, {}, line_here()):
+                self.checks.answered(None, (size,), {}, number)
         if (answer := self.literals.answer(func, args, kwargs)) is not None:
+            if self.literals.asks_buffers(args, kwargs, line_here()):
+                self.checks.answered(func, args, kwargs, answer)
             return answer
         if (expected := self.checks.answer(func, args)) is not None:
             return expected
@@ -246,10 +258,18 @@ def _no_collectives(exported: torch.export.ExportedProgram) -> None:
 
 
 def _no_numbers(exported: torch.export.ExportedProgram) -> None:
-    """Raises TraceError where forward takes a number out of a tensor, which torch exports as one that is not known."""
+    """Raises TraceError where forward takes a number out of a tensor, or places, which torch exports as not known."""
     for node in exported.graph.nodes:
-        if str(node.target) in ("aten.item.default", "aten._local_scalar_dense.default"):
-            raise TraceError(
-                f"forward takes a number out of a tensor{line_of_node(node)}, and a program has no values: leave it a "
-                "tensor; `assert tensor_condition` and `if tensor_condition: raise` are checked in each call"
-            )
+        match str(node.target):
+            case "aten.item.default" | "aten._local_scalar_dense.default":
+                raise TraceError(
+                    f"forward takes a number out of a tensor{line_of_node(node)}, and a program has no values: leave it "
+                    "a tensor; `assert tensor_condition` and `if tensor_condition: raise` are checked in each call"
+                )
+            case "aten.nonzero.default":
+                raise TraceError(
+                    f"forward looks for the places of what is not zero{line_of_node(node)}, and how many there are "
+                    f"depends on values; {X_OF_MASK}"
+                )
+            case _:
+                pass

@@ -1,7 +1,9 @@
-"""Tensors that forward makes of Python's numbers alone: points in time, lengths of levels. What they are is no secret.
+"""Tensors that forward makes of Python's numbers alone, and of small buffers: points in time, lengths of levels,
+strides of a convolution. What they are is no secret.
 
 Solvers check that their points in time rise, and step from one to the next; a trace, whose tensors have no values,
-could not say. Such tensors are computed beside the trace, and a question to one is answered.
+could not say. Such tensors are computed beside the trace, and a question to one is answered. Buffers may be others in
+the next call: what was answered of them is checked there (`autopar.trace.checks`).
 """
 
 from __future__ import annotations
@@ -9,14 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar._compat import outside_modes, pytree
+from autopar.errors import TraceError
+from autopar.trace.lines import line_here
 from autopar.trace.origins import PURE, tensors_in, writes_in_place
 from autopar.trace.reads import SCALARS
 from autopar.trace.rows import ELEMENTWISE
 
-MOST = 4096  # elements
+NUMBERS = 0  # in the place of a buffer's id
+MOST, MOST_OF_BUFFER = 4096, 64  # elements
 CPU, DEVICES = torch.device("cpu"), ("cpu", "cuda", "meta")
 MADE = frozenset(("tensor", "arange", "linspace", "zeros", "ones", "full", "eye"))
 MORE = frozenset(("unbind", "select", "diff", "flip", "cumsum", "mean", "prod", "cat", "stack"))
@@ -26,22 +31,73 @@ CASTS = frozenset(
     ("to", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "detach", "contiguous")
 )
 FRESH = ELEMENTWISE - CASTS - {"pos"}
+SIZED = frozenset(
+    ("pad", "view", "reshape", "expand", "repeat", "tile", "unflatten", "narrow", "split", "__getitem__", "__setitem__")
+)
 ASKS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "equal", "allclose", "is_nonzero"))
 
 
 class Literals:
     """What is known of one forward. What writes to such a tensor, or makes a tensor of one and is none of the functions
-    that are followed (it may be a look at the same memory), makes all unknown.
+    that are followed (it may be a look at the same memory), makes all unknown that is made of the same buffers; and of
+    numbers, if that is.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor of the trace, and what it is
+        self._made_of: dict[int, frozenset[int]] = {}  # id -> ids of buffers, and NUMBERS, that it is made of
+        self._asked: dict[int, str] = {}  # id of a buffer -> the line that asks for something made of it
+
+    def know(self, buffer: Tensor, value: Tensor) -> None:
+        """That this buffer of the trace has that value now."""
+        self._known[id(buffer)] = buffer, value
+        self._made_of[id(buffer)] = frozenset((id(buffer),))
+
+    def asks_buffers(self, args: Any, kwargs: Any, line: str) -> bool:
+        """Whether what is asked is made of buffers; noted of `line`, so that these may not be written to."""
+        buffers = self._buffers_in((args, kwargs))
+        self._asked |= dict.fromkeys(buffers, line)
+        return bool(buffers)
+
+    def _buffers_in(self, value: Any) -> frozenset[int]:
+        return self._origins_of(value) - {NUMBERS}
+
+    def _origins_of(self, value: Any) -> frozenset[int]:
+        return frozenset[int]().union(*(self._made_of.get(id(one), ()) for one in tensors_in(value)))
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> bool | float | complex | list[Any] | None:
         """What `func` asks of known tensors; None where it asks nothing, or of others."""
         if getattr(func, "__name__", "") not in ASKS or not self._are_known(args, kwargs):
             return None
         return self._run(func, args, kwargs)
+
+    def sizes(self, func: Any, args: Any) -> tuple[Any, list[tuple[Tensor, int]]]:
+        """The arguments of `func` with numbers in the place of known tensors that say how large something is, or where
+        a slice begins or ends; and these tensors with their numbers.
+        """
+        name = getattr(func, "__name__", "")
+        if not self._known or name not in SIZED or len(args) < 2:
+            return args, []
+        found: list[tuple[Tensor, int]] = []
+
+        def number(one: Any) -> Any:
+            if isinstance(one, slice):
+                return slice(number(one.start), number(one.stop), number(one.step))
+            is_size = (
+                isinstance(one, Tensor) and id(one) in self._known and not one.ndim and not one.is_floating_point()
+            )
+            if not is_size or one.dtype == torch.bool:
+                return one
+            found.append((one, int(self._known[id(one)][1])))
+            return found[-1][1]
+
+        only_slices = name.startswith("__")
+
+        def part(one: Any) -> Any:
+            return one if only_slices and not isinstance(one, slice) else number(one)
+
+        is_leaf = lambda one: isinstance(one, slice)  # noqa: E731
+        return (args[0], *pytree.tree_map(part, args[1:], is_leaf=is_leaf)), found
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
@@ -57,8 +113,14 @@ class Literals:
             self._forget(given)
 
     def _forget(self, given: list[Tensor]) -> None:
-        if any(id(one) in self._known for one in given):
-            self._known.clear()
+        written = self._origins_of(given)
+        for buffer in written & self._asked.keys():
+            raise TraceError(
+                f"forward asks for what is in a buffer{self._asked[buffer]}, and changes it{line_here()}, and a "
+                "program has one answer: make that a number that is an attribute of the module, or no question"
+            )
+        for one in [one for one, origins in self._made_of.items() if origins & written]:
+            del self._known[one], self._made_of[one]
 
     def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = tensors_in(result)
@@ -66,6 +128,7 @@ class Literals:
             return self._forget(tensors_in((args, kwargs)))
         for one, real in zip(made, tensors_in(self._run(func, args, kwargs)), strict=True):
             self._known[id(one)] = one, real
+            self._made_of[id(one)] = self._origins_of((args, kwargs)) or frozenset((NUMBERS,))
 
     def _are_known(self, args: Any, kwargs: Any) -> bool:
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda part: isinstance(part, slice))
@@ -85,3 +148,12 @@ class Literals:
 
 def _is_device(value: Any) -> bool:
     return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in DEVICES)
+
+
+def small_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """What is in the buffers of a few elements, on the CPU; but for those that are no plain tensors, or on meta."""
+    return {
+        name: buffer.detach().cpu().clone()
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if type(buffer) is Tensor and buffer.numel() <= MOST_OF_BUFFER and buffer.device.type in ("cpu", "cuda")
+    }

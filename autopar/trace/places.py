@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ class Places:
     place: int
 
 
-def with_masks(func: Any, args: Sequence[Any]) -> Sequence[Any]:
+def with_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an indexing, where what `where(mask)` gave stands in the index, with the mask itself there.
     Raises TraceError where only some of it is there.
     """
