@@ -135,6 +135,13 @@ class _Contest:
             self.best, self.winner = simulated, name
         return simulated
 
+    def enter_if_found(self, name: str, found: Plan | str) -> None:
+        """`found`: a plan, or why there is none."""
+        if isinstance(found, str):
+            self.refuse(name, found)
+        else:
+            self.enter(name, found)
+
     def refuse(self, name: str, why: str, step_seconds: float | None = None) -> None:
         self.rows.append(Candidate(name, step_seconds, None, None, None, why))
 
@@ -164,11 +171,7 @@ def choose(
     for name, solve in baselines.items():
         if stop():
             break
-        found = solve(contest.best.seconds)
-        if isinstance(found, str):
-            contest.refuse(name, found)
-        else:
-            contest.enter(name, found)
+        contest.enter_if_found(name, solve(contest.best.seconds))
 
     seen, resolved = [optimum], False
     latest = contest.best
@@ -196,11 +199,9 @@ def choose(
         if plan is not None and not any(same_choices(plan, other) for other in seen):
             contest.enter("re-solved with loops overlapped", plan)
     if waits_for_any(contest.best) and not stop():
-        found = once()
-        if isinstance(found, str):
-            contest.refuse(ONCE, found)
-        elif not any(same_choices(found, other) for other in seen):
-            contest.enter(ONCE, found)
+        contest.enter_if_found(ONCE, found := once())
+        if not isinstance(found, str):
+            optimum = replace(optimum, bound=min(optimum.bound, found.bound))  # its bound is that of more plans
     for name, plan, seconds in contest.played:
         as_played(_as_played(name, plan, seconds, optimum, contest.rows))
     return _chosen(contest.best, contest.winner, optimum, contest.rows, is_optimum=contest.best is first)

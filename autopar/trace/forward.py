@@ -258,18 +258,10 @@ def _no_collectives(exported: torch.export.ExportedProgram) -> None:
 
 
 def _no_numbers(exported: torch.export.ExportedProgram) -> None:
-    """Raises TraceError where forward takes a number out of a tensor, or places, which torch exports as not known."""
+    """Raises TraceError where forward takes a number out of a tensor, which torch exports as one that is not known."""
     for node in exported.graph.nodes:
-        match str(node.target):
-            case "aten.item.default" | "aten._local_scalar_dense.default":
-                raise TraceError(
-                    f"forward takes a number out of a tensor{line_of_node(node)}, and a program has no values: leave it "
-                    "a tensor; `assert tensor_condition` and `if tensor_condition: raise` are checked in each call"
-                )
-            case "aten.nonzero.default":
-                raise TraceError(
-                    f"forward looks for the places of what is not zero{line_of_node(node)}, and how many there are "
-                    f"depends on values; {X_OF_MASK}"
-                )
-            case _:
-                pass
+        if str(node.target) in ("aten.item.default", "aten._local_scalar_dense.default"):
+            raise TraceError(
+                f"forward takes a number out of a tensor{line_of_node(node)}, and a program has no values: leave it a "
+                "tensor; `assert tensor_condition` and `if tensor_condition: raise` are checked in each call"
+            )
