@@ -109,6 +109,7 @@ def wrap_dtensor_dispatch(beside: Any, given: Any) -> None:
 
 
 # Operator -> what DTensor does for it instead of looking for layouts: called with (operator, args, kwargs).
+check_tensor_all_with = torch._check_tensor_all_with
 dtensor_handlers = DTensor._op_dispatcher._custom_op_handlers
 
 __all__ = [
@@ -120,6 +121,7 @@ __all__ = [
     "LocalTensorMode",
     "TorchDispatchMode",
     "aot_export_joint_with_descriptors",
+    "check_tensor_all_with",
     "cuda_sleep",
     "default_store",
     "distribute_tensors",

@@ -52,6 +52,13 @@ def check_LocalTensorMode() -> None:
     assert doubled._local_tensors[1].tolist() == [6.0, 6.0]
 
 
+def check_check_tensor_all_with() -> None:
+    """Transformers' checks go through it where a model is exported (tests/attach/test_checks.py)."""
+    _compat.check_tensor_all_with(ValueError, torch.tensor([True, True]))
+    with pytest.raises(ValueError, match="not so"):
+        _compat.check_tensor_all_with(ValueError, torch.tensor([True, False]), lambda: "not so")
+
+
 def check_TorchDispatchMode() -> None:
     seen: list[str] = []
 

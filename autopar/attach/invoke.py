@@ -199,8 +199,8 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
             step.handed.append((result.target, weakref.ref(made)))
     made = pytree.tree_unflatten([leaves[i] for i in range(prepared.out_spec.num_leaves)], prepared.out_spec)
     assert isinstance(made, Returned)
-    for told, holds in made.checks.items():
-        if not holds:
+    for told, wrong in made.checks.items():
+        if wrong:
             raise CheckFailed(told)
     for (path, name), value in made.kept.items():
         setattr(prepared.modules[path], name, value)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar._compat import check_tensor_all_with
 from autopar.trace.lines import line_here
 from autopar.trace.origins import writes_in_place
 
@@ -25,17 +26,19 @@ OTHERWISE = (
     "with this batch to see what is wrong with it"
 )
 CHANGED = "a buffer that forward asks{} is another one than when the plan was made: compile the model again"
-HELPER = "_check_tensor_all_with"  # of torch: asks with item()
 # What is expected of each element of what these give.
 EXPECTED = {"isfinite": True, "isnan": False, "isinf": False}
 SAME, TURNED = frozenset(("all", "any", "logical_or", "or", "logical_and", "and")), frozenset(("logical_not", "invert"))
 
 
 class Checks:
-    """Those of one forward. `holds`: what to say where it is not true -> a tensor that has to be."""
+    """Those of one forward. `wrong`: what to say -> how many values are as they should not be, a number. A number of
+    them is a sum over the ranks and micro-batches that the values are split over.
+    """
 
     def __init__(self) -> None:
-        self.holds: dict[str, Tensor] = {}
+        self.wrong: dict[str, Tensor] = {}
+        self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
         self._expected: dict[int, tuple[Tensor, bool]] = {}  # id -> a tensor of truths, and what each of them should be
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -45,7 +48,10 @@ class Checks:
             return
         if writes_in_place(getattr(func, "__name__", ""), kwargs):
             self._expected.pop(id(result), None)
+            self._each.clear()  # of what it may be, or look at
             return
+        if name in ("all", "any", "is_all_true") and len(args) == 1 and not kwargs:
+            self._each[id(result)] = result, args[0], name != "any"
         if name in EXPECTED:
             self._expected[id(result)] = result, EXPECTED[name]
         elif name in SAME | TURNED and self._expected:
@@ -65,8 +71,9 @@ class Checks:
             wanted = self._expected[id(asked)][1]
         if wanted is None:
             return None
-        holds = asked.detach().reshape(()).bool()
-        self._add(OTHERWISE.format(line_here()), holds if wanted else holds.logical_not())
+        _, each, is_all = self._each.get(id(asked), (asked, asked, wanted))
+        each = each if is_all == wanted else asked  # that all are true, or that none is, is asked of each by itself
+        self._add(OTHERWISE.format(line_here()), each.bool().logical_not() if wanted else each.bool())
         return wanted
 
     def answered(self, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
@@ -83,11 +90,11 @@ class Checks:
                 asked = asked.bool()
             case _:
                 pass
-        self._add(CHANGED.format(line_here()), asked.eq(torch.tensor(answer, device=asked.device)).all())
+        self._add(CHANGED.format(line_here()), asked.ne(torch.tensor(answer, device=asked.device)))
 
-    def _add(self, told: str, holds: Tensor) -> None:
-        before = self.holds.get(told)
-        self.holds[told] = holds if before is None else before.logical_and(holds)
+    def _add(self, told: str, wrong: Tensor) -> None:
+        count = wrong.detach().sum()
+        self.wrong[told] = self.wrong[told] + count if told in self.wrong else count
 
 
 def _name_of(func: Any) -> str:
@@ -101,7 +108,7 @@ def _wanted(frame: FrameType | None, name: str) -> bool | None:
         frame = frame.f_back
     if frame is None:
         return None
-    if frame.f_code.co_name == HELPER and frame.f_code.co_filename == torch.__file__:
+    if frame.f_code is check_tensor_all_with.__code__:  # which asks with item()
         return True
     return None if name == "item" else _goes_on(frame.f_code, frame.f_lasti)
 

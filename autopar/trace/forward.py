@@ -80,7 +80,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
                     "forward returns rows that a boolean mask picks, and how many there are depends on values; return "
                     "all rows, and the mask beside them"
                 )
-            return replace(returned, checks=watch.checks.holds)
+            return replace(returned, checks=watch.checks.wrong)
         finally:
             replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
 

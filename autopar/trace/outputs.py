@@ -25,7 +25,7 @@ from autopar.trace.reads import MISSING, Reads
 @dataclass(frozen=True)
 class Returned:
     """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules, or
-    lists, tuples and dicts of some. `checks`: as `autopar.trace.checks.Checks.holds`.
+    lists, tuples and dicts of some. `checks`: as `autopar.trace.checks.Checks.wrong`.
     """
 
     outputs: Any

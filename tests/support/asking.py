@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
+from transformers.utils import torch_compilable_check
 
 
 class Model(nn.Module):
@@ -44,9 +44,12 @@ def in_a_loop(y: Tensor, x: Tensor) -> Tensor:
     return y
 
 
-def by_torch(y: Tensor, x: Tensor) -> Tensor:
-    torch._assert((x < 9).all(), "too large")
+def by_transformers(y: Tensor, x: Tensor) -> Tensor:
+    torch_compilable_check((x < 9).all(), "too large")
     return y
 
 
-ENDING = {"asserted": asserted, "raised": raised, "otherwise": raised_otherwise, "loop": in_a_loop, "torch": by_torch}
+ENDING = {
+    "asserted": asserted, "raised": raised, "otherwise": raised_otherwise, "loop": in_a_loop,
+    "transformers": by_transformers,
+}  # fmt: skip
