@@ -44,11 +44,10 @@ class Checks:
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
         name = _name_of(func)
-        if not isinstance(result, Tensor):
-            return
         if writes_in_place(getattr(func, "__name__", ""), kwargs):
-            self._expected.pop(id(result), None)
-            self._each.clear()  # of what it may be, or look at
+            self._expected.clear(), self._each.clear()  # of what it may be, or look at
+            return
+        if not isinstance(result, Tensor):
             return
         if name in ("all", "any", "is_all_true") and len(args) == 1 and not kwargs:
             self._each[id(result)] = result, args[0], name != "any"

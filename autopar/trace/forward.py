@@ -75,6 +75,8 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
                 watch.literals.know(now[name], value)
             with watch:
                 returned = original(*args, **kwargs)
+                now_there = _registered(model)
+                watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])
             if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
                 raise TraceError(
                     "forward returns rows that a boolean mask picks, and how many there are depends on values; return "

@@ -96,8 +96,8 @@ class Literals:
         def part(one: Any) -> Any:
             return one if only_slices and not isinstance(one, slice) else number(one)
 
-        is_leaf = lambda one: isinstance(one, slice)  # noqa: E731
-        return (args[0], *pytree.tree_map(part, args[1:], is_leaf=is_leaf)), found
+        rest = pytree.tree_map(part, args[1:], is_leaf=lambda one: isinstance(one, slice))
+        return (args[0], *rest), found
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
@@ -106,21 +106,26 @@ class Literals:
             return
         given = tensors_in((args, kwargs))
         if writes_in_place(name, kwargs):
-            self._forget(tensors_in((args[:1], kwargs.get("out"))))
+            written = tensors_in((args[:1], kwargs.get("out")))
+            self.may_be_written(written, line_here())
+            self._forget(written)
         elif name.strip("_") in FOLLOWED and self._are_known(args, kwargs) and (given or name in MADE):
             self._keep(func, args, kwargs, result)
         elif name.strip("_") not in FRESH and tensors_in(result):
             self._forget(given)
 
     def _forget(self, given: list[Tensor]) -> None:
-        written = self._origins_of(given)
-        for buffer in written & self._asked.keys():
+        unknown = self._origins_of(given)
+        for one in [one for one, origins in self._made_of.items() if origins & unknown]:
+            del self._known[one], self._made_of[one]
+
+    def may_be_written(self, written: list[Tensor], line: str = "") -> None:
+        """Raises TraceError where that is a buffer, or made of one, that was asked. `line`: which writes."""
+        for buffer in self._buffers_in(written) & self._asked.keys():
             raise TraceError(
-                f"forward asks for what is in a buffer{self._asked[buffer]}, and changes it{line_here()}, and a "
+                f"forward asks for what is in a buffer{self._asked[buffer]}, and changes it{line}, and a "
                 "program has one answer: make that a number that is an attribute of the module, or no question"
             )
-        for one in [one for one, origins in self._made_of.items() if origins & written]:
-            del self._known[one], self._made_of[one]
 
     def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         made = tensors_in(result)

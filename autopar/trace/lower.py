@@ -70,9 +70,15 @@ def lower(captured: Captured) -> Graph:
                 results = _results(fx_node, ref_of, captured)
             case _:
                 raise AssertionError(f"a captured graph has no {fx_node.op} nodes")
-    # An output that forward has written to is looked at once more behind backward.
-    nodes.sort(key=lambda node: node.phase == "backward" and not node.is_source)
-    return Graph(tuple(nodes), tuple(results))
+    return Graph(tuple(_forward_first(nodes)), tuple(results))
+
+
+def _forward_first(nodes: list[Node]) -> list[Node]:
+    """An output that forward has written to is looked at once more behind backward."""
+    phases = [node.phase for node in nodes if not node.is_source]
+    if "backward" not in phases or "forward" not in phases[phases.index("backward") :]:
+        return nodes
+    return sorted(nodes, key=lambda node: node.phase == "backward" and not node.is_source)
 
 
 def _add_source(

@@ -61,6 +61,11 @@ def test_values_are_taken_to_be_finite_and_are_checked(
         parallel(batch(torch.inf))
 
 
+def written(mask: Tensor) -> Tensor:
+    mask[0] = True
+    return mask
+
+
 @pytest.mark.parametrize(
     "does",
     [
@@ -69,6 +74,7 @@ def test_values_are_taken_to_be_finite_and_are_checked(
         lambda y, x: y * 2 if (torch.isnan(x) | (x > 1)).any() else y,
         lambda y, x: y * 2 if (torch.isnan(x) | torch.isfinite(x)).all() else y,
         lambda y, x: y * 2 if torch.isnan(x).logical_or_(x > 1).any() else y,
+        lambda y, x: y * 2 if written(torch.isnan(x)).any() else y,
     ],
 )
 def test_a_branch_that_may_go_either_way_is_refused(one: DeviceMesh, does: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -131,6 +137,24 @@ def test_numbers_made_of_small_buffers_are_known(one: DeviceMesh) -> None:
         parallel.size[1] = 3
     with pytest.raises(CheckFailed, match=r"a buffer that forward asks at \S+:\d+ .* compile the model again"):
         parallel(x)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y = y * 2 if self.count < 2 else y
+        self.count = self.count + 1
+        return y.square().mean()
+
+
+def test_a_buffer_that_is_asked_and_then_assigned_is_refused(one: DeviceMesh) -> None:
+    with pytest.raises(TraceError, match=r"asks for what is in a buffer at .*self\.count < 2.*, and changes it"):
+        autopar.compile(Counting(), one)(batch())
 
 
 def test_a_buffer_that_is_asked_and_then_changed_is_refused(one: DeviceMesh) -> None:
