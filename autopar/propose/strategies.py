@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from autopar.ir.attention import OPERANDS_OF_ATTENTION, priced_as
 from autopar.ir.graph import Arg, Graph, Node, Ref, TensorType, map_refs
@@ -86,32 +87,32 @@ def operand_types(node: Node, node_of: Mapping[str, Node]) -> tuple[TensorType, 
 
 
 def propose(
-    graph: Graph, mesh: Mesh, but: Collection[str] = ()
+    graph: Graph, mesh: Mesh, known: Mapping[str, tuple[Strategy, ...]] = MappingProxyType({})
 ) -> tuple[dict[str, tuple[Strategy, ...]], tuple[str, ...]]:
-    """(strategies of every node, names of the nodes without a rule). Nodes of one signature share one tuple. `but`:
-    names of nodes that are left out.
+    """(strategies of every node, names of the nodes without a rule). Nodes of one signature share one tuple. `known`:
+    strategies of nodes, as they are; only the others are looked at.
     """
-    known: dict[Signature, tuple[Strategy, ...]] = {}
+    of_signature: dict[Signature, tuple[Strategy, ...]] = {}
     without: list[str] = []
     unruled: set[Signature] = set()
-    found: dict[str, tuple[Strategy, ...]] = {}
+    found = dict(known)
     node_of = graph.by_name
     for node in graph.nodes:
-        if node.name in but:
+        if node.name in known:
             continue
         types = operand_types(node, node_of)
         key = signature_of(node, types)
-        if key not in known:
+        if key not in of_signature:
             rule = None if node.is_source else rule_of(node, types)
             if rule is None and not node.is_source:
                 unruled.add(key)
             if node.is_source:
-                known[key] = source_strategies(node, mesh, stored_apart=graph.rounds.reduces_once)
+                of_signature[key] = source_strategies(node, mesh, stored_apart=graph.rounds.reduces_once)
             else:
-                known[key] = node_strategies(node, types, rule, mesh)
+                of_signature[key] = node_strategies(node, types, rule, mesh)
         if key in unruled:
             without.append(node.name)
-        found[node.name] = known[key]
+        found[node.name] = of_signature[key]
     return found, tuple(without)
 
 

@@ -138,6 +138,16 @@ def _by_hand(question: Question, policies: Iterable[str], wanted: Wanted, progre
     return found
 
 
+def _or_why(find: Callable[[], Solved]) -> Solved | str:
+    """What is found, or why there is none, for the table of candidates."""
+    try:
+        return find()
+    except Infeasible:
+        return "does not fit"
+    except NoAnswerInTime:
+        return "none found in its part of the time"
+
+
 class _Again:
     """The problem of a search, solved again at other prices of transfers; each time it begins where it ended.
 
@@ -203,22 +213,15 @@ def simulated(
         floor = floor_s(question, policy)
         if floor >= beat:
             return f"computes for {floor * 1e3:.3f} ms or more"
-        try:
-            solved = of_policy(question, policy, by_hand, progress)
-        except Infeasible:
-            return "does not fit"
-        except NoAnswerInTime:
-            return "none found in its part of the time"
+        solved = _or_why(lambda: of_policy(question, policy, by_hand, progress))
+        if isinstance(solved, str):
+            return solved
         known.append(solved.as_known)
         return solved.plan
 
     def once() -> Plan | str:
-        try:
-            return gathering_once(question, wanted, progress).plan
-        except Infeasible:
-            return "does not fit"
-        except NoAnswerInTime:
-            return "none found in its part of the time"
+        solved = _or_why(lambda: gathering_once(question, wanted, progress))
+        return solved if isinstance(solved, str) else solved.plan
 
     # A plan found by hand is a candidate like the others: what the user has closed, it may not do either.
     policies = [

@@ -142,7 +142,7 @@ def restrict(policy: str, graph: Graph, strategies: Strategies, mesh: Mesh) -> d
         )
     if policy in REWRITES:  # with the nodes that keep what is gathered
         graph = REWRITES[policy](graph, ())
-        strategies = {**propose(graph, mesh, but=strategies)[0], **strategies}
+        strategies, _ = propose(graph, mesh, strategies)
     policy = MEMORY_SAVING.get(policy, policy)
     if policy in AXES:
         return _and_a_grid(policy, graph, strategies, mesh)

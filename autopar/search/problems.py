@@ -152,9 +152,9 @@ def strategies_of(question: Question, memory_options: MemoryOptions) -> Strategi
     """Of all nodes, also of those that are put into the graph first."""
     if memory_options.rewrite is None:
         return question.strategies
-    known, mesh = question.strategies, question.pricer.mesh
     graph = memory_options.rewritten(question.graph)
-    return question.once(ADDED, memory_options.key, lambda: {**propose(graph, mesh, but=known)[0], **known})
+    key = memory_options.key
+    return question.once(ADDED, key, lambda: propose(graph, question.pricer.mesh, question.strategies)[0])
 
 
 def restricted(question: Question, policy: str) -> Strategies:

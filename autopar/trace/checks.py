@@ -65,7 +65,7 @@ class Checks:
         if name not in ASKS or not args or not isinstance(args[0], Tensor) or args[0].numel() != 1:
             return None
         asked: Tensor = args[0]
-        wanted = True if name == "_assert" else _wanted(sys._getframe(2), name)
+        wanted = True if name == "_assert" else _wanted(sys._getframe(2), name)  # the code that asks, behind the mode
         if wanted is None and name != "item" and id(asked) in self._expected:
             wanted = self._expected[id(asked)][1]
         if wanted is None:
@@ -101,18 +101,11 @@ def _name_of(func: Any) -> str:
     return name.strip("_").removeprefix("r") if name in ("__ror__", "__rand__") else name.strip("_")
 
 
-def _wanted(frame: FrameType | None, name: str) -> bool | None:
+def _wanted(frame: FrameType, name: str) -> bool | None:
     """The answer with which the code that asks goes on; None where it goes on with either."""
-    while frame is not None and frame.f_code.co_filename in (__file__, _AROUND):
-        frame = frame.f_back
-    if frame is None:
-        return None
     if frame.f_code is check_tensor_all_with.__code__:  # which asks with item()
         return True
     return None if name == "item" else _goes_on(frame.f_code, frame.f_lasti)
-
-
-_AROUND = __file__.replace("checks.py", "forward.py")
 
 
 @lru_cache(maxsize=1024)
