@@ -49,7 +49,7 @@ def test_any_legal_plan_of_a_family_is_right(name: str, sizes: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
-@pytest.mark.parametrize(("name", "count"), [("mlp", 20), ("block", 8), ("cnn", 6), ("gpt2", 2), ("t5", 1)])
+@pytest.mark.parametrize(("name", "count"), [("mlp", 20), ("block", 6), ("cnn", 4), ("gpt2", 2)])
 def test_any_legal_plan_is_right_where_one_gather_may_serve_all_readers(name: str, count: int, sizes) -> None:
     check(name, sizes, range(200, 200 + count), once=True)
 
