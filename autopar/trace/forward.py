@@ -144,10 +144,10 @@ class _Watch(TorchFunctionMode):
         func = REPLACED.get(func, func)
         args, sizes = self.literals.sizes(func, args)
         for size, number in sizes:
-            if self.literals.asks_buffers(size, {}, line_here()):
+            if self.literals.asks_buffers(size):
                 self.checks.answered(None, (size,), {}, number)
         if (answer := self.literals.answer(func, args, kwargs)) is not None:
-            if self.literals.asks_buffers(args, kwargs, line_here()):
+            if self.literals.asks_buffers((args, kwargs)):
                 self.checks.answered(func, args, kwargs, answer)
             return answer
         if (expected := self.checks.answer(func, args)) is not None:

@@ -8,6 +8,7 @@ the next call: what was answered of them is checked there (`autopar.trace.checks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,10 +54,10 @@ class Literals:
         self._known[id(buffer)] = buffer, value
         self._made_of[id(buffer)] = frozenset((id(buffer),))
 
-    def asks_buffers(self, args: Any, kwargs: Any, line: str) -> bool:
-        """Whether what is asked is made of buffers; noted of `line`, so that these may not be written to."""
-        buffers = self._buffers_in((args, kwargs))
-        self._asked |= dict.fromkeys(buffers, line)
+    def asks_buffers(self, asked: Any) -> bool:
+        """Whether what is asked is made of buffers, which then may not be written to."""
+        if buffers := self._buffers_in(asked):
+            self._asked |= dict.fromkeys(buffers, line_here())
         return bool(buffers)
 
     def _buffers_in(self, value: Any) -> frozenset[int]:
@@ -107,7 +108,7 @@ class Literals:
         given = tensors_in((args, kwargs))
         if writes_in_place(name, kwargs):
             written = tensors_in((args[:1], kwargs.get("out")))
-            self.may_be_written(written, line_here())
+            self.may_be_written(written, line_here)
             self._forget(written)
         elif name.strip("_") in FOLLOWED and self._are_known(args, kwargs) and (given or name in MADE):
             self._keep(func, args, kwargs, result)
@@ -119,11 +120,13 @@ class Literals:
         for one in [one for one, origins in self._made_of.items() if origins & unknown]:
             del self._known[one], self._made_of[one]
 
-    def may_be_written(self, written: list[Tensor], line: str = "") -> None:
-        """Raises TraceError where that is a buffer, or made of one, that was asked. `line`: which writes."""
+    def may_be_written(self, written: list[Tensor], line: Callable[[], str] = str) -> None:
+        """Raises TraceError where that is a buffer, or made of one, that was asked. `line`: which writes; looked up
+        only then, as most writes are to others.
+        """
         for buffer in self._buffers_in(written) & self._asked.keys():
             raise TraceError(
-                f"forward asks for what is in a buffer{self._asked[buffer]}, and changes it{line}, and a "
+                f"forward asks for what is in a buffer{self._asked[buffer]}, and changes it{line()}, and a "
                 "program has one answer: make that a number that is an attribute of the module, or no question"
             )
 
