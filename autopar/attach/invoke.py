@@ -33,7 +33,7 @@ from autopar.errors import CheckFailed, PlanMismatch
 from autopar.ir.graph import Node, output_types
 from autopar.plan import Plan
 from autopar.trace.calls import Call
-from autopar.trace.outputs import Returned
+from autopar.trace.outputs import Returned, numbers_of
 
 
 def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
@@ -178,7 +178,7 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
     results = [(result, layout) for result, layout in prepared.runner.results if result.kind == "output"]
     leaves: dict[int, Any] = dict(prepared.output_constants)
     types = output_types(prepared.graph)
-    is_local = state.inputs == "local"
+    is_local, numbers = state.inputs == "local", numbers_of(prepared.out_spec)
     for (result, layout), value in zip(results, outputs, strict=True):
         if value is None or (type := types[result.target]) is None:
             continue
@@ -194,7 +194,7 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
             made = whole_when_read(value, shape, layout, state.mesh, state.device_mesh, averages=is_local)
             if is_local and made is value:
                 step.of_all_ranks.add(result.target)
-        leaves[int(result.target)] = made
+        leaves[int(result.target)] = made.item() if int(result.target) in numbers else made
         if made.requires_grad and result.target in prepared.graph.leads_to:
             step.handed.append((result.target, weakref.ref(made)))
     made = pytree.tree_unflatten([leaves[i] for i in range(prepared.out_spec.num_leaves)], prepared.out_spec)

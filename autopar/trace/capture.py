@@ -311,7 +311,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool) -> _Watched:
     caches = settle(copy, notes) and may_cache
     drawn = random_state()
     returning(copy, reads, notes)
-    watch_forward(copy, small_buffers(setting.model))
+    watch_forward(copy, small_buffers(setting.model), notes)
     return _Watched(copy, reads, notes, caches, drawn)
 
 

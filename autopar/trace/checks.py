@@ -36,7 +36,8 @@ class Checks:
     them is a sum over the ranks and micro-batches that the values are split over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes  # of the plan
         self.wrong: dict[str, Tensor] = {}
         self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
         self._expected: dict[int, tuple[Tensor, bool]] = {}  # id -> a tensor of truths, and what each of them should be
@@ -64,15 +65,18 @@ class Checks:
         name = getattr(func, "__name__", "")
         if name not in ASKS or not args or not isinstance(args[0], Tensor) or args[0].numel() != 1:
             return None
-        asked: Tensor = args[0]
-        wanted = True if name == "_assert" else _wanted(sys._getframe(2), name)  # the code that asks, behind the mode
+        return self.asked(args[0], name, sys._getframe(2))  # the code that asks, behind the mode
+
+    def asked(self, asked: Tensor, name: str, frame: FrameType) -> bool | None:
+        """As `answer`, where code of that frame asks by the method `name`."""
+        wanted = True if name == "_assert" else _wanted(frame, name)
         if wanted is None and name != "item" and id(asked) in self._expected:
             wanted = self._expected[id(asked)][1]
         if wanted is None:
             return None
         _, each, is_all = self._each.get(id(asked), (asked, asked, wanted))
         each = each if is_all == wanted else asked  # that all are true, or that none is, is asked of each by itself
-        self._add(OTHERWISE.format(line_here()), each.bool().logical_not() if wanted else each.bool())
+        self.add(OTHERWISE.format(line_here()), each.bool().logical_not() if wanted else each.bool())
         return wanted
 
     def answered(self, func: Any, args: Any, kwargs: Any, answer: Any) -> None:
@@ -89,9 +93,10 @@ class Checks:
                 asked = asked.bool()
             case _:
                 pass
-        self._add(CHANGED.format(line_here()), asked.ne(torch.tensor(answer, device=asked.device)))
+        self.add(CHANGED.format(line_here()), asked.ne(torch.tensor(answer, device=asked.device)))
 
-    def _add(self, told: str, wrong: Tensor) -> None:
+    def add(self, told: str, wrong: Tensor) -> None:
+        """Say `told` in a call where some of these are true."""
         count = wrong.detach().sum()
         self.wrong[told] = self.wrong[told] + count if told in self.wrong else count
 

@@ -24,6 +24,7 @@ from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.literals import Literals
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
+from autopar.trace.numbers import numbers_in, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in
 from autopar.trace.places import with_masks
 from autopar.trace.tables import dense_lookup, one_hot
@@ -56,9 +57,9 @@ INSTEAD = {  # function -> what to write in its place
 }
 
 
-def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: list[str]) -> None:
     """Have `model`, a copy that is only traced and gives a `Returned`, run its forward in here. `values`: what is in
-    small buffers.
+    small buffers. `notes`: what is to be told beside the plan comes behind them.
     """
     original = model.forward
     stand_for = _registered(model)
@@ -70,7 +71,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
         now = _registered(model)
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         try:
-            watch = _Watch({id(value) for value in now.values()})
+            watch = _Watch({id(value) for value in now.values()}, notes)
             for name, value in values.items():
                 watch.literals.know(now[name], value)
             with watch:
@@ -118,10 +119,10 @@ class _Watch(TorchFunctionMode):
     functions gave; another tensor that requires grad is none that would be trained.
     """
 
-    def __init__(self, known: set[int]) -> None:
+    def __init__(self, known: set[int], notes: list[str]) -> None:
         super().__init__()
         self.known, self.registered = known, frozenset(known)
-        self.origins, self.literals, self.checks = Origins(), Literals(), Checks()
+        self.origins, self.literals, self.checks = Origins(), Literals(), Checks(notes)
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.uniform = set[int]()  # ids of what torch.rand drew
 
@@ -152,6 +153,10 @@ class _Watch(TorchFunctionMode):
             return answer
         if (expected := self.checks.answer(func, args)) is not None:
             return expected
+        if (number := taken_out(func, args, self.checks)) is not None:
+            return number
+        if numbers_in((args, kwargs)):
+            return with_numbers(func, args, kwargs)
         result = self._result(func, args, kwargs)
         self.results.append(result)
         self.known |= set(map(id, tensors_in(result)))

@@ -19,17 +19,20 @@ from autopar.trace.calls import make_known
 from autopar.trace.closures import with_parts
 from autopar.trace.given import given_in, refuse_what_is_written
 from autopar.trace.installed import HOOKS, hung_on, take_back
+from autopar.trace.numbers import Number, refuse_text
 from autopar.trace.reads import MISSING, Reads
 
 
 @dataclass(frozen=True)
 class Returned:
     """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules, or
-    lists, tuples and dicts of some. `checks`: as `autopar.trace.checks.Checks.wrong`.
+    lists, tuples and dicts of some. `numbers`: which leaves of these are numbers to whoever calls. `checks`: as
+    `autopar.trace.checks.Checks.wrong`.
     """
 
     outputs: Any
     kept: dict[tuple[str, str], Any]
+    numbers: frozenset[int] = frozenset()
     checks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
@@ -40,13 +43,21 @@ class Returned:
 
 def _together(parts: Any, names: Any) -> Returned:
     outputs, kept, holds = parts
-    of_kept, of_checks = names
-    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), dict(zip(of_checks, holds, strict=True)))
+    of_kept, of_checks, numbers = names
+    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), numbers, dict(zip(of_checks, holds, strict=True)))
+
+
+def numbers_of(spec: pytree.TreeSpec) -> frozenset[int]:
+    """`Returned.numbers`, from the tree of one."""
+    return spec.context[2]
 
 
 pytree.register_pytree_node(
     Returned,
-    lambda one: ([one.outputs, [*one.kept.values()], [*one.checks.values()]], ([*one.kept], [*one.checks])),
+    lambda one: (
+        [one.outputs, [*one.kept.values()], [*one.checks.values()]],
+        ([*one.kept], [*one.checks], one.numbers),
+    ),
     _together,
     serialized_type_name="autopar.Returned",
 )
@@ -86,6 +97,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         finally:
             reads.is_open = False
         take_back(modules, before, reads)
+        refuse_text([after for _, after, _ in reads.written.values()])
         refuse_what_is_written(given, outputs)
         if changed := reads.changed_inside():
             raise TraceError(
@@ -105,21 +117,34 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
                     f"forward keeps tensors in {'.'.join(('self', *filter(None, (path, name))))}, a "
                     f"{type(after).__name__}; return them, or keep each as an attribute of its own"
                 )
-        return Returned(outputs, kept)
+        return _with_tensors(Returned(outputs, kept))
 
     model.forward = returned
 
 
+def _with_tensors(returned: Returned) -> Returned:
+    """The same with tensors in the place of numbers out of them. Raises TraceError where one is in text."""
+    leaves, spec = pytree.tree_flatten(returned)
+    refuse_text(leaves)
+    numbers = frozenset(place for place, leaf in enumerate(leaves) if isinstance(leaf, Number))
+    if not numbers:
+        return returned
+    leaves = [leaf.tensor if isinstance(leaf, Number) else leaf for leaf in leaves]
+    return replace(pytree.tree_unflatten(leaves, spec), numbers=numbers)
+
+
 def _is_made(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    return isinstance(value, (Tensor, Number)) and not isinstance(value, nn.Parameter)
 
 
 def _is_kept(value: Any) -> bool:
-    """Whether it is a tensor, or a list, tuple or dict with some in it and nothing else that has parts."""
-    if isinstance(value, Tensor):
+    """Whether it is a tensor or a number out of one, or a list, tuple or dict with some in it and nothing else that
+    has parts.
+    """
+    if isinstance(value, (Tensor, Number)):
         return True
     leaves = pytree.tree_leaves(value, is_leaf=lambda part: type(part) not in (list, tuple, dict))
-    plain = (Tensor, bool, int, float, str, type(None))
+    plain = (Tensor, Number, bool, int, float, str, type(None))
     return any(map(_is_made, leaves)) and all(isinstance(part, plain) for part in leaves)
 
 

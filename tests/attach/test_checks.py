@@ -78,17 +78,8 @@ def written(mask: Tensor) -> Tensor:
     ],
 )
 def test_a_branch_that_may_go_either_way_is_refused(one: DeviceMesh, does: Callable[[Tensor, Tensor], Tensor]) -> None:
-    with pytest.raises(TraceError, match="may not depend on tensor values"):
+    with pytest.raises(TraceError, match=r"which way forward goes depends on values at .*a program goes one way"):
         autopar.compile(Model(does), one)(batch())
-
-
-def test_a_number_taken_out_of_a_tensor_is_refused_with_its_line(one: DeviceMesh) -> None:
-    def number(y: Tensor, x: Tensor) -> Tensor:
-        assert x.max().item() < 9
-        return y
-
-    with pytest.raises(TraceError, match=r"test_checks.py:\d+ \(assert x.max"):
-        autopar.compile(Model(number), one)(batch())
 
 
 @pytest.mark.parametrize(("does", "wrong"), [(raised, 10.0), (clamped, torch.inf), (by_transformers, 10.0)])

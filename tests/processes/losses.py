@@ -1,7 +1,9 @@
-"""torch's losses of DTensors, in pieces of one size and of several, on real processes."""
+"""torch's losses of DTensors, in pieces of one size and of several, and losses as numbers, on real processes."""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,6 +14,7 @@ from torch.nn import functional
 import autopar
 from tests.processes.errors import refused
 from tests.processes.worker import Ranks
+from tests.support.machines import FAST
 
 CLASSES = 6
 Loss = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
@@ -127,3 +130,37 @@ def check_a_penalty_that_is_added_in_place(ranks: Ranks) -> None:
     both += parallel(torch.ones(2, 4)).sum()
     assert type(both) is Tensor and both.requires_grad
     both.backward()
+
+
+class Told(nn.Module):
+    """Says in numbers what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, float]]:
+        counted = (x > 0.5).sum().item()
+        hidden = self.first(x).relu()
+        self.mean = hidden.mean().item()
+        loss = self.second(hidden).square().sum() / counted
+        assert (x < 9).all().item(), "too large"
+        return loss, {"counted": counted, "half": loss.item() / 2}
+
+
+def check_numbers_that_forward_takes_out(ranks: Ranks) -> None:
+    for axis, count in (("data", 1), ("data", 2), ("pipe", 2)):
+        plain = Told()
+        mesh = autopar.init_mesh("cpu", **{axis: ranks.count})
+        parallel = autopar.compile(copy.deepcopy(plain), mesh, hardware=FAST, micro_batches=count)
+        for step in range(2):
+            x = drawn(8, 8) + 0.1 * step
+            (wanted, numbers), (loss, found) = plain(x), parallel(x)
+            assert found["counted"] == numbers["counted"] and type(found["counted"]) is int, (found, numbers)
+            for name, one, other in (
+                ("loss", loss.item(), wanted.item()), ("half", found["half"], numbers["half"]),
+                ("mean", parallel.mean, plain.mean),
+            ):  # fmt: skip
+                assert type(one) is float and math.isclose(one, other, rel_tol=1e-12), (axis, count, name, one, other)
+        x[5, 2] = 10.0
+        refused(autopar.CheckFailed, "assert .x < 9", lambda x=x, p=parallel: p(x))

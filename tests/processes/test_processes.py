@@ -51,6 +51,7 @@ FIRST = {
         "losses_of_what_is_split",
         "reductions_over_an_empty_list_of_dims",
         "a_penalty_that_is_added_in_place",
+        "numbers_that_forward_takes_out",
     ],
     "habits": ["a_script_with_a_seed_for_each_rank"],
     "memory": ["lookups"],

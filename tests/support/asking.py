@@ -49,7 +49,20 @@ def by_transformers(y: Tensor, x: Tensor) -> Tensor:
     return y
 
 
+def number(y: Tensor, x: Tensor) -> Tensor:
+    assert x.max().item() < 9, "too large"
+    largest = x.abs().max().item()
+    assert largest >= 0 and not largest > 9, "too large"
+    return y
+
+
+def raised_for_a_number(y: Tensor, x: Tensor) -> Tensor:
+    if (x > 9).any().item() or (x > 9).sum().item() + 1 != 1:
+        raise ValueError(f"too large: {x.max().item():.3f}")
+    return y
+
+
 ENDING = {
     "asserted": asserted, "raised": raised, "otherwise": raised_otherwise, "loop": in_a_loop,
-    "transformers": by_transformers,
+    "transformers": by_transformers, "number": number, "raised for a number": raised_for_a_number,
 }  # fmt: skip

@@ -1,0 +1,215 @@
+"""Numbers that forward takes out of tensors: `loss.item()`. A trace has no values, so each stands for the number that
+a call will have: it may be computed with, kept as an attribute, returned and checked. What a program cannot decide may
+not hang on it: sizes, and which way to go on.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar._compat import FakeTensor, pytree
+from autopar.errors import TraceError
+from autopar.trace.checks import Checks
+from autopar.trace.lines import line_here
+from autopar.trace.origins import tensors_in, writes_in_place
+
+BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # of two numbers, and where one is a tensor
+    "add": (operator.add, torch.add), "sub": (operator.sub, torch.sub), "mul": (operator.mul, torch.mul),
+    "truediv": (operator.truediv, torch.true_divide), "floordiv": (operator.floordiv, torch.floor_divide),
+    "mod": (operator.mod, torch.remainder), "pow": (operator.pow, torch.pow),
+}  # fmt: skip
+COMPARED = {name: (getattr(operator, name), getattr(torch, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+DIVIDES = ("truediv", "floordiv", "mod")
+ARITHMETIC = {*BINARY, "div", "true_divide", "floor_divide", "remainder", "rsub"}
+WITH_TENSORS = {*ARITHMETIC, *COMPARED, "clamp", "masked_fill", "where", "fill", "setitem"}
+NAMED = {"input", "other", "min", "max", "value", "exponent"}  # arguments that numbers may be
+DECIDES = ("__bool__", "is_nonzero")
+TAKES_OUT = frozenset(("item", "tolist", "__format__", "__int__", "__float__", "__index__", "__complex__", *DECIDES))
+MOST = 64  # numbers of one tolist()
+INSTEAD = (
+    "Leave what is asked a tensor (torch.where for if, .clamp(min=1) for max(.., 1)). What .item() gives may be "
+    "computed with, kept as an attribute, returned, and checked (assert, `if ..: raise`)."
+)
+TEXT = "(a number of each call)"
+WRITTEN = "forward writes a number out of a tensor into text{}: while it is traced that is once, and no number"
+DIVIDED = "forward divides by a number{} that is 0 in this call: Python raises ZeroDivisionError there"
+
+
+class Number:
+    """A number of each call. `tensor`: what it is, 0-dim and of bool, int64 or float64, as Python computes."""
+
+    def __init__(self, tensor: Tensor, checks: Checks) -> None:
+        kind = torch.float64 if tensor.is_floating_point() else torch.int64
+        self.tensor = tensor if tensor.dtype == torch.bool else tensor.to(kind)
+        self._checks = checks
+
+    @property
+    def like(self) -> bool | int | float:
+        """A number of the same type."""
+        return True if self.tensor.dtype == torch.bool else 1.0 if self.tensor.is_floating_point() else 1
+
+    def of_two(self, name: str, other: Any, is_reversed: bool = False) -> Any:
+        """`self name other`, of numbers or with a tensor; NotImplemented where it is something else."""
+        of_numbers, of_tensors = {**BINARY, **COMPARED}[name]
+        if isinstance(other, Tensor):
+            return of_tensors(*((other, self) if is_reversed else (self, other)))  # which comes to `given` below
+        if not isinstance(other, (Number, bool, int, float)):
+            return NotImplemented
+        is_int = isinstance(other.like if isinstance(other, Number) else other, int)
+        is_float = not is_int or isinstance(self.like, float) or name == "truediv"
+        if name == "pow" and not is_float and (is_reversed or not isinstance(other, int) or other < 0):
+            raise _needed_now()  # in Python an int to the power of an int is an int or a float
+        kind = torch.float64 if is_float else torch.int64
+        pair = [one.tensor.to(kind) if isinstance(one, Number) else one for one in (self, other)]
+        left, right = reversed(pair) if is_reversed else pair
+        if name in DIVIDES and isinstance(right, Tensor):
+            self._checks.add(DIVIDED.format(line_here()), right.eq(0))
+        return Number(of_numbers(left, right), self._checks)
+
+    def __neg__(self) -> Any:
+        return self.of_two("sub", 0, is_reversed=True)
+
+    def __pos__(self) -> Any:
+        return self.of_two("add", 0)
+
+    def __abs__(self) -> Number:
+        return Number(self.__pos__().tensor.abs(), self._checks)
+
+    def __round__(self, digits: int | None = None) -> Number:
+        rounded = torch.round(self.tensor.double(), decimals=digits or 0)
+        return Number(rounded if digits is not None and isinstance(self.like, float) else rounded.long(), self._checks)
+
+    def __bool__(self) -> bool:
+        wanted = self._checks.asked(self.tensor, "__bool__", sys._getframe(1))
+        if wanted is None:
+            raise _hangs()
+        return wanted
+
+    def _at_once(self, *_: Any) -> Any:
+        raise _needed_now()
+
+    __int__ = __float__ = __index__ = __complex__ = __trunc__ = __floor__ = __ceil__ = _at_once
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        if (told := WRITTEN.format(line_here())) not in self._checks.notes:
+            self._checks.notes.append(told)
+        return TEXT
+
+    def __format__(self, _: str) -> str:
+        return repr(self)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return with_numbers(func, args, kwargs or {})  # reached where no mode is in between
+
+
+def _operators(name: str) -> None:
+    def method(self: Number, other: Any) -> Any:
+        return self.of_two(name, other)
+
+    def turned(self: Number, other: Any) -> Any:
+        return self.of_two(name, other, is_reversed=True)
+
+    setattr(Number, f"__{name}__", method)
+    if name in BINARY:
+        setattr(Number, f"__r{name}__", turned)
+
+
+for _name in (*BINARY, *COMPARED):
+    _operators(_name)
+
+
+def taken_out(func: Any, args: Sequence[Any], checks: Checks) -> Any:
+    """What a function of torch gives that takes numbers out of a tensor without values; None: it is another. Raises
+    TraceError where they are to be known at once.
+    """
+    name = getattr(func, "__name__", "")
+    if name not in TAKES_OUT or not isinstance(args[0], FakeTensor) or args[0].constant is not None:
+        return None
+    if name in DECIDES:
+        raise _hangs()
+    tensor: Tensor = args[0].detach()
+    if name == "__format__":
+        return f"{Number(tensor.reshape(()), checks)}" if not tensor.ndim else None
+    if name not in ("item", "tolist") or tensor.is_complex() or tensor.numel() > MOST:
+        raise _needed_now()
+    return Number(tensor.reshape(()), checks) if name == "item" else _listed(tensor, checks)
+
+
+def _listed(tensor: Tensor, checks: Checks) -> Any:
+    return [_listed(part, checks) for part in tensor.unbind()] if tensor.ndim else Number(tensor, checks)
+
+
+def with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives of these, some of which are `Number`s, as torch treats numbers of Python: they have no say in
+    the dtype, and are not rounded to it before something is computed. Raises TraceError where it takes none.
+    """
+    name = getattr(func, "__name__", "")
+    in_place, known = writes_in_place(name, kwargs), name.strip("_")
+    known = known if known in WITH_TENSORS or not name.startswith("__") else known[1:]  # __itruediv__, __rtruediv__
+    if known == "tensor":
+        return _tensor_of(*args, **kwargs)
+    if known not in WITH_TENSORS or any(numbers_in(one) for key, one in kwargs.items() if key not in NAMED):
+        raise TraceError(f"a number out of a tensor is given to {name or func}{line_here()}. {INSTEAD}")
+    mask = {"where": 0, "masked_fill": 1}.get(known)
+    tensors = tensors_in([one for place, one in enumerate(args) if place != mask])
+    if not tensors:
+        raise TraceError(f"{name} is given numbers out of tensors alone{line_here()}. {INSTEAD}")
+    first = tensors[0]
+    widened = known in ARITHMETIC and not in_place and first.dtype in (torch.bfloat16, torch.float16)
+
+    def value(one: Any) -> Any:
+        if not isinstance(one, Number):
+            return one.float() if widened and isinstance(one, Tensor) else one
+        return one.tensor.to(torch.float32 if widened else torch.result_type(first, one.like))
+
+    args, kwargs = pytree.tree_map(value, (args, kwargs), is_leaf=lambda one: isinstance(one, Number))
+    made = func(*args, **kwargs)
+    return made.to(first.dtype) if widened else made
+
+
+def _tensor_of(data: Any, *, dtype: torch.dtype | None = None, **others: Any) -> Tensor:
+    """As `torch.tensor(data, ..)`."""
+    leaves = [one.like if isinstance(one, Number) else one for one in pytree.tree_leaves(data)]
+    kind = dtype or torch.tensor(leaves).dtype
+
+    def made(one: Any) -> Tensor:
+        if isinstance(one, (list, tuple)):
+            return torch.stack([*map(made, one)])
+        return one.tensor.to(kind, copy=True) if isinstance(one, Number) else torch.tensor(one, dtype=kind)
+
+    others.pop("device", None)
+    return made(data).requires_grad_(others.pop("requires_grad", False))
+
+
+def numbers_in(value: Any) -> bool:
+    """Whether a `Number` is among arguments of a function of torch."""
+    return any(
+        isinstance(one, Number) for one in pytree.tree_leaves(value, is_leaf=lambda one: isinstance(one, Number))
+    )
+
+
+def refuse_text(values: Sequence[Any]) -> None:
+    """Raises TraceError where one is text that a number of each call was written into."""
+    if found := next((one for one in values if isinstance(one, str) and TEXT in one), None):
+        raise TraceError(
+            f"forward returns or keeps text with a number out of a tensor in it, {found!r}, and a program makes no "
+            "text: return or keep the number, and write it outside"
+        )
+
+
+def _hangs() -> TraceError:
+    return TraceError(f"which way forward goes depends on values{line_here()}, and a program goes one way. {INSTEAD}")
+
+
+def _needed_now() -> TraceError:
+    return TraceError(
+        f"forward needs a number out of a tensor at once{line_here()}, and a trace has no values. {INSTEAD}"
+    )
