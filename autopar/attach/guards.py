@@ -11,16 +11,18 @@ import operator
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.trace.configurations import FEW, own_names
 from autopar.trace.modules import REGISTERED
 from autopar.trace.origins import tensors_in
-from autopar.trace.reads import CONTAINERS, MISSING, SCALARS, Cell, Reads, is_users_class, snapshot
+from autopar.trace.reads import Reads
+from autopar.trace.settings import Cell, Of, is_users_class
+from autopar.trace.values import CONTAINERS, FEW, IN_PLACE, MISSING, SCALARS, inside, own_names, snapshot
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # what is put in there, into empty ones too, is called
 Place = tuple[Mapping[str, Any], str]  # where a value is found
@@ -29,14 +31,15 @@ Place = tuple[Mapping[str, Any], str]  # where a value is found
 @dataclass
 class Guards:
     """`fixed`: places of values that only assignment changes, and those values. `changing`: likewise of values that may
-    change in place, with snapshots. `modules`, `classes`: of the parts of the model, which parametrizations change.
-    `kept`, `sizes`: where each module holds parts, parameters and buffers, and how many. `named`: what to call
-    each place.
+    change in place, with snapshots; `whole`: of objects of which all counts. `modules`, `classes`: of the parts of the
+    model, which parametrizations change. `kept`, `sizes`: where each module holds parts, parameters and buffers, and
+    how many. `named`: what to call each place.
     """
 
     fixed: list[Place]
     values: list[Any]
     changing: list[tuple[Place, Any]]
+    whole: list[tuple[Place, Any]]
     modules: list[nn.Module]
     classes: list[type]
     kept: list[dict[str, Any]]
@@ -60,12 +63,15 @@ class Guards:
         for (place, key), was in self.changing:
             if snapshot(place.get(key, MISSING)) != was:
                 return f"{self.named[id(place), key]} has changed"
+        for (place, key), was in self.whole:
+            if inside(place.get(key, MISSING)) != was:
+                return f"what is in {self.named[id(place), key]} has changed"
         return None
 
 
 def guards_of(reads: Reads, model: nn.Module) -> Guards:
     """What is compared from now on, of a model whose copy was traced."""
-    guards = Guards([], [], [], [*model.modules()][1:], [], [], [], {})
+    guards = Guards([], [], [], [], [*model.modules()][1:], [], [], [], {})
     guards.classes = [*map(type, guards.modules)]  # (class and forward of the whole module are ours)
     modules = dict(model.named_modules(remove_duplicate=False))
     written = reads.written
@@ -92,8 +98,15 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
     kept = ((module, kind, getattr(module, kind)) for module in parts for kind in REGISTERED)
     guards.kept = [place for module, kind, place in kept if place or _may_be_filled(module, kind)]
     guards.sizes = [*map(len, guards.kept)]
-    for place, name, value in reads.names:
-        _add(guards, place, name, value, f"the variable {name}")
+    for place, name, value, _ in reads.names:
+        if (id(place), name) in guards.named:
+            continue
+        guards.named[id(place), name] = f"the variable {name}"
+        if isinstance(value, (*IN_PLACE, tuple)) and _may_change(value):
+            guards.changing.append(((place, name), snapshot(value)))
+        else:
+            guards.fixed.append((place, name))
+            guards.values.append(value)
     return guards
 
 
@@ -123,18 +136,31 @@ def _add(
     if value is MISSING or isinstance(value, (*SCALARS, type, nn.Module)) or not _may_change(value):
         guards.fixed.append((place, key))
         guards.values.append(value)
+    elif traced is not None and _counts_whole(value, *traced):
+        guards.whole.append(((place, key), inside(value)))
     elif (own := own_names(value)) is not None:  # a configuration: what it is, and what was read of it
         guards.fixed.append((place, key))
         guards.values.append(value)
-        _add_names(guards, value, own, called, traced)
+        _add_names(guards, value, own if own is getattr(value, "__dict__", None) else Of(value), called, traced)
     else:
         guards.changing.append(((place, key), snapshot(value)))
-        if isinstance(value, (list, tuple)) and len(value) <= FEW:
+        if isinstance(value, (list, tuple, dict)) and len(value) <= FEW:
             _add_parts(guards, value, called, traced)
+    if isinstance(value, (partial, types.MethodType)):
+        inside_it = [value.__self__] if isinstance(value, types.MethodType) else [*value.args, *value.keywords.values()]
+        for part in inside_it:
+            if not isinstance(part, nn.Module):
+                _add(guards, {"": part}, "", part, f"what {called} holds")
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if not isinstance(cell.cell_contents, (types.FunctionType, nn.Module)):
                 _add(guards, Cell(cell), name, cell.cell_contents, f"the variable {name} of {called}")
+
+
+def _counts_whole(value: Any, reads: Reads, copied: Any) -> bool:
+    """Whether any of an object may have been read: it could not be watched, or finds its attributes by itself."""
+    finds = any("__getattr__" in vars(kind) for kind in type(value).__mro__)
+    return reads.inside.is_whole(copied) or (finds and own_names(value) is not None and not reads.inside.read(copied))
 
 
 def _add_names(
@@ -142,10 +168,10 @@ def _add_names(
 ) -> None:
     """The attributes of a configuration: those that were read, or all where nobody watched."""
     read = None if traced is None else traced[0].inside.read(traced[1])
-    for name in list(own) if read is None else read:
+    for name in list(own_names(value) or ()) if read is None else read:
         part = own.get(name, MISSING)
         owner = next((one for one in type(value).__mro__ if name in vars(one)), None)
-        if name not in own and owner is not None:  # of its class, until it is set on the object
+        if own.get(name, MISSING) is MISSING and owner is not None:  # of its class, until it is set on the object
             if not isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS)):
                 continue
             _add(guards, vars(owner), name, vars(owner)[name], f"{called}.{name}")
@@ -155,14 +181,16 @@ def _add_names(
             _add(guards, own, name, part, f"{called}.{name}")
 
 
-def _add_parts(guards: Guards, value: Sequence[Any], called: str, traced: tuple[Reads, Any] | None) -> None:
-    """The configurations in a list or tuple."""
-    for number, part in enumerate(value):
+def _add_parts(
+    guards: Guards, value: Sequence[Any] | Mapping[Any, Any], called: str, traced: tuple[Reads, Any] | None
+) -> None:
+    """The configurations in a list, tuple or dict."""
+    copied: Any = traced[1] if traced is not None and type(traced[1]) is type(value) else {}
+    for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
         if own_names(part) is not None:
-            inside = None
-            if traced is not None and isinstance(traced[1], (list, tuple)) and traced[1][number] is not None:
-                inside = traced[0], traced[1][number]
-            _add(guards, {"": part}, "", part, f"{called}[{number}]", inside)
+            stands = copied[key] if copied and (not isinstance(value, Mapping) or key in copied) else None
+            within = None if traced is None or stands is None else (traced[0], stands)
+            _add(guards, {"": part}, "", part, f"{called}[{key!r}]", within)
 
 
 def _may_change(value: Any) -> bool:

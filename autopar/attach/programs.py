@@ -47,7 +47,7 @@ from autopar.trace.ambient import AmbientState, ambient_as
 from autopar.trace.calls import Call, Caller
 from autopar.trace.interrupts import interruptible
 from autopar.trace.modules import aliases
-from autopar.trace.reads import MISSING
+from autopar.trace.values import MISSING
 
 # How a graph becomes a plan: (graph, the training plan if there is one, layouts of the parameters then) -> plan;
 # `loosely=True`: of a step that nobody takes yet. `in_stages` gives the plans of a pipeline.

@@ -6,28 +6,10 @@ anything about a program.
 
 from __future__ import annotations
 
-import contextlib
-import enum
-import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from torch import Tensor, nn
-
-PLAIN = (
-    list, tuple, dict, set, frozenset, np.ndarray, Tensor, nn.Module, type, enum.Enum, functools.partial,
-    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
-)  # fmt: skip
-
-
-FEW = 32  # objects in a list are looked at, at most
-
-
-def own_names(value: Any) -> dict[str, Any] | None:
-    """The attributes of a configuration or the like; None for what is no such object."""
-    return None if isinstance(value, PLAIN) else getattr(value, "__dict__", None)
+from autopar.trace.values import FEW, MISSING, inside, is_noted_once, is_of_torch, own_names, snapshot
 
 
 class Configurations:
@@ -36,22 +18,48 @@ class Configurations:
     def __init__(self) -> None:
         self._read: dict[int, set[str] | None] = {}  # by id; None: all of it
         self._held: list[Any] = []  # so that their ids stay theirs
+        self._before: dict[
+            tuple[int, str], tuple[Any, Any, Any]
+        ] = {}  # (id, name) -> object, what was there, a snapshot
+        self._whole: list[tuple[Any, Any]] = []  # objects of which any may have been read, and what was in them
 
     def read(self, copied: Any) -> set[str] | None:
         """Names of its own that were read of an object of the traced copy; None: any may have been."""
         return self._read.get(id(copied))
 
+    def is_whole(self, copied: Any) -> bool:
+        """Whether it could not be watched."""
+        return any(value is copied for value, _ in self._whole)
+
     def watch(self, value: Any, is_open: Callable[[], bool]) -> None:
         """Note from now on what is read of `value` while `is_open` says so."""
-        if isinstance(value, (list, tuple)) and len(value) <= FEW:
-            for part in value:
+        if isinstance(value, (list, tuple, dict)) and len(value) <= FEW:
+            for part in value.values() if isinstance(value, dict) else value:
                 self.watch(part, is_open)
-        if own_names(value) is None or id(value) in self._read or type(value).__module__.startswith("torch"):
+        if own_names(value) is None or id(value) in self._read or is_of_torch(type(value)):
             return
-        with contextlib.suppress(TypeError):  # a class of C, or with slots: any of it may have been read
-            value.__class__ = _watched(type(value), self, is_open)
-            self._read[id(value)] = set()
         self._held.append(value)
+        try:
+            object.__setattr__(value, "__class__", _watched(type(value), self, is_open))  # though it be frozen
+        except TypeError:  # a class of C, or with slots: any of it may have been read
+            self._whole.append((value, inside(value)))
+            return
+        self._read[id(value)] = set()
+
+    def changed(self) -> str | None:
+        """An attribute that the trace changed, in words."""
+        for (_, name), (value, was, before) in self._before.items():
+            now = vars(value).get(name, MISSING)
+            if snapshot(now) != before and not is_noted_once(was, now):
+                return f"{name} of {_named(value)}"
+        return next((f"what is in {_named(value)}" for value, was in self._whole if inside(value) != was), None)
+
+    def before(self, value: Any, name: str) -> None:
+        """That an attribute is read or written, as it is still."""
+        if not name.startswith("__"):
+            own = object.__getattribute__(value, "__dict__")
+            was = own.get(name, MISSING)
+            self._before.setdefault((id(value), name), (value, was, snapshot(was)))
 
     def note(self, value: Any, name: str, own: dict[str, Any]) -> None:
         seen = self._read.get(id(value))
@@ -62,6 +70,7 @@ class Configurations:
         elif not name.startswith("__"):
             name = getattr(type(value), "attribute_map", {}).get(name, name)
             seen.add(name)
+            self.before(value, name)
 
 
 class Unannounced:
@@ -81,6 +90,16 @@ def _watched(kind: type, configurations: Configurations, is_open: Callable[[], b
             configurations.watch(value, is_open)
         return value
 
-    made: Any = type(kind.__name__, (Unannounced, kind), {"__getattribute__": __getattribute__})
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if is_open():
+            configurations.before(self, name)
+        super(made, self).__setattr__(name, value)
+
+    body = {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
+    made: Any = type(kind.__name__, (Unannounced, kind), body)
     made.__qualname__, made.__module__ = kind.__qualname__, kind.__module__
     return made
+
+
+def _named(value: Any) -> str:
+    return f"an object of class {type(value).__name__}"

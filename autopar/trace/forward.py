@@ -27,7 +27,7 @@ from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.numbers import numbers_in, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in
 from autopar.trace.places import with_masks
-from autopar.trace.tables import dense_lookup, one_hot
+from autopar.trace.tables import at_values, dense_lookup, one_hot, read_or_write
 
 # They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
 CHECKING: dict[Any, str] = {
@@ -198,6 +198,8 @@ class _Watch(TorchFunctionMode):
             return rows
         if func in LESS and id(args[0]) in self.uniform and isinstance(args[1], int | float) and args[1] <= 0:
             return torch.tensor(False)  # of what is drawn from [0, 1): a layer that is skipped with chance 0
+        if (found := at_values(func, args)) is not None:
+            return read_or_write(func, args, found)
         result = _with_states_as_given(func, args, func(*args, **kwargs))
         self.origins.made(func, args, kwargs, result)
         self.literals.made(func, args, kwargs, result)

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import TraceError
-from autopar.trace.reads import MISSING, Reads
+from autopar.trace.reads import Reads
+from autopar.trace.values import MISSING
 
 # The dicts of hooks that a module has.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

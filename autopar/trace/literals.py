@@ -18,8 +18,8 @@ from autopar._compat import outside_modes, pytree
 from autopar.errors import TraceError
 from autopar.trace.lines import line_here
 from autopar.trace.origins import PURE, tensors_in, writes_in_place
-from autopar.trace.reads import SCALARS
 from autopar.trace.rows import ELEMENTWISE
+from autopar.trace.values import SCALARS
 
 NUMBERS = 0  # in the place of a buffer's id
 MOST, MOST_OF_BUFFER = 4096, 64  # elements

@@ -56,9 +56,26 @@ def with_tensors(model: nn.Module, tensor_of: Mapping[int, torch.Tensor]) -> nn.
     look at the model look at the copy. `model` is not changed, and no parameter or buffer storage is copied.
     """
     copy_of: dict[int, Any] = dict(tensor_of)
-    made = copy.deepcopy(model, copy_of)
+    try:
+        made = copy.deepcopy(model, copy_of)
+    except Exception:  # whatever a class raises that cannot be copied: locks, files, generators
+        copy_of = dict(tensor_of) | _shared(model, tensor_of)
+        made = copy.deepcopy(model, copy_of)
     look_at_copies(made, copy_of)
     return made
+
+
+def _shared(model: nn.Module, tensor_of: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+    """By id, what modules hold and cannot be copied: a copy of the model holds the very same."""
+    found: dict[int, Any] = {}
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if name not in REGISTERED:
+                try:
+                    copy.deepcopy(value, dict(tensor_of) | {id(model): model})
+                except Exception:
+                    found[id(value)] = value
+    return found
 
 
 def as_plain_modules(model: nn.Module) -> None:

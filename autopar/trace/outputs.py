@@ -20,7 +20,8 @@ from autopar.trace.closures import with_parts
 from autopar.trace.given import given_in, refuse_what_is_written
 from autopar.trace.installed import HOOKS, hung_on, take_back
 from autopar.trace.numbers import Number, refuse_text
-from autopar.trace.reads import MISSING, Reads
+from autopar.trace.reads import Reads
+from autopar.trace.values import MISSING
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,10 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         take_back(modules, before, reads)
         refuse_text([after for _, after, _ in reads.written.values()])
         refuse_what_is_written(given, outputs)
-        if changed := reads.changed_inside():
+        if changed := reads.changed():
             raise TraceError(
-                f"forward changes what is in {changed[0]} (a list, dict or set), which a program does not do again at "
-                "every call; return the values instead, or set an attribute to them"
+                f"forward changes {changed}, which a program does not do again at every call; return the values "
+                "instead, or set an attribute of the module to them (self.name = value)"
             )
         kept: dict[tuple[str, str], Any] = {}
         for (path, name), (before, after, _) in reads.written.items():

@@ -7,58 +7,94 @@ and of enclosing functions is read off their code, as far as it is plain numbers
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dis
-import enum
 import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from autopar.trace.configurations import Configurations, Unannounced
 from autopar.trace.modules import REGISTERED
+from autopar.trace.settings import Settings, methods_of
+from autopar.trace.values import (
+    CONTAINERS,
+    DRAWING,
+    FEW,
+    IN_PLACE,
+    MISSING,
+    SCALARS,
+    is_noted_once,
+    is_torchs,
+    snapshot,
+)
 
-MISSING = object()
-
-SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-CONTAINERS = (list, tuple, dict, set, np.ndarray)
 # What every module has; `training` alone says something about what forward computes.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-FUNCTIONS = 2000  # of the user's code are looked at, at most
+
+
+MAY_BE_SET = (*SCALARS, *CONTAINERS, types.FunctionType)  # what a script may set of a class, or for an instance
 
 
 @dataclass
 class Reads:
     """`attributes`: (module path, name) -> its value when it was first read, MISSING where there was none. `written`:
     likewise -> (what was there before the trace, what was written last, the line that wrote it). `contents`: snapshots
-    of what may change in place, as it was first read. `names`: (where, name, value) of what functions and classes of
-    the user's see outside the instance: class attributes, globals, variables of enclosing functions. `inside`: what
-    is read of configurations and other objects that modules hold.
+    of what may change in place, as it was first read. `names`: (where, name, value, a snapshot of it) of what functions
+    and classes of the user's see outside the instance: class attributes, globals, variables of enclosing functions,
+    and what is in objects that are found there. `inside`: what is read of configurations and other objects that modules
+    hold. `classes`: that modules are of while they are traced, and the names that each has then.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
     attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
     written: dict[tuple[str, str], tuple[Any, Any, str]] = field(default_factory=dict)
     contents: dict[tuple[str, str], Any] = field(default_factory=dict)
-    names: list[tuple[Mapping[str, Any], str, Any]] = field(default_factory=list)
+    names: list[tuple[Mapping[str, Any], str, Any, Any]] = field(default_factory=list)
     inside: Configurations = field(default_factory=Configurations)
+    classes: list[tuple[type, frozenset[str]]] = field(default_factory=list)
 
-    def changed_inside(self) -> list[str]:
-        """Attributes whose contents the trace changed: lists that grew, and the like."""
-        return [
-            f"{path}.{name}" if path else name
-            for (path, name), was in self.contents.items()
-            if snapshot(self.attributes[path, name]) != was
-        ]
+    def see(self, place: Mapping[str, Any], name: str, value: Any) -> None:
+        """That this value is found outside the instances."""
+        self.names.append((place, name, value, snapshot(value)))
+
+    def changed(self) -> str | None:
+        """What the trace changed besides attributes of modules, in words: lists that grew, counters of the user's."""
+        for (path, name), was in self.contents.items():
+            if snapshot(self.attributes[path, name]) != was:
+                held = self.attributes[path, name]
+                told = f"{type(held).__name__}: draw with torch" if isinstance(held, DRAWING) else type(held).__name__
+                return f"what is in self.{f'{path}.{name}' if path else name} ({told})"
+        for place, name, value, was in self.names:
+            now = place.get(name, MISSING)
+            if now is value and not isinstance(value, IN_PLACE):
+                continue
+            if isinstance(value, Tensor) and now is not value and "__builtins__" not in place:
+                continue  # one of the model's that functions hold, for which another stands now: no global
+            if snapshot(now) != was and not is_noted_once(value, now):
+                if now is not value:
+                    _put_back(place, name, value)
+                return f"{name}, which is no attribute of a module"
+        for kind, names in self.classes:
+            if written := vars(kind).keys() - names:
+                return f"{min(written)} of the class {kind.__name__}"
+        return self.inside.changed()
+
+
+def _put_back(place: Any, name: str, value: Any) -> None:
+    if isinstance(place, types.MappingProxyType):  # of a class, which is not written to by that
+        return
+    if value is MISSING:
+        place.pop(name)
+    elif (put := getattr(place, "put", None)) is not None:
+        put(name, value)
+    else:
+        place[name] = value
 
 
 @contextlib.contextmanager
@@ -76,13 +112,27 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
         with contextlib.suppress(TypeError):  # a scripted module: its attributes are compiled in
             module.__class__ = watched[kind]
     held = dict.fromkeys(type(value) for module in modules for value in vars(module).values())
-    _names_seen({kind.forward for kind in watched}, _methods_of([*watched.values(), *held]), reads)
+    settings = Settings(methods_of([*watched.values(), *held]))
+    settings.look([*(kind.forward for kind in watched), *_held_by(modules)], watched)
+    reads.classes += [(made, frozenset(vars(made))) for made in watched.values()]
+    for found in settings.found:
+        reads.see(*found)
     try:
         yield
     finally:
         for module in modules:
             if type(module) in watched.values():
                 module.__class__ = classes[id(module)]
+
+
+def _held_by(modules: list[nn.Module]) -> Iterator[Any]:
+    """What is in attributes of modules, and in lists and dicts there: functions are among them."""
+    for module in modules:
+        for name, value in vars(module).items():
+            if name not in OF_EVERY_MODULE:
+                yield value
+                if isinstance(value, (list, tuple, dict)) and len(value) <= FEW:
+                    yield from value.values() if isinstance(value, dict) else value
 
 
 def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
@@ -99,16 +149,16 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
             elif (path, name) not in reads.attributes and (path, name) not in reads.written:
                 reads.inside.watch(own[name], lambda: reads.is_open)
                 reads.attributes[path, name] = own[name]
-                if isinstance(own[name], (list, dict, set)):
+                if isinstance(own[name], IN_PLACE) and not isinstance(own[name], Tensor):
                     reads.contents[path, name] = snapshot(own[name])
         elif path is not None and not any(name in own.get(kept, ()) for kept in REGISTERED):
             owner = next((one for one in kind.__mro__ if name in vars(one)), None)
-            if owner is None or isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS)):
+            if owner is None or (owner is not nn.Module and isinstance(vars(owner)[name], MAY_BE_SET)):
                 if (path, name) not in reads.written:
                     reads.attributes.setdefault((path, name), MISSING)
                 if owner is not None and name not in seen_of_class:
                     seen_of_class.add(name)
-                    reads.names.append((vars(owner), name, vars(owner)[name]))
+                    reads.see(vars(owner), name, vars(owner)[name])
         return super(made, self).__getattribute__(name)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
@@ -152,158 +202,6 @@ def _line_outside_torch() -> str:
     while frame is not None and is_torchs(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-
-
-_TORCH = str(Path(torch.__file__).parent)
-_STANDARD = str(Path(random.__file__).parent)
-
-
-def is_torchs(file: str) -> bool:
-    """Whether a source file is torch's, Python's own or ours, as far as its names are not the user's to change."""
-    return file.startswith((_TORCH, "<")) or (file.startswith(_STANDARD) and "site-packages" not in file)
-
-
-class Cell(dict[str, Any]):
-    """A variable of an enclosing function, found by its name as a global is."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        super().__init__()
-        self._cell = cell
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._cell.cell_contents
-
-
-def _methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
-    """Name -> the methods and properties that classes of the user's have by that name: of modules, and of what these
-    hold.
-    """
-    found: dict[str, list[Any]] = {}
-    for kind in dict.fromkeys(one for made in kinds for one in made.__mro__):
-        for name, value in vars(kind).items():
-            call = _plain(value.fget if isinstance(value, property) else value)
-            if call is not None and not is_torchs(call.__code__.co_filename) and not _is_installed(call):
-                found.setdefault(name, []).append(call)
-    return found
-
-
-def _is_installed(function: types.FunctionType) -> bool:
-    return "site-packages" in function.__code__.co_filename
-
-
-def _names_seen(functions: set[Any], methods: Mapping[str, list[Any]], reads: Reads) -> None:
-    """What may change of the globals and enclosing variables that functions name, and those functions that they name,
-    `methods` among them: numbers, text, tensors, arrays, lists and the like.
-    """
-    left, done = [*functions], set[types.CodeType]()
-    known: set[tuple[int, str]] = set()
-
-    def see(place: Mapping[str, Any], name: str, value: Any) -> None:
-        if isinstance(value, (*SCALARS, Tensor, np.ndarray, list, dict, set)):
-            if (id(place), name) not in known:
-                known.add((id(place), name))
-                reads.names.append((place, name, value))
-        else:
-            left.append(value)
-
-    while left and len(done) < FUNCTIONS:
-        function = _plain(left.pop())
-        if function is None or function.__code__ in done or is_torchs(function.__code__.co_filename):
-            continue
-        done.add(function.__code__)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # not filled yet
-                see(Cell(cell), name, cell.cell_contents)
-        is_installed = _is_installed(function)  # whose tables nobody changes
-        names = set(_names_of(function.__code__))
-        left += (call for name in names & methods.keys() for call in methods[name])
-        read: set[str] | None = None
-        for name in names & function.__globals__.keys():
-            value = function.__globals__[name]
-            if is_installed and isinstance(value, (list, dict, set, np.ndarray)):
-                continue
-            if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
-                read = set(_globals_of(function.__code__)) if read is None else read
-                if name not in read:  # but of an attribute: `self.loss`, in a script that calls its loss so
-                    continue
-            if (inside := _inside(value)) is None:
-                see(function.__globals__, name, value)
-            else:
-                for part in names & inside.keys():
-                    see(inside, part, inside[part])
-
-
-def is_users_class(value: Any) -> bool:
-    """Whether it is a class of the user's that settings may be kept in."""
-    if not isinstance(value, type) or issubclass(value, (nn.Module, Tensor, torch.autograd.Function, enum.Enum)):
-        return False
-    file = getattr(sys.modules.get(value.__module__), "__file__", None) or "<"
-    return value.__module__ == "__main__" or not (is_torchs(file) or "site-packages" in file)
-
-
-def _inside(value: Any) -> Mapping[str, Any] | None:
-    """The names of a module or class of the user's, or of a plain object such as an argparse.Namespace."""
-    if isinstance(value, types.ModuleType):
-        return None if is_torchs(getattr(value, "__file__", None) or "<") else vars(value)
-    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
-        return vars(value)
-    if is_users_class(value):
-        return vars(value)
-    if isinstance(value, (type, types.FunctionType, nn.Module, Tensor)) or not hasattr(value, "__dict__"):
-        return None
-    return None if is_torchs(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "") else vars(value)
-
-
-def _names_of(code: types.CodeType) -> Iterator[str]:
-    for part in _codes(code):
-        yield from part.co_names
-
-
-def _globals_of(code: types.CodeType) -> Iterator[str]:
-    """Of the names in code, those of variables that are read from outside of all functions."""
-    for part in _codes(code):
-        for instruction in dis.get_instructions(part):
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                yield instruction.argval
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code, and that of functions within."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _plain(value: Any) -> types.FunctionType | None:
-    value = getattr(value, "__wrapped__", value)
-    value = getattr(value, "__func__", value)
-    return value if isinstance(value, types.FunctionType) else None
-
-
-def snapshot(value: Any, depth: int = 3) -> Any:
-    """Something that equals another snapshot where two values mean the same to a program."""
-    match value:
-        case nn.Parameter():  # its values are no constants of a program
-            return id(value)
-        case Tensor():
-            return id(value), 0 if value.is_inference() else value._version
-        case np.ndarray():
-            return value.dtype.str, value.shape, value.tobytes()
-        case list() | tuple() if depth:
-            return type(value), [snapshot(part, depth - 1) for part in value]
-        case dict() if depth:
-            return [(key, snapshot(part, depth - 1)) for key, part in value.items()]
-        case set() | frozenset():
-            return type(value), frozenset(map(_hashed, value))
-        case _ if isinstance(value, SCALARS):
-            return type(value), repr(value) if isinstance(value, float) else value
-        case _:
-            return id(value)
-
-
-def _hashed(value: Any) -> Any:
-    return (type(value), value) if isinstance(value, SCALARS) else id(value)
 
 
 def line_that_draws(run: Callable[[], object]) -> str | None:

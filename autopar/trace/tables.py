@@ -1,4 +1,6 @@
-"""Lookups in tables as programs have them: with dense gradients, in tables that forward leaves as they are."""
+"""Lookups in tables as programs have them: with dense gradients, in tables that forward leaves as they are, at places
+that are values.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autopar._compat import FakeTensor
 from autopar.errors import TraceError
 from autopar.trace.lines import line_here
 
@@ -42,6 +45,42 @@ def dense_lookup(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         assert place is not None
         args = (*args[:place], False, *args[place + 1 :])
     return args, given
+
+
+def at_values(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Any, int] | None:
+    """The tensor and index of `x[t]` or `x[t] = y` where one integer in the index is a tensor without a value, which
+    torch would take out of it, with a dim of size 1 for it; and where that dim is in what the index picks. None: it is
+    another index.
+    """
+    if getattr(func, "__name__", "") not in ("__getitem__", "__setitem__") or not isinstance(args[0], Tensor):
+        return None
+    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+    tensors = [place for place, part in enumerate(parts) if isinstance(part, (Tensor, list))]
+    if len(tensors) != 1 or not is_unknown_integer(part := parts[at := tensors[0]]):
+        return None
+    taken = sum(part is not None and part is not Ellipsis and not isinstance(part, bool) for part in parts)
+    widths = {slice: 1, type(None): 1, type(Ellipsis): args[0].ndim - taken}
+    return (
+        args[0],
+        (*parts[:at], part.reshape(1), *parts[at + 1 :]),
+        sum(widths.get(type(one), 0) for one in parts[:at]),
+    )
+
+
+def is_unknown_integer(part: Any) -> bool:
+    is_integer = isinstance(part, FakeTensor) and not part.ndim and not part.is_floating_point()
+    return is_integer and part.dtype != torch.bool and part.constant is None
+
+
+def read_or_write(func: Any, args: tuple[Any, ...], found: tuple[Tensor, Any, int]) -> Any:
+    """`x[t]`, or `x[t] = y`, of what `at_values` found."""
+    tensor, index, dim = found
+    if len(args) == 2:
+        return func(tensor, index).squeeze(dim)
+    value = args[2]
+    if isinstance(value, Tensor) and (behind := tensor[index].ndim - 1 - dim) <= value.ndim:
+        value = value.unsqueeze(value.ndim - behind)
+    return func(tensor, index, value)
 
 
 def one_hot(values: Tensor, num_classes: int = -1) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import CheckFailed, TraceError
+from autopar._compat import pytree
 from tests.processes.compare import whole
 
 
@@ -72,7 +73,7 @@ def trained(plain: Model, parallel: nn.Module, x: Tensor) -> tuple[list[Any], li
         (made[0] if isinstance(made, tuple) else made).backward()
         kept_here = [getattr(model, name, None) for name in ("last", "stats")]
         gradients = [whole(parameter.grad) for parameter in model.parameters()]
-        told.append([*torch.utils._pytree.tree_leaves([made, kept_here, gradients])])
+        told.append([*pytree.tree_leaves([made, kept_here, gradients])])
         model.zero_grad()
     return told[0], told[1]
 

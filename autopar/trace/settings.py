@@ -1,0 +1,292 @@
+"""Settings outside of modules: what the model's functions name of globals, enclosing variables, classes and objects.
+
+They are read off the code: a global that a function loads, and of the objects, classes and modules that are found so
+those attributes whose names any of these functions has. More than forward reads may be among them; what it does read
+is, but for names that are made of text (`getattr(cfg, f"{kind}_weight")`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dis
+import enum
+import inspect
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopar.trace.values import FEW, IN_PLACE, MISSING, SCALARS, is_of_torch, is_torchs
+
+FUNCTIONS, HOLDERS = 2000, 2000  # of the user's code and objects are looked at, at most
+CODE = (types.FunctionType, types.MethodType, classmethod, staticmethod, property, cached_property, partial)
+MAKING = (
+    "__init__",
+    "__new__",
+    "__init_subclass__",
+    "__post_init__",
+    "__setattr__",
+    "__repr__",
+    "__str__",
+    "__reduce__",
+)
+OTHERS = (Tensor, np.ndarray, np.generic, enum.Enum, torch.autograd.Function)
+
+
+class Cell(dict[str, Any]):
+    """A variable of an enclosing function, found by its name as a global is."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        super().__init__()
+        self._cell = cell
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._cell.cell_contents
+
+    def put(self, key: str, value: Any) -> None:
+        self._cell.cell_contents = value
+
+
+class Of(dict[str, Any]):
+    """The attributes of an object, its class's among them, found by their names as globals are."""
+
+    def __init__(self, holder: Any) -> None:
+        super().__init__()
+        self.holder = holder
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return getattr(self.holder, key, default)
+        except Exception:  # whatever a `__getattr__` of the user's raises: it is not there
+            return default
+
+    def put(self, key: str, value: Any) -> None:
+        setattr(self.holder, key, value)
+
+
+class Now(dict[str, Any]):
+    """What a function without arguments gives, found by any name."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self._call()
+        except LookupError:  # a variable of the context that is not set
+            return default
+
+
+@dataclass
+class _Holder:
+    """Something with attributes. `tried`: names that were looked up."""
+
+    place: Of
+    tried: set[str] = field(default_factory=set[str])
+
+
+class Settings:
+    """What is found. `found`: (place, name, value), each once."""
+
+    def __init__(self, methods: Mapping[str, list[Any]]) -> None:
+        self.found: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._methods = methods
+        self._known: set[tuple[int, str]] = set()
+        self._names: set[str] = set()  # of all code so far
+        self._done: set[types.CodeType] = set()
+        self._left: list[Any] = []
+        self._holders: dict[int, _Holder] = {}
+
+    def look(self, functions: Iterable[Any], classes: Iterable[type]) -> None:
+        """At what these functions (whatever is none of them is passed over), and those that they name, name; and at
+        those names in classes of the user's.
+        """
+        self._left += functions
+        for kind in classes:
+            if not _is_installed(kind):
+                self._hold(kind)
+        known = -1
+        while self._left or len(self._known) > known:
+            known = len(self._known)
+            while self._left and len(self._done) < FUNCTIONS:
+                self._look_at_code(self._left.pop())
+            self._left.clear()
+            for holder in [*self._holders.values()]:
+                self._look_inside(holder)
+
+    def _look_at_code(self, given: Any) -> None:
+        function = _plain(given)
+        if function is None or function.__code__ in self._done or is_torchs(function.__code__.co_filename):
+            return
+        self._done.add(function.__code__)
+        is_installed = "site-packages" in function.__code__.co_filename  # whose tables nobody changes
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # not filled yet
+                self._see(Cell(cell), name, cell.cell_contents, is_installed)
+        defaults = {str(place): part for place, part in enumerate(function.__defaults__ or ())}
+        for name, part in {**defaults, **(function.__kwdefaults__ or {})}.items():
+            if isinstance(part, IN_PLACE):
+                self._see({name: part}, name, part, is_installed)
+        names = set(_names_of(function.__code__))
+        self._names |= names
+        self._left += (call for name in names & self._methods.keys() for call in self._methods[name])
+        read: set[str] | None = None
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
+                read = set(_globals_of(function.__code__)) if read is None else read
+                if name not in read:  # but of an attribute: `self.loss`, in a script that calls its loss so
+                    continue
+            self._see(function.__globals__, name, value, is_installed)
+        if not is_installed:
+            for name in set(_globals_of(function.__code__, "STORE_GLOBAL")) - function.__globals__.keys():
+                self._see(function.__globals__, name, MISSING)
+
+    def _see(self, place: Mapping[str, Any], name: str, value: Any, is_installed: bool = False) -> None:
+        """That this value is there. In installed code only plain values are taken to change."""
+        if (id(place), name) in self._known:
+            return
+        self._known.add((id(place), name))
+        if isinstance(value, CODE):
+            self._left.append(value)
+        if isinstance(value, types.ModuleType):
+            self._hold(value)
+            return
+        if isinstance(value, ContextVar):
+            self._see(Now(value.get), name, Now(value.get).get(name, MISSING))
+        if isinstance(value, partial):
+            given = {**dict(zip(map(str, range(len(value.args))), value.args, strict=True)), **value.keywords}
+            for key, part in given.items():
+                self._see(given, key, part)
+        if is_installed and not isinstance(value, (*SCALARS, Tensor)):
+            return
+        if place.get(name, MISSING) is value or isinstance(value, SCALARS):  # and is not made anew each time
+            self.found.append((place, name, value))
+        if isinstance(value, (list, tuple, set, dict, deque)) and len(value) <= FEW:
+            for part in value.values() if isinstance(value, dict) else value:
+                self._left += [part] if isinstance(part, CODE) else []
+                self._hold(part)
+        self._hold(value)
+
+    def _hold(self, value: Any) -> None:
+        if len(self._holders) < HOLDERS and id(value) not in self._holders and _has_settings(value):
+            self._holders[id(value)] = _Holder(Of(value))
+            for kind in () if isinstance(value, (type, types.ModuleType)) else type(value).__mro__:  # its operators
+                self._left += (
+                    call for name, call in vars(kind).items() if name.startswith("__") and name not in MAKING
+                )
+
+    def _look_inside(self, holder: _Holder) -> None:
+        value = holder.place.holder
+        names = (self._names & _names_in(value) if _lists_names(value) else self._names) - holder.tried
+        holder.tried |= names
+        for name in names:
+            if name.startswith("__"):
+                continue
+            static = inspect.getattr_static(value, name, MISSING)
+            if _is_code(static) and name not in getattr(value, "__dict__", {}):
+                owner = next(one for one in _classes(value) if name in vars(one))
+                self._see(vars(owner), name, static)
+            elif (part := holder.place.get(name, MISSING)) is not MISSING:
+                self._see(holder.place, name, part)
+
+
+def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
+    """Name -> the methods and properties that classes of the user's have by that name: of modules, and of what these
+    hold.
+    """
+    found: dict[str, list[Any]] = {}
+    for kind in dict.fromkeys(one for made in kinds for one in made.__mro__):
+        for name, value in vars(kind).items():
+            call = _plain(value)
+            file = "<" if call is None else call.__code__.co_filename
+            if not (is_torchs(file) or "site-packages" in file):
+                found.setdefault(name, []).append(call)
+    return found
+
+
+def _is_installed(kind: type) -> bool:
+    return "site-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
+def is_users_class(value: Any) -> bool:
+    """Whether it is a class of the user's that settings may be kept in."""
+    if not isinstance(value, type) or issubclass(value, (nn.Module, Tensor, torch.autograd.Function, enum.Enum)):
+        return False
+    file = getattr(sys.modules.get(value.__module__), "__file__", None) or "<"
+    return value.__module__ == "__main__" or not (is_torchs(file) or "site-packages" in file)
+
+
+def _has_settings(value: Any) -> bool:
+    """Whether it is a class, a plain object or a function with attributes, of the user's or installed. Modules are
+    watched while they are traced (`autopar.trace.reads`); of their classes one may be named.
+    """
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+        return True
+    if isinstance(value, types.FunctionType):
+        return bool(vars(value))
+    if isinstance(value, types.ModuleType):
+        return value.__name__ not in sys.builtin_module_names and not is_torchs(getattr(value, "__file__", None) or "")
+    kind: type = value if isinstance(value, type) else type(value)
+    if issubclass(kind, nn.Module):
+        return kind is value
+    return not issubclass(kind, OTHERS) and not is_of_torch(kind)
+
+
+def _classes(value: Any) -> tuple[type, ...]:
+    return value.__mro__ if isinstance(value, type) else type(value).__mro__
+
+
+def _is_code(static: Any) -> bool:
+    """Whether what a class has by a name is a method or the like, which makes something when it is looked up."""
+    return isinstance(static, CODE) or (hasattr(static, "__get__") and not inspect.isdatadescriptor(static))
+
+
+def _lists_names(value: Any) -> bool:
+    """Whether all attributes are where Python keeps them; not where a `__getattr__` finds others."""
+    return isinstance(value, (type, types.ModuleType)) or not any("__getattr__" in vars(one) for one in _classes(value))
+
+
+def _names_in(value: Any) -> set[str]:
+    """The names of all attributes, of classes of the user's and installed ones among them."""
+    kinds = [] if isinstance(value, types.ModuleType) else [one for one in _classes(value) if not is_of_torch(one)]
+    return {*getattr(value, "__dict__", {}), *(name for one in kinds for name in vars(one))}
+
+
+def _names_of(code: types.CodeType) -> Iterator[str]:
+    for part in _codes(code):
+        yield from part.co_names
+
+
+def _globals_of(code: types.CodeType, *how: str) -> Iterator[str]:
+    """Of the names in code, those of variables outside of all functions that are read and written, or used in a way."""
+    for part in _codes(code):
+        for instruction in dis.get_instructions(part):
+            if instruction.opname in (how or ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")):
+                yield instruction.argval
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code, and that of functions within."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _plain(value: Any) -> types.FunctionType | None:
+    value = value.fget if isinstance(value, property) else value
+    value = value.func if isinstance(value, (partial, cached_property)) else value
+    value = Of(value).get("__wrapped__", value)
+    value = Of(value).get("__func__", value)
+    return value if isinstance(value, types.FunctionType) else None

@@ -1,0 +1,119 @@
+"""Values besides tensors that code may see: whose they are, and whether two mean the same to a program."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import operator
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+MISSING = object()
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+CONTAINERS = (list, tuple, dict, set, np.ndarray)
+DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
+# What may change and stay the same object.
+IN_PLACE = (list, dict, set, deque, np.ndarray, Tensor, *DRAWING, Iterator)
+FEW = 32  # objects in a list are looked at, at most
+_TORCH = str(Path(torch.__file__).parent)
+_STANDARD = str(Path(random.__file__).parent)
+_OURS = str(Path(__file__).parents[1])
+
+
+def is_noted_once(was: Any, now: Any) -> bool:
+    """Whether code that made `now` of `was` may have noted something for good: that it has warned, what kind of labels
+    there are. A number that changes is a counter.
+    """
+    is_flag = was is MISSING or was is None or isinstance(was, (bool, str))
+    return (is_flag and isinstance(now, SCALARS)) or (isinstance(was, set) and now is was)
+
+
+PLAIN = (
+    list, tuple, dict, set, frozenset, deque, np.ndarray, Tensor, nn.Module, type, enum.Enum, functools.partial,
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
+)  # fmt: skip
+
+
+def snapshot(value: Any, depth: int = 3) -> Any:
+    """Something that equals another snapshot where two values mean the same to a program."""
+    match value:
+        case nn.Parameter():  # its values are no constants of a program
+            return id(value)
+        case Tensor():
+            return id(value), 0 if value.is_inference() else value._version
+        case np.ndarray():
+            return value.dtype.str, value.shape, value.tobytes()
+        case list() | tuple() if depth:
+            return type(value), [snapshot(part, depth - 1) for part in value]
+        case deque() if depth:
+            return deque, [snapshot(part, depth - 1) for part in value]
+        case np.random.Generator():
+            return repr(value.bit_generator.state)
+        case random.Random():
+            return value.getstate()
+        case np.random.RandomState():
+            return repr(value.get_state())
+        case types.GeneratorType():
+            frame = value.gi_frame
+            return None if frame is None else (frame.f_lasti, snapshot(dict(frame.f_locals), depth - 1 if depth else 0))
+        case Iterator():  # what is left, where it says so (itertools.count in its repr)
+            return id(value), operator.length_hint(value), repr(value)
+        case dict() if depth:
+            return [(key, snapshot(part, depth - 1)) for key, part in value.items()]
+        case set() | frozenset():
+            return type(value), frozenset(map(_hashed, value))
+        case _ if isinstance(value, SCALARS):
+            return type(value), repr(value) if isinstance(value, float) else value
+        case _:
+            return id(value)
+
+
+def _hashed(value: Any) -> Any:
+    return (type(value), value) if isinstance(value, SCALARS) else id(value)
+
+
+def own_names(value: Any) -> Mapping[str, Any] | None:
+    """The attributes of a configuration or the like; None for what is no such object."""
+    if isinstance(value, (*PLAIN, *SCALARS)):
+        return None
+    own = getattr(value, "__dict__", None)
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    return (
+        own if not slots else {**(own or {}), **{name: getattr(value, name) for name in slots if hasattr(value, name)}}
+    )
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    found = vars(kind).get("__slots__", ())
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def inside(value: Any, depth: int = 3) -> Any:
+    """As `snapshot`, with the attributes of objects, and of those that they hold."""
+    own = own_names(value) if depth else None
+    if own is None or is_of_torch(type(value)):
+        return snapshot(value, depth)
+    return id(value), [(name, inside(part, depth - 1)) for name, part in own.items()]
+
+
+def is_torchs(file: str) -> bool:
+    """Whether a source file is torch's, Python's own or ours, as far as its names are not the user's to change."""
+    return file.startswith((_TORCH, _OURS, "<")) or (file.startswith(_STANDARD) and "site-packages" not in file)
+
+
+def is_of_torch(kind: type) -> bool:
+    """Whether it is a class of torch's, Python's own or ours, but for those that settings are kept in."""
+    if kind.__module__ == "__main__" or kind in (argparse.Namespace, types.SimpleNamespace):
+        return False
+    return is_torchs(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<")
