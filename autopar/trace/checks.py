@@ -8,6 +8,7 @@ forward does where they are not (DETR's clamp in training): only then it would b
 from __future__ import annotations
 
 import dis
+import linecache
 import sys
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -28,6 +29,7 @@ OTHERWISE = (
 CHANGED = "a buffer that forward asks{} is another one than when the plan was made: compile the model again"
 # What is expected of each element of what these give.
 EXPECTED = {"isfinite": True, "isnan": False, "isinf": False}
+ENDS = ("STORE", "RETURN", "DELETE", "YIELD", "FOR_ITER", "POP_TOP")
 SAME, TURNED = frozenset(("all", "any", "logical_or", "or", "logical_and", "and")), frozenset(("logical_not", "invert"))
 
 
@@ -118,6 +120,8 @@ def _goes_on(code: CodeType, at: int) -> bool | None:
     """The truth with which the branch at this place of the code does not end in an exception."""
     instructions = [*dis.get_instructions(code)]
     place = next((place for place, one in enumerate(instructions) if one.offset == at), None)
+    if place is not None and _calls_bool(code, instructions[place]):
+        place += 1
     if place is None or "JUMP" not in (asks := instructions[place]).opname:
         return None
     jumps = "IF_TRUE" in asks.opname
@@ -135,11 +139,25 @@ def _goes_on(code: CodeType, at: int) -> bool | None:
             return None
 
 
+def _calls_bool(code: CodeType, one: dis.Instruction) -> bool:
+    """Whether that is the call of `bool(...)`, as it is written."""
+    at = one.positions
+    if not one.opname.startswith("CALL") or at is None or at.lineno is None or at.col_offset is None:
+        return False
+    return linecache.getline(code.co_filename, at.lineno).encode()[at.col_offset :].startswith(b"bool(")
+
+
 def _raises(instructions: list[dis.Instruction], place: int) -> bool:
     """Whether what stands there raises before it does or decides anything else."""
-    for one in instructions[place:]:
+    if instructions[place].opname == "POP_TOP":  # the value in the middle of `0 <= x < n`
+        place += 1
+    while place < len(instructions):
+        one = instructions[place]
+        place += 1
         if one.opname in ("RAISE_VARARGS", "LOAD_ASSERTION_ERROR"):
             return True
-        if "JUMP" in one.opname or one.opname.startswith(("STORE", "RETURN", "DELETE", "YIELD", "FOR_ITER", "POP_TOP")):
+        if one.opname == "JUMP_FORWARD":
+            place = next(number for number, other in enumerate(instructions) if other.offset == one.argval)
+        elif "JUMP" in one.opname or one.opname.startswith(ENDS):
             return False
     return False

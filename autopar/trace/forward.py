@@ -49,6 +49,8 @@ X_OF_MASK = (
     "rows that a boolean mask picks are understood where each is treated by itself, and summed or averaged: write "
     "x[mask]"
 )
+A_SIZE = "take sizes from shapes, or pass them as numbers of Python's"
+OF_MASKS = ("__getitem__", "__setitem__", "nonzero", "argwhere", "where", "masked_select", "index_put_")
 INSTEAD = {  # function -> what to write in its place
     "_pack_padded_sequence": "give the RNN the padded batch: in one direction its outputs up to each length are the "
     "same; take the last one with gather, and mask those behind it",
@@ -211,7 +213,7 @@ class _Watch(TorchFunctionMode):
                 name = getattr(func, "__name__", str(func))
                 raise TraceError(
                     f"the shape of what {name.lstrip('_')} gives depends on values{line_here()}, and a program has one "
-                    f"shape; {INSTEAD.get(name, X_OF_MASK)}"
+                    f"shape; {INSTEAD.get(name, X_OF_MASK if name in OF_MASKS else A_SIZE)}"
                 )
         return result
 

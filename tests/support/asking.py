@@ -53,6 +53,10 @@ def number(y: Tensor, x: Tensor) -> Tensor:
     assert x.max().item() < 9, "too large"
     largest = x.abs().max().item()
     assert largest >= 0 and not largest > 9, "too large"
+    assert 0 <= x.min().item() <= largest < 9, "too large"
+    assert bool((x < 9).all()), "too large"
+    if not (0 <= x.min() <= x.max() < 9):
+        raise ValueError("too large")
     return y
 
 
