@@ -127,7 +127,8 @@ class Literals:
         for buffer in self._buffers_in(written) & self._asked.keys():
             raise TraceError(
                 f"forward asks for what is in a buffer{self._asked[buffer]}, and changes it{line()}, and a "
-                "program has one answer: count outside of forward and pass the number as an argument, or ask nothing"
+                "program has one answer: count outside of forward and pass the number as an argument, or leave it a "
+                "tensor (places in a queue: ptr + torch.arange(n))"
             )
 
     def _keep(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
