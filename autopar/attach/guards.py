@@ -99,7 +99,7 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
     guards.kept = [place for module, kind, place in kept if place or _may_be_filled(module, kind)]
     guards.sizes = [*map(len, guards.kept)]
     for place, name, value, _ in reads.names:
-        if (id(place), name) in guards.named:
+        if (id(place), name) in guards.named or not reads.is_read(place, name):
             continue
         guards.named[id(place), name] = f"the variable {name}"
         if isinstance(value, (*IN_PLACE, tuple)) and _may_change(value):

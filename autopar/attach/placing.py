@@ -110,10 +110,15 @@ def newcomers(parallel: nn.Module, state: State) -> dict[str, nn.Parameter]:
 
 
 def _share_buffers(parallel: nn.Module, state: State) -> None:
-    """Buffers that no program has seen yet get rank 0's values."""
-    for name, buffer in parallel.named_buffers():
+    """Buffers that no program has seen yet get rank 0's values. One that was made of a parameter, as pruning's mask is,
+    lies as that does; a buffer is whole.
+    """
+    for name, buffer in [*parallel.named_buffers()]:
         if name not in state.buffers:
             state.buffers.add(name)
+            if isinstance(buffer, DTensor):
+                path, _, leaf = name.rpartition(".")
+                parallel.get_submodule(path)._buffers[leaf] = buffer = buffer.full_tensor()
             if not buffer.is_meta:
                 buffer.copy_(from_rank_zero(buffer, state.device_mesh))
 

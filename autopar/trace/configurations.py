@@ -17,15 +17,17 @@ class Configurations:
 
     def __init__(self) -> None:
         self._read: dict[int, set[str] | None] = {}  # by id; None: all of it
-        self._held: list[Any] = []  # so that their ids stay theirs
-        self._before: dict[
-            tuple[int, str], tuple[Any, Any, Any]
-        ] = {}  # (id, name) -> object, what was there, a snapshot
+        self._held: list[tuple[Any, type]] = []  # with their own classes; held, so that their ids stay theirs
+        # (id, name) -> the object, what was there, a snapshot of that
+        self._before: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         self._whole: list[tuple[Any, Any]] = []  # objects of which any may have been read, and what was in them
 
     def read(self, copied: Any) -> set[str] | None:
         """Names of its own that were read of an object of the traced copy; None: any may have been."""
         return self._read.get(id(copied))
+
+    def is_known(self, value: Any) -> bool:
+        return id(value) in self._read or self.is_whole(value)
 
     def is_whole(self, copied: Any) -> bool:
         """Whether it could not be watched."""
@@ -38,13 +40,26 @@ class Configurations:
                 self.watch(part, is_open)
         if own_names(value) is None or id(value) in self._read or is_of_torch(type(value)):
             return
-        self._held.append(value)
+        if not self.notes_reads_of(value, is_open):
+            self._whole.append((value, inside(value)))
+
+    def notes_reads_of(self, value: Any, is_open: Callable[[], bool]) -> bool:
+        """Watch this object, and those that are read of it; False where it is of a class of C, or has slots: any of it
+        may have been read.
+        """
+        self._held.append((value, type(value)))
         try:
             object.__setattr__(value, "__class__", _watched(type(value), self, is_open))  # though it be frozen
-        except TypeError:  # a class of C, or with slots: any of it may have been read
-            self._whole.append((value, inside(value)))
-            return
+        except TypeError:
+            return False
         self._read[id(value)] = set()
+        return True
+
+    def release(self) -> None:
+        """Each is of its own class again: globals, and what cannot be copied, are the user's own objects."""
+        for value, kind in self._held:
+            if type(value) is not kind:
+                object.__setattr__(value, "__class__", kind)
 
     def changed(self) -> str | None:
         """An attribute that the trace changed, in words."""

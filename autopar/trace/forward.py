@@ -24,7 +24,7 @@ from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.literals import Literals
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
-from autopar.trace.numbers import numbers_in, taken_out, with_numbers
+from autopar.trace.numbers import Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in
 from autopar.trace.places import with_masks
 from autopar.trace.tables import at_values, dense_lookup, one_hot, read_or_write
@@ -129,8 +129,9 @@ class _Watch(TorchFunctionMode):
         self.uniform = set[int]()  # ids of what torch.rand drew
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tensors_in((args, kwargs)):
-            if self._is_strange(value):
+        leaves = pytree.tree_leaves((args, kwargs))
+        for value in leaves:
+            if isinstance(value, torch.Tensor) and self._is_strange(value):
                 raise TraceError(
                     f"the model reads a tensor {list(value.shape)}{line_here()} that requires grad and is none of its "
                     "parameters, so it would not be trained; register it (nn.Parameter, nn.ModuleList, "
@@ -157,7 +158,7 @@ class _Watch(TorchFunctionMode):
             return expected
         if (number := taken_out(func, args, self.checks)) is not None:
             return number
-        if numbers_in((args, kwargs)):
+        if any(isinstance(leaf, Number) for leaf in leaves):
             return with_numbers(func, args, kwargs)
         result = self._result(func, args, kwargs)
         self.results.append(result)

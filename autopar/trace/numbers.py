@@ -30,14 +30,15 @@ ARITHMETIC = {*BINARY, "div", "true_divide", "floor_divide", "remainder", "rsub"
 WITH_TENSORS = {*ARITHMETIC, *COMPARED, "clamp", "masked_fill", "where", "fill", "setitem"}
 NAMED = {"input", "other", "min", "max", "value", "exponent"}  # arguments that numbers may be
 DECIDES = ("__bool__", "is_nonzero")
-TAKES_OUT = frozenset(("item", "tolist", "__format__", "__int__", "__float__", "__index__", "__complex__", *DECIDES))
+WRITES = ("__format__", "__repr__")
+TAKES_OUT = frozenset(("item", "tolist", "__int__", "__float__", "__index__", "__complex__", *WRITES, *DECIDES))
 MOST = 64  # numbers of one tolist()
 INSTEAD = (
     "Leave what is asked a tensor (torch.where for if, .clamp(min=1) for max(.., 1)). What .item() gives may be "
     "computed with, kept as an attribute, returned, and checked (assert, `if ..: raise`)."
 )
-TEXT = "(a number of each call)"
-WRITTEN = "forward writes a number out of a tensor into text{}: while it is traced that is once, and no number"
+TEXT = "(a value of each call)"
+WRITTEN = "forward writes a value into text{}: that is done once, while it is traced, and without the value"
 DIVIDED = "forward divides by a number{} that is 0 in this call: Python raises ZeroDivisionError there"
 
 
@@ -98,9 +99,7 @@ class Number:
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        if (told := WRITTEN.format(line_here())) not in self._checks.notes:
-            self._checks.notes.append(told)
-        return TEXT
+        return _written(self._checks)
 
     def __format__(self, _: str) -> str:
         return repr(self)
@@ -136,11 +135,18 @@ def taken_out(func: Any, args: Sequence[Any], checks: Checks) -> Any:
     if name in DECIDES:
         raise _hangs()
     tensor: Tensor = args[0].detach()
-    if name == "__format__":
-        return f"{Number(tensor.reshape(()), checks)}" if not tensor.ndim else None
+    if name in WRITES:
+        return _written(checks)
     if name not in ("item", "tolist") or tensor.is_complex() or tensor.numel() > MOST:
         raise _needed_now()
     return Number(tensor.reshape(()), checks) if name == "item" else _listed(tensor, checks)
+
+
+def _written(checks: Checks) -> str:
+    """What stands for a value in text, with a note beside the plan."""
+    if (told := WRITTEN.format(line_here())) not in checks.notes:
+        checks.notes.append(told)
+    return TEXT
 
 
 def _listed(tensor: Tensor, checks: Checks) -> Any:
@@ -156,7 +162,7 @@ def with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     known = known if known in WITH_TENSORS or not name.startswith("__") else known[1:]  # __itruediv__, __rtruediv__
     if known == "tensor":
         return _tensor_of(*args, **kwargs)
-    if known not in WITH_TENSORS or any(numbers_in(one) for key, one in kwargs.items() if key not in NAMED):
+    if known not in WITH_TENSORS or any(isinstance(one, Number) for key, one in kwargs.items() if key not in NAMED):
         raise TraceError(f"a number out of a tensor is given to {name or func}{line_here()}. {INSTEAD}")
     mask = {"where": 0, "masked_fill": 1}.get(known)
     tensors = tensors_in([one for place, one in enumerate(args) if place != mask])
@@ -170,7 +176,7 @@ def with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
             return one.float() if widened and isinstance(one, Tensor) else one
         return one.tensor.to(torch.float32 if widened else torch.result_type(first, one.like))
 
-    args, kwargs = pytree.tree_map(value, (args, kwargs), is_leaf=lambda one: isinstance(one, Number))
+    args, kwargs = pytree.tree_map(value, (args, kwargs))
     made = func(*args, **kwargs)
     return made.to(first.dtype) if widened else made
 
@@ -189,19 +195,12 @@ def _tensor_of(data: Any, *, dtype: torch.dtype | None = None, **others: Any) ->
     return made(data).requires_grad_(others.pop("requires_grad", False))
 
 
-def numbers_in(value: Any) -> bool:
-    """Whether a `Number` is among arguments of a function of torch."""
-    return any(
-        isinstance(one, Number) for one in pytree.tree_leaves(value, is_leaf=lambda one: isinstance(one, Number))
-    )
-
-
 def refuse_text(values: Sequence[Any]) -> None:
-    """Raises TraceError where one is text that a number of each call was written into."""
+    """Raises TraceError where one is text that a value was written into."""
     if found := next((one for one in values if isinstance(one, str) and TEXT in one), None):
         raise TraceError(
-            f"forward returns or keeps text with a number out of a tensor in it, {found!r}, and a program makes no "
-            "text: return or keep the number, and write it outside"
+            f"forward returns or keeps text with a value in it, {found!r}, and a program makes no "
+            "text: return or keep the value, and write it outside"
         )
 
 

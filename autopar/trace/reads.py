@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from autopar.trace.configurations import Configurations, Unannounced
 from autopar.trace.modules import REGISTERED
-from autopar.trace.settings import Settings, methods_of
+from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.values import (
     CONTAINERS,
     DRAWING,
@@ -59,6 +59,11 @@ class Reads:
     inside: Configurations = field(default_factory=Configurations)
     classes: list[tuple[type, frozenset[str]]] = field(default_factory=list)
 
+    def is_read(self, place: Mapping[str, Any], name: str) -> bool:
+        """Whether a setting is read, or may be: of objects that were watched, one knows."""
+        names = self.inside.read(place.holder) if isinstance(place, Of) else None
+        return names is None or name in names
+
     def see(self, place: Mapping[str, Any], name: str, value: Any) -> None:
         """That this value is found outside the instances."""
         self.names.append((place, name, value, snapshot(value)))
@@ -71,9 +76,11 @@ class Reads:
                 told = f"{type(held).__name__}: draw with torch" if isinstance(held, DRAWING) else type(held).__name__
                 return f"what is in self.{f'{path}.{name}' if path else name} ({told})"
         for place, name, value, was in self.names:
-            now = place.get(name, MISSING)
-            if now is value and not isinstance(value, IN_PLACE):
+            if not self.is_read(place, name):
                 continue
+            now = place.get(name, MISSING)
+            if (now is value and not isinstance(value, IN_PLACE)) or callable(value):
+                continue  # (functions that are others while a model is traced are so by our hand)
             if isinstance(value, Tensor) and now is not value and "__builtins__" not in place:
                 continue  # one of the model's that functions hold, for which another stands now: no global
             if snapshot(now) != was and not is_noted_once(value, now):
@@ -117,9 +124,13 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
     reads.classes += [(made, frozenset(vars(made))) for made in watched.values()]
     for found in settings.found:
         reads.see(*found)
+    for value in settings.objects():
+        if not reads.inside.is_known(value):
+            reads.inside.notes_reads_of(value, lambda: reads.is_open)
     try:
         yield
     finally:
+        reads.inside.release()
         for module in modules:
             if type(module) in watched.values():
                 module.__class__ = classes[id(module)]

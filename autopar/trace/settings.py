@@ -39,6 +39,7 @@ MAKING = (
     "__str__",
     "__reduce__",
 )
+TYPED_IN = ("<stdin>", "<string>", "<ipython", "<console>", "<python")  # code of no file, that somebody wrote
 OTHERS = (Tensor, np.ndarray, np.generic, enum.Enum, torch.autograd.Function)
 
 
@@ -101,7 +102,8 @@ class Settings:
     def __init__(self, methods: Mapping[str, list[Any]]) -> None:
         self.found: list[tuple[Mapping[str, Any], str, Any]] = []
         self._methods = methods
-        self._known: set[tuple[int, str]] = set()
+        self._known: dict[tuple[int, str], Any] = {}  # (id of a place, name) -> the place, so that its id stays its own
+        self._classes: dict[type, Mapping[str, Any]] = {}  # the place of each: `vars` makes a new one every time
         self._names: set[str] = set()  # of all code so far
         self._done: set[types.CodeType] = set()
         self._left: list[Any] = []
@@ -124,9 +126,14 @@ class Settings:
             for holder in [*self._holders.values()]:
                 self._look_inside(holder)
 
+    def objects(self) -> list[Any]:
+        """Those that were found, but for classes, modules and functions."""
+        held = (holder.place.holder for holder in self._holders.values())
+        return [one for one in held if not isinstance(one, (type, types.ModuleType, types.FunctionType))]
+
     def _look_at_code(self, given: Any) -> None:
         function = _plain(given)
-        if function is None or function.__code__ in self._done or is_torchs(function.__code__.co_filename):
+        if function is None or function.__code__ in self._done or _is_torchs(function):
             return
         self._done.add(function.__code__)
         is_installed = "site-packages" in function.__code__.co_filename  # whose tables nobody changes
@@ -156,7 +163,7 @@ class Settings:
         """That this value is there. In installed code only plain values are taken to change."""
         if (id(place), name) in self._known:
             return
-        self._known.add((id(place), name))
+        self._known[id(place), name] = place
         if isinstance(value, CODE):
             self._left.append(value)
         if isinstance(value, types.ModuleType):
@@ -196,7 +203,7 @@ class Settings:
             static = inspect.getattr_static(value, name, MISSING)
             if _is_code(static) and name not in getattr(value, "__dict__", {}):
                 owner = next(one for one in _classes(value) if name in vars(one))
-                self._see(vars(owner), name, static)
+                self._see(self._classes.setdefault(owner, vars(owner)), name, static)
             elif (part := holder.place.get(name, MISSING)) is not MISSING:
                 self._see(holder.place, name, part)
 
@@ -209,14 +216,18 @@ def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
     for kind in dict.fromkeys(one for made in kinds for one in made.__mro__):
         for name, value in vars(kind).items():
             call = _plain(value)
-            file = "<" if call is None else call.__code__.co_filename
-            if not (is_torchs(file) or "site-packages" in file):
+            if call is not None and not (_is_torchs(call) or "site-packages" in call.__code__.co_filename):
                 found.setdefault(name, []).append(call)
     return found
 
 
 def _is_installed(kind: type) -> bool:
     return "site-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
+def _is_torchs(function: types.FunctionType) -> bool:
+    file = function.__code__.co_filename
+    return is_torchs(file) and not file.startswith(TYPED_IN)
 
 
 def is_users_class(value: Any) -> bool:

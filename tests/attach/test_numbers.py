@@ -150,11 +150,11 @@ def test_what_a_program_cannot_decide_is_refused_with_its_line(one: DeviceMesh, 
 
 def test_a_number_that_is_written_is_noted(one: DeviceMesh, capsys: pytest.CaptureFixture[str]) -> None:
     def prints(model: Model, h: Tensor, x: Tensor) -> Tensor:
-        print(f"mean {x.mean():.3f}", x.max().item())
+        print(f"mean {x.mean():.3f}", x.max().item(), x)
         return h.square().mean()
 
     parallel = autopar.compile(Model(prints, torch.float64), one)
     parallel(torch.randn(4, 8).double())
     parallel(torch.randn(4, 8).double())
-    assert capsys.readouterr().out == "mean (a number of each call) (a number of each call)\n"
-    assert sum("writes a number out of a tensor into text" in note for note in parallel.plan.notes) == 1
+    assert capsys.readouterr().out == "mean (a value of each call) (a value of each call) (a value of each call)\n"
+    assert sum("writes a value into text" in note for note in parallel.plan.notes) == 1
