@@ -44,13 +44,13 @@ class Configurations:
             self._whole.append((value, inside(value)))
 
     def notes_reads_of(self, value: Any, is_open: Callable[[], bool]) -> bool:
-        """Watch this object, and those that are read of it; False where it is of a class of C, or has slots: any of it
-        may have been read.
+        """Watch this object, and those that are read of it; False where it is of a class of C, has slots, or is of a
+        class that wants no subclass: any of it may have been read.
         """
         self._held.append((value, type(value)))
         try:
             object.__setattr__(value, "__class__", _watched(type(value), self, is_open))  # though it be frozen
-        except TypeError:
+        except Exception:  # TypeError; and whatever a metaclass raises of classes that are made by nobody it knows
             return False
         self._read[id(value)] = set()
         return True
