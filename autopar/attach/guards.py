@@ -105,9 +105,13 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
         if isinstance(value, (*IN_PLACE, tuple)) and _may_change(value):
             guards.changing.append(((place, name), snapshot(value)))
         else:
-            guards.fixed.append((place, name))
-            guards.values.append(value)
+            _fix(guards, place, name, value)
     return guards
+
+
+def _fix(guards: Guards, place: Mapping[str, Any], key: str, value: Any) -> None:
+    guards.fixed.append((place, key))
+    guards.values.append(value)
 
 
 def _may_be_filled(module: nn.Module, kind: str) -> bool:
@@ -134,13 +138,11 @@ def _add(
             if not name.startswith("__") and isinstance(part, (*SCALARS, *CONTAINERS)):
                 _add(guards, vars(value), name, part, f"{called}.{name}")
     if value is MISSING or isinstance(value, (*SCALARS, type, nn.Module)) or not _may_change(value):
-        guards.fixed.append((place, key))
-        guards.values.append(value)
+        _fix(guards, place, key, value)
     elif traced is not None and _counts_whole(value, *traced):
         guards.whole.append(((place, key), inside(value)))
     elif (own := own_names(value)) is not None:  # a configuration: what it is, and what was read of it
-        guards.fixed.append((place, key))
-        guards.values.append(value)
+        _fix(guards, place, key, value)
         _add_names(guards, value, own if own is getattr(value, "__dict__", None) else Of(value), called, traced)
     else:
         guards.changing.append(((place, key), snapshot(value)))

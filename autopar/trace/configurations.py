@@ -27,6 +27,7 @@ class Configurations:
         return self._read.get(id(copied))
 
     def is_known(self, value: Any) -> bool:
+        """Whether it has been looked at already."""
         return id(value) in self._read or self.is_whole(value)
 
     def is_whole(self, copied: Any) -> bool:
@@ -38,7 +39,7 @@ class Configurations:
         if isinstance(value, (list, tuple, dict)) and len(value) <= FEW:
             for part in value.values() if isinstance(value, dict) else value:
                 self.watch(part, is_open)
-        if own_names(value) is None or id(value) in self._read or is_of_torch(type(value)):
+        if own_names(value) is None or self.is_known(value) or is_of_torch(type(value)):
             return
         if not self.notes_reads_of(value, is_open):
             self._whole.append((value, inside(value)))

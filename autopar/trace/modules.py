@@ -73,7 +73,7 @@ def _shared(model: nn.Module, tensor_of: Mapping[int, torch.Tensor]) -> dict[int
             if name not in REGISTERED:
                 try:
                     copy.deepcopy(value, dict(tensor_of) | {id(model): model})
-                except Exception:
+                except Exception:  # as above; a copy of all raises again whatever is not mended by this
                     found[id(value)] = value
     return found
 

@@ -1,8 +1,8 @@
 """What a model's code reads and writes besides tensors while it is traced.
 
 A trace holds for what its Python code saw. Modules are watched on the copy that is traced: each becomes an instance of
-a subclass that notes which attributes of its own are read and written. What functions of the user's see of their module
-and of enclosing functions is read off their code, as far as it is plain numbers and text.
+a subclass that notes which attributes of its own are read and written. What is outside of modules is found by
+`autopar.trace.settings`.
 """
 
 from __future__ import annotations
