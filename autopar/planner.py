@@ -29,7 +29,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
 from autopar.machine.device import has_expandable_segments
 from autopar.plan import Plan
-from autopar.plan.fit import OF_RANK_0, check
+from autopar.plan.fit import OF_RANK_0, check, is_of
 from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import dumps
 from autopar.rewrite.micro_batches import in_rounds
@@ -180,8 +180,12 @@ class Planner:
         return "global" if self.outputs == "global" else "sharded"
 
     def _find(self, graph: Graph, mesh: Mesh | None, like: Plan | None, request: Request, usable: float | None) -> Plan:
-        """On rank 0: the plan of the cache, or one that is found now. `usable`: bytes of a device; inference: None."""
+        """On rank 0: the plan so far where it is of this graph, that of the cache, or one that is found now. `usable`:
+        bytes of a device; inference: None.
+        """
         machine, limit_s = self.machine.hardware, request.time_limit_s
+        if like is not None and like.mesh == mesh and is_of(like, graph):
+            return like
         where = mesh_of(self.device_mesh) if mesh is None else mesh
         timed = None if self.machine.profile is None else self._ask(graph, where)
         tensors = None if usable is None else self.machine.room(usable, where).tensors

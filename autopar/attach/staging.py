@@ -22,7 +22,7 @@ from autopar.pipeline import Action, Schedule, make_schedule, placed
 from autopar.pipeline.generate import recipe_of
 from autopar.pipeline.messages import projected
 from autopar.plan import Plan
-from autopar.plan.fit import OF_RANK_0, check
+from autopar.plan.fit import OF_RANK_0, check, is_of
 from autopar.plan.store import dumps
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
@@ -192,6 +192,8 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
     trains = any(result.kind == "gradient" for result in graph.results)
     count = count_near(graph, like.whole.graph.rounds.count) if trains else 1
     rounds = in_rounds_of_stages(graph, count)
+    if trains and is_of(like.whole, rounds):
+        return like
     question = ask(rounds, pipe.inner, asked.hardware, optimizer=asked.optimizer)
     pin = asked.request.pin if trains else {}  # nothing comes back in inference, and parameters live where they are
     whole = answer(question, replace(asked.request, pin=pin, fixed=fixed, memory=None, simulation=False))

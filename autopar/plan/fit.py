@@ -87,6 +87,15 @@ def unlike(one: Graph, other: Graph) -> str | None:
     return _first_difference(one, other)
 
 
+def is_of(plan: PlanValue, graph: Graph) -> bool:
+    """Whether a plan that runs already is one for this graph."""
+    try:
+        check(plan, graph, plan.mesh)
+    except PlanMismatch:
+        return False
+    return True
+
+
 def check_rules(plan: PlanValue, origin: str = "the plan") -> None:
     """Raise PlanMismatch, naming the first operator, unless each is split as its rule has it: all that can be known of
     a plan where the model is not.

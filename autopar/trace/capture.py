@@ -330,14 +330,18 @@ def _exported(setting: _Setting, copy: _Watched, inputs: _Inputs) -> tuple[torch
         autocast_as(setting.autocast),
         autocast_as_asked(setting.device_type),
         watching(copy.model, copy.reads),
-        functions_kept() as functions,
-        distributions_as_they_come(),
-        masks_left_out(copy.notes, copy.caches),
-        experts_kept(),
-        warnings.catch_warnings(),
     ):
-        warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
-        return torch.export.export(copy.model, *inputs.call(), strict=False), functions
+        with (
+            functions_kept() as functions,
+            distributions_as_they_come(),
+            masks_left_out(copy.notes, copy.caches),
+            experts_kept(),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
+            exported = torch.export.export(copy.model, *inputs.call(), strict=False)
+        copy.reads.refuse_changes()  # where nothing of ours is in the place of somebody else's any more
+        return exported, functions
 
 
 def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, fakes: list[Any]) -> list[Any]:

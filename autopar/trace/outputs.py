@@ -100,11 +100,6 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         take_back(modules, before, reads)
         refuse_text([after for _, after, _ in reads.written.values()])
         refuse_what_is_written(given, outputs)
-        if changed := reads.changed():
-            raise TraceError(
-                f"forward changes {changed}, which a program does not do again at every call; return the values "
-                "instead, or set an attribute of the module to them (self.name = value)"
-            )
         kept: dict[tuple[str, str], Any] = {}
         for (path, name), (before, after, _) in reads.written.items():
             if _is_kept(after):

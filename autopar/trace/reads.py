@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from autopar.errors import TraceError
 from autopar.trace.configurations import Configurations, Unannounced
 from autopar.trace.modules import REGISTERED
 from autopar.trace.settings import Of, Settings, methods_of
@@ -68,8 +69,16 @@ class Reads:
         """That this value is found outside the instances."""
         self.names.append((place, name, value, snapshot(value)))
 
-    def changed(self) -> str | None:
-        """What the trace changed besides attributes of modules, in words: lists that grew, counters of the user's."""
+    def refuse_changes(self) -> None:
+        """Raises TraceError where the trace changed what is no attribute of a module."""
+        if changed := self._changed():
+            raise TraceError(
+                f"forward changes {changed}, which a program does not do again at every call; return the values "
+                "instead, or set an attribute of the module to them (self.name = value)"
+            )
+
+    def _changed(self) -> str | None:
+        """In words: lists that grew, counters of the user's."""
         for (path, name), was in self.contents.items():
             if snapshot(self.attributes[path, name]) != was:
                 held = self.attributes[path, name]

@@ -7,17 +7,22 @@ import copy
 import dataclasses
 import functools
 import itertools
+import os
 import random
+import subprocess
+import sys
 import threading
 import types
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -289,3 +294,30 @@ def test_what_is_noted_once_may_be_noted(one: DeviceMesh) -> None:
     for _ in range(2):
         assert parallel(torch.rand(3, 4)).isfinite()
     assert warned
+
+
+ELSEWHERE = """
+import torch, transformers, autopar
+from transformers import GPT2Config, GPT2LMHeadModel
+assert "site-packages" not in transformers.__file__
+torch.manual_seed(0)
+sizes = dict(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=8)
+dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+model = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=None, eos_token_id=None))
+ids = torch.randint(0, 32, (2, 8))
+wanted = model(input_ids=ids, labels=ids).loss.item()
+parallel = autopar.compile(model, autopar.init_mesh())
+for _ in range(2):
+    assert abs(parallel(input_ids=ids, labels=ids).loss.item() - wanted) < 1e-5
+assert len(parallel._autopar.prepared()) == 1
+"""
+
+
+def test_a_library_may_lie_where_the_users_code_lies(tmp_path: Path) -> None:
+    """As one that is installed with `pip install -e` or `--target` does: what we change in it while a model is traced
+    is not taken for what forward changes.
+    """
+    (tmp_path / "transformers").symlink_to(Path(transformers.__file__).parent, target_is_directory=True)
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -5,6 +5,7 @@ In one process on a fake group: what is held is real, values mean nothing. On re
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
@@ -98,6 +99,19 @@ def test_what_a_step_holds_is_what_its_plan_says(
         print(f"{name:12} {plan.mesh!s:18} {label:14} {told}")
         assert found["step"].predicted == plan.peak_bytes["hbm"]
         assert UNDER <= told["step"] <= OVER + let_go_of(graph) / found["step"].measured, (label, told)
+
+
+def test_a_model_without_values_runs_the_plan_that_was_given(fake_mesh: Ranks) -> None:
+    """Its parameters are others when they have values, and the step is traced again: an H200 held 20.7 GiB for 14.8."""
+    model, inputs, graph = case("llama")
+    mesh = Mesh(("data",), (1,))
+    peak = search(graph, mesh, MACHINE).peak_bytes["hbm"]
+    plan = search(graph, mesh, MACHINE, Request(memory=0.93 * peak, allow=("recompute",)))
+    assert any(node.target for node in plan.graph.nodes if not node.is_source), "something is run again"
+    fake_mesh(data=1)
+    found = memory_of(plan, copy.deepcopy(model).to("meta"), (), inputs)["step"]
+    assert found.predicted == plan.peak_bytes["hbm"] <= 0.93 * peak
+    assert UNDER <= plan.peak_bytes["hbm"] / found.measured <= OVER
 
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
