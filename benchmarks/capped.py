@@ -214,19 +214,22 @@ def main() -> None:
         "| model | method | ms | efficiency | peak GiB | reserved GiB | predicted ms | peak | reserved |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    def found(line: str) -> None:
+        """As it comes: whoever has a device for a short time keeps what there is."""
+        lines.append(line)
+        print(line, file=sys.stderr, flush=True)
+        if given.o:
+            write_whole(given.o, "\n".join(lines) + "\n")
+
     for model in given.models:
         whole = run(given, model, "uncapped", None)
-        lines.append(row(model, "uncapped", whole, whole.get("seconds", 0.0)))
+        found(row(model, "uncapped", whole, whole.get("seconds", 0.0)))
         cap = given.share * whole["reserved"] if whole.get("reserved") else None
         for method in METHODS[1:]:
             if method == "elixir" and cap is None:
                 continue
-            lines.append(row(model, method, run(given, model, method, cap), whole.get("seconds", 0.0)))
-        print("\n".join(lines), file=sys.stderr, flush=True)
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if given.o:
-        write_whole(given.o, text)
+            found(row(model, method, run(given, model, method, cap), whole.get("seconds", 0.0)))
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

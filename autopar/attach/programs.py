@@ -114,7 +114,8 @@ class Prepared:
             now = tensors.get(name)
             if now is self.held[number] or not isinstance(now, nn.Parameter):  # torch.func puts tensors there
                 continue
-            if not isinstance(now, DTensor) or type_of(now) != type_of(self.held[number]):
+            is_laid_out = isinstance(now, DTensor) or self.plan.mesh.ranks == 1
+            if not is_laid_out or type_of(now) != type_of(self.held[number]):
                 return f"parameter {name} is another one"
             self.held[number] = now
         return self.guards.broken()

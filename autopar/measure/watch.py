@@ -27,7 +27,8 @@ KINDS = {
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
 }
-HEAD_START = 200_000_000  # cycles, about 0.1 s
+HEAD_START = 100_000_000  # cycles, about 50 ms, in which the host launches the next
+AT_ONCE = 200  # operators: a device queues about 1,024 kernels and events, and then the host waits for it
 WAITING = ("waiting", "")  # for other ranks, before a collective
 
 
@@ -65,7 +66,7 @@ class Stopwatch(fx.Interpreter):
     """One part of a program, run node by node. Adds to `spent`, under `phase` or the collective, what each node takes.
 
     Ranks meet before each collective, so that waiting for a slow one does not count as communication. A CUDA device
-    sleeps first: looked on at, the host is slow to launch, and no kernel shall be waited for.
+    sleeps before every so many: looked on at, the host is slow to launch, and no kernel shall be waited for.
     """
 
     def __init__(
@@ -78,8 +79,6 @@ class Stopwatch(fx.Interpreter):
         self.events: list[tuple[str | Moved, torch.cuda.Event, torch.cuda.Event]] = []
 
     def __call__(self, *args: Any) -> Any:
-        if self.device.type == "cuda":
-            cuda_sleep(HEAD_START)
         made = self.run(*args)
         self.env.clear()  # or what the program gave stays for as long as its watch
         if self.events:  # the device is waited for once, not behind each node
@@ -103,6 +102,9 @@ class Stopwatch(fx.Interpreter):
 
     def _spent(self, key: str | Moved, work: Callable[[], Any]) -> Any:
         if self.device.type == "cuda":
+            if len(self.events) % AT_ONCE == 0:
+                torch.cuda.synchronize(self.device)
+                cuda_sleep(HEAD_START)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             made = work()

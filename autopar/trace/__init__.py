@@ -5,6 +5,7 @@ from typing import Any
 
 from autopar.ir.graph import Graph
 from autopar.ir.outside import Rules
+from autopar.trace.alignment import aligned
 from autopar.trace.calls import flatten_inputs
 from autopar.trace.capture import Captured, capture
 from autopar.trace.local_norm import local_statistics
@@ -17,9 +18,9 @@ __all__ = ["Captured", "capture", "flatten_inputs", "graph_of", "lower", "normal
 
 
 def graph_of(captured: Captured, precision: Any = None, *, parts: int = 1, rules: Sequence[Rules] = ()) -> Graph:
-    """The plain graph that is planned: lowered, normalised, with casts in their place, and with gradients summed where
-    `precision` wants it. `parts`: batch norms take the statistics of each of so many equal parts of the batch.
-    `rules`: of users' packages, with which it is planned.
+    """The plain graph that is planned: lowered, normalised, with casts in their place, with gradients summed where
+    `precision` wants it, and on GPUs with products aligned. `parts`: batch norms take the statistics of each of so many
+    equal parts of the batch. `rules`: of users' packages, with which it is planned.
 
     Raises TraceError where the batch has no such parts.
     """
@@ -28,4 +29,6 @@ def graph_of(captured: Captured, precision: Any = None, *, parts: int = 1, rules
         graph = casts_in_place(graph)
         if precision.reduce_dtype is not None:
             graph = reduce_after_cast(graph)
+    if captured.device_type == "cuda":
+        graph = aligned(graph)
     return kept_as_it_was(graph).under(rules)

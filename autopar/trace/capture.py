@@ -62,7 +62,7 @@ class Captured:
     `aliases`: every further name of a parameter or buffer that the model has under several -> its first name.
     `without_tangent`: outputs (by index) that have a gradient in the model and none in the joint graph, as nobody is
     expected to use it. `reads`: what the model's code saw besides tensors. `notes`: what a user should know. `synced`:
-    names of the modules that are a SyncBatchNorm.
+    names of the modules that are a SyncBatchNorm. `device_type`: what the program will run on.
     """
 
     joint: torch.fx.GraphModule
@@ -75,6 +75,7 @@ class Captured:
     reads: Reads = field(default_factory=Reads)
     notes: tuple[str, ...] = ()
     synced: frozenset[str] = frozenset()
+    device_type: str = "cpu"
 
 
 @dataclass
@@ -291,7 +292,7 @@ def capture(
     return Captured(
         joint.graph_module, joint.out_spec, tuple(leaves), _constants(joint.graph_module),
         _plain_outputs(joint.graph_module), aliases(model), frozenset(beside.without_tangent), copy.reads,
-        tuple(copy.notes), synced(model),
+        tuple(copy.notes), synced(model), device_type,
     )  # fmt: skip
 
 
