@@ -85,7 +85,7 @@ def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float |
     with telling(room):
         plan = held_within(
             room,
-            lambda held: search(graph, one, machine, Request(memory=held, policy=policy)),
+            lambda held: search(graph, one, machine, Request(memory=held, policy=policy, outputs="loss")),
             Pricer.on(one, machine, "adamw"),
         )
     return autopar.compile(model, mesh, plan=plan, example_kwargs=kwargs, outputs="loss")
@@ -214,6 +214,7 @@ def main() -> None:
         "| model | method | ms | efficiency | peak GiB | reserved GiB | predicted ms | peak | reserved |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+
     def found(line: str) -> None:
         """As it comes: whoever has a device for a short time keeps what there is."""
         lines.append(line)

@@ -2,8 +2,8 @@
 matrix units like.
 
 A row of 16-bit numbers that does not begin at a multiple of 16 bytes is read by other kernels of cuBLAS: on an H200 the
-three products of GPT-2's head ran at 95 to 150 TFLOP/s, a third of what they do at a length of 50,304. So the odd dim is
-filled with zeros where operands have it, and cut off the result, which is a view. (Megatron-LM pads vocabularies of
+three products of GPT-2's head ran at 95 to 150 TFLOP/s, a third of what they do at a length of 50,304. So the odd dim
+is filled with zeros where operands have it, and cut off the result, which is a view. (Megatron-LM pads vocabularies of
 models by hand; torch.compile pads products, inductor's `pad_mm`.)
 
 Odd lengths alone, which no mesh of 2, 4, .. splits: others may be worth more in pieces.

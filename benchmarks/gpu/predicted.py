@@ -1,23 +1,27 @@
 """Plans for models that people train on one GPU, executed: time and memory beside what the machine's profile predicts.
 
-As a user would: `python -m autopar.search` with the profile that calibrate left, then `python -m autopar.measure`.
+Searched as a user would, by `python -m autopar.search` with the profile that calibrate left, and measured as
+`python -m autopar.measure` does; all plans of a model in one process.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from autopar.machine.device import init_mesh
+from autopar.measure.twin import measure
+from autopar.plan import Plan
+from autopar.trace.precision import precision_named
 from benchmarks.gpu.stage import Row, Setting, Skipped, called
+from cost_models.hardware import Hardware
 from examples import gpt2 as gpt2_example
 from examples import llama as llama_example
 
 STEPS = 20
-SHARE = {"cuda": 0.8, "cpu": 0.9}
 
 
 def gpt2() -> gpt2_example.Example:
@@ -35,30 +39,47 @@ def small() -> gpt2_example.Example:
     return gpt2_example.build(layers=1, width=64, heads=2, vocabulary=512, batch=2, sequence=32)
 
 
-MODELS = {"cuda": (gpt2, llama_1b), "cpu": (small,)}
+# model -> what its plans are asked for: all is kept that fits, values are run again, moved to the host, parameters too
+ASKED: dict[str, dict[str, tuple[str, ...]]] = {
+    "gpt2": {
+        "no limit": (),
+        "19 GiB": ("--memory", "19GiB"),
+        "17 GiB": ("--memory", "17GiB"),
+        "15 GiB": ("--memory", "15GiB"),
+        "14 GiB, the loss alone": ("--memory", "14GiB", "--outputs", "loss"),
+    },
+    "llama_1b": {
+        "no limit": (),
+        "40 GiB": ("--memory", "40GiB"),
+        "28 GiB, the loss alone": ("--memory", "28GiB", "--outputs", "loss"),
+    },
+    "small": {"no limit": (), "the loss alone": ("--outputs", "loss")},
+}
+MODELS = {"cuda": ("gpt2", "llama_1b"), "cpu": ("small",)}
 
 
 def predicted(setting: Setting) -> Iterator[Row]:
-    """bfloat16 over parameters in float32, AdamW; all is kept that fits, then within a share of that memory."""
+    """bfloat16 over parameters in float32, AdamW."""
     if setting.is_cuda and not setting.profile.exists():
         raise Skipped("the stage calibrate has left no profile")
     profile = str(setting.profile) if setting.is_cuda else "cpu-gloo"
-    for model in MODELS[setting.device]:
-        factory = f"{__name__}:{model.__name__}"
-        limit: int | None = None
-        for share in (1.0, SHARE[setting.device]):
-            plan, found = Path(setting.folder, "plan.json"), Path(setting.folder, "found.json")
-            within = [] if limit is None else ["--memory", f"{share * limit / 2**20:.4f}MiB"]
-            asked = ["--mesh", "data=1", "--hardware", profile, "--precision", "bf16", *within, "-o", str(plan)]
-            called("autopar.search", factory, *asked)
-            how = ["--hardware", profile, "--precision", "bf16", "--device", setting.device]
-            called("autopar.measure", str(plan), factory, *how, "--steps", str(STEPS), "--json", str(found))
-            told = json.loads(found.read_text())
-            limit = told["peak_bytes"]["step"]["predicted"]
-            yield from _rows(f"{model.__name__}, {'no limit' if share == 1 else f'{share:.0%} of that memory'}", told)
+    hardware, precision = Hardware.load(profile), precision_named("bf16")
+    init_mesh(setting.device)
+    for name in MODELS[setting.device]:
+        model, args, kwargs = globals()[name]()
+        for what, limits in ASKED[name].items():
+            path = Path(setting.folder, "plan.json")
+            how = ("--mesh", "data=1", "--hardware", profile, "--precision", "bf16", "--time-limit", "8", *limits)
+            called("autopar.search", f"{__name__}:{name}", *how, "-o", str(path))
+            found = measure(
+                Plan.load(path), model, args, kwargs, steps=STEPS, hardware=hardware, precision=precision,
+                device_type=setting.device,
+            )  # fmt: skip
+            yield from rows(f"{name}, {what}", found.to_json())
 
 
-def _rows(what: str, told: dict[str, Any]) -> Iterator[Row]:
+def rows(what: str, told: dict[str, Any]) -> Iterator[Row]:
+    """Of what `Measured.to_json` tells."""
     for name, pair in {"step": told["step"], **told["phases"]}.items():
         if pair["predicted"] and pair["measured"]:
             yield {"plan": what, "ms of": name, **_side_by_side(pair, 1e3)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 import warnings
@@ -15,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autopar
 from autopar.plan import Plan
-from benchmarks.capped import SHAPES, build
+from benchmarks.gpu import predicted
 from benchmarks.gpu.stage import Row, Setting, loss_of
 
 STEPS, WARM = 20, 5
@@ -23,38 +22,51 @@ WAYS = ("eager", "autopar", "torch.compile", "autopar, inductor")
 
 
 def profiled(setting: Setting) -> Iterator[Row]:
+    """The models of `predicted`, in bfloat16 over parameters in float32, with fused AdamW."""
     setting.needs_cuda("a profile of kernels")
     mesh = autopar.init_mesh("cuda")
-    for batch in (8, 1):
-        model = build("gpt-125m", 1024, "cpu")
-        ids = torch.randint(0, SHAPES["gpt-125m"][3], (batch, 1024), device="cuda")
-        kwargs, plan = {"input_ids": ids, "labels": ids.clone()}, None
+    for name in predicted.MODELS["cuda"]:
+        plan: Plan | None = None
         for way in WAYS:
-            trained = _made(way, copy.deepcopy(model), mesh, kwargs, plan)
+            model, kwargs = _model(name)
+            trained = _made(way, model, mesh, kwargs, plan)
             plan = trained.plan if isinstance(trained, autopar.ParallelModule) else plan
-            step = _step(trained, kwargs)
+            step = _step(trained, kwargs, cast=not isinstance(trained, autopar.ParallelModule))
             for _ in range(WARM):
                 step()
-            row: Row = {"step": f"GPT-2 125M, bfloat16, {batch}x1024, {way}"}
-            yield row | _timed(step) | _kernels(step) | {"synchronisations": _synchronisations(step)}
-            del trained, step
+            torch.cuda.reset_peak_memory_stats()
+            row: Row = {"step": f"{name}, {way}"} | _timed(step)
+            row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            yield row | _kernels(step) | {"synchronisations": _synchronisations(step)}
+            del model, trained, step
             torch.cuda.empty_cache()
+
+
+def _model(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """With random values, on the device, and a batch of random tokens."""
+    model, _, kwargs = getattr(predicted, name)()
+    vocabulary, shape = model.config.vocab_size, kwargs["input_ids"].shape
+    model = type(model)(model.config).cuda()
+    ids = torch.randint(0, vocabulary, shape, device="cuda")
+    return model, {"input_ids": ids, "labels": ids.clone()}
 
 
 def _made(way: str, model: nn.Module, mesh: Any, kwargs: dict[str, Any], plan: Plan | None) -> Any:
     if way == "eager":
-        return model.cuda()
+        return model
     if way == "torch.compile":
-        return torch.compile(model.cuda())
+        return torch.compile(model)
     backend = "inductor" if "inductor" in way else "eager"
-    return autopar.compile(model, mesh, plan=plan, backend=backend, example_kwargs=kwargs)
+    return autopar.compile(model, mesh, plan=plan, precision="bf16", backend=backend, example_kwargs=kwargs)
 
 
-def _step(model: Any, kwargs: dict[str, Any]) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+def _step(model: Any, kwargs: dict[str, Any], *, cast: bool) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-6, fused=True)
 
     def step() -> None:
-        loss_of(model(**kwargs)).backward()
+        with torch.autocast("cuda", torch.bfloat16, enabled=cast):
+            loss = loss_of(model(**kwargs))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

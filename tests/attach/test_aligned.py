@@ -14,7 +14,6 @@ from torch.nn import functional
 import autopar
 from autopar.attach import programs
 from autopar.ir.graph import Graph
-
 from autopar.trace import alignment, graph_of
 from autopar.trace.alignment import aligned
 from tests.processes.compare import same_gradients

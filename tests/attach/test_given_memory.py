@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
@@ -51,3 +56,37 @@ def test_a_plan_for_gpus_leaves_room_and_says_so(one: DeviceMesh) -> None:
 def test_on_a_cpu_all_of_it_is_the_plans(one: DeviceMesh) -> None:
     plan = autopar.compile(net(), one, memory="1GiB", example_kwargs=batch()).plan
     assert plan is not None and plan.memory_limit == 2**30 and LEFT not in plan.search
+
+
+class Cuts(nn.Module):
+    """Layers whose values are worth running again; `label` is read, and means nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.label = "before"
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).sin() if self.label else x
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+def test_a_step_that_is_traced_again_keeps_its_plan(one: DeviceMesh, given: bool) -> None:
+    """Nobody says how much memory there is to whoever brings a plan that was found under a limit."""
+    x = torch.rand(512, 32)
+    most = autopar.compile(Cuts(), one, example_inputs=(x,)).plan
+    assert most is not None
+    limit = int(0.8 * most.peak_bytes["hbm"])
+    plan = autopar.compile(Cuts(), one, example_inputs=(x,), memory=limit).plan
+    assert plan is not None and plan.peak_bytes["hbm"] <= limit < most.peak_bytes["hbm"]
+    parallel = autopar.compile(Cuts(), one, **({"plan": plan} if given else {"memory": limit}))
+    for label in ("before", "after"):
+        parallel.label = label
+        with mock.patch("autopar.planner.answer", side_effect=AssertionError) if label == "after" else nullcontext():
+            parallel(x).backward()
+    first, second = parallel._autopar.prepared()
+    assert first.plan.choices == second.plan.choices == plan.choices and len(first.plan.graph.nodes) > len(
+        most.graph.nodes
+    )
