@@ -144,11 +144,17 @@ class Streamed(torch.optim.Optimizer):
                 self._move_states(parameter, FETCH)
                 parts.step(lambda other, parameter=parameter: other is parameter)
                 self._move_states(parameter, STORE)
-        on_host = {id(parameter) for parameter in host}
-        with _all_processors(self._beside_gpus):
-            parts.step(lambda parameter: id(parameter) in on_host, fused=self._beside_gpus)
+        counts = {id(parameter): self._threads_for(parameter) for parameter in host}
+        for count in sorted({*counts.values()}):
+            with threads(count):
+                parts.step(lambda one, count=count: counts.get(id(one)) == count, fused=self._beside_gpus)
         settle()  # whoever looks at the states sees the new ones
         return loss
+
+    def _threads_for(self, parameter: Tensor) -> int:
+        """Of the host, for an update of this rank's piece."""
+        now = torch.get_num_threads()
+        return max(now, host_threads(_numel_here(parameter))) if self._beside_gpus else now
 
     @property
     def _beside_gpus(self) -> bool:
@@ -178,7 +184,7 @@ class Streamed(torch.optim.Optimizer):
         optimizer = _twin_of(self.optimizer, settings, twin, given)
 
         def work() -> None:
-            with _all_processors(self._beside_gpus), _fused(optimizer, optimizer.param_groups, self._beside_gpus):
+            with threads(self._threads_for(parameter)), _fused(optimizer, optimizer.param_groups, self._beside_gpus):
                 optimizer.step()
             twin.grad = None
             (group,) = optimizer.param_groups
@@ -254,10 +260,8 @@ class _Parts:
                 )
 
 
-def _all_processors(wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """Inside, the host computes with all processors of its rank."""
-    now = torch.get_num_threads()
-    return threads(max(now, host_threads()) if wanted else now)
+def _numel_here(parameter: Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel()
 
 
 @contextlib.contextmanager

@@ -208,7 +208,7 @@ def optimizers(device: torch.device, mesh: DeviceMesh | None) -> Made:
             curve = "host.float32" if kind == "host" else f"ops.{op}.float32"
             update = torch.optim.AdamW(held, 1e-6, **options).step
             if kind == "host" and device.type == "cuda":
-                update = partial(_with_threads, host_threads(), update)
+                update = partial(_with_threads, host_threads(size // 4), update)
             yield Bench(curve, step, update, counts=parameters)
 
 

@@ -29,7 +29,8 @@ from autopar.machine.local_ranks import environment, local_ranks
 Say = Callable[[str], None]
 PARTS = ("all", "crowd")  # everything; or collectives and a few probes of compute, for one more number of ranks
 COMPUTE_SHARE = 0.5  # of the time; the rest is for collectives
-BENCHES = 420  # about so many calls share the time for compute
+BENCHES, MORE = 420, 100  # about so many calls share the time for compute; and what is expected behind so many
+PROBES = 20
 LOST_S = 120  # a collective that waits longer has lost its partners
 START_S = 180  # for starting the processes, beside others who work
 
@@ -44,24 +45,28 @@ def measure_world(parts: str, budget_s: float, device: torch.device, say: Say) -
     share = (COMPUTE_SHARE if shapes else 1.0) if parts == "all" else 0.15
     mesh = init_device_mesh(device.type, (world,)) if dist.is_initialized() else None
 
-    def timed(made: Iterable[tuple[str, Made]], each_s: float) -> Iterator[Sample]:
+    def timed(made: Iterable[tuple[str, Made]], within_s: float, count: int, more: int) -> Iterator[Sample]:
+        """About `count` calls; what their operands take to make is part of the time."""
+        until, left = time.monotonic() + within_s, count
         for what, benches in made:
             say(f"{what}, {count_of(world, 'rank')} at once")
             for bench in benches:
                 if world > 1:
                     dist.barrier()
+                each_s = max(0.0, until - time.monotonic()) / max(left, more)
                 seconds = clock.seconds(bench.call, each_s) / bench.counts
+                left -= 1
                 yield Sample(bench.curve, bench.step, seconds, (world,), bench.held)
 
-    few_s = budget_s * 0.15 / 20
-    made = timed(everything(device, mesh), budget_s * share / BENCHES) if parts == "all" else ()
-    samples = _mean_over_ranks([*made, *timed(probes(device), few_s)], device)
+    few = budget_s * 0.15, PROBES, PROBES
+    made = timed(everything(device, mesh), budget_s * share, BENCHES, MORE) if parts == "all" else ()
+    samples = _mean_over_ranks([*made, *timed(probes(device), *few)], device)
     for sizes in shapes:
         names = tuple(f"a{i}" for i in range(len(sizes)))
         grid = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         samples += time_collectives(grid, ranks_per_node, budget_s * (1 - share) / len(shapes), say)
     if shapes:  # a machine has better moments and worse ones
-        samples += _mean_over_ranks([*timed(probes(device), few_s)], device)
+        samples += _mean_over_ranks([*timed(probes(device), *few)], device)
     return samples
 
 

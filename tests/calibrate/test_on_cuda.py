@@ -14,7 +14,7 @@ from torch import fx, nn
 from autopar._compat import FakeTensorMode
 from autopar.calibrate import bench, compute, measure
 from autopar.calibrate.measure import Clock
-from autopar.machine.device import host_threads
+from autopar.machine.device import ALONE, host_threads
 from autopar.measure import watch
 from autopar.measure.watch import Stopwatch
 
@@ -28,7 +28,7 @@ class Device:
     """
 
     def __init__(self) -> None:
-        self.ms, self.waited, self.slept = 0.0, 0, list[int]()
+        self.ms, self.waited, self.slept, self.rested = 0.0, 0, list[int](), list[int]()
 
     def work(self, value: Any = None) -> Any:
         self.ms += 5.0
@@ -47,6 +47,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     monkeypatch.setattr(torch.cuda, "Event", made.Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.rested.append(len(made.slept)))
     for module in (measure, watch):
         monkeypatch.setattr(module, "cuda_sleep", made.slept.append)
     return made
@@ -59,7 +60,10 @@ def test_calls_are_timed_by_the_events_of_the_device(device: Device) -> None:
     assert device.slept[-1] == 7 * measure.HEAD_START  # the host launches all of a round before the first is timed
 
 
-def test_a_program_is_timed_node_by_node_and_waited_for_once(device: Device) -> None:
+def test_a_program_is_timed_node_by_node_and_waited_for_before_it_could_be_full(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "AT_ONCE", 4)
     graph = fx.Graph()
     made = graph.placeholder("x")
     for _ in range(6):
@@ -69,7 +73,8 @@ def test_a_program_is_timed_node_by_node_and_waited_for_once(device: Device) -> 
     timed = Stopwatch(fx.GraphModule(nn.Module(), graph), "forward", {}, CUDA, spent)
     assert timed(3) == 3 and spent == {"forward": pytest.approx(30e-3)} and device.waited == 1
     assert timed(4) == 4 and spent == {"forward": pytest.approx(60e-3)} and device.waited == 2
-    assert device.slept == [watch.HEAD_START] * 2 and not timed.env  # nothing that it made is kept
+    assert device.slept == [watch.HEAD_START] * 4 and not timed.env  # nothing that it made is kept
+    assert device.rested == [0, 1, 2, 3], "before it sleeps, it has nothing left to do"
 
 
 def test_operands_take_turns_beyond_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +96,12 @@ def test_updates_on_the_host_have_the_threads_of_this_rank(monkeypatch: pytest.M
     before = torch.get_num_threads()
     compute._with_threads(2, lambda: inside.append(torch.get_num_threads()))
     assert inside == [2] and torch.get_num_threads() == before
+    monkeypatch.setattr(f"{host_threads.__module__}.processors", lambda: 16)
+    assert [host_threads(elements) for elements in (1, ALONE - 1, ALONE)] == [1, 1, 14]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    two = host_threads()
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert two == max(1, host_threads() // 2)
+    assert host_threads(ALONE) == 6
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert host_threads(ALONE) == 1
 
 
 def test_parameters_on_the_host_want_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
