@@ -34,6 +34,7 @@ from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import dumps
 from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Question, Request, answer, ask
+from autopar.search.fused import with_fused
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.memory_options import words_of
 from autopar.search.meshes import best_mesh, meshes_of
@@ -235,7 +236,8 @@ class Planner:
         room = self.machine.room(usable, question.pricer.mesh)
         with telling(room):
             asked = replace(request, buckets_for=room.tensors)
-            return held_within(room, lambda held: answer(question, replace(asked, memory=held)), question.pricer)
+            plan = held_within(room, lambda held: answer(question, replace(asked, memory=held)), question.pricer)
+        return with_fused(plan, question.pricer)
 
     def _ask(self, graph: Graph, mesh: Mesh) -> Question:
         seconds, machine = self.machine.profile, self.machine.hardware

@@ -26,6 +26,9 @@ MAX_NOTES = 4
 TIGHT = 0.95  # of the memory limit: from here on memory shaped the plan
 
 
+FUSED = "fused_seconds"  # a fact of a search: of a step that inductor compiles
+
+
 def explain(plan: PlanValue) -> str:
     """About 40 lines of at most 110 columns (a few more on a mesh of many axes, or with long notes)."""
     facts = [*head(plan), *_time(plan), *_utilisation(plan), *_candidates(plan), *_memory(plan)]
@@ -86,6 +89,8 @@ def _time(plan: PlanValue) -> Iterator[str]:
         more = f"{ms(abs(beside))} {'less' if beside < 0 else 'more'}"
         how = f"nothing overlaps; the parts are {ms(parts)}, the buckets of gradients take {more}"
     yield f"step time {ms(plan.predicted_seconds)}, {plan.measure}: {how}"
+    if isinstance(fused := plan.search.get(FUSED), float):
+        yield f'  with backend="inductor", which fuses elementwise operators, about {ms(fused)} (predicted)'
     for name in ("compute", "optimizer", "reorder"):
         yield _time_line(plan, name, plan.seconds_by.get(name, 0.0), "")
     for axis in plan.mesh.names:

@@ -23,9 +23,9 @@ from autopar.ir.mesh import Mesh, parse_mesh
 from autopar.pipeline import Durations, Schedule, StageBytes, make_schedule, memory, play
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
+from autopar.simulate.kernels import as_kernels
 from benchmarks.replay.float8 import as_float8
 from benchmarks.replay.gpt import gpt, kernel_of
-from benchmarks.replay.kernels import as_kernels
 from benchmarks.replay.llama import half_precision_graph
 from benchmarks.replay.parts import FRONT, HEAD, LAYER, Part, parts_of
 from benchmarks.replay.predict import PIECES, with_rate

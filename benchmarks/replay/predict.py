@@ -20,9 +20,9 @@ from autopar.ir.graph import Graph, Node, TensorType
 from autopar.ir.layout import REPLICATE, local_type
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
+from autopar.simulate.kernels import as_kernels
 from autopar.simulate.timeline import events_of
 from benchmarks.replay.float8 import FLOAT8, as_float8
-from benchmarks.replay.kernels import as_kernels
 from benchmarks.replay.llama import SHAPES, graph_of_model, with_batch
 from benchmarks.replay.published import CONTEXT, plan_as_published
 from benchmarks.replay.recompute import checkpointed, layer_of

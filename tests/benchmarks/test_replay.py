@@ -29,10 +29,10 @@ from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import operand_types
 from autopar.rules.attended import RING
+from autopar.simulate.kernels import as_kernels, kernels
 from autopar.simulate.timeline import events_of
 from autopar.trace import capture, graph_of
 from benchmarks.replay.float8 import FLOAT8, as_float8
-from benchmarks.replay.kernels import as_kernels, kernels
 from benchmarks.replay.llama import graph_of_model, model_of, with_batch
 from benchmarks.replay.predict import predict
 from benchmarks.replay.published import plan_as_published

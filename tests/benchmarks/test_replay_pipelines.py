@@ -8,11 +8,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.work import flops_of
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import operand_types
+from autopar.simulate.kernels import as_kernels
 from autopar.simulate.timeline import events_of
 from benchmarks.replay.__main__ import main
 from benchmarks.replay.float8 import FLOAT8, as_float8
 from benchmarks.replay.gpt import gpt, kernel_of
-from benchmarks.replay.kernels import as_kernels
 from benchmarks.replay.parts import HEAD, LAYER, Part, parts_of
 from benchmarks.replay.pipelines import layers_of, pipelines, predictions
 from benchmarks.replay.published import SEQUENCE, plan_of_megatron

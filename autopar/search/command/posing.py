@@ -20,6 +20,7 @@ from autopar.rewrite.micro_batches import in_rounds
 from autopar.search.command.arguments import Asked, or_bad
 from autopar.search.command.traced import traced
 from autopar.search.context import Progress, Question, ask
+from autopar.search.fused import with_fused
 from autopar.search.meshes import SAME, Row, best_mesh, first_look
 from autopar.search.micro_batches import AUTO, best_count
 from autopar.search.pins import pinned
@@ -175,7 +176,9 @@ def answered(posing: Posing, request: Request, progress: Progress, stop: Stop) -
         found = _found(posing, posing.question(rows[0].mesh), first_look(request), told, stop)
     among = (first, *others) if others else ()
     there = tuple(renamed(plan, mesh.names) for plan in found.simulated)
-    return Answered(first.plan, posing.question(mesh), posing.room(mesh), found.problem, there, among)
+    question = posing.question(mesh)
+    plan = with_fused(first.plan, question.pricer)
+    return Answered(plan, question, posing.room(mesh), found.problem, there, among)
 
 
 def _found(posing: Posing, question: Question, request: Request, progress: Progress, stop: Stop) -> _Found:

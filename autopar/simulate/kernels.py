@@ -1,17 +1,17 @@
-"""How a plan's operators run as kernels, where that differs from what autopar prices: one operator, one kernel.
+"""A plan's operators as a compiler runs them, where a plan prices them one by one.
 
-- A compiled layer (a `unit`) runs connected elementwise operators and reductions as one kernel: it reads what comes
-  from outside once and writes what is read outside, and what lies between never reaches memory. Operators are connected
-  where one reads the other and no product, attention or collective lies on any way between them. This is the least that
-  a compiler must move: row and column reductions of one tensor are taken to share a read.
+What is compiled at once (a `unit`) runs connected elementwise operators and reductions as one kernel: it reads what
+comes from outside once and writes what is read outside, and what lies between never reaches memory. Operators are
+connected where one reads the other and no product, attention or collective lies on any way between them. This is the
+least that a compiler must move: row and column reductions of one tensor are taken to share a read.
 
-Only seconds change: a plan's memory still counts the values inside a fused kernel.
+Only seconds change: memory still counts the values inside of a kernel.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 
 from autopar.ir.graph import Graph, Node, Ref
@@ -25,9 +25,9 @@ Unit = Callable[[Node], Hashable]  # the unit that a compiler is given at once; 
 
 def as_kernels(plan: Plan, unit: Unit = lambda node: None) -> Plan:
     """The plan with the steps of its operators as kernels; a kernel stays inside one `unit` of what is compiled."""
-    choices = dict(plan.choices)
+    choices, readers = dict(plan.choices), _readers(plan.graph)
     for kernel in kernels(plan, unit):
-        moved = _bytes(plan, kernel)
+        moved = _bytes(plan, kernel, readers)
         *others, last = kernel
         for name in others:
             choices[name] = _moving(choices[name], 0.0, 0)
@@ -87,7 +87,7 @@ def _is_fusable(node: Node, plan: Plan) -> bool:
     return bool(steps) and plain and node.op not in LOOKUPS
 
 
-def _bytes(plan: Plan, kernel: list[str]) -> int:
+def _bytes(plan: Plan, kernel: list[str], readers: Mapping[str, set[str]]) -> int:
     """What the kernel reads from outside, each value once, and what it makes that is read outside."""
     node_of, inside = plan.graph.by_name, set(kernel)
     read: dict[Ref, int] = {}
@@ -98,7 +98,6 @@ def _bytes(plan: Plan, kernel: list[str]) -> int:
             if source.name not in inside:
                 read[source] = max(read.get(source, 0), local_type(plan.graph.type_of(ref), layout, plan.mesh).nbytes)
     written = 0
-    readers = _readers(plan.graph)
     for name in kernel:
         if readers[name] - inside:
             written += sum(
@@ -109,23 +108,17 @@ def _bytes(plan: Plan, kernel: list[str]) -> int:
     return sum(read.values()) + written
 
 
-_READERS: dict[int, tuple[Graph, dict[str, set[str]]]] = {}
-
-
-def _readers(graph: Graph) -> dict[str, set[str]]:
+def _readers(graph: Graph) -> Mapping[str, set[str]]:
     """Who reads an operator's storage: operators, through any number of views, or "" for the graph's results."""
-    if id(graph) not in _READERS:
-        found: dict[str, set[str]] = defaultdict(set)
-        for node in graph.nodes:
-            if node.op not in VIEWS:
-                for ref in node.operands:
-                    found[_storage(ref, graph.by_name).name].add(node.name)
-        for result in graph.results:
-            if result.ref is not None:
-                found[_storage(result.ref, graph.by_name).name].add("")
-        _READERS.clear()
-        _READERS[id(graph)] = graph, found
-    return _READERS[id(graph)][1]
+    found: dict[str, set[str]] = defaultdict(set)
+    for node in graph.nodes:
+        if node.op not in VIEWS:
+            for ref in node.operands:
+                found[_storage(ref, graph.by_name).name].add(node.name)
+    for result in graph.results:
+        if result.ref is not None:
+            found[_storage(result.ref, graph.by_name).name].add("")
+    return found
 
 
 def _storage(ref: Ref, node_of: dict[str, Node]) -> Ref:
