@@ -7,6 +7,7 @@ in training decides where parameters live; the others take that as it is.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from autopar.ir.graph import Graph, gives_loss
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
-from autopar.machine.device import has_expandable_segments
+from autopar.machine.device import device_type_of, has_expandable_segments
 from autopar.plan import Plan
 from autopar.plan.fit import OF_RANK_0, check, is_of
 from autopar.plan.renamed import names_of, renamed
@@ -36,12 +37,12 @@ from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Question, Request, answer, ask
 from autopar.search.fused import with_fused
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
-from autopar.search.memory_options import words_of
+from autopar.search.memory_options import RESIDENCES, allowed, words_of
 from autopar.search.meshes import best_mesh, meshes_of
 from autopar.search.micro_batches import AUTO, best_plan, count_near
 from autopar.search.pins import obeyable
 from autopar.search.pipeline import Pipeline
-from autopar.search.reserved import held_within, telling
+from autopar.search.reserved import LEFT, held_within, telling
 from autopar.search.same import same_choices
 from cost_models.hardware import Hardware
 from cost_models.reserve import Room, room_in
@@ -106,9 +107,13 @@ class Planner:
         is_training = any(result.kind == "gradient" for result in graph.results)
         usable = least_of(self.machine.usable, self.device_mesh)
         # in inference, parameters live where training has them
-        pin = {**self.request.pin, **(words_of(like.residence) if like is not None else {})} if is_training else {}
-        request = replace(self.request, pin=pin, fixed=fixed, outputs=self._brought(graph))
-        limit = usable if is_training else None  # inference needs no more than training does
+        request = replace(self.request, pin={}, fixed=fixed, outputs=self._brought(graph))
+        if is_training:
+            request = replace(request, pin=self.request.pin)
+        if is_training and like is not None:  # parameters, and states of optimizers, lie where they lie
+            pin = {**self.request.pin, **words_of(like.residence)}
+            request = replace(request, pin=pin, allow=self._allowed_later())
+        limit = min(usable, self._given_room()) if is_training else None  # inference needs no more than training does
         count = self._count(graph, like, loosely) if is_training else 1
 
         def find(count: int) -> Plan:
@@ -157,6 +162,21 @@ class Planner:
         asked = request if self.machine.is_limited else replace(request, memory=None)
         limit = str(request.time_limit_s)
         return Path(self.cache) / f"{_digest(graph, str(pipe.mesh), asked, (*told, limit))}.pipeline.json"
+
+    def _given_room(self) -> float:
+        """Bytes of a device in which the given plan was found: where nobody says more, later programs have no more."""
+        given = self.given
+        if self.machine.is_limited or not isinstance(given, Plan) or given.memory_limit is None:
+            return math.inf
+        return given.memory_limit + float(given.search.get(LEFT, 0.0))
+
+    def _allowed_later(self) -> tuple[str, ...]:
+        """What may be done for want of memory in programs behind the first."""
+        words = allowed(self.request.allow)
+        if words is None:
+            on_cpu = device_type_of(self.machine.hardware) == "cpu"
+            words = ("recompute",) if on_cpu else ("recompute", "offload-activations")
+        return tuple(word for word in words if word not in RESIDENCES)
 
     def _count(self, graph: Graph, like: Plan | None, loosely: bool) -> int | str:
         """Micro-batches of a step of training: behind the first plan as many as it has, as far as the batch lets."""

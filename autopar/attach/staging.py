@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,17 @@ from autopar.rewrite.one_loss import why_not_played
 from autopar.rewrite.stages import Stage, cut_in_stages, forward_order, parameters_read
 from autopar.search import Request, answer, ask
 from autopar.search.cuts import cut_by_owner
+from autopar.search.cutting import cut_again
 from autopar.search.kept import keep_plan, kept_pipeline
+from autopar.search.less_memory import does_not_fit, limits_of
 from autopar.search.micro_batches import count_near
 from autopar.search.orders import can_be_ordered
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipelines import find_pipeline
+from autopar.search.request import Held
 from cost_models.hardware import Hardware
 
+TRIES, SLACK = 5, 0.05  # of limits for a later step, and how much more each takes away than was too much
 TIMES = (1, 2, 4, 8)  # of the number of stages: micro-batches that are tried where nobody says
 
 
@@ -196,7 +200,12 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
         return like
     question = ask(rounds, pipe.inner, asked.hardware, optimizer=asked.optimizer)
     pin = asked.request.pin if trains else {}  # nothing comes back in inference, and parameters live where they are
-    whole = answer(question, replace(asked.request, pin=pin, fixed=fixed, memory=None, simulation=False))
+    wanted = replace(asked.request, pin=pin, fixed=fixed, memory=None, simulation=False)
+    whole = (
+        _that_fits(like, asked, lambda held: answer(question, replace(wanted, held=held)))
+        if trains
+        else (answer(question, wanted))
+    )
     pricer = Pricer.on(pipe.inner, asked.hardware, asked.optimizer, whole.bucket_bytes, rounds.rounds)
     schedule = _schedule(like.schedule.name, pipe.count, like.schedule.stages_per_rank, count, trains)
     ends = like.ends if _forward(whole) == _forward(like.whole) else None
@@ -210,6 +219,34 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
     stages, plans = zip(*cut, strict=True)
     assert ends is not None
     return Staged(stages, plans, schedule, whole, tuple(ends))
+
+
+def _that_fits(like: Staged, asked: Asked, search: Callable[[tuple[Held, ...]], Plan]) -> Plan:
+    """The plan of a step whose ranks hold no more than they may, as backward begins to begin with. Raises Infeasible.
+
+    Where its forward is another one, what its stages hold is not known before they are cut, and is not looked at.
+    """
+    first, limit = like.pipeline, asked.request.memory
+    if not asked.is_limited and asked.given is not None:  # nobody says more than who made it had
+        limit = min(limit or math.inf, asked.given.whole.memory_limit or math.inf)
+    if first is None or limit is None or limit == math.inf:
+        return search(())
+    ranks = zip(limits_of(first), first.memory, strict=True)
+    held = tuple(replace(one, most=one.most + max(0.0, limit - rank.peak)) for one, rank in ranks)
+    again: Pipeline | None = None
+    for _ in range(TRIES):
+        whole = search(held)
+        if _forward(whole) != _forward(like.whole):
+            return whole
+        again = cut_again(first, whole, asked.hardware)
+        if again is None or again.peak_bytes <= limit:
+            return whole
+        over = (max(0.0, rank.peak - limit) for rank in again.memory)
+        held = tuple(replace(one, most=one.most - more * (1 + SLACK)) for one, more in zip(held, over, strict=True))
+        if any(one.most <= 0 for one in held):
+            break
+    assert again is not None
+    raise does_not_fit(again, limit, again.peak_bytes)
 
 
 def _forward(whole: Plan) -> list[tuple[str, str, tuple[str, ...]]]:

@@ -86,7 +86,7 @@ def saving_less(
     comes nearest, which another cut may make fit; None where there is none. What a rank works with is more where values
     are run again, so the first answer may be too large yet.
     """
-    limits, part = _limits(found), 1.0
+    limits, part = limits_of(found), 1.0
     least = [KEPT * one.most for one in limits]
     best: tuple[Cutting, Pipeline] | None = None
     slack = SLACK * limit
@@ -117,7 +117,7 @@ def over(found: Pipeline, limit: float) -> float:
     return sum(max(0.0, rank.peak - limit) for rank in found.memory)
 
 
-def _limits(found: Pipeline) -> tuple[Held, ...]:
+def limits_of(found: Pipeline) -> tuple[Held, ...]:
     """What ranks hold now as backward begins."""
     chunks, flying = found.schedule.stages_per_rank, in_flight(found.schedule).most_saved
     values, known = list[frozenset[str]](), frozenset[str]()

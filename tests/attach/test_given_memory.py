@@ -90,3 +90,32 @@ def test_a_step_that_is_traced_again_keeps_its_plan(one: DeviceMesh, given: bool
     assert first.plan.choices == second.plan.choices == plan.choices and len(first.plan.graph.nodes) > len(
         most.graph.nodes
     )
+
+
+def test_later_programs_of_a_given_plan_have_the_memory_that_it_was_found_in(one: DeviceMesh) -> None:
+    x = torch.rand(512, 32)
+    most = autopar.compile(Cuts(), one, example_inputs=(x,)).plan
+    assert most is not None
+    limit = int(0.8 * most.peak_bytes["hbm"])
+    plan = autopar.compile(Cuts(), one, example_inputs=(x,), memory=limit).plan
+    parallel = autopar.compile(Cuts(), one, plan=plan)
+    for batch in (512, 500):
+        parallel(x[:batch]).backward()
+    parallel.layers[2].requires_grad_(False)
+    parallel(x).backward()
+    peaks = [prepared.plan.peak_bytes["hbm"] for prepared in parallel._autopar.prepared()]
+    assert len(peaks) == 3 and max(peaks) <= limit
+
+
+@pytest.mark.parametrize("allow", ["recompute,offload-parameters", "recompute,offload-optimizer"])
+def test_parameters_stay_where_they_are_in_later_programs(one: DeviceMesh, allow: str) -> None:
+    """What more of them on the host would make room for is not to be had: they lie on the device."""
+    batches = [torch.rand(count, 32) for count in (64, 68, 72)]
+    most = autopar.compile(Cuts(), one, example_inputs=(batches[0],)).plan
+    assert most is not None
+    parallel = autopar.compile(Cuts(), one, memory=int(0.75 * most.peak_bytes["hbm"]), allow=allow)
+    for x in batches:
+        parallel(x).backward()
+    assert parallel.plan.residence
+    for prepared in parallel._autopar.prepared():
+        assert prepared.plan.residence == parallel.plan.residence

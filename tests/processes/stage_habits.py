@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import unittest
-import unittest.mock
 import warnings
 
 import torch
@@ -370,26 +369,3 @@ def check_parameters_of_stages_on_the_host(ranks: Ranks) -> None:
             optimizer.step()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(whole(parallel.get_parameter(name)), parameter, rtol=NEAR, atol=NEAR)
-
-
-class Labelled(Blocks):
-    """`label` is read, and means nothing."""
-
-    label = "before"
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return super().forward(x, y if self.label else x)
-
-
-def check_stages_that_are_traced_again_keep_their_plans(ranks: Ranks) -> None:
-    """What they run again or move for want of memory among it."""
-    parallel = autopar.compile(Labelled().double(), mesh_of(ranks))
-    x, y = torch.rand(2, 8, 8, dtype=torch.float64)
-    wanted = parallel(x, y)
-    wanted.backward()
-    parallel.label = "after"
-    with unittest.mock.patch("autopar.attach.staging.answer", side_effect=AssertionError("searched again")):
-        loss = parallel(x, y)
-    loss.backward()
-    assert float(loss) == float(wanted)
-    assert len(parallel._autopar.prepared()) == 2

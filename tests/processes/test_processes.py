@@ -57,6 +57,7 @@ FIRST = {
     "memory": ["lookups"],
     "micro_batches": ["policies", "parts_of_each_rank"],
     "norms": ["local_ones_are_those_of_ddp"],
+    "later_steps": ["stages_that_are_traced_again_keep_their_plans", "later_steps_hold_no_more_than_they_may"],
     "operators": ["gradient_scaling"],
     "optimizers": [
         "clipping_of_a_module_and_what_is_plain_around_it",
