@@ -395,4 +395,6 @@ def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepar
         except TraceError:
             pass  # Python's own control flow, or a size, hangs on it: each value has a program of its own
         caller.varying -= paths
-    return prepare(parallel, state, call, key, training=parallel.training), call
+    prepared = prepare(parallel, state, call, key, training=parallel.training)
+    state.main = state.main or prepared  # of a copy, which has the plan of what it was copied from, and no program
+    return prepared, call

@@ -21,6 +21,7 @@ def test_a_copy_trains_by_itself(one: DeviceMesh, called: bool) -> None:
     made, twin = copy.deepcopy(parallel), copy.deepcopy(plain)
     assert all(parameter.grad is None for parameter in made.parameters())
     same_steps(twin, made, batch(2), steps=2)
+    assert made.program.forward is not None, "it has one of its own"
     parallel.zero_grad()
     same_steps(plain, parallel, batch(), steps=2)
 

@@ -99,8 +99,8 @@ def test_later_programs_of_a_given_plan_have_the_memory_that_it_was_found_in(one
     limit = int(0.8 * most.peak_bytes["hbm"])
     plan = autopar.compile(Cuts(), one, example_inputs=(x,), memory=limit).plan
     parallel = autopar.compile(Cuts(), one, plan=plan)
-    for batch in (512, 500):
-        parallel(x[:batch]).backward()
+    for count in (512, 500):
+        parallel(x[:count]).backward()
     parallel.layers[2].requires_grad_(False)
     parallel(x).backward()
     peaks = [prepared.plan.peak_bytes["hbm"] for prepared in parallel._autopar.prepared()]
