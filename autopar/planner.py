@@ -106,13 +106,10 @@ class Planner:
                 return given
         is_training = any(result.kind == "gradient" for result in graph.results)
         usable = least_of(self.machine.usable, self.device_mesh)
-        # in inference, parameters live where training has them
-        request = replace(self.request, pin={}, fixed=fixed, outputs=self._brought(graph))
-        if is_training:
-            request = replace(request, pin=self.request.pin)
-        if is_training and like is not None:  # parameters, and states of optimizers, lie where they lie
-            pin = {**self.request.pin, **words_of(like.residence)}
-            request = replace(request, pin=pin, allow=self._allowed_later())
+        pin = self.request.pin if is_training else {}  # in inference, parameters live where training has them
+        request = replace(self.request, pin=pin, fixed=fixed, outputs=self._brought(graph))
+        if is_training and like is not None:  # so do they, and states of optimizers, in later programs of training
+            request = replace(request, pin={**pin, **words_of(like.residence)}, allow=self._allowed_later())
         limit = min(usable, self._given_room()) if is_training else None  # inference needs no more than training does
         count = self._count(graph, like, loosely) if is_training else 1
 

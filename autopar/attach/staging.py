@@ -201,11 +201,10 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
     question = ask(rounds, pipe.inner, asked.hardware, optimizer=asked.optimizer)
     pin = asked.request.pin if trains else {}  # nothing comes back in inference, and parameters live where they are
     wanted = replace(asked.request, pin=pin, fixed=fixed, memory=None, simulation=False)
-    whole = (
-        _that_fits(like, asked, lambda held: answer(question, replace(wanted, held=held)))
-        if trains
-        else (answer(question, wanted))
-    )
+    if trains:
+        whole = _that_fits(like, asked, lambda held: answer(question, replace(wanted, held=held)))
+    else:
+        whole = answer(question, wanted)
     pricer = Pricer.on(pipe.inner, asked.hardware, asked.optimizer, whole.bucket_bytes, rounds.rounds)
     schedule = _schedule(like.schedule.name, pipe.count, like.schedule.stages_per_rank, count, trains)
     ends = like.ends if _forward(whole) == _forward(like.whole) else None

@@ -58,7 +58,7 @@ def measure_world(parts: str, budget_s: float, device: torch.device, say: Say) -
                 left -= 1
                 yield Sample(bench.curve, bench.step, seconds, (world,), bench.held)
 
-    few = budget_s * 0.15, PROBES, PROBES
+    few = budget_s * 0.15, PROBES, PROBES // 4
     made = timed(everything(device, mesh), budget_s * share, BENCHES, MORE) if parts == "all" else ()
     samples = _mean_over_ranks([*made, *timed(probes(device), *few)], device)
     for sizes in shapes:

@@ -39,8 +39,17 @@ def kernels(plan: Plan, unit: Unit) -> list[list[str]]:
     """Operators that run as one kernel, in the order of the program; at least two each."""
     node_of = plan.graph.by_name
     level: dict[str, int] = {}
-    kernel_of: dict[str, str] = {}  # every value -> the operator that stands for the kernel that makes it
+    kernel_of: dict[str, str] = {}  # every value -> the operator that stood for the kernel that makes it
+    part_of: dict[str, str] = {}  # that of a kernel that became part of another -> that of the other
     members: dict[str, list[str]] = defaultdict(list)
+
+    def leads(name: str) -> str:
+        """The operator that stands for the kernel of a value now."""
+        found = kernel_of[name]
+        while found in part_of:
+            found = part_of[found]
+        return found
+
     for node in plan.graph.nodes:
         if node.is_source:
             level[node.name] = 0
@@ -58,14 +67,14 @@ def kernels(plan: Plan, unit: Unit) -> list[list[str]]:
         if not _is_fusable(node, plan) or unit(node) is None:
             continue
         joined = {
-            kernel_of[ref.name] for ref, _ in ends
-            if ref.name in kernel_of and not moves[ref] and level[kernel_of[ref.name]] == level[node.name]
-            and _place(node_of[kernel_of[ref.name]], unit) == _place(node, unit)
+            leads(ref.name) for ref, _ in ends
+            if ref.name in kernel_of and not moves[ref] and level[leads(ref.name)] == level[node.name]
+            and _place(node_of[leads(ref.name)], unit) == _place(node, unit)
         }  # fmt: skip
         leader = min(joined, key=lambda name: members[name][0], default=node.name)
         for other in joined - {leader}:
             members[leader] += members.pop(other)
-            kernel_of |= {name: leader for name, of in kernel_of.items() if of == other}
+            part_of[other] = leader
         members[leader].append(node.name)
         kernel_of[node.name] = leader
     place = {node.name: number for number, node in enumerate(plan.graph.nodes)}
