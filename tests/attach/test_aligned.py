@@ -17,6 +17,10 @@ from autopar.ir.graph import Graph
 from autopar.trace import alignment, graph_of
 from autopar.trace.alignment import aligned
 from tests.processes.compare import same_gradients
+from tests.support.check import mesh_of, worst_difference
+from tests.support.families import Case
+from tests.support.lockstep import run_all
+from tests.support.plans import PlanSampler
 
 WORDS, WIDTH = 101, 32
 
@@ -75,3 +79,20 @@ def test_short_even_and_exact_products_stay(one: DeviceMesh, monkeypatch: pytest
     monkeypatch.setattr(alignment, "LONG", 64)
     monkeypatch.setattr(alignment, "WORTH", 8)
     assert aligned(graph) is graph, "float32"
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=str)
+def test_any_legal_plan_of_a_padded_product_is_right(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    """All ranks in lockstep, in float64, against the model on one device."""
+    for name, value in {"LONG": 64, "WORTH": 1, "HALVES": ("float64",)}.items():
+        monkeypatch.setattr(alignment, name, value)
+    ids, labels = torch.randint(0, WORDS, (2, 4, 16))
+    case = Case(Head().requires_grad_(True), {"ids": ids, "labels": labels})
+    graph = aligned(case.wide_graph)
+    assert sum(node.op == alignment.PAD for node in graph.nodes) == 3
+    sampler = PlanSampler(graph, mesh_of(*sizes))
+    for seed in range(12):
+        plan = sampler.draw(seed)
+        ran, _ = run_all(plan, case.values(plan.graph), case.seed)
+        off, where = worst_difference(ran, case.wide_reference)
+        assert off <= 1e-9, f"seed {seed}: {where} is off by {off:.3g}"
