@@ -102,7 +102,10 @@ def test_what_the_plan_says_of_itself_is_true(name, sizes, hardware):
     assert played_s(plan, pricer) == plan.simulated_seconds
     assert plan.simulated_seconds <= plan.step_seconds
     assert plan.simulated_seconds >= floor_s(plan) * (1 - 1e-12)
-    assert plan.bound == least_sum.bound <= plan.step_seconds
+    if plan.bound != least_sum.bound:  # of a wider space, too, which is searched where plans are simulated
+        once = next(one for one in plan.candidates if one.name == ONCE)
+        assert plan.bound < least_sum.bound and plan.bound <= once.step_seconds
+    assert plan.bound <= plan.step_seconds
     if plan.search["candidate"] != "optimum without overlap":
         assert any("above the best plan" in note for note in plan.notes)
     row = next(one for one in plan.candidates if one.name == plan.search["candidate"])
