@@ -39,9 +39,9 @@ def aligned(graph: Graph) -> Graph:
 
 def _odd(node: Node, graph: Graph) -> str | None:
     """The letter of the dim to pad: an odd one along which rows lie, of a product that is long enough."""
-    terms, sizes = equation_of(node.args[0]), _sizes(node, graph)
     if graph.type_of(Ref(node.name)).dtype not in HALVES:
         return None
+    terms, sizes = equation_of(node.args[0]), _sizes(node, graph)
     for letter in (terms.left[-1], terms.right[-1], terms.result[-1]):
         if letter != "1" and sizes[letter] % 2 and sizes[letter] >= LONG:
             read = ((ref, term) for ref, term in _operands(node) if letter in term)

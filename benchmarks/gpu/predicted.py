@@ -6,7 +6,7 @@ Searched as a user would, by `python -m autopar.search` with the profile that ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from examples import gpt2 as gpt2_example
 from examples import llama as llama_example
 
 STEPS = 20
+Model = Callable[[], gpt2_example.Example]
 
 
 def gpt2() -> gpt2_example.Example:
@@ -40,22 +41,22 @@ def small() -> gpt2_example.Example:
 
 
 # model -> what its plans are asked for: all is kept that fits, values are run again, moved to the host, parameters too
-ASKED: dict[str, dict[str, tuple[str, ...]]] = {
-    "gpt2": {
+ASKED: dict[Model, dict[str, tuple[str, ...]]] = {
+    gpt2: {
         "no limit": (),
         "19 GiB": ("--memory", "19GiB"),
         "17 GiB": ("--memory", "17GiB"),
         "15 GiB": ("--memory", "15GiB"),
         "14 GiB, the loss alone": ("--memory", "14GiB", "--outputs", "loss"),
     },
-    "llama_1b": {
+    llama_1b: {
         "no limit": (),
         "40 GiB": ("--memory", "40GiB"),
         "28 GiB, the loss alone": ("--memory", "28GiB", "--outputs", "loss"),
     },
-    "small": {"no limit": (), "the loss alone": ("--outputs", "loss")},
+    small: {"no limit": (), "the loss alone": ("--outputs", "loss")},
 }
-MODELS = {"cuda": ("gpt2", "llama_1b"), "cpu": ("small",)}
+MODELS: dict[str, tuple[Model, ...]] = {"cuda": (gpt2, llama_1b), "cpu": (small,)}
 
 
 def predicted(setting: Setting) -> Iterator[Row]:
@@ -65,9 +66,10 @@ def predicted(setting: Setting) -> Iterator[Row]:
     profile = str(setting.profile) if setting.is_cuda else "cpu-gloo"
     hardware, precision = Hardware.load(profile), precision_named("bf16")
     init_mesh(setting.device)
-    for name in MODELS[setting.device]:
-        model, args, kwargs = globals()[name]()
-        for what, limits in ASKED[name].items():
+    for factory in MODELS[setting.device]:
+        name = factory.__name__
+        model, args, kwargs = factory()
+        for what, limits in ASKED[factory].items():
             path = Path(setting.folder, "plan.json")
             how = ("--mesh", "data=1", "--hardware", profile, "--precision", "bf16", "--time-limit", "8", *limits)
             called("autopar.search", f"{__name__}:{name}", *how, "-o", str(path))

@@ -25,26 +25,26 @@ def profiled(setting: Setting) -> Iterator[Row]:
     """The models of `predicted`, in bfloat16 over parameters in float32, with fused AdamW."""
     setting.needs_cuda("a profile of kernels")
     mesh = autopar.init_mesh("cuda")
-    for name in predicted.MODELS["cuda"]:
+    for factory in predicted.MODELS["cuda"]:
         plan: Plan | None = None
         for way in WAYS:
-            model, kwargs = _model(name)
+            model, kwargs = _model(factory)
             trained = _made(way, model, mesh, kwargs, plan)
             plan = trained.plan if isinstance(trained, autopar.ParallelModule) else plan
             step = _step(trained, kwargs, cast=not isinstance(trained, autopar.ParallelModule))
             for _ in range(WARM):
                 step()
             torch.cuda.reset_peak_memory_stats()
-            row: Row = {"step": f"{name}, {way}"} | _timed(step)
+            row: Row = {"step": f"{factory.__name__}, {way}"} | _timed(step)
             row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
             yield row | _kernels(step) | {"synchronisations": _synchronisations(step)}
             del model, trained, step
             torch.cuda.empty_cache()
 
 
-def _model(name: str) -> tuple[nn.Module, dict[str, Any]]:
+def _model(factory: predicted.Model) -> tuple[nn.Module, dict[str, Any]]:
     """With random values, on the device, and a batch of random tokens."""
-    model, _, kwargs = getattr(predicted, name)()
+    model, _, kwargs = factory()
     vocabulary, shape = model.config.vocab_size, kwargs["input_ids"].shape
     model = type(model)(model.config).cuda()
     ids = torch.randint(0, vocabulary, shape, device="cuda")
