@@ -35,7 +35,7 @@ from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import dumps
 from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Question, Request, answer, ask
-from autopar.search.fused import with_fused
+from autopar.search.backends import with_backends
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.memory_options import RESIDENCES, allowed, words_of
 from autopar.search.meshes import best_mesh, meshes_of
@@ -254,7 +254,7 @@ class Planner:
         with telling(room):
             asked = replace(request, buckets_for=room.tensors)
             plan = held_within(room, lambda held: answer(question, replace(asked, memory=held)), question.pricer)
-        return with_fused(plan, question.pricer)
+        return with_backends(plan, question.pricer)
 
     def _ask(self, graph: Graph, mesh: Mesh) -> Question:
         seconds, machine = self.machine.profile, self.machine.hardware

@@ -5,6 +5,8 @@ autopar lie in `cost_models/profiles/`. Units are seconds, bytes and floating po
 
     ranks_per_node                 ranks that share a node
     launch_s                       seconds that each kernel adds to its work
+    dispatch_s                     seconds that the host works for each kernel that a program launches by itself; left
+                                   out where operators' own seconds have it, as on CPUs
     vector_flops_per_s             arithmetic outside the matrix units
     flops_per_s.<dtype>            matrix products: peak of the data sheet, or measured where no sheet exists
     achieved_flops_per_s.<dtype>   matrix products as somebody measured them; where given, this one is used
@@ -137,6 +139,7 @@ class Hardware:
     tf32: tuple[str, ...] = ()
     axes: Mapping[str, Factors] = field(default_factory=dict[str, Factors])
     reserve: Mapping[str, float] = field(default_factory=dict[str, float])
+    dispatch_s: float | None = None
     device: str = field(default="", compare=False)
     sources: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
 
@@ -174,6 +177,8 @@ class Hardware:
             "host_link.h2d_bytes_per_s": self.host_link.h2d_bytes_per_s,
             "host_link.d2h_bytes_per_s": self.host_link.d2h_bytes_per_s,
         }
+        if self.dispatch_s is not None:
+            flat["dispatch_s"] = self.dispatch_s
         flat |= {f"flops_per_s.{dtype}": rate for dtype, rate in self.flops_per_s.items()}
         flat |= {f"achieved_flops_per_s.{dtype}": rate for dtype, rate in self.achieved_flops_per_s.items()}
         for name, tier in self.tiers.items():
@@ -382,7 +387,7 @@ def check_figure(figure: str, value: object) -> None:
         kind = "flops_per_s"
     elif kind in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
         kind = "bytes_per_s"
-    elif kind == "launch_s":
+    elif kind in ("launch_s", "dispatch_s"):
         kind = "latency_s"
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{figure} is {cut(value)}, must be a number")

@@ -169,6 +169,7 @@ def _hardware(document: dict[str, Any]) -> Hardware:
         slowdown=figures.by_key("slowdown"),
         overlaps=overlaps,
         reserve=figures.by_key("reserve"),
+        dispatch_s=take("dispatch_s") if "dispatch_s" in values else None,
         device=device,
         sources=sources,
     )

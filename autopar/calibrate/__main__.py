@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from autopar.calibrate.host import with_dispatch
 from autopar.calibrate.measure import Sample
 from autopar.calibrate.profile import check_table, drift_table, profile_from, save
 from autopar.calibrate.ranks import device_of, loud, measure_world, start
@@ -107,6 +108,8 @@ def _finish(samples: list[Sample], kind: str, path: Path) -> None:
         f"torch {torch.__version__}, {transport}, OMP_NUM_THREADS={threads}{kept}"
     )
     hardware = profile_from(samples, base, path.stem, how, shares_processors=kind == "cpu")
+    if kind == "cuda":
+        hardware = with_dispatch(hardware, kind, how)
     print(check_table(hardware, samples))
     if path.exists():
         try:

@@ -26,7 +26,8 @@ MAX_NOTES = 4
 TIGHT = 0.95  # of the memory limit: from here on memory shaped the plan
 
 
-FUSED = "fused_seconds"  # a fact of a search: of a step that inductor compiles
+# Facts of a search: seconds of a step that inductor compiles; what the host launches one by one without, and how long.
+FUSED, DISPATCHED, DISPATCH = "fused_seconds", "dispatched", "dispatch_seconds"
 
 
 def explain(plan: PlanValue) -> str:
@@ -91,6 +92,13 @@ def _time(plan: PlanValue) -> Iterator[str]:
     yield f"step time {ms(plan.predicted_seconds)}, {plan.measure}: {how}"
     if isinstance(fused := plan.search.get(FUSED), float):
         yield f'  with backend="inductor", which fuses elementwise operators, about {ms(fused)} (predicted)'
+    count, host_s = plan.search.get(DISPATCHED), plan.search.get(DISPATCH)
+    if isinstance(count, int) and isinstance(host_s, float) and host_s > plan.predicted_seconds:
+        each = f"{host_s * 1e3:.3g} ms at {host_s / count * 1e6:.0f} us each"
+        yield (
+            f"  the host launches {count:,} kernels one by one, about {each}: a step takes no less, unless there are "
+            'fewer (backend="inductor"); larger batches hide it'
+        )
     for name in ("compute", "optimizer", "reorder"):
         yield _time_line(plan, name, plan.seconds_by.get(name, 0.0), "")
     for axis in plan.mesh.names:

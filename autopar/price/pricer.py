@@ -89,9 +89,10 @@ class Pricer:
 
     def seconds(self, steps: Sequence[Step]) -> float:
         """Of a step of training: of steps that are done in each round, in all rounds."""
-        return sum(seconds(step, self.hardware, self.resharder.links) * self._times(step) for step in steps)
+        return sum(seconds(step, self.hardware, self.resharder.links) * self.times(step) for step in steps)
 
-    def _times(self, step: Step) -> int:
+    def times(self, step: Step) -> int:
+        """How often a step of training does it: once, or in each round."""
         is_once = step.op == OPTIMIZER if isinstance(step, Compute) else isinstance(step, Comm) and step.once
         return 1 if is_once else self.rounds.count
 

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.ir.layout import show
 from autopar.ir.precision import told
 from autopar.plan import Plan
-from autopar.plan.explain import FUSED
+from autopar.plan.explain import DISPATCH, DISPATCHED, FUSED
 from autopar.plan.utilisation import utilisation
 from autopar.search import curve, meshes
 from autopar.search.baselines import Row, moved
@@ -50,7 +50,7 @@ def document(
         "reserve_bytes": room.left,
         "reserved_bytes": plan.search.get(RESERVED),
         **_figures(plan),
-        FUSED: plan.search.get(FUSED),
+        **{fact: plan.search.get(fact) for fact in (FUSED, DISPATCHED, DISPATCH)},
         "status": plan.search.get("status"),
         "interrupted": interrupted,
         "tied": bool(plan.search.get("tied")),

@@ -32,7 +32,7 @@ from autopar.trace.ambient import (
     one_tf32_setting,
     without_autocast,
 )
-from autopar.trace.apart import keep_apart, pass_outputs
+from autopar.trace.apart import keep_apart
 from autopar.trace.attention import keep_attention
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
@@ -43,10 +43,12 @@ from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.literals import small_buffers
 from autopar.trace.masks import masks_left_out
 from autopar.trace.modules import aliases, as_plain_modules, check_names, computed_tensors, with_tensors
-from autopar.trace.outputs import Returned, returning, settle
+from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
-from autopar.trace.reads import Reads, line_that_draws, random_state, watching
+from autopar.trace.reads import Reads, line_that_draws, random_state, refuse, watching
+from autopar.trace.tangents import outputs_settled
+from autopar.trace.values import Change
 from autopar.trace.written import read_before_assigned
 
 _ONE_AT_A_TIME = threading.RLock()  # torch traces for one thread at a time
@@ -76,70 +78,6 @@ class Captured:
     notes: tuple[str, ...] = ()
     synced: frozenset[str] = frozenset()
     device_type: str = "cpu"
-
-
-@dataclass
-class _Beside:
-    """What is found out about the outputs as a module runs: whether one is a scalar with a gradient, and which beside
-    it (by index) have none any more.
-    """
-
-    has_loss: bool = False
-    without_tangent: set[str] = field(default_factory=set[str])
-
-
-def _outputs_settled(
-    module: torch.fx.GraphModule, exported: torch.export.ExportedProgram, every_tangent: bool, loss_alone: bool
-) -> _Beside:
-    """Change an exported module so that its outputs are, and have the gradients, that are wanted."""
-    if every_tangent and not loss_alone:
-        return _Beside()
-    own, loss = _own_outputs(exported) if loss_alone else 0, None if every_tangent else _loss_by_name(exported)
-    return _only_scalars_differentiable(module, own, loss)
-
-
-def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int, loss: int | None) -> _Beside:
-    """Where an output of an exported module is a scalar with a gradient, let the others have none: a tangent of zeros
-    as large as the logits would flow through the whole backward pass. Of the first `alone` outputs those are left out.
-    Where output `loss` is such a scalar, the others are what it is made of, or are looked at, and have none, too.
-    """
-    found = _Beside()
-
-    def keep_scalar_gradients(values: list[Any]) -> list[Any]:
-        found.has_loss = any(isinstance(v, torch.Tensor) and v.requires_grad and v.ndim == 0 for v in values)
-        if not found.has_loss:
-            return values
-        large = {i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.ndim}
-        given = {i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad}
-        left_out = {i for i in large if i < alone}
-        beside = given & large if loss not in given - large else given - {loss}
-        found.without_tangent.update(str(i) for i in beside - left_out)
-        kept = [value.detach() if i in beside | large else value for i, value in enumerate(values)]
-        return [None if i in left_out else value for i, value in enumerate(kept)]
-
-    pass_outputs(module, keep_scalar_gradients)
-    return found
-
-
-def _own_outputs(exported: torch.export.ExportedProgram) -> int:
-    """How many outputs are the model's own: the last leaves of a `Returned` are what forward keeps and checks."""
-    leaves, returned = _returned(exported)
-    return 0 if returned is None else len(leaves) - len(returned.beside)
-
-
-def _loss_by_name(exported: torch.export.ExportedProgram) -> int | None:
-    """Which output the model calls `loss`: by a key, or a field of a dataclass or a named tuple."""
-    leaves, returned = _returned(exported)
-    outputs = None if returned is None else returned.outputs
-    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
-    return next((place for place, leaf in enumerate(leaves) if leaf is found), None)
-
-
-def _returned(exported: torch.export.ExportedProgram) -> tuple[list[torch.Tensor], Returned | None]:
-    """A tensor for each output, and the model's structure of them."""
-    spec = exported.call_spec.out_spec
-    leaves = [torch.empty(()) for _ in range(0 if spec is None else spec.num_leaves)]
-    return leaves, None if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
 def fake_copy(
@@ -215,13 +153,14 @@ class _Inputs:
 @dataclass(frozen=True)
 class _Watched:
     """The copy of a model that is traced. `reads`, `notes`: what is found out about it on the way. `caches`: it would
-    have made a key/value cache. `drawn`: the random state of Python and numpy before.
+    have made a key/value cache, and `may_cache`. `drawn`: the random state of Python and numpy before.
     """
 
     model: nn.Module
     reads: Reads
     notes: list[str]
     caches: bool
+    may_cache: bool
     drawn: tuple[int, int]
 
 
@@ -263,7 +202,7 @@ def capture(
         stack.enter_context(one_tf32_setting())
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
-        exported, functions = _exported(setting, copy, inputs)
+        copy, exported, functions = _as_noted(setting, copy, inputs)
         check_exported(exported)
         check_device(exported.graph_module, device_type)
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
@@ -277,7 +216,7 @@ def capture(
         with_functions(inner, functions)
         fakes = _spell_out_casts(setting, inner, inputs.fakes)
         keep_attention(inner)
-        beside = _outputs_settled(inner, exported, every_tangent, loss_alone)
+        beside = outputs_settled(inner, exported, every_tangent, loss_alone)
         keep_apart(inner)
         if device_type == "cpu":
             insert_autocast(inner, setting.autocast)
@@ -313,7 +252,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool) -> _Watched:
     drawn = random_state()
     returning(copy, reads, notes)
     watch_forward(copy, small_buffers(setting.model), notes)
-    return _Watched(copy, reads, notes, caches, drawn)
+    return _Watched(copy, reads, notes, caches, may_cache, drawn)
 
 
 def _fake_inputs(setting: _Setting, leaves: list[tuple[str, Any]], spec: pytree.TreeSpec) -> _Inputs:
@@ -325,8 +264,10 @@ def _fake_inputs(setting: _Setting, leaves: list[tuple[str, Any]], spec: pytree.
     return _Inputs(fakes, cast, spec)
 
 
-def _exported(setting: _Setting, copy: _Watched, inputs: _Inputs) -> tuple[torch.export.ExportedProgram, list[Any]]:
-    """The copy's forward, exported while it is watched, and the autograd functions that it calls."""
+def _exported(
+    setting: _Setting, copy: _Watched, inputs: _Inputs
+) -> tuple[torch.export.ExportedProgram, list[Any], Change | None]:
+    """The copy's forward, exported while it is watched, the autograd functions that it calls, and what it changed."""
     with (
         autocast_as(setting.autocast),
         autocast_as_asked(setting.device_type),
@@ -341,8 +282,25 @@ def _exported(setting: _Setting, copy: _Watched, inputs: _Inputs) -> tuple[torch
         ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
             exported = torch.export.export(copy.model, *inputs.call(), strict=False)
-        copy.reads.refuse_changes()  # where nothing of ours is in the place of somebody else's any more
-        return exported, functions
+        return exported, functions, copy.reads.changed()  # where nothing of ours is in the place of others' any more
+
+
+def _as_noted(
+    setting: _Setting, copy: _Watched, inputs: _Inputs
+) -> tuple[_Watched, torch.export.ExportedProgram, list[Any]]:
+    """The copy, exported; where forward has noted something in a table, another one, with that in its place: einops
+    does so for each type of tensor. Raises TraceError where it notes more, or what it computes hangs on what it noted.
+    """
+    exported, functions, changed = _exported(setting, copy, inputs)
+    if changed is None:
+        return copy, exported, functions
+    if not changed.is_table:
+        refuse(changed)
+    before, copy = str(exported.graph), _ready_to_trace(setting, copy.may_cache)
+    exported, functions, still = _exported(setting, copy, inputs)
+    if still is not None or str(exported.graph) != before:
+        refuse(still or changed)
+    return copy, exported, functions
 
 
 def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, fakes: list[Any]) -> list[Any]:

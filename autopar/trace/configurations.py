@@ -9,7 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autopar.trace.values import FEW, MISSING, inside, is_noted_once, is_of_torch, own_names, snapshot
+from autopar.trace.values import (
+    FEW,
+    MISSING,
+    Change,
+    inside,
+    is_grown_table,
+    is_noted_once,
+    is_of_torch,
+    own_names,
+    snapshot,
+)
 
 
 class Configurations:
@@ -62,13 +72,14 @@ class Configurations:
             if type(value) is not kind:
                 object.__setattr__(value, "__class__", kind)
 
-    def changed(self) -> str | None:
-        """An attribute that the trace changed, in words."""
+    def changed(self) -> Change | None:
+        """An attribute that the trace changed."""
         for (_, name), (value, was, before) in self._before.items():
             now = vars(value).get(name, MISSING)
             if snapshot(now) != before and not is_noted_once(was, now):
-                return f"{name} of {_named(value)}"
-        return next((f"what is in {_named(value)}" for value, was in self._whole if inside(value) != was), None)
+                return Change(f"{name} of {_named(value)}", now is was and is_grown_table(before, now))
+        changed = (f"what is in {_named(value)}" for value, was in self._whole if inside(value) != was)
+        return next(map(Change, changed), None)
 
     def before(self, value: Any, name: str) -> None:
         """That an attribute is read or written, as it is still."""

@@ -14,7 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from autopar.trace.values import (
     IN_PLACE,
     MISSING,
     SCALARS,
+    Change,
+    is_grown_table,
     is_noted_once,
     is_torchs,
     snapshot,
@@ -69,21 +71,14 @@ class Reads:
         """That this value is found outside the instances."""
         self.names.append((place, name, value, snapshot(value)))
 
-    def refuse_changes(self) -> None:
-        """Raises TraceError where the trace changed what is no attribute of a module."""
-        if changed := self._changed():
-            raise TraceError(
-                f"forward changes {changed}, which a program does not do again at every call; return the values "
-                "instead, or set an attribute of the module to them (self.name = value)"
-            )
-
-    def _changed(self) -> str | None:
-        """In words: lists that grew, counters of the user's."""
+    def changed(self) -> Change | None:
+        """What the trace changed that is no attribute of a module: lists that grew, counters of the user's."""
         for (path, name), was in self.contents.items():
             if snapshot(self.attributes[path, name]) != was:
                 held = self.attributes[path, name]
                 told = f"{type(held).__name__}: draw with torch" if isinstance(held, DRAWING) else type(held).__name__
-                return f"what is in self.{f'{path}.{name}' if path else name} ({told})"
+                told = f"what is in self.{f'{path}.{name}' if path else name} ({told})"
+                return Change(told, is_grown_table(was, held))
         for place, name, value, was in self.names:
             if not self.is_read(place, name):
                 continue
@@ -95,11 +90,19 @@ class Reads:
             if snapshot(now) != was and not is_noted_once(value, now):
                 if now is not value:
                     _put_back(place, name, value)
-                return f"{name}, which is no attribute of a module"
+                is_table = now is value and is_grown_table(was, now)
+                return Change(f"{name}, which is no attribute of a module", is_table)
         for kind, names in self.classes:
             if written := vars(kind).keys() - names:
-                return f"{min(written)} of the class {kind.__name__}"
+                return Change(f"{min(written)} of the class {kind.__name__}")
         return self.inside.changed()
+
+
+def refuse(change: Change) -> NoReturn:
+    raise TraceError(
+        f"forward changes {change.told}, which a program does not do again at every call; return the values instead, "
+        "or set an attribute of the module to them (self.name = value)"
+    )
 
 
 def _put_back(place: Any, name: str, value: Any) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopar.trace.values import FEW, IN_PLACE, MISSING, SCALARS, is_of_torch, is_torchs
+from autopar.trace.values import FEW, IN_PLACE, MISSING, SCALARS, is_installed, is_of_torch, is_torchs
 
 FUNCTIONS, HOLDERS = 2000, 2000  # of the user's code and objects are looked at, at most
 CODE = (types.FunctionType, types.MethodType, classmethod, staticmethod, property, cached_property, partial)
@@ -136,14 +136,14 @@ class Settings:
         if function is None or function.__code__ in self._done or _is_torchs(function):
             return
         self._done.add(function.__code__)
-        is_installed = "site-packages" in function.__code__.co_filename  # whose tables nobody changes
+        is_pips = is_installed(function.__code__.co_filename)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not filled yet
-                self._see(Cell(cell), name, cell.cell_contents, is_installed)
+                self._see(Cell(cell), name, cell.cell_contents, is_pips)
         defaults = {str(place): part for place, part in enumerate(function.__defaults__ or ())}
         for name, part in {**defaults, **(function.__kwdefaults__ or {})}.items():
             if isinstance(part, IN_PLACE):
-                self._see({name: part}, name, part, is_installed)
+                self._see({name: part}, name, part, is_pips)
         names = set(_names_of(function.__code__))
         self._names |= names
         self._left += (call for name in names & self._methods.keys() for call in self._methods[name])
@@ -154,12 +154,12 @@ class Settings:
                 read = set(_globals_of(function.__code__)) if read is None else read
                 if name not in read:  # but of an attribute: `self.loss`, in a script that calls its loss so
                     continue
-            self._see(function.__globals__, name, value, is_installed)
-        if not is_installed:
+            self._see(function.__globals__, name, value, is_pips)
+        if not is_pips:
             for name in set(_globals_of(function.__code__, "STORE_GLOBAL")) - function.__globals__.keys():
                 self._see(function.__globals__, name, MISSING)
 
-    def _see(self, place: Mapping[str, Any], name: str, value: Any, is_installed: bool = False) -> None:
+    def _see(self, place: Mapping[str, Any], name: str, value: Any, is_pips: bool = False) -> None:
         """That this value is there. In installed code only plain values are taken to change."""
         if (id(place), name) in self._known:
             return
@@ -175,7 +175,7 @@ class Settings:
             given = {**dict(zip(map(str, range(len(value.args))), value.args, strict=True)), **value.keywords}
             for key, part in given.items():
                 self._see(given, key, part)
-        if is_installed and not isinstance(value, (*SCALARS, Tensor)):
+        if is_pips and not isinstance(value, (*SCALARS, Tensor)):
             return
         if place.get(name, MISSING) is value or isinstance(value, SCALARS):  # and is not made anew each time
             self.found.append((place, name, value))
@@ -216,13 +216,13 @@ def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
     for kind in dict.fromkeys(one for made in kinds for one in made.__mro__):
         for name, value in vars(kind).items():
             call = _plain(value)
-            if call is not None and not (_is_torchs(call) or "site-packages" in call.__code__.co_filename):
+            if call is not None and not (_is_torchs(call) or is_installed(call.__code__.co_filename)):
                 found.setdefault(name, []).append(call)
     return found
 
 
 def _is_installed(kind: type) -> bool:
-    return "site-packages" in (getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+    return is_installed(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
 
 def _is_torchs(function: types.FunctionType) -> bool:
@@ -235,7 +235,7 @@ def is_users_class(value: Any) -> bool:
     if not isinstance(value, type) or issubclass(value, (nn.Module, Tensor, torch.autograd.Function, enum.Enum)):
         return False
     file = getattr(sys.modules.get(value.__module__), "__file__", None) or "<"
-    return value.__module__ == "__main__" or not (is_torchs(file) or "site-packages" in file)
+    return value.__module__ == "__main__" or not (is_torchs(file) or is_installed(file))
 
 
 def _has_settings(value: Any) -> bool:

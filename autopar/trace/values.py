@@ -11,12 +11,15 @@ import sys
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from autopar._compat import pytree
 
 MISSING = object()
 
@@ -26,6 +29,7 @@ DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 # What may change and stay the same object.
 IN_PLACE = (list, dict, set, deque, np.ndarray, Tensor, *DRAWING, Iterator)
 FEW = 32  # objects in a list are looked at, at most
+SITE = {"site-packages", "dist-packages"}  # where installed packages lie
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = str(Path(random.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
@@ -37,6 +41,28 @@ def is_noted_once(was: Any, now: Any) -> bool:
     """
     is_flag = was is MISSING or was is None or isinstance(was, (bool, str))
     return (is_flag and isinstance(now, SCALARS)) or (isinstance(was, set) and now is was)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a trace has changed, in words. `is_table`: a dict has got entries, and lost none, nor a tensor among them: a
+    table of what was found out, which is asked before it is found out again.
+    """
+
+    told: str
+    is_table: bool = False
+
+
+def is_grown_table(was: Any, now: Any) -> bool:
+    """Whether what a dict had, by `snapshot`, is in it still, and what is new holds no tensor."""
+    if not isinstance(now, dict) or not isinstance(was, list):
+        return False
+    table, had = cast("dict[Any, Any]", now), dict(cast("list[tuple[Any, Any]]", was))
+    if had.keys() - table.keys():
+        return False
+    kept = all(snapshot(table[key]) == value or is_grown_table(value, table[key]) for key, value in had.items())
+    new = [value for key, value in table.items() if key not in had]
+    return kept and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(new))
 
 
 PLAIN = (
@@ -109,7 +135,22 @@ def inside(value: Any, depth: int = 3) -> Any:
 
 def is_torchs(file: str) -> bool:
     """Whether a source file is torch's, Python's own or ours, as far as its names are not the user's to change."""
-    return file.startswith((_TORCH, _OURS, "<")) or (file.startswith(_STANDARD) and "site-packages" not in file)
+    return file.startswith((_TORCH, _OURS, "<")) or (file.startswith(_STANDARD) and not SITE & {*Path(file).parts})
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Whether a source file came with a package that pip has installed, whose tables nobody changes: among the others,
+    or in a folder of its own (`pip install --target`), where what pip has noted of it lies beside it.
+    """
+    if SITE & {*Path(file).parts}:
+        return True
+    top = Path(file)
+    while (top.parent / "__init__.py").is_file():
+        top = top.parent
+    own = f"{top.name}/", f"{top.name},"
+    records = top.parent.glob("*.dist-info/RECORD") if top.is_absolute() else ()
+    return any(line.startswith(own) for record in records for line in record.read_text(errors="replace").splitlines())
 
 
 def is_of_torch(kind: type) -> bool:

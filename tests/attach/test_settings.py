@@ -29,6 +29,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import TraceError
+from autopar.trace.values import is_installed
 
 
 class Default:
@@ -294,6 +295,63 @@ def test_what_is_noted_once_may_be_noted(one: DeviceMesh) -> None:
     for _ in range(2):
         assert parallel(torch.rand(3, 4)).isfinite()
     assert warned
+
+
+found_out: dict[Any, Any] = {"of one kind": 1.0}
+
+
+def is_told(_: Any) -> float:
+    """What einops does for each type of tensor: it is asked before it is found out again."""
+    if "of another" not in found_out:
+        found_out["of another"] = Schedule()
+        found_out["of both"] = {"factor": 2.0}
+    return found_out["of both"]["factor"]
+
+
+def begins_otherwise(_: Any) -> float:
+    if "begun" in found_out:
+        return 2.0
+    found_out["begun"] = Schedule()
+    return 1.0
+
+
+def more_each_time(_: Any) -> float:
+    found_out[len(found_out)] = Schedule()
+    return 1.0
+
+
+def keeps_a_tensor(model: Any) -> float:
+    found_out["sum"] = [model.linear.weight.sum().detach()]
+    return 1.0
+
+
+def test_a_table_of_what_was_found_out_may_grow_once(one: DeviceMesh) -> None:
+    model, x = Model(is_told), torch.rand(3, 4)
+    parallel = autopar.compile(model, one)
+    made = [parallel(x) for _ in range(2)]
+    torch.testing.assert_close(made[1].detach(), model(x).detach())
+    assert torch.equal(made[0], made[1])
+
+
+@pytest.mark.parametrize("weight", [begins_otherwise, more_each_time, keeps_a_tensor])
+def test_a_table_that_grows_at_each_call_or_that_says_what_is_computed_is_refused(
+    one: DeviceMesh, weight: Callable[[Any], float]
+) -> None:
+    with pytest.raises(TraceError, match="forward changes found_out, which is no attribute"):
+        autopar.compile(Model(weight), one)(torch.rand(3, 4))
+
+
+def test_packages_are_installed_where_pip_has_put_them(tmp_path: Path) -> None:
+    for folder in ("cloned", "installed"):
+        for file in ("package/__init__.py", "package/inner/__init__.py", "package/inner/file.py", "train.py"):
+            (tmp_path / folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / file).touch()
+    record = tmp_path / "installed" / "package-1.0.dist-info" / "RECORD"
+    record.parent.mkdir()
+    record.write_text("package/__init__.py,sha256=0,0\npackage/inner/file.py,sha256=0,0\n")
+    assert is_installed(str(tmp_path / "installed/package/inner/file.py")) and is_installed(np.__file__)
+    assert not is_installed(str(tmp_path / "installed/train.py")), "a script beside it"
+    assert not is_installed(str(tmp_path / "cloned/package/inner/file.py"))
 
 
 ELSEWHERE = """

@@ -38,6 +38,8 @@ def test_figures_stand_in_the_order_that_every_machine_has(name):
         assert achieved <= hardware.flops_per_s[dtype]
     assert hardware.vector_flops_per_s <= max(hardware.flops_per_s.values())
     assert 1e-7 <= hardware.launch_s <= 2e-5
+    assert hardware.dispatch_s is None or hardware.launch_s < hardware.dispatch_s < 1e-3
+    assert (hardware.dispatch_s is None) == (not hardware.reserve), "on a CPU it is in the operators' own seconds"
 
 
 @pytest.mark.parametrize("name", ["a100-40gb", "a100-80gb", "h100-sxm", "h200-sxm"])
@@ -169,7 +171,7 @@ def test_a_wrong_figure_is_refused_by_name(tmp_path, figure):
 REQUIRED = [
     name
     for name, _ in figure_lines(text_of("h100-sxm"))
-    if not name.startswith(("achieved", "overlaps"))
+    if not name.startswith(("achieved", "overlaps", "dispatch_s"))
     and (not name.startswith("flops_per_s") or name == "flops_per_s.float32")
 ]
 

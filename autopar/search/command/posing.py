@@ -17,10 +17,10 @@ from autopar.plan import Plan
 from autopar.plan.renamed import names_of, renamed
 from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import in_rounds
+from autopar.search.backends import with_backends
 from autopar.search.command.arguments import Asked, or_bad
 from autopar.search.command.traced import traced
 from autopar.search.context import Progress, Question, ask
-from autopar.search.fused import with_fused
 from autopar.search.meshes import SAME, Row, best_mesh, first_look
 from autopar.search.micro_batches import AUTO, best_count
 from autopar.search.pins import pinned
@@ -177,7 +177,7 @@ def answered(posing: Posing, request: Request, progress: Progress, stop: Stop) -
     among = (first, *others) if others else ()
     there = tuple(renamed(plan, mesh.names) for plan in found.simulated)
     question = posing.question(mesh)
-    plan = with_fused(first.plan, question.pricer)
+    plan = with_backends(first.plan, question.pricer)
     return Answered(plan, question, posing.room(mesh), found.problem, there, among)
 
 
