@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
+from autopar.emit.compiled import compiled
 from autopar.emit.text import commented
 from autopar.ir.graph import Node, Result, TensorType
 from autopar.ir.layout import Layout, local_type
@@ -44,8 +44,8 @@ class Emitted:
         """The same program with both parts compiled by inductor at their first call."""
         return replace(
             self,
-            forward=torch.compile(self.forward, backend="inductor"),
-            backward=None if self.backward is None else torch.compile(self.backward, backend="inductor"),
+            forward=compiled(self.forward),
+            backward=None if self.backward is None else compiled(self.backward),
         )
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.emit.compiled import compiled
 from autopar.emit.emitted import Emitted
 
 
@@ -31,10 +32,11 @@ class Halves:
 
     def compiled(self) -> Halves:
         """Both compiled by inductor at their first call."""
+        assert isinstance(self.inputs, fx.GraphModule) and isinstance(self.weights, fx.GraphModule)
         return replace(
             self,
-            inputs=torch.compile(self.inputs, backend="inductor"),
-            weights=torch.compile(self.weights, backend="inductor"),
+            inputs=compiled(self.inputs),
+            weights=compiled(self.weights),
         )
 
 

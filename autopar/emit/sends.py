@@ -20,24 +20,32 @@ def shift(x: Tensor, group: str) -> Tensor:
     """Begin to pass `x`, which is contiguous, on to the next rank of the group, the last one to the first; what the one
     before passes on is what is made.
     """
-    of = group_named(group)
-    return _exchanged(x, group, (of.rank() + 1) % of.size(), (of.rank() - 1) % of.size())
+    return begun(x, group, *peers("shift", group)).view(x.shape)
 
 
 @torch.library.custom_op("autopar::mirror", mutates_args=())
 def mirror(x: Tensor, group: str) -> Tensor:
     """Begin to exchange `x`, which is contiguous, with the rank that lies as far from the other end of the group."""
+    return begun(x, group, *peers("mirror", group)).view(x.shape)
+
+
+def peers(send: str, group: str) -> tuple[int, int, int]:
+    """How many ranks there are, to which this one sends, and from which it receives."""
     of = group_named(group)
-    other = of.size() - 1 - of.rank()
-    return _exchanged(x, group, other, other)
+    rank, ranks = of.rank(), of.size()
+    return (ranks, (rank + 1) % ranks, (rank - 1) % ranks) if send == "shift" else (ranks, *[ranks - 1 - rank] * 2)
 
 
-def _exchanged(x: Tensor, group: str, to: int, source: int) -> Tensor:
-    ranks = group_named(group).size()
+def begun(x: Tensor, group: str, ranks: int, to: int, source: int) -> Tensor:
+    """What comes from `source`, flat; it is not there before it is waited for."""
     given, taken = [0] * ranks, [0] * ranks
     given[to] = taken[source] = x.numel()
-    made = torch.ops._c10d_functional.all_to_all_single(x.view(-1), taken, given, group)
-    return made.view(x.shape)
+    return torch.ops._c10d_functional.all_to_all_single(x.view(-1), taken, given, group)
+
+
+def arrived(flat: Tensor, like: Tensor) -> Tensor:
+    """What `begun` has made of something that is `like` it, once it is there."""
+    return torch.ops._c10d_functional.wait_tensor(flat).view(like.shape)
 
 
 @shift.register_fake

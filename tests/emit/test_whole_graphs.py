@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from autopar.emit import emit
+from autopar.emit.compiled import compiled
 from autopar.emit.groups import name_groups
 from autopar.emit.run_all_ranks import fake_ranks
 from autopar.emit.seeded import pieces_of, seeds
 from autopar.ir.graph import TensorType
 from autopar.ir.layout import Layout, local_type
+from autopar.lower import lower
+from autopar.lower.program import Launch
 from autopar.plan import Plan
 from autopar.rewrite.micro_batches import in_rounds
 from autopar.rules.patterns import is_pattern
@@ -23,6 +27,8 @@ from tests.support.families import FAMILIES, Case, family
 from tests.support.plans import PlanSampler
 from tests.support.residence import ResidenceSampler
 
+FEW = ("mlp", "cnn", "gpt2")
+
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
@@ -31,8 +37,11 @@ def forgotten() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def run_whole(plan: Plan) -> int:
-    """The number of functions that ran. Raises torch._dynamo's Unsupported where one is more than one graph."""
+def run_whole(plan: Plan, backend: str = "eager") -> int:
+    """The number of functions that ran. Raises torch._dynamo's Unsupported where one is more than one graph.
+
+    `backend`: "aot_eager" does with the graph what is done before inductor writes kernels.
+    """
     mesh = plan.mesh
 
     def piece(type: TensorType | None, layout: Layout) -> Tensor:
@@ -49,13 +58,13 @@ def run_whole(plan: Plan) -> int:
         own = [torch.zeros((), dtype=torch.int64) for _ in mesh.groups]
         if program.drawing:
             own.append(seeds(0, 0, pieces_of(program.drawing, mesh, mesh.coordinate(0))))
-        forward = torch.compile(program.forward, backend="eager", fullgraph=True)
+        forward = compiled(program.forward, backend, fullgraph=True)
         outputs = forward(*(source(node.name) for node in program.inputs), *own)
         if program.backward is None:
             return 1
         so_far = [None if t is None else torch.zeros(t.shape, dtype=getattr(torch, t.dtype)) for t in program.added_up]
         saved = list(outputs[len(program.results) :])
-        backward = torch.compile(program.backward, backend="eager", fullgraph=True)
+        backward = compiled(program.backward, backend, fullgraph=True)
         backward(saved, *(source(node.name) for node in program.tangents), *own, *([so_far] if so_far else []))
     return 2
 
@@ -66,6 +75,21 @@ def test_a_function_is_one_graph(name: str) -> None:
     assert run_whole(ResidenceSampler(family(name).graph, mesh_of(2)).draw(5)) == 2
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in FAMILIES]
+)
+def test_nothing_in_it_keeps_torch_from_compiling_it(name: str) -> None:
+    """Sums of gradients are made in place, which only what runs as it is written may do."""
+    drawn = [PlanSampler(family(name).graph, mesh_of(2)).draw(seed) for seed in range(12)]
+    bucketed = (replace(plan, bucket_bytes=1 << 20, prefetch=1) for plan in drawn)
+    summing = next(plan for plan in bucketed if sums_in_place(plan))
+    assert run_whole(summing, "aot_eager") == 2
+
+
+def sums_in_place(plan: Plan) -> bool:
+    return any(isinstance(one, Launch) and one.in_place for _, one in lower(plan, plan.prefetch))
+
+
 @pytest.mark.parametrize("name", ["mlp", "block", "llama"])
 def test_patterns_are(name: str) -> None:
     """Random plans with loops: rings, panels that are broadcast."""
@@ -73,7 +97,7 @@ def test_patterns_are(name: str) -> None:
     drawn = [sampler.draw(seed) for seed in range(8)]
     looping = [plan for plan in drawn if any(is_pattern(choice.body) for choice in plan.choices.values())]
     assert looping
-    assert run_whole(looping[0]) == 2
+    assert run_whole(looping[0], "aot_eager") == 2
 
 
 def test_micro_batches_are() -> None:

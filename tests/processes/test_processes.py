@@ -13,6 +13,8 @@ import pytest
 
 from tests.processes.launch import ROOT, run_checks
 
+COMPILED_S = 300  # inductor takes its time, and each rank compiles
+
 # Of each file the checks that `make test` runs; `make test-all` runs all of them.
 FIRST = {
     "api": ["accumulation", "dropout", "inputs_and_outputs", "state_dicts"],
@@ -206,8 +208,14 @@ def test_all_models_train_as_on_one_process(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_code_can_be_compiled(tmp_path: Path) -> None:
-    run_checks("inductor", 2, tmp_path)
+@pytest.mark.parametrize("check", ["steps", "families", "micro_batches", "random_plans", "patterns"])
+def test_the_code_can_be_compiled(check: str, tmp_path: Path) -> None:
+    run_checks("inductor", 2, tmp_path, [f"check_{check}"], limit_s=COMPILED_S)
+
+
+@pytest.mark.slow
+def test_so_can_that_of_two_axes(tmp_path: Path) -> None:
+    run_checks("inductor", 4, tmp_path, ["check_two_axes"], limit_s=COMPILED_S)
 
 
 @pytest.mark.slow
