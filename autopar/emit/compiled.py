@@ -1,7 +1,8 @@
 """An emitted function, compiled by inductor at its first call.
 
 Emitted code has operators that inductor knows too little of. It keeps what a collective of torch's reads until that is
-waited for; of one of ours it would lend the memory to others meanwhile, and the peer would get what they write.
+waited for; of one of ours it would lend the memory to others meanwhile, and the peer would get what they write. So it
+would with what is being copied to the host.
 """
 
 from __future__ import annotations
@@ -12,19 +13,24 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.emit import moves
 from autopar.emit.sends import arrived, begun, peers
+
+assert moves  # imported for what it registers
 
 C10D, OURS = torch.ops._c10d_functional, torch.ops.autopar
 SENDS = {getattr(OURS, send).default: send for send in ("shift", "mirror")}
 
 
-def compiled(function: fx.GraphModule, backend: str = "inductor", *, fullgraph: bool = False) -> Callable[..., Any]:
-    """The function with the collectives that torch knows in the place of others."""
+def compiled(function: fx.GraphModule, backend: Any = "inductor", *, fullgraph: bool = False) -> Callable[..., Any]:
+    """The function, in which sends and copies are such that nobody writes to what they read."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(function.graph, {}))
     for node in graph.find_nodes(op="call_function", target=C10D.all_reduce_.default):
         # What writes in place torch makes functional by itself, of ATen alone. Inductor puts it back in place.
         node.target = C10D.all_reduce.default
+    for node in graph.find_nodes(op="call_function", target=OURS.store.default):
+        node.target = OURS.store_copied.default
     for target in SENDS:
         for node in graph.find_nodes(op="call_function", target=target):
             _send(node)

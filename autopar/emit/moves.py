@@ -7,7 +7,8 @@ on the host what was stored calls `settle` before. On a CPU, where host and devi
 memory of its own: so the same program does the same things in the same order.
 
 They are operators of torch, so that a compiler sees neither through them nor past them: the name tells two fetches of
-one value apart, and the wait writes to what it waits for.
+one value apart, and the wait writes to what it waits for. A compiler may make what is stored and what the wait keeps as
+two tensors, and lend out the first: compiled code stores a copy, which is kept here until the wait.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import logging
 import torch
 from torch import Tensor
 
-_in_flight: dict[int, torch.cuda.Event] = {}  # address of what is being made -> when it is there
+# Address of what is being made -> when it is there, and what is kept until then.
+_in_flight: dict[int, tuple[torch.cuda.Event, Tensor | None]] = {}
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
@@ -28,6 +30,17 @@ def store(x: Tensor, name: str) -> Tensor:
     made = host_like(x)
     if x.is_cuda:
         _launch(made, x, x.device, "d2h")
+        return made
+    return made.copy_(x)
+
+
+@torch.library.custom_op("autopar::store_copied", mutates_args=())
+def store_copied(x: Tensor, name: str) -> Tensor:
+    """As `store`, of a copy on the device."""
+    made = host_like(x)
+    if x.is_cuda:
+        copied = x.clone()
+        _launch(made, copied, x.device, "d2h", kept=copied)
         return made
     return made.copy_(x)
 
@@ -45,13 +58,14 @@ def fetch(x: Tensor, device: torch.device, name: str) -> Tensor:
 @torch.library.custom_op("autopar::wait_copy", mutates_args=("made",))
 def wait_copy(made: Tensor, source: Tensor, name: str) -> None:
     """From here on, for what is launched later, `made` is there and `source` is needed no more."""
-    event = _in_flight.pop(made.data_ptr(), None)
+    event, _ = _in_flight.pop(made.data_ptr(), (None, None))
     if event is not None:
         device = made.device if made.is_cuda else source.device
         torch.cuda.current_stream(device).wait_event(event)
 
 
 @store.register_fake
+@store_copied.register_fake
 def _(x: Tensor, name: str) -> Tensor:
     return torch.empty_like(x, device="cpu")
 
@@ -102,7 +116,7 @@ def _note(why: str) -> None:
     logging.getLogger("autopar").warning(told, why.splitlines()[0] if why else "no reason given")
 
 
-def _launch(made: Tensor, source: Tensor, device: torch.device, way: str) -> None:
+def _launch(made: Tensor, source: Tensor, device: torch.device, way: str, kept: Tensor | None = None) -> None:
     """Copy on the stream of that direction, behind all that the current stream has been given so far."""
     key = device, way
     if key not in _streams:
@@ -112,5 +126,6 @@ def _launch(made: Tensor, source: Tensor, device: torch.device, way: str) -> Non
     host = source if way == "h2d" else made
     with torch.cuda.stream(stream):
         made.copy_(source, non_blocking=host.is_pinned())
-    _in_flight[made.data_ptr()] = there = torch.cuda.Event()
+    there = torch.cuda.Event()
     there.record(stream)
+    _in_flight[made.data_ptr()] = there, kept

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from autopar.emit import emit
 from autopar.emit.compiled import compiled
@@ -28,6 +30,7 @@ from tests.support.plans import PlanSampler
 from tests.support.residence import ResidenceSampler
 
 FEW = ("mlp", "cnn", "gpt2")
+OURS = torch.ops.autopar
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +40,7 @@ def forgotten() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def run_whole(plan: Plan, backend: str = "eager") -> int:
+def run_whole(plan: Plan, backend: Any = "eager") -> int:
     """The number of functions that ran. Raises torch._dynamo's Unsupported where one is more than one graph.
 
     `backend`: "aot_eager" does with the graph what is done before inductor writes kernels.
@@ -88,6 +91,20 @@ def test_nothing_in_it_keeps_torch_from_compiling_it(name: str) -> None:
 
 def sums_in_place(plan: Plan) -> bool:
     return any(isinstance(one, Launch) and one.in_place for _, one in lower(plan, plan.prefetch))
+
+
+def test_what_is_compiled_has_no_operator_whose_operand_a_compiler_may_lend_out() -> None:
+    given: list[fx.GraphModule] = []
+
+    def looked_at(graph: fx.GraphModule, _: object) -> fx.GraphModule:
+        given.append(graph)
+        return graph
+
+    plan = ResidenceSampler(family("gpt2").graph, mesh_of(2)).draw(5)
+    assert run_whole(plan, looked_at) == 2
+    called = Counter(node.target for graph in given for node in graph.graph.nodes if node.op == "call_function")
+    assert called[OURS.store_copied.default] > 0 and called[OURS.fetch.default] > 0
+    assert not called.keys() & {OURS.store.default, OURS.shift.default, OURS.mirror.default}
 
 
 @pytest.mark.parametrize("name", ["mlp", "block", "llama"])
