@@ -89,9 +89,9 @@ def compile(
     plan: a Plan, or for a mesh with an axis `pipe` a Pipeline, or the path of one, to run without searching.
     hardware: profile name, path of a profile, or Hardware. Default: what `python -m autopar.calibrate` measured on this
     machine, else the known profile of its device; the plan's notes say if it was measured.
-    memory: bytes of each rank's device that may be used: a number, "70GiB", or a share such as 0.9. Default: what is
-    free. On GPUs this is what the allocator reserves, with what kernels and collectives take for themselves: a plan's
-    tensors get what that leaves.
+    memory: bytes of each rank's device that this module may use: a number, "70GiB", or a share such as 0.9. Default:
+    what is free. On GPUs this is what the allocator reserves, with what kernels and collectives take for themselves: a
+    plan's tensors get what that leaves.
     allow: what may be done where the fastest plan does not fit, some of "recompute" and "offload-activations" (forward
     values that backward needs), "offload-parameters" (with all that belongs to them) and "offload-optimizer" (optimizer
     states, which then lie on the host; it needs an optimizer of `autopar.optim`); or "none". Default: what makes sense

@@ -6,6 +6,7 @@ in training decides where parameters live; the others take that as it is.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
@@ -24,28 +25,34 @@ from autopar.attach.pipe import Pipe
 from autopar.attach.staging import Asked, Staged, staged
 from autopar.attach.tensors import mesh_of
 from autopar.calibrate.operators import profiler
+from autopar.errors import Infeasible
 from autopar.ir.graph import Graph, gives_loss
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
+from autopar.lower import lower
+from autopar.lower.program import MADE_BY_FIRST_UPDATE
 from autopar.machine.device import device_type_of, has_expandable_segments
 from autopar.plan import Plan
 from autopar.plan.fit import OF_RANK_0, check, is_of
 from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import dumps
-from autopar.rewrite.micro_batches import in_rounds
+from autopar.plan.tell import human
+from autopar.rewrite.micro_batches import NotCut, in_rounds
 from autopar.search import Question, Request, answer, ask
 from autopar.search.backends import with_backends
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.memory_options import RESIDENCES, allowed, words_of
 from autopar.search.meshes import best_mesh, meshes_of
-from autopar.search.micro_batches import AUTO, best_plan, count_near
+from autopar.search.micro_batches import AUTO, best_plan, count_near, counts_of
 from autopar.search.pins import obeyable
 from autopar.search.pipeline import Pipeline
 from autopar.search.reserved import LEFT, held_within, telling
 from autopar.search.same import same_choices
+from autopar.simulate.timeline import pricer_of
 from cost_models.hardware import Hardware
 from cost_models.reserve import Room, room_in
+from cost_models.steps import DEVICE
 
 
 @dataclass(frozen=True)
@@ -110,19 +117,39 @@ class Planner:
         request = replace(self.request, pin=pin, fixed=fixed, outputs=self._brought(graph))
         if is_training and like is not None:  # so do they, and states of optimizers, in later programs of training
             request = replace(request, pin={**pin, **words_of(like.residence)}, allow=self._allowed_later())
-        limit = min(usable, self._given_room()) if is_training else None  # inference needs no more than training does
+        limit = min(usable, self._given_room())
         count = self._count(graph, like, loosely) if is_training else 1
 
         def find(count: int) -> Plan:
             return self._find(in_rounds(graph, count), mesh, like, request, limit)
 
-        plan = _on_rank_zero(
-            partial(best_plan, graph, find) if count == AUTO else partial(find, int(count)),
-            graph, mesh, self.device_mesh, self.rules,
-        )  # fmt: skip
+        def search() -> Plan:
+            if not is_training:
+                return self._inference(graph, mesh, like, request, limit)
+            if count == AUTO:
+                return best_plan(graph, find)
+            return _guessed(graph, find, int(count)) if loosely else find(int(count))
+
+        plan = _on_rank_zero(search, graph, mesh, self.device_mesh, self.rules)
         if self.machine.device_type == "cuda" and "host" in plan.residence.values():
             _see_to_the_host(plan)
         return plan
+
+    def _inference(self, graph: Graph, mesh: Mesh | None, like: Plan | None, request: Request, limit: float) -> Plan:
+        """Beside the states of optimizers, which stay where they are. Where nobody said how much memory there is, or
+        parameters come from the host, it is not limited.
+        """
+        is_limited = self.machine.is_limited or self._given_room() < math.inf
+        if like is None or not is_limited or "host" in like.residence.values():
+            return self._find(graph, mesh, like, request, None)
+        states = states_of(like, self.machine.hardware)
+        try:
+            return self._find(graph, mesh, like, request, limit - states)
+        except Infeasible as error:
+            told = (
+                f"{error} It is a call without gradients: {human(states)} of {human(limit)} are states of the optimizer"
+            )
+            raise Infeasible(f"{told}, which stay meanwhile.", error.at_least, error.enough) from None
 
     def in_stages(
         self, graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, Layout], *, loosely: bool = False
@@ -302,6 +329,31 @@ def _on_rank_zero(
         return plan
 
     return agreed(receive, device_mesh)
+
+
+def _guessed(graph: Graph, find: Callable[[int], Plan], count: int) -> Plan:
+    """Of a step that nobody takes yet, of the batch of a call without gradients: in as few more micro-batches as there
+    is a plan for. Raises what the first did.
+    """
+    try:
+        return find(count)
+    except Infeasible as error:
+        first = error
+    for more in (one for one in counts_of(graph) if one > count):
+        with contextlib.suppress(Infeasible, NotCut):
+            return find(more)
+    raise Infeasible(
+        f"{first} The call has no gradients and was planned as a step of training with its batch: call the module "
+        "with a batch that it trains with first, or give compile one (example_inputs=, example_kwargs=).",
+        first.at_least, first.enough,
+    )  # fmt: skip
+
+
+def states_of(plan: Plan, hardware: Hardware) -> int:
+    """Bytes of a device that optimizers keep from step to step."""
+    pricer = pricer_of(plan, hardware)
+    held = lower(plan, plan.prefetch, pricer).resident
+    return sum(int(one.nbytes) for one in held if one.kind in MADE_BY_FIRST_UPDATE and one.tier == DEVICE)
 
 
 def _see_to_the_host(plan: Plan) -> None:

@@ -16,12 +16,8 @@ from autopar.attach.hooks import refuse
 from autopar.attach.inputs import local_input, type_of
 from autopar.attach.outputs import is_by_rows, own_rows, whole_when_read
 from autopar.attach.placing import refuse_without_values
-from autopar.attach.programs import (
-    Key,
-    Prepared,
-    State,
-    prepare,
-)
+from autopar.attach.prepared import Prepared
+from autopar.attach.programs import Key, State, prepare
 from autopar.attach.run import Step
 from autopar.attach.tensors import (
     as_dtensor,
@@ -44,6 +40,8 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
         refuse(parallel)
     parameters = parameters_of(prepared)
     step = _step(state, prepared, call)
+    if key.gradients:
+        state.trains_with(prepared)
     if prepared.without_tangent and key.gradients:
         step.without_tangent = prepared.without_tangent
         if prepared.runner.played is None:

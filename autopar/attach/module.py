@@ -27,16 +27,8 @@ from autopar.attach.mixed import mend_mixed
 from autopar.attach.optimizers import refuse_optimizers_of
 from autopar.attach.pipe import Pipe
 from autopar.attach.placing import adopt, lay_out, make_plain
-from autopar.attach.programs import (
-    Key,
-    Planner,
-    Prepared,
-    State,
-    found,
-    prepare,
-    varying,
-    why_new,
-)
+from autopar.attach.prepared import Prepared
+from autopar.attach.programs import Key, Planner, State, found, prepare, varying, why_new
 from autopar.attach.scaling import share_infinities
 from autopar.attach.shared import tell_of_shared
 from autopar.attach.stage_run import StageRunner
@@ -120,8 +112,9 @@ class ParallelModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the training step, of the whole model. Raises RuntimeError before there is one."""
-        return self._autopar.plan or self._main().plan
+        """The plan of the largest training step so far, of the whole model. Raises RuntimeError before there is one."""
+        main, first = self._autopar.main, self._autopar.plan
+        return first if main is None and first is not None else self._main().plan
 
     @property
     def pipeline(self) -> Pipeline:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -19,16 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from autopar.attach import hooks
 from autopar.attach.agree import agreed
 from autopar.attach.batches import SameBatches, batch_dims_of, tell_other_rows
-from autopar.attach.guards import Guards, guards_of, has_tensors, refuse_carried
+from autopar.attach.guards import guards_of, has_tensors, refuse_carried
 from autopar.attach.host_parameters import resident
-from autopar.attach.inputs import type_of
 from autopar.attach.pipe import Pipe
 from autopar.attach.placing import as_user_class, known_places, lay_out_new, layouts, newcomers
+from autopar.attach.prepared import Prepared, Slot
 from autopar.attach.run import Runner
 from autopar.attach.runners import runner_of
 from autopar.attach.staging import Staged
@@ -37,8 +36,7 @@ from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
 from autopar.emit import forward_only
 from autopar.ir.batch_norm import parts_of
-from autopar.ir.graph import Graph, Node, output_types
-from autopar.ir.layout import Layout
+from autopar.ir.graph import Graph, output_types
 from autopar.ir.mesh import Mesh
 from autopar.ir.outside import Rules
 from autopar.plan import Plan
@@ -56,73 +54,6 @@ Planner = Any
 KEPT = 64  # programs of a module; the one that was used longest ago goes first
 STATES = 8  # programs of one way of calling it, for states of the module
 TOLD_AT, KINDS_TOLD_AT = 4, 16  # so many of them, and so many ways of calling it, are told of
-Slot = tuple[dict[str, Any], str]  # a module's own dict of parameters or buffers, and the name there
-
-
-@dataclass
-class Prepared:
-    """A program with all that a call of it needs.
-
-    `inputs`: for each input of the program its place among the tensors of a call, and its layout. `parameters`: where
-    they are found, in the order of the program; `beside`: those of other stages that train; `buffers`: all that the
-    model has. `trained`: which parameters of the model, in any stage, required grad; `held`: which these were. `same`:
-    slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there were. `without_tangent`:
-    outputs whose gradient the program does not take. `writes`: attributes that forward sets, as `Reads.written` has
-    them; `sets`: those that are no tensors, and to what. `told`: in words.
-    """
-
-    plan: Plan
-    runner: Runner
-    inputs: tuple[tuple[Node, int, Layout], ...]
-    parameters: list[Slot]
-    beside: list[Slot]
-    buffers: dict[str, Slot]
-    constants: Mapping[str, Tensor]
-    out_spec: Any
-    output_constants: Mapping[int, Any]
-    guards: Guards
-    trained: list[tuple[Slot, bool]]
-    same: list[tuple[Slot, Slot]]
-    held: list[Tensor]
-    hooked: tuple[list[dict[int, object]], int]
-    without_tangent: frozenset[str]
-    writes: Mapping[tuple[str, str], tuple[Any, Any, str]]
-    modules: Mapping[str, nn.Module]
-    sets: list[tuple[dict[str, Any], str, Any]]
-    checked: list[tuple[Any, Any]]
-    told: str
-    batch_dims: Mapping[str, int]
-
-    @property
-    def graph(self) -> Graph:
-        """Of the whole model; of several micro-batches one of them."""
-        return self.runner.graph
-
-    def fits(self) -> str | None:
-        """None where this program still means what the module does; else what has changed, in words."""
-        if torch.is_grad_enabled():
-            try:
-                changed = any(tensors[name].requires_grad != before for (tensors, name), before in self.trained)
-            except (KeyError, AttributeError):
-                return "a parameter is gone"
-            if changed:
-                return "a parameter requires grad, or no longer does"
-        for (one, name), (other, first) in self.same:
-            if one.get(name) is not other.get(first):
-                return f"parameter {name} is no longer tied to {first}"
-        for number, ((tensors, name), _) in enumerate(self.trained):
-            now = tensors.get(name)
-            if now is self.held[number] or not isinstance(now, nn.Parameter):  # torch.func puts tensors there
-                continue
-            is_laid_out = isinstance(now, DTensor) or self.plan.mesh.ranks == 1
-            if not is_laid_out or type_of(now) != type_of(self.held[number]):
-                return f"parameter {name} is another one"
-            self.held[number] = now
-        return self.guards.broken()
-
-    def hold(self) -> None:
-        """The parameters that are there now are those that it runs with."""
-        self.held = [tensors[name] for (tensors, name), _ in self.trained]
 
 
 class State:
@@ -178,6 +109,13 @@ class State:
         kind = self.device_mesh.device_type
         self.mesh, self.device_mesh = mesh, init_device_mesh(kind, mesh.sizes, mesh_dim_names=mesh.names)
         self.same_batches = SameBatches(self.device_mesh)
+
+    def trains_with(self, one: Prepared) -> None:
+        """What is shown is the largest step of training; before there is one, the first that was planned."""
+        main = self.main
+        if self.pipe is None and (main is None or not main.has_trained or one.peak > main.peak):
+            self.main = one
+        one.has_trained = True
 
     def prepared(self) -> list[Prepared]:
         """All programs that there are."""

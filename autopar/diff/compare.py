@@ -107,7 +107,10 @@ def difference(
     PlanMismatch for plans of different models, and for one that was edited.
     """
     if one.graph is not other.graph and (told := unlike(one.graph, other.graph)) is not None:
-        raise PlanMismatch(f"{names[0]} and {names[1]} are plans of different models: {told}; give plans of one model")
+        raise PlanMismatch(
+            f"{names[0]} and {names[1]} are plans of different models, or of one that was traced otherwise: {told}; "
+            "give plans of one model, with one --precision and --batch-norm"
+        )
     accounts = account_of(one, pricers[0]), account_of(other, pricers[1])
     return Difference(
         (one.predicted_seconds, other.predicted_seconds),

@@ -246,9 +246,8 @@ def _parse(text: str, origin: str) -> dict[str, Json]:
     try:
         content = json.loads(text, object_pairs_hook=once, parse_constant=no_constant, parse_float=finite)
     except json.JSONDecodeError as error:
-        raise PlanMismatch(
-            f"{origin} is not complete JSON ({error.msg} at line {error.lineno}): it was cut short or edited; {AGAIN}"
-        ) from None
+        told = f"{error.msg.removesuffix(' at')} at line {error.lineno}"
+        raise PlanMismatch(f"{origin} is not complete JSON ({told}): it was cut short or edited; {AGAIN}") from None
     except (ValueError, RecursionError) as error:
         raise PlanMismatch(f"{origin} was edited or damaged ({shortened(error, 200)}); {AGAIN}") from None
     if not isinstance(content, dict):

@@ -128,13 +128,14 @@ def _help(shortage: Shortage, graph: Graph, closed: Collection[str]) -> str:
     if not shortage.tenants:
         return "Give more memory or more ranks, or make the batch smaller."
     if ways := [word for word in ALLOWS[most] if ALLOWED[word] in closed]:
-        others.insert(0, f"let --allow have {' and '.join(ways)}, too")
+        others.insert(0, f"let --allow (allow=) have {' and '.join(ways)}, too")
     if any(name.startswith(OUTPUT) for name, _ in shortage.tenants) and gives_loss(graph):
-        others.insert(0, "leave out what training does not read beside the loss (--outputs loss)")
+        others.insert(0, "leave out what training does not read beside the loss (--outputs loss, outputs='loss')")
     if most == VALUES and gradients and batch_size(graph) > 1:  # rows of one micro-batch, which others can have
         more = "more micro-batches" if graph.rounds.count > 1 else "micro-batches"
-        others.insert(0, f"run the step in {more} (--micro-batches auto)")
-    share = f"{size(held[most])} of these {size(sum(held.values()))} are {most}"
+        others.insert(0, f"run the step in {more} (--micro-batches auto, micro_batches='auto')")
+    all_of_it = sum(held.values())
+    share = f"{'all' if held[most] == all_of_it else size(held[most])} of these tenants' {size(all_of_it)} are {most}"
     return f"What would help most: {first}, for {share}; else {', or '.join(others)}."
 
 

@@ -138,7 +138,8 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
             kind = CLASS.search(told) if advice == OBJECT else None
             what = f"{line}: {OWN_WORDS[advice]}{f' ({kind[1]})' if kind else ''}."
         if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
-            raise TraceError(f"the model does not run with its inputs, {inputs},{what} {NO_RUN}") from error
+            given = f"{inputs}{',' * bool(line)}"
+            raise TraceError(f"the model does not run with its inputs, {given}{what} {NO_RUN}") from error
         if not advice:
             it_runs = IT_RUNS + (": rewrite that line." if line else NO_LINE)
             advice = it_runs if alone is None else BY_ITSELF

@@ -144,7 +144,7 @@ def test_the_command_prints_a_sentence_first_and_json_has_all_of_it(files, capsy
     "arguments, told",
     [
         (("one.json", "none.json"), "none.json cannot be read"),
-        (("one.json", "cnn.json"), "are plans of different models: the first has input"),
+        (("one.json", "cnn.json"), "or of one that was traced otherwise: the first has input"),
         (("one.json", "own.json"), "own"),
         (("one.json",), "required: B"),
     ],

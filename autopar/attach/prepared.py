@@ -1,0 +1,94 @@
+"""A program of a module, with all that a call of it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.attach.guards import Guards
+from autopar.attach.inputs import type_of
+from autopar.attach.run import Runner
+from autopar.ir.graph import Graph, Node
+from autopar.ir.layout import Layout
+from autopar.plan import Plan
+from cost_models.steps import DEVICE
+
+Slot = tuple[dict[str, Any], str]  # a module's own dict of parameters or buffers, and the name there
+
+
+@dataclass
+class Prepared:
+    """A program with all that a call of it needs.
+
+    `inputs`: for each input of the program its place among the tensors of a call, and its layout. `parameters`: where
+    they are found, in the order of the program; `beside`: those of other stages that train; `buffers`: all that the
+    model has. `trained`: which parameters of the model, in any stage, required grad; `held`: which these were. `same`:
+    slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there were. `without_tangent`:
+    outputs whose gradient the program does not take. `writes`: attributes that forward sets, as `Reads.written` has
+    them; `sets`: those that are no tensors, and to what. `told`: in words. `has_trained`: whether a call with
+    gradients ran it.
+    """
+
+    plan: Plan
+    runner: Runner
+    inputs: tuple[tuple[Node, int, Layout], ...]
+    parameters: list[Slot]
+    beside: list[Slot]
+    buffers: dict[str, Slot]
+    constants: Mapping[str, Tensor]
+    out_spec: Any
+    output_constants: Mapping[int, Any]
+    guards: Guards
+    trained: list[tuple[Slot, bool]]
+    same: list[tuple[Slot, Slot]]
+    held: list[Tensor]
+    hooked: tuple[list[dict[int, object]], int]
+    without_tangent: frozenset[str]
+    writes: Mapping[tuple[str, str], tuple[Any, Any, str]]
+    modules: Mapping[str, nn.Module]
+    sets: list[tuple[dict[str, Any], str, Any]]
+    checked: list[tuple[Any, Any]]
+    told: str
+    batch_dims: Mapping[str, int]
+    has_trained: bool = False
+
+    @property
+    def graph(self) -> Graph:
+        """Of the whole model; of several micro-batches one of them."""
+        return self.runner.graph
+
+    def fits(self) -> str | None:
+        """None where this program still means what the module does; else what has changed, in words."""
+        if torch.is_grad_enabled():
+            try:
+                changed = any(tensors[name].requires_grad != before for (tensors, name), before in self.trained)
+            except (KeyError, AttributeError):
+                return "a parameter is gone"
+            if changed:
+                return "a parameter requires grad, or no longer does"
+        for (one, name), (other, first) in self.same:
+            if one.get(name) is not other.get(first):
+                return f"parameter {name} is no longer tied to {first}"
+        for number, ((tensors, name), _) in enumerate(self.trained):
+            now = tensors.get(name)
+            if now is self.held[number] or not isinstance(now, nn.Parameter):  # torch.func puts tensors there
+                continue
+            is_laid_out = isinstance(now, DTensor) or self.plan.mesh.ranks == 1
+            if not is_laid_out or type_of(now) != type_of(self.held[number]):
+                return f"parameter {name} is another one"
+            self.held[number] = now
+        return self.guards.broken()
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a device at the peak, predicted."""
+        return self.plan.peak_bytes[DEVICE]
+
+    def hold(self) -> None:
+        """The parameters that are there now are those that it runs with."""
+        self.held = [tensors[name] for (tensors, name), _ in self.trained]
