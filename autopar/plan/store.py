@@ -207,9 +207,9 @@ def loads(text: str, origin: str, make: type[P], rules: Sequence[Rules] = ()) ->
     version = content.pop("autopar_plan", None)
     if "autopar_pipeline" in content:
         raise PlanMismatch(
-            f"{origin} has a step in pipeline stages, and what is wanted is a plan without; autopar.compile runs it on "
-            "a mesh whose first axis is `pipe`, and with other hardware or memory it has to be searched again "
-            "(python -m autopar.search)"
+            f"{origin} has a step in pipeline stages, and what is wanted is a plan without: autopar.diff, what_if and "
+            "scale have none with. autopar.compile runs it on a mesh whose first axis is `pipe`, autopar.measure times "
+            "it; for other hardware or memory search again (python -m autopar.search)"
         )
     if version is None:
         raise PlanMismatch(f"{origin} is JSON, but no autopar plan (it has no field autopar_plan); {AGAIN}")
