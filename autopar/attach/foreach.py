@@ -98,7 +98,12 @@ def _on_pieces(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def terms_in(held: Any) -> bool:
-    return isinstance(held, DTensor) and any(one.is_partial() for one in held.placements)
+    """Asked of every tensor of a list at each step: a loop takes a third of what `any` does."""
+    if isinstance(held, DTensor):
+        for one in held._spec.placements:
+            if isinstance(one, Partial):
+                return True
+    return False
 
 
 def without_terms(held: Any) -> Any:
@@ -112,6 +117,10 @@ def _piece(held: Any, like: Any, op: Any) -> Any:
     """This rank's piece of one of a list, as it belongs to its counterpart in the first list. A whole tensor beside a
     piece of another is refused: it would be another operator, without a word where one of them has a dim of size 1.
     """
+    if isinstance(held, DTensor) and isinstance(like, DTensor):  # of optimizers nearly always, and lying alike
+        ours, theirs = held._spec, like._spec
+        if ours.placements == theirs.placements and ours.shape == theirs.shape:
+            return held._local_tensor
     if not isinstance(held, torch.Tensor):
         return held
     if not isinstance(held, DTensor) or not isinstance(like, DTensor):
@@ -120,8 +129,6 @@ def _piece(held: Any, like: Any, op: Any) -> Any:
             told = f"{op} got mixed torch.Tensor {[*whole.shape]} and DTensor {[*piece.shape]}"
             raise RuntimeError(f"{told}, of which each rank has a piece")
         return without_terms(held).to_local() if isinstance(held, DTensor) else held
-    if held.placements == like.placements and held.shape == like.shape:  # of optimizers nearly always
-        return held._local_tensor
     more = like.ndim - held.ndim
     if more < 0 or any(size not in (1, like.shape[more + dim]) for dim, size in enumerate(held.shape)):
         raise RuntimeError(f"{op} got DTensor {[*held.shape]} beside DTensor {[*like.shape]} in its first list")
