@@ -44,7 +44,7 @@ from autopar.search.backends import with_backends
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good
 from autopar.search.memory_options import RESIDENCES, allowed, words_of
 from autopar.search.meshes import best_mesh, meshes_of
-from autopar.search.micro_batches import AUTO, best_plan, count_near, counts_of
+from autopar.search.micro_batches import AUTO, GUESSED, best_plan, count_near, counts_of
 from autopar.search.pins import obeyable
 from autopar.search.pipeline import Pipeline
 from autopar.search.reserved import LEFT, held_within, telling
@@ -341,7 +341,8 @@ def _guessed(graph: Graph, find: Callable[[int], Plan], count: int) -> Plan:
         first = error
     for more in (one for one in counts_of(graph) if one > count):
         with contextlib.suppress(Infeasible, NotCut):
-            return find(more)
+            found = find(more)
+            return replace(found, search={**found.search, GUESSED: more})
     raise Infeasible(
         f"{first} The call has no gradients and was planned as a step of training with its batch: call the module "
         "with a batch that it trains with first, or give compile one (example_inputs=, example_kwargs=).",

@@ -49,6 +49,7 @@ from autopar.ir.batch_norm import GLOBAL
 from autopar.ir.graph import input_type, output_types
 from autopar.ir.outside import Rules
 from autopar.plan import Plan
+from autopar.search.micro_batches import GUESSED
 from autopar.search.pipeline import Pipeline
 from autopar.trace import flatten_inputs
 from autopar.trace.ambient import ambient_state
@@ -363,6 +364,8 @@ def _first_program(parallel: ParallelModule, call: Call, key: Key, *, held: bool
             make_plain(parallel, state)
             main.hold()
     state.plan, state.main = main.plan, main
+    if GUESSED in main.plan.search:  # who trains with this batch is told, as if they had begun with it
+        state.programs.pop(key)
     if isinstance(main.runner, StageRunner):
         state.staged = main.runner.staged
         hand_on(parallel)

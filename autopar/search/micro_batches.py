@@ -12,6 +12,7 @@ from autopar.rewrite.micro_batches import NotCut
 from autopar.search.problems import Stop, never
 
 AUTO = "auto"
+GUESSED = "guessed"  # a fact of a search: micro-batches that nobody asked for, of a step that nobody takes
 P = TypeVar("P")
 
 

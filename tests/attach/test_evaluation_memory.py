@@ -60,6 +60,8 @@ def test_a_first_evaluation_may_be_larger_than_what_training_could_take(one: Dev
     assert parallel.plan.graph.rounds.count == 1 and peak_of(parallel) <= LIMIT, "the step that is trained with"
     for ours, wanted in zip(parallel.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), wanted.grad)  # type: ignore[union-attr]
+    with pytest.raises(autopar.Infeasible, match="run the step in micro-batches"):
+        parallel(x)
 
 
 def test_what_no_micro_batches_make_fit_is_told_as_what_it_is(one: DeviceMesh) -> None:
