@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -25,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S, LIMIT_S = 4.0, 90.0
+PORTS = 20000, 30000
 PLACES = ("trace", "planning", "layout", "forward", "between collectives", "backward", "optimizer", "save")
 EVERYWHERE = ("kill", "freeze", "raise and go on", "exit", "leave the loop")
 CELLS = [
@@ -74,6 +76,15 @@ class Outcome:
         return f"{self.cell!s:62} {told}{wrong}  {self.reason[:200]}"
 
 
+def free_port() -> int:
+    """One that nobody has, below those that the system gives to whoever connects: these are taken again at any time."""
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
+
 @dataclass
 class Running:
     """A cell under way: its processes, or torchrun's."""
@@ -85,9 +96,7 @@ class Running:
 
     def start(self) -> None:
         mine = ["-m", "benchmarks.faulty_script", json.dumps(asdict(self.cell)), str(self.folder), str(PATIENCE_S)]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         count = str(self.cell.ranks)
         if self.cell.launcher == "torchrun":
