@@ -100,7 +100,7 @@ def test_what_is_compiled_has_no_operator_whose_operand_a_compiler_may_lend_out(
         given.append(graph)
         return graph
 
-    plan = ResidenceSampler(family("gpt2").graph, mesh_of(2)).draw(5)
+    plan = ResidenceSampler(family("mlp").graph, mesh_of(2)).draw(5)
     assert run_whole(plan, looked_at) == 2
     called = Counter(node.target for graph in given for node in graph.graph.nodes if node.op == "call_function")
     assert called[OURS.store_copied.default] > 0 and called[OURS.fetch.default] > 0
