@@ -40,7 +40,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
         refuse(parallel)
     parameters = parameters_of(prepared)
     step = _step(state, prepared, call)
-    if key.gradients and prepared.runner.program.backward is not None:
+    if not prepared.has_trained and key.gradients and prepared.runner.program.backward is not None:
         state.trains_with(prepared)
     if prepared.without_tangent and key.gradients:
         step.without_tangent = prepared.without_tangent

@@ -19,30 +19,21 @@ import logging
 import torch
 from torch import Tensor
 
-# Address of what is being made -> when it is there, and what is kept until then.
-_in_flight: dict[int, tuple[torch.cuda.Event, Tensor | None]] = {}
+# Address of what is being made -> when it is there, and what is copied, kept until it is waited for.
+_in_flight: dict[int, tuple[torch.cuda.Event, Tensor]] = {}
 _streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
 
 
 @torch.library.custom_op("autopar::store", mutates_args=())
 def store(x: Tensor, name: str) -> Tensor:
     """Begin to copy a value of the device to the host."""
-    made = host_like(x)
-    if x.is_cuda:
-        _launch(made, x, x.device, "d2h")
-        return made
-    return made.copy_(x)
+    return _stored(x, x)
 
 
 @torch.library.custom_op("autopar::store_copied", mutates_args=())
 def store_copied(x: Tensor, name: str) -> Tensor:
     """As `store`, of a copy on the device."""
-    made = host_like(x)
-    if x.is_cuda:
-        copied = x.clone()
-        _launch(made, copied, x.device, "d2h", kept=copied)
-        return made
-    return made.copy_(x)
+    return _stored(x, x.clone() if x.is_cuda else x)
 
 
 @torch.library.custom_op("autopar::fetch", mutates_args=())
@@ -116,7 +107,16 @@ def _note(why: str) -> None:
     logging.getLogger("autopar").warning(told, why.splitlines()[0] if why else "no reason given")
 
 
-def _launch(made: Tensor, source: Tensor, device: torch.device, way: str, kept: Tensor | None = None) -> None:
+def _stored(x: Tensor, source: Tensor) -> Tensor:
+    """Room on the host for `x`, which `source`, with the same values, is being copied to."""
+    made = host_like(x)
+    if not x.is_cuda:
+        return made.copy_(source)
+    _launch(made, source, x.device, "d2h")
+    return made
+
+
+def _launch(made: Tensor, source: Tensor, device: torch.device, way: str) -> None:
     """Copy on the stream of that direction, behind all that the current stream has been given so far."""
     key = device, way
     if key not in _streams:
@@ -128,4 +128,4 @@ def _launch(made: Tensor, source: Tensor, device: torch.device, way: str, kept: 
         made.copy_(source, non_blocking=host.is_pinned())
     there = torch.cuda.Event()
     there.record(stream)
-    _in_flight[made.data_ptr()] = there, kept
+    _in_flight[made.data_ptr()] = there, source

@@ -29,7 +29,7 @@ DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 # What may change and stay the same object.
 IN_PLACE = (list, dict, set, deque, np.ndarray, Tensor, *DRAWING, Iterator)
 FEW = 32  # objects in a list are looked at, at most
-SITE = {"site-packages", "dist-packages"}  # where installed packages lie
+SITE = "site-packages", "dist-packages"  # where installed packages lie
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = str(Path(random.__file__).parent)
 _OURS = str(Path(__file__).parents[1])
@@ -133,9 +133,13 @@ def inside(value: Any, depth: int = 3) -> Any:
     return id(value), [(name, inside(part, depth - 1)) for name, part in own.items()]
 
 
+def _is_in_site(file: str) -> bool:
+    return any(name in file for name in SITE)
+
+
 def is_torchs(file: str) -> bool:
     """Whether a source file is torch's, Python's own or ours, as far as its names are not the user's to change."""
-    return file.startswith((_TORCH, _OURS, "<")) or (file.startswith(_STANDARD) and not SITE & {*Path(file).parts})
+    return file.startswith((_TORCH, _OURS, "<")) or (file.startswith(_STANDARD) and not _is_in_site(file))
 
 
 @functools.cache
@@ -143,7 +147,7 @@ def is_installed(file: str) -> bool:
     """Whether a source file came with a package that pip has installed, whose tables nobody changes: among the others,
     or in a folder of its own (`pip install --target`), where what pip has noted of it lies beside it.
     """
-    if SITE & {*Path(file).parts}:
+    if _is_in_site(file):
         return True
     top = Path(file)
     while (top.parent / "__init__.py").is_file():

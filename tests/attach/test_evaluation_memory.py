@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
+from autopar.attach.module import ParallelModule
 from autopar.planner import states_of
 from cost_models.hardware import Hardware
 
@@ -25,13 +26,13 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def evaluated(parallel: nn.Module, rows: int) -> float:
+def evaluated(parallel: ParallelModule, rows: int) -> float:
     with torch.no_grad():
         return parallel(torch.rand(rows, WIDTH)).item()
 
 
-def peak_of(parallel: nn.Module) -> int:
-    return parallel.plan.peak_bytes["hbm"]  # type: ignore[union-attr]
+def peak_of(parallel: ParallelModule) -> int:
+    return parallel.plan.peak_bytes["hbm"]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -59,7 +60,7 @@ def test_a_first_evaluation_may_be_larger_than_what_training_could_take(one: Dev
     model(small).backward()
     assert parallel.plan.graph.rounds.count == 1 and peak_of(parallel) <= LIMIT, "the step that is trained with"
     for ours, wanted in zip(parallel.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), wanted.grad)  # type: ignore[union-attr]
+        torch.testing.assert_close(ours.grad.full_tensor(), wanted.grad)
     with pytest.raises(autopar.Infeasible, match="run the step in micro-batches"):
         parallel(x)
 

@@ -20,7 +20,7 @@ from tests.support.machines import FAST
 from tests.support.plans import PlanSampler
 
 
-def _trains(name: str, ranks: Ranks, *sizes: int, **options) -> None:
+def trains(name: str, ranks: Ranks, *sizes: int, **options) -> None:
     case = family(name)
     plain = copy.deepcopy(case.model)
     parallel = autopar.compile(plain, ranks.mesh(*sizes), hardware=FAST, **options)
@@ -32,27 +32,27 @@ def _trains(name: str, ranks: Ranks, *sizes: int, **options) -> None:
 
 
 def check_gpt2(ranks: Ranks) -> None:
-    _trains("gpt2", ranks)
+    trains("gpt2", ranks)
 
 
 def check_llama(ranks: Ranks) -> None:
-    _trains("llama", ranks)
+    trains("llama", ranks)
 
 
 def check_cnn(ranks: Ranks) -> None:
-    _trains("cnn", ranks)
+    trains("cnn", ranks)
 
 
 def check_gpt2_on_two_axes(ranks: Ranks) -> None:
-    _trains("gpt2", ranks, 2, ranks.count // 2)
+    trains("gpt2", ranks, 2, ranks.count // 2)
 
 
 def check_llama_on_two_axes(ranks: Ranks) -> None:
-    _trains("llama", ranks, 2, ranks.count // 2)
+    trains("llama", ranks, 2, ranks.count // 2)
 
 
 def check_cnn_on_two_axes(ranks: Ranks) -> None:
-    _trains("cnn", ranks, 2, ranks.count // 2)
+    trains("cnn", ranks, 2, ranks.count // 2)
 
 
 def check_odd_sizes(ranks: Ranks) -> None:
@@ -110,13 +110,7 @@ def check_rings(ranks: Ranks) -> None:
     for number, pattern in enumerate(("ring", "ring reduce-scatter")):
         case, file = family("mlp"), ranks.folder / f"rings{number}.json"
         if ranks.rank == 0:
-            sampler = PlanSampler(case.graph, mesh_of(mesh), FAST)
-            wishes = {
-                name: lambda one, pattern=pattern: one.body == pattern
-                for name, options in sampler.strategies.items()
-                if any(one.body == pattern for one in options)
-            }
-            plan = sampler.best(wishes)
+            plan = PlanSampler(case.graph, mesh_of(mesh), FAST).looping(pattern)
             assert plan.comm_bytes["shift", "data"] > 0, plan.comm_bytes
             plan.save(file)
         dist.barrier()

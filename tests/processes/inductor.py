@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -11,7 +10,8 @@ import torch.distributed as dist
 import autopar
 from autopar.attach.tensors import mesh_of
 from autopar.plan import Plan
-from tests.processes.compare import LOSS, loss_of, near, same_gradients, same_steps, sgd, splits
+from tests.processes.compare import LOSS, loss_of, near, same_gradients, same_steps, splits
+from tests.processes.families import trains
 from tests.processes.models import batch, net
 from tests.processes.worker import Ranks
 from tests.support.families import family
@@ -28,27 +28,17 @@ def check_steps(ranks: Ranks) -> None:
     splits(parallel)
 
 
-def _trains(name: str, ranks: Ranks, *sizes: int, **options: object) -> None:
-    case = family(name)
-    plain = copy.deepcopy(case.model)
-    parallel = autopar.compile(
-        copy.deepcopy(plain), ranks.mesh(*sizes), hardware=FAST, backend="inductor", **options  # type: ignore[arg-type]
-    )  # fmt: skip
-    same_steps(plain, parallel, case.inputs, steps=2, **({"make": sgd, "clip": None} if name == "cnn" else {}))
-    splits(parallel)
-
-
 def check_families(ranks: Ranks) -> None:
     for name in ("gpt2", "cnn"):
-        _trains(name, ranks)
+        trains(name, ranks, backend="inductor")
 
 
 def check_two_axes(ranks: Ranks) -> None:
-    _trains("llama", ranks, 2, ranks.count // 2)
+    trains("llama", ranks, 2, ranks.count // 2, backend="inductor")
 
 
 def check_micro_batches(ranks: Ranks) -> None:
-    _trains("gpt2", ranks, micro_batches=2)
+    trains("gpt2", ranks, micro_batches=2, backend="inductor")
 
 
 def _runs(name: str, plan: Plan, ranks: Ranks, what: str) -> None:
@@ -79,14 +69,4 @@ def check_patterns(ranks: Ranks) -> None:
     for name, patterns in PATTERNS.items():
         sampler = PlanSampler(family(name).graph, mesh_of(ranks.mesh()), FAST)
         for pattern in patterns:
-            wishes = _where(sampler, pattern)
-            assert wishes
-            _runs(name, sampler.best(wishes), ranks, pattern)
-
-
-def _where(sampler: PlanSampler, pattern: str) -> Mapping[str, object]:
-    return {
-        name: lambda one: one.body == pattern
-        for name, options in sampler.strategies.items()
-        if any(one.body == pattern for one in options)
-    }
+            _runs(name, sampler.looping(pattern), ranks, pattern)

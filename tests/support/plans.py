@@ -108,6 +108,12 @@ class PlanSampler:
             objective=solution.cost, bound=solution.bound, memory=None, outputs="sharded", notes=(), search={},
         )  # fmt: skip
 
+    def looping(self, pattern: str) -> Plan:
+        """The best plan in which every operator that has this pattern runs it; there is one."""
+        having = [name for name, ways in self.strategies.items() if any(one.body == pattern for one in ways)]
+        assert having, f"no operator has {pattern}"
+        return self.best(dict.fromkeys(having, lambda one: one.body == pattern))
+
 
 def gives(*layouts: Layout) -> Wish:
     """The strategy's first results are laid out so."""
