@@ -37,9 +37,9 @@ class Streamed(torch.optim.Optimizer):
     - those on the host, by the host, while the device still works; with `overlap` while the next forward runs.
 
     The same updates, whatever the plan: it says where, never what. State dicts are those of `optimizer`. Beside GPUs a
-    host updates with all processors of its rank (torchrun gives a process one thread), and torch's Adam and AdamW with
-    their fused kernels where they were told neither `fused` nor `foreach`: torch itself takes a loop there, several
-    times as slow, whose results differ in rounding.
+    host updates what is large with all processors of its rank but two (torchrun gives a process one thread), what is
+    small with one; and torch's Adam and AdamW have their fused kernels there, where they were told neither `fused` nor
+    `foreach`: torch itself takes a loop, several times as slow, whose results differ in rounding.
 
         from autopar.optim import Streamed
         optimizer = Streamed(torch.optim.AdamW(parallel.parameters()), parallel, overlap=True)
@@ -73,8 +73,9 @@ class Streamed(torch.optim.Optimizer):
                 "overlap=True a thread updates the piece that a rank has; use overlap=False with it"
             )
         if overlap:
-            optimizer.register_state_dict_pre_hook(lambda _: self._updates.finish())
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._updates.finish())
+            updates = self._updates  # not `self`, which holds the optimizer
+            optimizer.register_state_dict_pre_hook(lambda _: updates.finish())
+            optimizer.register_load_state_dict_pre_hook(lambda *_: updates.finish())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -153,8 +154,7 @@ class Streamed(torch.optim.Optimizer):
 
     def _threads_for(self, parameter: Tensor) -> int:
         """Of the host, for an update of this rank's piece."""
-        now = torch.get_num_threads()
-        return max(now, host_threads(_numel_here(parameter))) if self._beside_gpus else now
+        return host_threads(_numel_here(parameter)) if self._beside_gpus else torch.get_num_threads()
 
     @property
     def _beside_gpus(self) -> bool:

@@ -38,6 +38,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import autopar
+from autopar.optim import Streamed
 from cost_models.caching_allocator import PAGE
 from cost_models.whole_file import write_whole
 
@@ -65,11 +66,13 @@ def build(name: str, sequence: int, device: str) -> nn.Module:
         return GPT2LMHeadModel(config).to(torch.bfloat16)
 
 
-def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float | None, policy: str | None) -> Any:
+def parallel(
+    model: nn.Module, kwargs: dict[str, Any], device: str, cap: float | None, policy: str | None, profile: str | None
+) -> Any:  # fmt: skip
     mesh = autopar.init_mesh(device)
     limit = None if cap is None else int(cap)
     if policy is None:
-        return autopar.compile(model, mesh, memory=limit, example_kwargs=kwargs, outputs="loss")
+        return autopar.compile(model, mesh, memory=limit, example_kwargs=kwargs, outputs="loss", hardware=profile)
     from autopar.ir.mesh import Mesh
     from autopar.machine.device import hardware_or_here, has_expandable_segments, memory_bytes
     from autopar.measure.twin import traced
@@ -78,7 +81,7 @@ def parallel(model: nn.Module, kwargs: dict[str, Any], device: str, cap: float |
     from autopar.search.reserved import held_within, telling
     from cost_models.reserve import room_in
 
-    machine = hardware_or_here(None, device)
+    machine = hardware_or_here(profile, device)
     graph = traced(model, (), kwargs, device_type=device, loss_alone=True)
     room = room_in(memory_bytes(limit, machine, device), machine, (1,), expandable=has_expandable_segments())
     one = Mesh(("data",), (1,))
@@ -113,11 +116,13 @@ def worker(given: argparse.Namespace) -> dict[str, Any]:
     kwargs = {"input_ids": ids, "labels": ids.clone()}
     plan = None
     if method in ("autopar", "elixir"):
-        model = parallel(model, kwargs, device, given.cap, "elixir" if method == "elixir" else None)
+        model = parallel(model, kwargs, device, given.cap, "elixir" if method == "elixir" else None, given.hardware)
         plan = model.plan
     elif method == "fully_shard":
         model = sharded(model, device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+    if plan is not None:
+        optimizer = Streamed(optimizer, model, overlap=True)  # as the docs say where parameters are on the host
 
     def step() -> None:
         model(**kwargs).loss.backward()
@@ -159,6 +164,7 @@ def run(given: argparse.Namespace, model: str, method: str, cap: float | None) -
     command = [
         sys.executable, "-m", "benchmarks.capped", "--worker", method, "--models", model, "--device", given.device,
         "--batch", str(given.batch), "--sequence", str(given.sequence), "--steps", str(given.steps),
+        *([] if given.hardware is None else ["--hardware", given.hardware]),
         *([] if cap is None else ["--cap", str(cap)]),
     ]  # fmt: skip
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if given.device == "cuda" else {}
@@ -191,6 +197,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--hardware", help="the profile that prices plans (default: as autopar.compile has it)")
     parser.add_argument("-o", type=Path)
     parser.add_argument("--worker", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--cap", type=float, help=argparse.SUPPRESS)

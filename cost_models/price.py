@@ -225,7 +225,8 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
     """Seconds that one rank spends on `step`, with nothing else running.
 
     - Compute: the roofline max(flops / rate, nbytes / memory bandwidth), and the launch of each kernel. Work of kind
-      "host" is bound by host memory alone, which is what limits an optimizer step there, and launches no kernel.
+      "host" is bound by host memory alone, which is what limits an optimizer step there. It launches no kernel, and
+      the host's own part for each (`dispatch_s`) is part of it: what else it launches runs beside the device.
       A step that was measured itself takes the seconds it says.
     - Comm: the collective's closed form on its axis' link; one rank pays nothing, nor do zero bytes.
     - Move: one launch, and the bytes at the rate of its way (`WAYS`).
@@ -239,10 +240,13 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
         case Compute():
             if step.seconds is not None:
                 return step.seconds
-            if (curve := hardware.curve(step.op, step.kind, step.dtype)) is not None:
-                return _compute_s(step, curve, hardware)
+            curve = hardware.curve(step.op, step.kind, step.dtype)
             if step.kind == "host":
-                return step.nbytes / hardware.tiers["host"].bytes_per_s
+                work_s = curve and _compute_s(step, curve, hardware)
+                dispatch_s = step.kernels * (hardware.dispatch_s or 0.0)
+                return dispatch_s + (step.nbytes / hardware.tiers["host"].bytes_per_s if work_s is None else work_s)
+            if curve is not None:
+                return _compute_s(step, curve, hardware)
             work_s = step.flops / hardware.rate(step.dtype, step.kind)
             memory_s = step.nbytes / hardware.tiers["hbm"].bytes_per_s
             return (work_s if work_s > memory_s else memory_s) + step.kernels * hardware.launch_s

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import operator
 import types
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,27 @@ from autopar.trace.values import CONTAINERS, FEW, IN_PLACE, MISSING, SCALARS, in
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # what is put in there, into empty ones too, is called
 Place = tuple[Mapping[str, Any], str]  # where a value is found
+
+
+class _Own(Mapping[str, Any]):
+    """The attributes of the whole module, which holds its guards: it is freed with the last who holds it from outside,
+    and not when Python looks for circles next.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return vars(self._module()).get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        return vars(self._module())[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self._module()))
+
+    def __len__(self) -> int:
+        return len(vars(self._module()))
 
 
 @dataclass
@@ -74,17 +96,18 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
     guards = Guards([], [], [], [], [*model.modules()][1:], [], [], [], {})
     guards.classes = [*map(type, guards.modules)]  # (class and forward of the whole module are ours)
     modules = dict(model.named_modules(remove_duplicate=False))
+    own = {path: vars(module) if path else _Own(model) for path, module in modules.items()}
     written = reads.written
     for (path, name), value in reads.attributes.items():
-        module = modules.get(path)
-        if module is None:
+        place = own.get(path)
+        if place is None:
             continue
         called = f"{path}.{name}" if path else name
         if (path, name) in written:
             value = written[path, name][0]
         elif name != "training":  # which the trace may have set
-            value = vars(module).get(name, MISSING)
-        _add(guards, vars(module), name, value, called, (reads, reads.attributes[path, name]))
+            value = place.get(name, MISSING)
+        _add(guards, place, name, value, called, (reads, reads.attributes[path, name]))
     for path, module in modules.items():
         for key, child in module._modules.items():
             _add(guards, module._modules, key, child, f"{path}.{key}" if path else key)
@@ -93,7 +116,7 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
                 if tensor is None:
                     _add(guards, getattr(module, kind), key, None, f"{path}.{key}" if path else key)
         if path:
-            _add(guards, vars(module), "forward", vars(module).get("forward", MISSING), f"{path}.forward")
+            _add(guards, own[path], "forward", own[path].get("forward", MISSING), f"{path}.forward")
     parts = [*model.modules()]
     kept = ((module, kind, getattr(module, kind)) for module in parts for kind in REGISTERED)
     guards.kept = [place for module, kind, place in kept if place or _may_be_filled(module, kind)]

@@ -52,8 +52,8 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
         for name, value in written:
             tensors, leaf = prepared.buffers[name]
             tensors[leaf].copy_(value)
-    for attributes, name, value in prepared.sets:
-        attributes[name] = value
+    for path, name, value in prepared.sets:
+        vars(prepared.modules[path])[name] = value
     return _assemble_outputs(state, prepared, outputs, step)
 
 

@@ -51,7 +51,7 @@ class Prepared:
     without_tangent: frozenset[str]
     writes: Mapping[tuple[str, str], tuple[Any, Any, str]]
     modules: Mapping[str, nn.Module]
-    sets: list[tuple[dict[str, Any], str, Any]]
+    sets: list[tuple[str, str, Any]]
     checked: list[tuple[Any, Any]]
     told: str
     batch_dims: Mapping[str, int]

@@ -284,11 +284,10 @@ def _prepared(
     held = [slots[node.target] for node in runner.parameters]
     beside = [slots[name] for name in runner.beside]
     whole = [slots[node.target] for node in graph.nodes if node.op == "parameter"]
-    modules = dict(parallel.named_modules(remove_duplicate=False))
+    # Weakly: who drops the module frees it, and what it holds of a device, without Python's search for circles.
+    modules = WeakValueDictionary(parallel.named_modules(remove_duplicate=False))
     sets = [
-        (vars(modules[path]), name, after)
-        for (path, name), (_, after, _) in captured.reads.written.items()
-        if not has_tensors(after)
+        (path, name, after) for (path, name), (_, after, _) in captured.reads.written.items() if not has_tensors(after)
     ]
     guards = guards_of(captured.reads, parallel)
     hooked = hooks.hooked(parallel)

@@ -10,6 +10,7 @@ dispatch modes, of which torch keeps count for all threads at once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -74,16 +75,15 @@ class Updates:
             update.future.result()
 
     def _late(self, updated: Tensor, future: Future[None]) -> Late:
+        held = weakref.ref(self)  # what a tensor holds by its gradient Python cannot collect: it would hold the module
+
         def arrive() -> Tensor:
-            self._wait(future)
+            if future.exception() is not None and (updates := held()) is not None:
+                updates.finish()
+            future.result()
             return updated
 
         return Late(updated, arrive)
-
-    def _wait(self, future: Future[None]) -> None:
-        if future.exception() is not None:
-            self.finish()
-        future.result()
 
     def __deepcopy__(self, memo: Any) -> Updates:
         self.finish()

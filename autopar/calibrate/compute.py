@@ -24,6 +24,9 @@ from cost_models.steps import Compute, Move
 
 AROUND_MALLOC = (30 * 2**20, 2**25)  # results from 32 MiB on glibc puts into new pages each time
 TRAINED_BYTES = 2**27  # of parameters with gradients and states: a step's optimizer finds little of them in caches
+# Beside a GPU: caches of servers hold some hundred MB (an H200's host updated 128 MiB at twice the rate of its memory),
+# and embeddings are parameters of up to some GB.
+ON_HOST_BYTES, LARGE_ON_HOST = 2**30, (2**26, 2**28)
 WIDTH, WIDTH_ON_CUDA = 256, 1024  # of the rows of softmax, norms and losses
 CLASSES_ON_CUDA = 32768  # of losses that are large: other kernels than for narrow rows
 
@@ -194,8 +197,11 @@ def optimizers(device: torch.device, mesh: DeviceMesh | None) -> Made:
     ]
     sizes = (2**10, 2**14, 2**18, 2**20, 2**22, 2**24)
     for op, kind, options, where, as_training in ways:
-        for size in (*sizes, *AROUND_MALLOC, 2**26) if not options else sizes:
-            parameters = max(2, min(64, TRAINED_BYTES // (4 * size)))  # four: it, its gradient, its states
+        beside_gpu = kind == "host" and device.type == "cuda"
+        more = LARGE_ON_HOST if beside_gpu else () if options else (*AROUND_MALLOC, 2**26)
+        for size in (*sizes, *more):
+            trained = ON_HOST_BYTES if beside_gpu else TRAINED_BYTES
+            parameters = max(2, min(64, trained // (4 * size)))  # four: it, its gradient, its states
             held: list[torch.nn.Parameter] = []
             for _ in range(parameters):
                 values: Tensor = torch.zeros(size // 4, device=where)
@@ -207,7 +213,7 @@ def optimizers(device: torch.device, mesh: DeviceMesh | None) -> Made:
             step = Compute(op, 0.0, float(passes * size), "float32", 1, kind)
             curve = "host.float32" if kind == "host" else f"ops.{op}.float32"
             update = torch.optim.AdamW(held, 1e-6, **options).step
-            if kind == "host" and device.type == "cuda":
+            if beside_gpu:
                 update = partial(_with_threads, host_threads(size // 4), update)
             yield Bench(curve, step, update, counts=parameters)
 

@@ -47,10 +47,12 @@ STAGES = {  # name -> function, what it shows; numbers before speed
     "shared-4": ("shared:four", "4 ranks on one GPU, through the host"),
     "calibrate": ("calibration:calibration", "the machine measured, and AdamW on the host"),
     "predicted": ("predicted:predicted", "steps of GPT-2 124M and Llama 1B beside what that profile predicts"),
+    "twelfth": ("twelfth:twelfth", "GPT-2 of 1.3B in room for a twelfth of its states, beside the same steps without"),
     "capped-125m": ("capped:small", "benchmarks.capped, GPT-2 of 125M"),
     "capped-350m": ("capped:medium", "benchmarks.capped, GPT-2 of 350M"),
     "capped-1.3b": ("capped:large", "benchmarks.capped, GPT-2 of 1.3B"),
     "calibrate-again": ("calibration:again", "the machine measured again: what moved"),
+    "shared-2-inductor": ("shared:inductor", "2 ranks on one GPU, in code that inductor compiled"),
     "copies-inductor": ("copies:inductor", "the same copies in code that inductor compiled"),
 }
 NODE = {

@@ -14,7 +14,7 @@ from benchmarks.gpu.stage import Row, Setting, Skipped, called
 from cost_models.hardware import Hardware
 
 SECONDS = 60
-ELEMENTS = {"cuda": 2**26, "cpu": 2**20}
+ELEMENTS = {"cuda": (2**20, 2**22, 2**24, 2**26), "cpu": (2**20,)}
 
 
 def calibration(setting: Setting) -> Iterator[Row]:
@@ -55,13 +55,14 @@ def calibrated(path: Path) -> list[str]:
 
 
 def host_adamw(setting: Setting) -> Iterator[Row]:
-    """Fused AdamW of one large float32 parameter in the host's memory."""
-    count = ELEMENTS[setting.device]
-    parameter = torch.nn.Parameter(torch.randn(count))
-    parameter.grad = torch.randn(count)
-    optimizer = torch.optim.AdamW([parameter], 1e-4, fused=True)
-    for threads in sorted({1, 4, os.cpu_count() or 1}):
-        if threads <= (os.cpu_count() or 1):
+    """Fused AdamW of one float32 parameter in the host's memory, by its size and the threads that it has."""
+    cores = os.cpu_count() or 1
+    for count in ELEMENTS[setting.device]:
+        parameter = torch.nn.Parameter(torch.randn(count))
+        parameter.grad = torch.randn(count)
+        optimizer = torch.optim.AdamW([parameter], 1e-4, fused=True)
+        row: Row = {"AdamW on the host": f"{count:,} elements, ms"}
+        for threads in sorted({1, 4, 8, cores - 4, cores - 2, cores} & {*range(1, cores + 1)}):
             torch.set_num_threads(threads)
-            took = seconds(optimizer.step, Setting("cpu", setting.folder), 5)
-            yield {"AdamW on the host, threads": threads, "ms": 1e3 * took, "GB/s": 7 * 4 * count / took / 1e9}
+            row[f"{threads} threads"] = 1e3 * seconds(optimizer.step, Setting("cpu", setting.folder), 5)
+        yield row

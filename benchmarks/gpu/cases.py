@@ -28,6 +28,7 @@ from benchmarks.gpu.stage import ROUNDED, Row, Wrong, gradients_off, half_gradie
 from benchmarks.models import MODELS
 from cost_models.hardware import Hardware
 from tests.support.families import family
+from tests.support.plans import PlanSampler
 from tests.support.residence import ResidenceSampler
 
 C10D = torch.ops._c10d_functional
@@ -38,9 +39,11 @@ EPS = 1e-3  # of AdamW: gradients that are zero but for rounding shall not be di
 
 @dataclass(frozen=True)
 class Case:
-    """`plan`: a policy, "searched", or "random N": of plans with offload, residence on the host and every layout.
+    """`plan`: a policy, "searched", "random N": of plans with offload, residence on the host and every layout, or
+    "loop PATTERN": one with that loop in it.
 
-    `precision`: float32 or bfloat16. `checkpoint`: save, spoil and load the parameters at the end.
+    `precision`: float32 or bfloat16. `checkpoint`: save, spoil and load the parameters at the end. `backend`: of
+    `autopar.compile`.
     """
 
     model: str
@@ -48,10 +51,12 @@ class Case:
     plan: str
     precision: str = "float32"
     checkpoint: bool = False
+    backend: str = "eager"
 
     def __str__(self) -> str:
-        mesh = "x".join(map(str, self.sizes))
-        return f"{self.model}, {mesh}, {self.plan}" + (f", {self.precision}" if self.precision != "float32" else "")
+        told = [self.model, "x".join(map(str, self.sizes)), self.plan]
+        told += [self.precision] * (self.precision != "float32") + [self.backend] * (self.backend != "eager")
+        return ", ".join(told)
 
 
 def model_of(name: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -68,9 +73,12 @@ def plan_of(case: Case, mesh: Mesh, model: nn.Module, inputs: dict[str, Any], ha
     """None: autopar.compile searches for itself."""
     if case.plan == "searched" or case.precision != "float32":
         return None
-    if not case.plan.startswith("random"):
+    kind, _, which = case.plan.partition(" ")
+    if kind == "loop":
+        return PlanSampler(family(case.model).graph, mesh, hardware).looping(which)
+    if kind != "random":
         return search(traced(model, (), inputs), mesh, hardware, Request(policy=case.plan))
-    drawn = ResidenceSampler(family(case.model).graph, mesh).draw(int(case.plan.removeprefix("random ")))
+    drawn = ResidenceSampler(family(case.model).graph, mesh).draw(int(which))
     return replace(drawn, prefetch=1, bucket_bytes=3000)
 
 
@@ -121,7 +129,7 @@ def run(case: Case, device: str, hardware: Hardware, folder: Path) -> Row:
     held = torch.cuda.memory_allocated() if device == "cuda" else 0
     parallel = autopar.compile(
         copy.deepcopy(model), device_mesh, plan=plan, hardware=hardware if plan is None else None,
-        precision=precision, example_kwargs=inputs,
+        precision=precision, example_kwargs=inputs, backend=case.backend,
     )  # fmt: skip
     plan = parallel.plan
     axis_of = {name: axis for axis, name in parallel._autopar.groups.items()}
@@ -135,7 +143,7 @@ def run(case: Case, device: str, hardware: Hardware, folder: Path) -> Row:
         with Traffic(plan.mesh, axis_of) as traffic:
             loss = loss_of(parallel(**inputs))
             loss.backward()
-        if step == 1:
+        if step == 1 and case.backend == "eager":  # compiled code has an all-to-all in the place of a shift
             row["received"] = _same_bytes(traffic, plan, case)
         if device == "cuda":
             row["held"] = f"{torch.cuda.max_memory_allocated() - held} B"

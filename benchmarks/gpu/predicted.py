@@ -1,18 +1,19 @@
 """Plans for models that people train on one GPU, executed: time and memory beside what the machine's profile predicts.
 
-Searched as a user would, by `python -m autopar.search` with the profile that calibrate left, and measured as
-`python -m autopar.measure` does; all plans of a model in one process.
+Searched as a user would, by `python -m autopar.search` with the profile that calibrate left, several at a time, and
+measured as `python -m autopar.measure` does, one behind the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autopar.machine.device import init_mesh
+from autopar.machine.device import init_mesh, processors
 from autopar.measure.twin import measure
 from autopar.plan import Plan
 from autopar.trace.precision import precision_named
@@ -66,18 +67,28 @@ def predicted(setting: Setting) -> Iterator[Row]:
     profile = str(setting.profile) if setting.is_cuda else "cpu-gloo"
     hardware, precision = Hardware.load(profile), precision_named("bf16")
     init_mesh(setting.device)
-    for factory in MODELS[setting.device]:
-        name = factory.__name__
+    asked = [(factory, what) for factory in MODELS[setting.device] for what in ASKED[factory]]
+    plans = searched(setting, [(f"{__name__}:{factory.__name__}", ASKED[factory][what]) for factory, what in asked])
+    for (factory, what), plan in zip(asked, plans, strict=True):
         model, args, kwargs = factory()
-        for what, limits in ASKED[factory].items():
-            path = Path(setting.folder, "plan.json")
-            how = ("--mesh", "data=1", "--hardware", profile, "--precision", "bf16", "--time-limit", "8", *limits)
-            called("autopar.search", f"{__name__}:{name}", *how, "-o", str(path))
-            found = measure(
-                Plan.load(path), model, args, kwargs, steps=STEPS, hardware=hardware, precision=precision,
-                device_type=setting.device,
-            )  # fmt: skip
-            yield from rows(f"{name}, {what}", found.to_json())
+        found = measure(
+            plan, model, args, kwargs, steps=STEPS, hardware=hardware, precision=precision, device_type=setting.device
+        )
+        yield from rows(f"{factory.__name__}, {what}", found.to_json())
+
+
+def searched(setting: Setting, asked: Sequence[tuple[str, tuple[str, ...]]]) -> list[Plan]:
+    """The plans of (factory, flags), for one device and bfloat16, by the profile that calibrate left."""
+    profile = str(setting.profile) if setting.is_cuda else "cpu-gloo"
+    how = ("--mesh", "data=1", "--hardware", profile, "--precision", "bf16", "--time-limit", "20")
+
+    def one(number: int) -> Plan:
+        path, (factory, flags) = Path(setting.folder, f"plan-{number}.json"), asked[number]
+        called("autopar.search", factory, *how, *flags, "-o", str(path))
+        return Plan.load(path)
+
+    with ThreadPoolExecutor(max(1, processors() // 2)) as pool:
+        return list(pool.map(one, range(len(asked))))
 
 
 def rows(what: str, told: dict[str, Any]) -> Iterator[Row]:

@@ -65,10 +65,20 @@ TWO = [
     Case("bench-gpt2", (2,), "searched", "bfloat16"),
 ]
 FOUR = [*random_cases((2, 2), (0,)), *random_cases((4,), (1,)), Case("bench-gpt2", (2, 2), "fsdp+tensor-parallel")]
+COMPILED = [
+    Case("mlp", (2,), "random 2", backend="inductor"),
+    Case("mlp", (2,), "loop ring", backend="inductor"),
+    Case("mlp", (2,), "loop ring reduce-scatter", backend="inductor"),
+    Case("block", (2,), "random 5", backend="inductor"),
+    Case("llama", (2,), "loop context parallel: ring", backend="inductor"),
+    Case("gpt2", (2,), "random 2", backend="inductor"),
+    Case("bench-gpt2", (2,), "fsdp", backend="inductor"),
+]
 
 
-def shared(setting: Setting, ranks: int) -> Iterator[Row]:
-    yield from started(setting, ranks, staged.NAME, [COLLECTIVES, *trained(TWO if ranks == 2 else FOUR)])
+def shared(setting: Setting, ranks: int, cases: Sequence[Case]) -> Iterator[Row]:
+    yield from started(setting, ranks, staged.NAME, [COLLECTIVES, *trained(cases)])
 
 
-two, four = partial(shared, ranks=2), partial(shared, ranks=4)
+two, four = partial(shared, ranks=2, cases=TWO), partial(shared, ranks=4, cases=FOUR)
+inductor = partial(shared, ranks=2, cases=COMPILED)
