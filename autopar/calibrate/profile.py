@@ -44,7 +44,7 @@ def profile_from(samples: Sequence[Sample], base: Hardware, name: str, how: str,
     first = next(s.sizes for s in samples if isinstance(s.step, Compute))  # the ranks that compute was measured with
     curves, of_curves = _curves(samples, first, how)
     measured = _Measured(how)
-    flops = _flops(measured, base, [s for s in samples if s.sizes == first])
+    flops, achieved = _flops(measured, base, [s for s in samples if s.sizes == first])
     memory = curves["elementwise.float32"]
     launch = measured.figure("launch_s", min(max(memory.seconds(0.0, 48.0), 1e-9), 1.0), "adding a few numbers")
     quickest = max(rate for _, rate in memory.points)
@@ -55,14 +55,10 @@ def profile_from(samples: Sequence[Sample], base: Hardware, name: str, how: str,
     slowdown = _slowdown(samples, first, shares_processors)
     for what, factor in slowdown.items():
         measured.figure(f"slowdown.{what}", factor, f"against {first[0]} ranks, on {processors()} processors")
-    new = {dtype for dtype in base.achieved_flops_per_s if f"flops_per_s.{dtype}" in measured.sources}
-    achieved = {dtype: rate for dtype, rate in base.achieved_flops_per_s.items() if dtype not in new}
-    stale = {f"achieved_flops_per_s.{dtype}" for dtype in new}
-    kept = {figure: source for figure, source in (dict(base.sources) | of_curves).items() if figure not in stale}
     return replace(
         base, name=name, curves=curves, launch_s=launch, vector_flops_per_s=vector, flops_per_s=flops,
         achieved_flops_per_s=achieved, tiers=tiers, links=links, host_link=host_link, slowdown=slowdown,
-        sources=kept | measured.sources,
+        sources=dict(base.sources) | of_curves | measured.sources,
     )  # fmt: skip
 
 
@@ -85,15 +81,17 @@ def _curves(samples: Sequence[Sample], first: tuple[int, ...], how: str) -> tupl
     return curves, sources
 
 
-def _flops(measured: _Measured, base: Hardware, samples: Sequence[Sample]) -> dict[str, float]:
-    """Flops per second by dtype, from the largest product that was measured."""
-    flops = dict(base.flops_per_s)
+def _flops(measured: _Measured, base: Hardware, samples: Sequence[Sample]) -> tuple[dict[str, float], dict[str, float]]:
+    """Flops per second by dtype, the peak and what is achieved, from the largest product that was measured. The peak of
+    a GPU stays that of its data sheet.
+    """
+    flops, achieved = dict(base.flops_per_s), dict(base.achieved_flops_per_s)
     for dtype in DTYPES:
         if squares := [s for s in samples if s.curve == f"matmul.{dtype}"]:
             most = max(squares, key=lambda s: _work(s)[0])
-            rate = _work(most)[0] / most.seconds
-            flops[dtype] = measured.figure(f"flops_per_s.{dtype}", rate, "the largest product")
-    return flops
+            rates, name = (achieved, "achieved_flops_per_s") if base.reserve else (flops, "flops_per_s")
+            rates[dtype] = measured.figure(f"{name}.{dtype}", _work(most)[0] / most.seconds, "the largest product")
+    return flops, achieved
 
 
 def _tiers(

@@ -24,6 +24,7 @@ from cost_models.steps import MATRIX_KINDS
 
 BACKWARD_PRODUCTS = 4 / 5  # of attention: its kernels make five, one of them for the second time
 INTEGERS = ("int64", "int32")  # dtypes of tokens
+PEAK = "peak_flops_per_s:"  # fact of a search, of a dtype that follows
 COUNTED = "products, attention and convolutions of forward and backward, each once; causal attention as half"
 
 
@@ -115,7 +116,9 @@ def flops_by_dtype(graph: Graph, tf32: tuple[str, ...] = ()) -> dict[str, float]
 
 
 def _peaks(plan: PlanValue) -> dict[str, float]:
-    """Dtype -> peak of one rank; nothing where the plan was priced with a profile that autopar does not come with."""
+    """Dtype -> peak of one rank: what the search noted, else that of a profile which autopar comes with."""
+    if noted := {name.removeprefix(PEAK): float(x) for name, x in plan.search.items() if name.startswith(PEAK)}:
+        return noted
     with suppress(ValueError):
         hardware = Hardware.known(plan.hardware)
         if hardware.allowing(plan.tf32).digest == plan.hardware_digest:

@@ -11,6 +11,7 @@ from autopar.lower.program import Launch, Run
 from autopar.lower.verify import flat
 from autopar.plan import Plan
 from autopar.plan.explain import DISPATCH, DISPATCHED, FUSED
+from autopar.plan.utilisation import PEAK
 from autopar.price.pricer import Pricer
 from autopar.simulate.kernels import as_kernels
 from autopar.simulate.timeline import timeline_of
@@ -18,14 +19,16 @@ from cost_models.steps import Compute
 
 
 def with_backends(plan: Plan, pricer: Pricer) -> Plan:
-    """The plan, which says what it takes where inductor fuses its operators, and how many kernels the host launches
-    without. Only for GPUs: on CPUs inductor's kernels were not compared with anything, and nobody waits for a launch.
+    """The plan, which says what it takes where inductor fuses its operators, how many kernels the host launches
+    without, and what its flops are a share of. Only for GPUs: on CPUs inductor's kernels were not compared with
+    anything, and nobody waits for a launch.
     """
     if not pricer.hardware.reserve:
         return plan
     priced = replace(pricer, bucket_bytes=plan.bucket_bytes)
     fused = as_kernels(plan, lambda node: "the program")
     facts: dict[str, float] = {FUSED: timeline_of(fused, priced, plan.prefetch).seconds}
+    facts |= {f"{PEAK}{dtype}": rate for dtype, rate in pricer.hardware.flops_per_s.items()}
     if each_s := pricer.hardware.dispatch_s:
         count = launched(plan, priced)
         facts |= {DISPATCHED: count, DISPATCH: count * each_s}

@@ -11,9 +11,12 @@ from torch.nn import functional
 
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
+from autopar.plan import Plan
 from autopar.plan.utilisation import flops_by_dtype, utilisation
+from autopar.price.pricer import Pricer
 from autopar.search import Request, search
 from autopar.search.__main__ import main
+from autopar.search.backends import with_backends
 from autopar.trace import capture, graph_of
 from autopar.trace.precision import precision_named
 from cost_models.hardware import Hardware
@@ -94,8 +97,19 @@ def test_what_is_run_again_does_not_count() -> None:
     assert utilisation(kept).model_flops == BY_HAND
 
 
-def test_with_a_profile_that_is_not_known_there_is_no_mfu() -> None:
-    plan = search(graph(Two(), torch.zeros(BATCH, IN)), TWO, replace(H100, launch_s=1e-6))
+def test_a_profile_of_ones_own_gpus_has_mfu_too(tmp_path: Path) -> None:
+    own = replace(H100, launch_s=1e-6)
+    found = search(graph(Two(), torch.zeros(BATCH, IN), precision="bf16"), TWO, own)
+    plan = with_backends(found, Pricer.on(TWO, own, "adamw"))
+    plan.save(tmp_path / "plan.json")
+    for one in (plan, Plan.load(tmp_path / "plan.json")):
+        found = utilisation(one)
+        assert found.mfu == pytest.approx(BY_HAND / (plan.predicted_seconds * 2 * 989.4e12))
+        assert "MFU" in one.explain()
+
+
+def test_with_a_profile_of_processors_that_is_not_known_there_is_none() -> None:
+    plan = search(graph(Two(), torch.zeros(BATCH, IN)), TWO, replace(Hardware.load("cpu-gloo"), launch_s=1e-6))
     assert utilisation(plan).mfu is None and "MFU" not in plan.explain()
     assert "model flops" in plan.explain()
 
