@@ -20,11 +20,14 @@ import autopar
 from autopar.emit import moves
 from autopar.optim import Streamed
 from autopar.plan import Plan
+from autopar.simulate.steady_state import steady_s
+from autopar.simulate.timeline import pricer_of
 from benchmarks.capped import SHAPES, fraction_of, timed
 from benchmarks.gpu.peaks import ROOM
 from benchmarks.gpu.predicted import searched
 from benchmarks.gpu.stage import Row, Setting, loss_of
 from cost_models.caching_allocator import PAGE
+from cost_models.hardware import Hardware
 
 STEPS, SEQUENCE, PART = 20, 1024, 12
 BATCHES = {"cuda": ("gpt-1.3b", (64, 16)), "cpu": ("tiny", (2,))}
@@ -110,12 +113,18 @@ def _trained(setting: Setting, mesh: Any, which: tuple[str, int], plan: Plan) ->
 
         times = _under(setting, ROOM * said if hosted else None, step, steps)
         row: Row = {"states": way, "on the host GiB": hosted / 2**30, "efficiency": 1.0}
-        row |= {"ms": 1e3 * statistics.median(times), "predicted ms": 1e3 * plan.predicted_seconds}
+        row |= {"ms": 1e3 * statistics.median(times), "predicted ms": 1e3 * _predicted_s(plan, way, setting)}
         if setting.is_cuda:
             row["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
             row["predicted GiB"] = plan.peak_bytes["hbm"] / 2**30
             row |= {"reserved GiB": torch.cuda.max_memory_reserved() / 2**30, "its limit": ROOM * said / 2**30}
         yield {key: round(x, 3) if isinstance(x, float) else x for key, x in row.items()}
+
+
+def _predicted_s(plan: Plan, way: str, setting: Setting) -> float:
+    if "overlapped" not in way or not setting.is_cuda:
+        return plan.predicted_seconds
+    return steady_s(plan, pricer_of(plan, Hardware.load(setting.profile)))
 
 
 def _profile(setting: Setting) -> str | None:
