@@ -23,7 +23,7 @@ from autopar.trace.modules import REGISTERED
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
 from autopar.trace.settings import Cell, Of, is_users_class
-from autopar.trace.values import CONTAINERS, FEW, IN_PLACE, MISSING, SCALARS, inside, own_names, snapshot
+from autopar.trace.values import CONTAINERS, IN_PLACE, MISSING, SCALARS, few_in, inside, own_names, snapshot
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # what is put in there, into empty ones too, is called
 Place = tuple[Mapping[str, Any], str]  # where a value is found
@@ -169,7 +169,7 @@ def _add(
         _add_names(guards, value, own if own is getattr(value, "__dict__", None) else Of(value), called, traced)
     else:
         guards.changing.append(((place, key), snapshot(value)))
-        if isinstance(value, (list, tuple, dict)) and len(value) <= FEW:
+        if isinstance(value, (list, tuple, dict)) and few_in(value):
             _add_parts(guards, value, called, traced)
     if isinstance(value, (partial, types.MethodType)):
         inside_it = [value.__self__] if isinstance(value, types.MethodType) else [*value.args, *value.keywords.values()]

@@ -28,7 +28,7 @@ from autopar.attach.optimizers import refuse_optimizers_of
 from autopar.attach.pipe import Pipe
 from autopar.attach.placing import adopt, lay_out, make_plain
 from autopar.attach.prepared import Prepared
-from autopar.attach.programs import Key, Planner, State, found, prepare, varying, why_new
+from autopar.attach.programs import Key, Planner, State, found, laid_out_for_it, prepare, varying, why_new
 from autopar.attach.scaling import share_infinities
 from autopar.attach.shared import tell_of_shared
 from autopar.attach.stage_run import StageRunner
@@ -378,6 +378,8 @@ def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepar
         _first_program(parallel, call, key._replace(gradients=True), held=True, loosely=not key.gradients)
         if (prepared := found(state, key)) is not None:
             return prepared, call
+        with laid_out_for_it():
+            return _new_program(parallel, call, key)
     if paths := varying(state, call):
         caller = _caller(parallel)
         caller.wide = any(parameter.dtype is torch.float64 for parameter in parallel.parameters())

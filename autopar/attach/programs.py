@@ -7,10 +7,11 @@ that given, so that no parameter moves between calls.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -35,6 +36,7 @@ from autopar.attach.tensors import mesh_of
 from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
 from autopar.emit import forward_only
+from autopar.errors import Infeasible
 from autopar.ir.batch_norm import parts_of
 from autopar.ir.graph import Graph, output_types
 from autopar.ir.mesh import Mesh
@@ -164,6 +166,21 @@ def found(state: State, key: Key) -> Prepared | None:
             state.programs.move_to_end(key)
             return prepared
     return None
+
+
+@contextlib.contextmanager
+def laid_out_for_it() -> Iterator[None]:
+    """Inside, a first call without gradients is planned, whose step of training is planned and laid out: where it does
+    not fit, the refusal says that it has done so much.
+    """
+    try:
+        yield
+    except Infeasible as error:
+        told = (
+            "Parameters lie by now as a step of training with this batch wants them, which may not be best for others: "
+            "compile the model anew, with a batch that it trains with (example_inputs=, example_kwargs=)."
+        )
+        raise Infeasible(f"{error} {told}", error.at_least, error.enough) from None
 
 
 def why_new(state: State, key: Key) -> str:

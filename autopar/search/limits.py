@@ -104,7 +104,7 @@ def nothing_fits(shortage: Shortage, graph: Graph, memory: float, closed: Collec
     if shortage.enough is None:  # no plan is known, and so no peak
         return f"{what} fits in {room}: {least}. {_help(shortage, graph, closed if policy is None else ())}"
     node = node_of.get(liveness(graph).node_at[shortage.instant])
-    where = "the optimizer step" if node is None else f"{_called(node)} runs in {node.phase}"
+    where = "the optimizer makes its step" if node is None else f"{_called(node)} runs in {node.phase}"
     told = [f"{what} fits in {room}: {least}, at the peak while {where}."]
     if shortage.tenants:
         tenants = "; ".join(f"{_tenant(name, node_of)} {size(nbytes)}" for name, nbytes in shortage.tenants)
@@ -129,7 +129,7 @@ def _help(shortage: Shortage, graph: Graph, closed: Collection[str]) -> str:
         return "Give more memory or more ranks, or make the batch smaller."
     if ways := [word for word in ALLOWS[most] if ALLOWED[word] in closed]:
         others.insert(0, f"let --allow (allow=) have {' and '.join(ways)}, too")
-    if any(name.startswith(OUTPUT) for name, _ in shortage.tenants) and gives_loss(graph):
+    if gradients and any(name.startswith(OUTPUT) for name, _ in shortage.tenants) and gives_loss(graph):
         others.insert(0, "leave out what training does not read beside the loss (--outputs loss, outputs='loss')")
     if most == VALUES and gradients and batch_size(graph) > 1:  # rows of one micro-batch, which others can have
         more = "more micro-batches" if graph.rounds.count > 1 else "micro-batches"

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from autopar.trace.values import held_in
+
 
 def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> None:
     """Let the functions that modules of `made` hold look at copies: `copy_of[i]`, in the place of the object with `id`
@@ -66,7 +68,7 @@ class _Turned:
             return self.of(value)
         if isinstance(value, (list, dict)) and id(value) not in self.own:
             self.own[id(value)] = value
-            for place in range(len(value)) if isinstance(value, list) else [*value]:
+            for place in range(len(held_in(value))) if isinstance(value, list) else [*value]:
                 if (now := self.within(value[place])) is not value[place]:
                     value[place] = now
         return value
@@ -129,9 +131,7 @@ def _parts(value: Any) -> list[Any]:
         case partial():
             given = cast("partial[Any]", value)
             return [given.func, *given.args, *given.keywords.values()]
-        case list() | tuple():
-            return [*cast("list[Any]", value)]
-        case dict():
-            return [*cast("dict[Any, Any]", value).values()]
+        case list() | tuple() | dict():
+            return held_in(value)
         case _:
             return []

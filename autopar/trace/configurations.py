@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.trace.values import (
-    FEW,
     MISSING,
     Change,
+    few_in,
     inside,
     is_grown_table,
     is_noted_once,
@@ -46,8 +46,8 @@ class Configurations:
 
     def watch(self, value: Any, is_open: Callable[[], bool]) -> None:
         """Note from now on what is read of `value` while `is_open` says so."""
-        if isinstance(value, (list, tuple, dict)) and len(value) <= FEW:
-            for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(value, (list, tuple, dict)):
+            for part in few_in(value):
                 self.watch(part, is_open)
         if own_names(value) is None or self.is_known(value) or is_of_torch(type(value)):
             return

@@ -26,11 +26,11 @@ from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.values import (
     CONTAINERS,
     DRAWING,
-    FEW,
     IN_PLACE,
     MISSING,
     SCALARS,
     Change,
+    few_in,
     is_grown_table,
     is_noted_once,
     is_torchs,
@@ -154,8 +154,8 @@ def _held_by(modules: list[nn.Module]) -> Iterator[Any]:
         for name, value in vars(module).items():
             if name not in OF_EVERY_MODULE:
                 yield value
-                if isinstance(value, (list, tuple, dict)) and len(value) <= FEW:
-                    yield from value.values() if isinstance(value, dict) else value
+                if isinstance(value, (list, tuple, dict)):
+                    yield from few_in(value)
 
 
 def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:

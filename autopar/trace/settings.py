@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopar.trace.values import FEW, IN_PLACE, MISSING, SCALARS, is_installed, is_of_torch, is_torchs
+from autopar.trace.values import IN_PLACE, MISSING, SCALARS, few_in, is_installed, is_of_torch, is_torchs
 
 FUNCTIONS, HOLDERS = 2000, 2000  # of the user's code and objects are looked at, at most
 CODE = (types.FunctionType, types.MethodType, classmethod, staticmethod, property, cached_property, partial)
@@ -179,8 +179,8 @@ class Settings:
             return
         if place.get(name, MISSING) is value or isinstance(value, SCALARS):  # and is not made anew each time
             self.found.append((place, name, value))
-        if isinstance(value, (list, tuple, set, dict, deque)) and len(value) <= FEW:
-            for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(value, (list, tuple, set, dict, deque)):
+            for part in few_in(value):
                 self._left += [part] if isinstance(part, CODE) else []
                 self._hold(part)
         self._hold(value)

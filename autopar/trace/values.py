@@ -71,6 +71,26 @@ PLAIN = (
 )  # fmt: skip
 
 
+def held_in(value: Any) -> list[Any]:
+    """What is in a list, tuple, set, deque or the values of a dict, told by these themselves: classes of users that are
+    some may say that they have no length, or another.
+    """
+    match value:
+        case dict():
+            return [*dict.values(cast("dict[Any, Any]", value))]
+        case list() | tuple() | set() | frozenset() | deque():
+            kind = next(one for one in (list, tuple, set, frozenset, deque) if isinstance(value, one))
+            return [*kind.__iter__(cast("Any", value))]
+        case _:
+            return []
+
+
+def few_in(value: Any) -> list[Any]:
+    """The same, of what holds few."""
+    found = held_in(value)
+    return found if len(found) <= FEW else []
+
+
 def snapshot(value: Any, depth: int = 3) -> Any:
     """Something that equals another snapshot where two values mean the same to a program."""
     match value:
@@ -81,9 +101,9 @@ def snapshot(value: Any, depth: int = 3) -> Any:
         case np.ndarray():
             return value.dtype.str, value.shape, value.tobytes()
         case list() | tuple() if depth:
-            return type(value), [snapshot(part, depth - 1) for part in value]
+            return type(value), [snapshot(part, depth - 1) for part in held_in(value)]
         case deque() if depth:
-            return deque, [snapshot(part, depth - 1) for part in value]
+            return deque, [snapshot(part, depth - 1) for part in held_in(value)]
         case np.random.Generator():
             return repr(value.bit_generator.state)
         case random.Random():

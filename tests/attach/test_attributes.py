@@ -215,3 +215,29 @@ def test_dataclasses_come_back_and_checkpoints_of_either_kind_are_traced(one: De
     near(ours.loss, wanted.loss, LOSS, "loss")
     wanted.loss.backward(), ours.loss.backward()
     same_gradients(plain, parallel)
+
+
+class Irreducible(tuple[int, int]):
+    """As e3nn's pairs of a dimension and a parity."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Labelled(nn.Module):
+    def __init__(self, held: object) -> None:
+        super().__init__()
+        self.inner, self.held = nn.Linear(6, 6), held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
+
+
+@pytest.mark.parametrize("within", [lambda one: one, lambda one: [one], lambda one: {"a": (one, one)}])
+def test_containers_that_tell_no_length_may_be_attributes(within, one: DeviceMesh) -> None:
+    plain, x = Labelled(within(Irreducible((1, 2)))), torch.randn(3, 6)
+    parallel = autopar.compile(plain, one)
+    for _ in range(2):
+        near(parallel(x), plain(x), LOSS, "loss")
+    parallel.held = within(Irreducible((1, 3)))
+    near(parallel(x), plain(x), LOSS, "loss with another attribute, which forward does not read")

@@ -41,8 +41,9 @@ def test_an_evaluation_that_does_not_fit_is_refused_whatever_came_before(one: De
     if not is_first:
         parallel(torch.rand(256, WIDTH)).backward()
     told = r"no plan fits in .* runs in forward.* without gradients: 260 KiB of 3.00 MiB are states of the optimizer"
-    with pytest.raises(autopar.Infeasible, match=told):
+    with pytest.raises(autopar.Infeasible, match=told) as refused:
         evaluated(parallel, 8192)
+    assert ("Parameters lie by now as a step of training with this batch" in str(refused.value)) == is_first
     parallel(torch.rand(256, WIDTH)).backward()
 
 
@@ -79,6 +80,22 @@ def test_what_no_micro_batches_make_fit_is_told_as_what_it_is(one: DeviceMesh) -
         autopar.Infeasible, match="has no gradients and was planned as a step of training with its batch"
     ):
         evaluated(parallel, 2048)
+
+
+def test_an_evaluation_is_not_told_to_leave_outputs_out(one: DeviceMesh) -> None:
+    """Its outputs are what it is called for."""
+
+    class Both(Deep):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            wide = x.repeat(1, 64)
+            return super().forward(x), wide
+
+    parallel = autopar.compile(Both(), one, memory=LIMIT)
+    parallel(torch.rand(64, WIDTH))[0].backward()
+    for rows in (2048, 8192):
+        with pytest.raises(autopar.Infeasible) as refused, torch.no_grad():
+            parallel(torch.rand(rows, WIDTH))
+        assert "outputs=" not in str(refused.value) and "make the batch smaller" in str(refused.value)
 
 
 def test_without_a_limit_no_evaluation_is_refused(one: DeviceMesh) -> None:
