@@ -10,10 +10,11 @@ from __future__ import annotations
 import operator
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import nn
@@ -23,7 +24,7 @@ from autopar.trace.modules import REGISTERED
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
 from autopar.trace.settings import Cell, Of, is_users_class
-from autopar.trace.values import CONTAINERS, IN_PLACE, MISSING, SCALARS, few_in, inside, own_names, snapshot
+from autopar.trace.values import CONTAINERS, IN_PLACE, MISSING, SCALARS, few_in, held_in, inside, own_names, snapshot
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # what is put in there, into empty ones too, is called
 Place = tuple[Mapping[str, Any], str]  # where a value is found
@@ -169,7 +170,7 @@ def _add(
         _add_names(guards, value, own if own is getattr(value, "__dict__", None) else Of(value), called, traced)
     else:
         guards.changing.append(((place, key), snapshot(value)))
-        if isinstance(value, (list, tuple, dict)) and few_in(value):
+        if isinstance(value, (list, tuple, dict, deque)) and few_in(value):
             _add_parts(guards, value, called, traced)
     if isinstance(value, (partial, types.MethodType)):
         inside_it = [value.__self__] if isinstance(value, types.MethodType) else [*value.args, *value.keywords.values()]
@@ -207,15 +208,23 @@ def _add_names(
 
 
 def _add_parts(
-    guards: Guards, value: Sequence[Any] | Mapping[Any, Any], called: str, traced: tuple[Reads, Any] | None
+    guards: Guards,
+    value: Sequence[Any] | Mapping[Any, Any],
+    called: str,
+    traced: tuple[Reads, Any] | None,
+    depth: int = 8,
 ) -> None:
-    """The configurations in a list, tuple or dict."""
+    """The configurations in a list, tuple or dict, and in those that it holds."""
     copied: Any = traced[1] if traced is not None and type(traced[1]) is type(value) else {}
-    for key, part in value.items() if isinstance(value, Mapping) else enumerate(value):
+    keys = [*dict.keys(value)] if isinstance(value, dict) else range(len(held_in(value)))
+    there = held_in(copied)
+    for place, (key, part) in enumerate(zip(keys, held_in(value), strict=True)):
+        stands = there[place] if len(there) == len(keys) else None
+        within = None if traced is None or stands is None else (traced[0], stands)
         if own_names(part) is not None:
-            stands = copied[key] if copied and (not isinstance(value, Mapping) or key in copied) else None
-            within = None if traced is None or stands is None else (traced[0], stands)
             _add(guards, {"": part}, "", part, f"{called}[{key!r}]", within)
+        elif isinstance(part, (list, tuple, dict, deque)) and depth and few_in(part):
+            _add_parts(guards, cast("Any", part), f"{called}[{key!r}]", within, depth - 1)
 
 
 def _may_change(value: Any) -> bool:

@@ -6,12 +6,14 @@ anything about a program.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from autopar.trace.values import (
     MISSING,
     Change,
+    Unannounced,
     few_in,
     inside,
     is_grown_table,
@@ -46,7 +48,7 @@ class Configurations:
 
     def watch(self, value: Any, is_open: Callable[[], bool]) -> None:
         """Note from now on what is read of `value` while `is_open` says so."""
-        if isinstance(value, (list, tuple, dict)):
+        if isinstance(value, (list, tuple, dict, deque)):
             for part in few_in(value):
                 self.watch(part, is_open)
         if own_names(value) is None or self.is_known(value) or is_of_torch(type(value)):
@@ -98,14 +100,6 @@ class Configurations:
             name = getattr(type(value), "attribute_map", {}).get(name, name)
             seen.add(name)
             self.before(value, name)
-
-
-class Unannounced:
-    """In front of a class, subclasses are made without its `__init_subclass__`, which may ask for arguments or keep
-    lists: it is for those that authors write.
-    """
-
-    def __init_subclass__(cls) -> None: ...
 
 
 def _watched(kind: type, configurations: Configurations, is_open: Callable[[], bool]) -> type:

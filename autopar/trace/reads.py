@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.trace.configurations import Configurations, Unannounced
+from autopar.trace.configurations import Configurations
 from autopar.trace.modules import REGISTERED
 from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.values import (
@@ -30,6 +30,7 @@ from autopar.trace.values import (
     MISSING,
     SCALARS,
     Change,
+    Unannounced,
     few_in,
     is_grown_table,
     is_noted_once,

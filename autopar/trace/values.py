@@ -9,7 +9,8 @@ import operator
 import random
 import sys
 import types
-from collections import deque
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,9 @@ CONTAINERS = (list, tuple, dict, set, np.ndarray)
 DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 # What may change and stay the same object.
 IN_PLACE = (list, dict, set, deque, np.ndarray, Tensor, *DRAWING, Iterator)
-FEW = 32  # objects in a list are looked at, at most
+FEW = 1024  # objects in a list are looked at, at most
+DEEPEST = 100  # containers in containers, likewise
+KEEPERS = (argparse.Namespace, types.SimpleNamespace, UserDict, UserList, ChainMap)  # of Python's, for settings
 SITE = "site-packages", "dist-packages"  # where installed packages lie
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = str(Path(random.__file__).parent)
@@ -55,9 +58,9 @@ class Change:
 
 def is_grown_table(was: Any, now: Any) -> bool:
     """Whether what a dict had, by `snapshot`, is in it still, and what is new holds no tensor."""
-    if not isinstance(now, dict) or not isinstance(was, list):
+    if not isinstance(now, dict) or not (isinstance(was, tuple) and was[0] is kind_of(now)):
         return False
-    table, had = cast("dict[Any, Any]", now), dict(cast("list[tuple[Any, Any]]", was))
+    table, had = cast("dict[Any, Any]", now), dict(cast("list[tuple[Any, Any]]", was[1]))
     if had.keys() - table.keys():
         return False
     kept = all(snapshot(table[key]) == value or is_grown_table(value, table[key]) for key, value in had.items())
@@ -91,38 +94,91 @@ def few_in(value: Any) -> list[Any]:
     return found if len(found) <= FEW else []
 
 
-def snapshot(value: Any, depth: int = 3) -> Any:
-    """Something that equals another snapshot where two values mean the same to a program."""
-    match value:
-        case nn.Parameter():  # its values are no constants of a program
+def snapshot(value: Any) -> Any:
+    """Something that equals another snapshot where two values mean the same to a program. Objects are themselves."""
+    return _Looked(whole=False).at(value, DEEPEST)
+
+
+def inside(value: Any) -> Any:
+    """As `snapshot`, with the attributes of objects, and of those that they hold."""
+    return _Looked(whole=True).at(value, DEEPEST)
+
+
+class Unannounced:
+    """In front of a class, subclasses are made without its `__init_subclass__`, which may ask for arguments or keep
+    lists: it is for those that authors write.
+    """
+
+    def __init_subclass__(cls) -> None: ...
+
+
+def kind_of(value: Any) -> type:
+    """The class that its author wrote, also of what is watched."""
+    kind = type(value)
+    return kind.__mro__[2] if Unannounced in kind.__bases__ else kind
+
+
+class _Looked:
+    """A look at a value and all that it holds: each container once, however often it is there."""
+
+    def __init__(self, *, whole: bool) -> None:
+        self.whole = whole
+        self.known: dict[int, Any] = {}  # by what holds itself, it is its `id`
+
+    def at(self, value: Any, depth: int) -> Any:
+        match value:
+            case nn.Parameter():  # its values are no constants of a program
+                return id(value)
+            case Tensor():
+                return id(value), 0 if value.is_inference() else value._version
+            case np.ndarray():
+                held = self._all(value.ravel().tolist(), depth - 1) if value.dtype.hasobject else value.tobytes()
+                return value.dtype.str, value.shape, held
+            case array() | bytearray():
+                return type(value), bytes(value)
+            case list() | tuple() | dict() | set() | frozenset() | deque():
+                if id(value) not in self.known:
+                    self.known[id(value)] = id(value)
+                    self.known[id(value)] = self._held(value, depth - 1) if depth else id(value)
+                return self.known[id(value)]
+            case np.random.Generator():
+                return repr(value.bit_generator.state)
+            case random.Random():
+                return value.getstate()
+            case np.random.RandomState():
+                return repr(value.get_state())
+            case types.GeneratorType():
+                frame = value.gi_frame
+                return None if frame is None else (frame.f_lasti, self._all(dict(frame.f_locals), min(depth - 1, 2)))
+            case Iterator():  # what is left, where it says so (itertools.count in its repr)
+                return id(value), operator.length_hint(value), repr(value)
+            case _ if isinstance(value, SCALARS):
+                return type(value), repr(value) if isinstance(value, float) else value
+            case _:
+                return self._object(value, depth)
+
+    def _held(self, value: Any, depth: int) -> Any:
+        """The kind of a container, what is in it, and what attributes an object of a class of the user's has."""
+        held = self._all(value, depth)
+        own = getattr(value, "__dict__", None)
+        told = (deque, held, value.maxlen) if isinstance(value, deque) else (kind_of(value), held)
+        return (*told, self._all(dict(own), depth)) if own else told
+
+    def _all(self, value: Any, depth: int) -> Any:
+        if isinstance(value, dict):
+            return [(key, self.at(part, depth)) for key, part in dict.items(cast("dict[Any, Any]", value))]
+        if isinstance(value, (set, frozenset)):
+            return frozenset(map(_hashed, held_in(value)))
+        return [self.at(part, depth) for part in held_in(value)]
+
+    def _object(self, value: Any, depth: int) -> Any:
+        own = own_names(value) if self.whole and depth else None
+        if own is None or is_of_torch(type(value)):
             return id(value)
-        case Tensor():
-            return id(value), 0 if value.is_inference() else value._version
-        case np.ndarray():
-            return value.dtype.str, value.shape, value.tobytes()
-        case list() | tuple() if depth:
-            return type(value), [snapshot(part, depth - 1) for part in held_in(value)]
-        case deque() if depth:
-            return deque, [snapshot(part, depth - 1) for part in held_in(value)]
-        case np.random.Generator():
-            return repr(value.bit_generator.state)
-        case random.Random():
-            return value.getstate()
-        case np.random.RandomState():
-            return repr(value.get_state())
-        case types.GeneratorType():
-            frame = value.gi_frame
-            return None if frame is None else (frame.f_lasti, snapshot(dict(frame.f_locals), depth - 1 if depth else 0))
-        case Iterator():  # what is left, where it says so (itertools.count in its repr)
-            return id(value), operator.length_hint(value), repr(value)
-        case dict() if depth:
-            return [(key, snapshot(part, depth - 1)) for key, part in value.items()]
-        case set() | frozenset():
-            return type(value), frozenset(map(_hashed, value))
-        case _ if isinstance(value, SCALARS):
-            return type(value), repr(value) if isinstance(value, float) else value
-        case _:
-            return id(value)
+        if id(value) not in self.known:
+            self.known[id(value)] = id(value)
+            self.known[id(value)] = id(value), self._all(dict(own), depth - 1)
+        return self.known[id(value)]
 
 
 def _hashed(value: Any) -> Any:
@@ -143,14 +199,6 @@ def own_names(value: Any) -> Mapping[str, Any] | None:
 def _slots(kind: type) -> tuple[str, ...]:
     found = vars(kind).get("__slots__", ())
     return (found,) if isinstance(found, str) else tuple(found)
-
-
-def inside(value: Any, depth: int = 3) -> Any:
-    """As `snapshot`, with the attributes of objects, and of those that they hold."""
-    own = own_names(value) if depth else None
-    if own is None or is_of_torch(type(value)):
-        return snapshot(value, depth)
-    return id(value), [(name, inside(part, depth - 1)) for name, part in own.items()]
 
 
 def _is_in_site(file: str) -> bool:
@@ -179,6 +227,6 @@ def is_installed(file: str) -> bool:
 
 def is_of_torch(kind: type) -> bool:
     """Whether it is a class of torch's, Python's own or ours, but for those that settings are kept in."""
-    if kind.__module__ == "__main__" or kind in (argparse.Namespace, types.SimpleNamespace):
+    if kind.__module__ == "__main__" or kind in KEEPERS:
         return False
     return is_torchs(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<")
