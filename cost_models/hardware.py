@@ -5,9 +5,9 @@ autopar lie in `cost_models/profiles/`. Units are seconds, bytes and floating po
 
     ranks_per_node                 ranks that share a node
     launch_s                       seconds that each kernel adds to its work
-    dispatch_s                     seconds that the host works for each kernel that a program launches by itself, and for
-                                   each parameter that it updates; left out where operators' own seconds have it, as on
-                                   CPUs
+    dispatch_s                     seconds that the host works for each kernel that a program launches by itself, and
+                                   for each parameter that it updates; left out where operators' own seconds have it,
+                                   as on CPUs
     vector_flops_per_s             arithmetic outside the matrix units
     flops_per_s.<dtype>            matrix products: peak of the data sheet, or measured where no sheet exists
     achieved_flops_per_s.<dtype>   matrix products as somebody measured them; where given, this one is used

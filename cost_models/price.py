@@ -242,9 +242,9 @@ def seconds(step: Step, hardware: Hardware, links: Mapping[str, Link]) -> float:
                 return step.seconds
             curve = hardware.curve(step.op, step.kind, step.dtype)
             if step.kind == "host":
-                work_s = curve and _compute_s(step, curve, hardware)
-                dispatch_s = step.kernels * (hardware.dispatch_s or 0.0)
-                return dispatch_s + (step.nbytes / hardware.tiers["host"].bytes_per_s if work_s is None else work_s)
+                plain_s = step.nbytes / hardware.tiers["host"].bytes_per_s
+                work_s = plain_s if curve is None else _compute_s(step, curve, hardware)
+                return work_s + step.kernels * (hardware.dispatch_s or 0.0)
             if curve is not None:
                 return _compute_s(step, curve, hardware)
             work_s = step.flops / hardware.rate(step.dtype, step.kind)

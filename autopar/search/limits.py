@@ -113,6 +113,12 @@ def nothing_fits(shortage: Shortage, graph: Graph, memory: float, closed: Collec
     return " ".join(told)
 
 
+IN_ROUNDS = (
+    " In micro-batches a search leaves parameters on the device; a pin puts them on the host (--pin "
+    "'layers.*=offload-parameters', pin={'layers.*': 'offload-parameters'})."
+)
+
+
 def _help(shortage: Shortage, graph: Graph, closed: Collection[str]) -> str:
     node_of, gradients = graph.by_name, {r.ref.name for r in graph.results if r.kind == "gradient" and r.ref}
     held = dict.fromkeys((VALUES, WEIGHTS), 0.0)
@@ -136,7 +142,8 @@ def _help(shortage: Shortage, graph: Graph, closed: Collection[str]) -> str:
         others.insert(0, f"run the step in {more} (--micro-batches auto, micro_batches='auto')")
     all_of_it = sum(held.values())
     share = f"{'all' if held[most] == all_of_it else size(held[most])} of these tenants' {size(all_of_it)} are {most}"
-    return f"What would help most: {first}, for {share}; else {', or '.join(others)}."
+    pinned = IN_ROUNDS if graph.rounds.count > 1 and held[WEIGHTS] else ""
+    return f"What would help most: {first}, for {share}; else {', or '.join(others)}.{pinned}"
 
 
 def _called(node: Node) -> str:

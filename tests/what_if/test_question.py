@@ -26,7 +26,8 @@ from tests.support.machines import machine
 H100 = Hardware.load("h100-sxm")
 HIDES = replace(machine(1e9, flops=1e10, memory=1e12), name="hides", overlaps=True)
 SUMS = machine(1e9, flops=1e10)
-BARE = replace(H100, reserve={})  # all memory is for tensors
+# All memory is for tensors, and what moves pays for its bytes alone, as small models have few.
+BARE = replace(H100, reserve={}, dispatch_s=None)
 HAIR = 1 + 1e-9
 QUICKER = [{"bandwidth": "all=2x"}, {"bandwidth": "a=8x", "flops": "2x"}]
 SLOWER = [{"bandwidth": "all=0.1x"}, {"bandwidth": "a=0.5x", "latency": "a=9x"}]
