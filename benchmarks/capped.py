@@ -53,7 +53,7 @@ SHAPES = {  # layers, width, heads, vocabulary (OPT's and GPT's tables)
 METHODS = ("uncapped", "autopar", "elixir", "fully_shard")
 
 
-def build(name: str, sequence: int, device: str) -> nn.Module:
+def build(name: str, sequence: int, device: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     layers, width, heads, vocabulary = SHAPES[name]
@@ -63,7 +63,7 @@ def build(name: str, sequence: int, device: str) -> nn.Module:
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device(device):
-        return GPT2LMHeadModel(config).to(torch.bfloat16)
+        return GPT2LMHeadModel(config).to(dtype)
 
 
 def parallel(

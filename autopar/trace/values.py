@@ -28,7 +28,7 @@ SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch
 CONTAINERS = (list, tuple, dict, set, np.ndarray)
 DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 # What may change and stay the same object.
-IN_PLACE = (list, dict, set, deque, np.ndarray, Tensor, *DRAWING, Iterator)
+IN_PLACE = (list, dict, set, deque, array, bytearray, np.ndarray, Tensor, *DRAWING, Iterator)
 FEW = 1024  # objects in a list are looked at, at most
 DEEPEST = 100  # containers in containers, likewise
 KEEPERS = (argparse.Namespace, types.SimpleNamespace, UserDict, UserList, ChainMap)  # of Python's, for settings
@@ -134,8 +134,10 @@ class _Looked:
             case np.ndarray():
                 held = self._all(value.ravel().tolist(), depth - 1) if value.dtype.hasobject else value.tobytes()
                 return value.dtype.str, value.shape, held
-            case array() | bytearray():
-                return type(value), bytes(value)
+            case array():
+                return value.typecode, value.tobytes()
+            case bytearray():
+                return bytearray, bytes(value)
             case list() | tuple() | dict() | set() | frozenset() | deque():
                 if id(value) not in self.known:
                     self.known[id(value)] = id(value)

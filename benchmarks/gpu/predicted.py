@@ -17,7 +17,7 @@ from autopar.machine.device import init_mesh, processors
 from autopar.measure.twin import measure
 from autopar.plan import Plan
 from autopar.trace.precision import precision_named
-from benchmarks.gpu.stage import Row, Setting, Skipped, called
+from benchmarks.gpu.stage import Row, Setting, called
 from cost_models.hardware import Hardware
 from examples import gpt2 as gpt2_example
 from examples import llama as llama_example
@@ -62,15 +62,13 @@ MODELS: dict[str, tuple[Model, ...]] = {"cuda": (gpt2, llama_1b), "cpu": (small,
 
 def predicted(setting: Setting) -> Iterator[Row]:
     """bfloat16 over parameters in float32, AdamW."""
-    if setting.is_cuda and not setting.profile.exists():
-        raise Skipped("the stage calibrate has left no profile")
-    profile = str(setting.profile) if setting.is_cuda else "cpu-gloo"
-    hardware, precision = Hardware.load(profile), precision_named("bf16")
+    hardware, precision = Hardware.load(setting.priced_by), precision_named("bf16")
     init_mesh(setting.device)
     asked = [(factory, what) for factory in MODELS[setting.device] for what in ASKED[factory]]
     plans = searched(setting, [(f"{__name__}:{factory.__name__}", ASKED[factory][what]) for factory, what in asked])
+    examples = {factory: factory() for factory in MODELS[setting.device]}
     for (factory, what), plan in zip(asked, plans, strict=True):
-        model, args, kwargs = factory()
+        model, args, kwargs = examples[factory]
         found = measure(
             plan, model, args, kwargs, steps=STEPS, hardware=hardware, precision=precision, device_type=setting.device
         )
@@ -79,8 +77,7 @@ def predicted(setting: Setting) -> Iterator[Row]:
 
 def searched(setting: Setting, asked: Sequence[tuple[str, tuple[str, ...]]]) -> list[Plan]:
     """The plans of (factory, flags), for one device and bfloat16, by the profile that calibrate left."""
-    profile = str(setting.profile) if setting.is_cuda else "cpu-gloo"
-    how = ("--mesh", "data=1", "--hardware", profile, "--precision", "bf16", "--time-limit", "20")
+    how = ("--mesh", "data=1", "--hardware", setting.priced_by, "--precision", "bf16", "--time-limit", "20")
 
     def one(number: int) -> Plan:
         path, (factory, flags) = Path(setting.folder, f"plan-{number}.json"), asked[number]

@@ -45,6 +45,15 @@ class Setting:
         """What calibrate has found of this machine."""
         return self.kept / "profile.toml"
 
+    @property
+    def priced_by(self) -> str:
+        """The profile that prices plans here. Raises Skipped where calibrate has left none."""
+        if not self.is_cuda:
+            return "cpu-gloo"
+        if not self.profile.exists():
+            raise Skipped("the stage calibrate has left no profile")
+        return str(self.profile)
+
     def needs_cuda(self, what: str) -> None:
         if not self.is_cuda:
             raise Skipped(f"{what} needs CUDA, and this is a dry run on the CPU")

@@ -22,7 +22,7 @@ from autopar.optim import Streamed
 from autopar.plan import Plan
 from autopar.simulate.steady_state import steady_s
 from autopar.simulate.timeline import pricer_of
-from benchmarks.capped import SHAPES, fraction_of, timed
+from benchmarks.capped import SHAPES, build, fraction_of, timed
 from benchmarks.gpu.peaks import ROOM
 from benchmarks.gpu.predicted import searched
 from benchmarks.gpu.stage import Row, Setting, loss_of
@@ -37,17 +37,8 @@ Example = tuple[nn.Module, tuple[()], dict[str, Any]]
 
 def example(name: str, batch: int, device: str = "meta") -> Example:
     """In float32, without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    layers, width, heads, vocabulary = SHAPES[name]
-    config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=SEQUENCE, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = GPT2LMHeadModel(config)
-    ids = torch.randint(0, vocabulary, (batch, SEQUENCE), device=None if device == "meta" else device)
+    model = build(name, SEQUENCE, device, torch.float32)
+    ids = torch.randint(0, SHAPES[name][3], (batch, SEQUENCE), device=None if device == "meta" else device)
     return model, (), {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -57,10 +48,6 @@ def batch_2() -> Example:
 
 def batch_16() -> Example:
     return example("gpt-1.3b", 16)
-
-
-def batch_32() -> Example:
-    return example("gpt-1.3b", 32)
 
 
 def batch_64() -> Example:
@@ -96,7 +83,7 @@ def _limit(plan: Plan, parameters: int) -> float:
 def _trained(setting: Setting, mesh: Any, which: tuple[str, int], plan: Plan) -> Iterator[Row]:
     """Steps of one plan, in each of the ways that it may be run."""
     model, _, kwargs = example(*which, setting.device)
-    how: dict[str, Any] = {"precision": "bf16", "outputs": "loss", "hardware": _profile(setting)}
+    how: dict[str, Any] = {"precision": "bf16", "outputs": "loss", "hardware": setting.priced_by}
     parallel = autopar.compile(model.cpu(), mesh, plan=plan, example_kwargs=kwargs, **how)
     del model
     hosted = sum(16 * p.numel() for name, p in parallel.named_parameters() if plan.residence.get(name) == "host")
@@ -124,11 +111,7 @@ def _trained(setting: Setting, mesh: Any, which: tuple[str, int], plan: Plan) ->
 def _predicted_s(plan: Plan, way: str, setting: Setting) -> float:
     if "overlapped" not in way or not setting.is_cuda:
         return plan.predicted_seconds
-    return steady_s(plan, pricer_of(plan, Hardware.load(setting.profile)))
-
-
-def _profile(setting: Setting) -> str | None:
-    return str(setting.profile) if setting.is_cuda else "cpu-gloo"
+    return steady_s(plan, pricer_of(plan, Hardware.load(setting.priced_by)))
 
 
 def _under(setting: Setting, cap: float | None, step: Callable[[], None], steps: int) -> list[float]:

@@ -6,35 +6,20 @@ import types
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-
-
-@dataclass
-class One:
-    weight: float = 1.0
+from tests.attach.test_settings import Inner, Model, scaled, sees_what_changes
 
 
 class Box(dict[str, float]):
     """With an attribute beside what is in it."""
-
-
-class Model(nn.Module):
-    def __init__(self, read: Callable[[Any], float], settings: Any) -> None:
-        super().__init__()
-        self.layer, self.read, self.settings = nn.Linear(4, 4), read, settings
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) * self.read(self.settings)).square().mean()
 
 
 def boxed() -> Box:
@@ -55,17 +40,13 @@ def innermost(settings: Any) -> Any:
     return reduce(lambda one, _: one.inner if hasattr(one, "inner") else one["inner"], range(5), settings)
 
 
-def scaled(one: Any) -> None:
-    one.weight = 0.5
-
-
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any], None]]] = {
     "dicts": (lambda: dicts(5), lambda s: innermost(s)["weight"], lambda s: innermost(s).update(weight=0.5)),
     "namespaces": (lambda: spaces(5), lambda s: innermost(s).weight, lambda s: scaled(innermost(s))),
-    "many": (lambda: [One() for _ in range(100)], lambda s: s[70].weight, lambda s: scaled(s[70])),
-    "lists in a dict": (lambda: {"a": [One(), One()]}, lambda s: s["a"][1].weight, lambda s: scaled(s["a"][1])),
-    "tuples in lists": (lambda: [[(One(),)]], lambda s: s[0][0][0].weight, lambda s: scaled(s[0][0][0])),
-    "in a deque": (lambda: deque([One(), One()]), lambda s: s[1].weight, lambda s: scaled(s[1])),
+    "many": (lambda: [Inner() for _ in range(100)], lambda s: s[70].weight, lambda s: scaled(s[70])),
+    "lists in a dict": (lambda: {"a": [Inner(), Inner()]}, lambda s: s["a"][1].weight, lambda s: scaled(s["a"][1])),
+    "tuples in lists": (lambda: [[(Inner(),)]], lambda s: s[0][0][0].weight, lambda s: scaled(s[0][0][0])),
+    "in a deque": (lambda: deque([Inner(), Inner()]), lambda s: s[1].weight, lambda s: scaled(s[1])),
     "user's dict": (lambda: UserDict(weight=1.0), lambda s: s["weight"], lambda s: s.update(weight=0.5)),
     "user's list": (lambda: UserList([1.0, 2.0]), lambda s: s[0], lambda s: s.__setitem__(0, 0.5)),
     "chain": (lambda: ChainMap({}, {"weight": 1.0}), lambda s: s["weight"], lambda s: s.update(weight=0.5)),
@@ -81,14 +62,15 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], float], Callable[[Any]
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_seen(one: DeviceMesh, name: str) -> None:
     settings, read, change = CASES[name]
-    plain, x = Model(read, settings()), torch.rand(3, 4)
-    parallel = autopar.compile(Model(read, settings()), one)
-    parallel.load_state_dict(plain.state_dict())
-    before = plain(x)
-    for _ in range(2):
-        torch.testing.assert_close(parallel(x), before)
-    assert len(parallel._autopar.prepared()) == 1, "one program, as long as nothing changes"
-    for model in (plain, parallel):
-        change(model.settings)
-    assert not torch.isclose(plain(x), before)
-    torch.testing.assert_close(parallel(x), plain(x))
+    sees_what_changes(one, settings, lambda model: read(model.settings), change)
+
+
+weights = array("d", [1.0])
+
+
+def test_an_array_among_globals_is_seen(one: DeviceMesh) -> None:
+    plain, x = Model(lambda _: weights[0]), torch.rand(3, 4)
+    parallel = autopar.compile(plain, one)
+    before = parallel(x)
+    weights[0] = 0.5
+    torch.testing.assert_close(parallel(x), before / 2)
