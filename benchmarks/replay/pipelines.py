@@ -9,14 +9,17 @@ after it was taken) a rank begins its next step when it is done, so that a step 
 A message over a cut is split over the ranks of tensor parallel and gathered by NVLink on arrival (SC'21, 4.1).
 
 Llama's rows are of FSDP in stages: weights are gathered once a step and gradients scattered once, which is priced as
-one sum of the mean of their bytes; states of the optimizer are split. With `async_tp` a collective of tensor parallel
-is cut into pieces beside its product, and the first piece alone is waited for.
+one sum of the mean of their bytes; states of the optimizer are split, as they are with `zero`. With `async_tp` a
+collective of tensor parallel is cut into pieces beside its product, and the first piece alone is waited for.
+
+A program holds more than tensors. What BLOOM's held beside them is fitted on one run, as the rate of products is, and
+says with `held` whether a row fits the memory of its machine; of other programs tensors alone are asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 
 from autopar.ir.mesh import Mesh, parse_mesh
@@ -48,6 +51,9 @@ UPDATE = 52
 # of 22B's layers on 8 GPUs are 18 a parameter).
 STATE = 18
 KEPT = 6  # of these a rank of FSDP that gathers once a step holds whole: the parameter, and its gradient's sum
+# DeepSpeed has both gradients, in half precision and in float32: 20, of which a rank of ZeRO's first stage keeps whole
+# 4 (half precision alone) or 8 (gradients added up in float32).
+ZERO_STATE = 20
 ACCUMULATE = 10  # bytes that adding a half-precision gradient to a float32 sum moves, for each micro-batch
 
 
@@ -65,18 +71,22 @@ class PipelineRow:
     micro: int
     chunks: int
     schedule: str
-    rate: float
     unit: str
     hardware: str
     vocabulary: int
     sequence: int
     recompute: str
     gradient_bytes: int
+    rate: float | None = None  # None: it did not fit, or its memory alone is asked
     model: str = "gpt"
     split: bool = False
     gb: float | None = None
+    gib: float | None = None
+    fits: bool = True
     barrier: bool = True
     fsdp: bool = False
+    zero: bool = False
+    kept: int = KEPT
     float8: bool = False
     async_tp: bool = False
 
@@ -93,6 +103,15 @@ class PipelineRow:
     def micro_batches(self) -> int:
         return self.batch // self.micro // self.ranks["data"]
 
+    @property
+    def flops(self) -> float:
+        """Of a step on all ranks, by the formulas of the papers."""
+        if self.model != "gpt":
+            attention = 6 * self.layers * self.width * self.sequence  # forward and backward, half of the square
+            return self.batch * self.sequence * (6 * PARAMETERS[self.model] + attention)
+        extra = 1 + self.sequence / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
+        return 96 * self.batch * self.sequence * self.layers * self.width**2 * extra
+
     def seconds_at(self, rate: float) -> float:
         """Seconds of a step at that published rate."""
         if self.unit == "s":
@@ -101,18 +120,25 @@ class PipelineRow:
             return self.batch / (self.mesh.ranks * rate)
         if self.unit == "tokens/GPU/s":
             return self.batch * self.sequence / (self.mesh.ranks * rate)
-        if self.model != "gpt":
-            attention = 6 * self.layers * self.width * self.sequence  # forward and backward, half of the square
-            return (
-                self.batch * self.sequence * (6 * PARAMETERS[self.model] + attention) / (self.mesh.ranks * rate * 1e12)
-            )
-        size = self.layers * self.width**2
-        extra = 1 + self.sequence / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
-        return 96 * self.batch * self.sequence * size * extra / (self.mesh.ranks * rate * 1e12)
+        return self.flops / (self.mesh.ranks * rate * 1e12)
 
     @property
-    def seconds(self) -> float:
-        return self.seconds_at(self.rate)
+    def seconds(self) -> float | None:
+        return None if self.rate is None else self.seconds_at(self.rate)
+
+    @property
+    def bytes(self) -> float | None:
+        """Of memory, as published."""
+        if self.gib is not None:
+            return self.gib * 2**30
+        return None if self.gb is None else self.gb * 1e9
+
+    @property
+    def state(self) -> tuple[float, float]:
+        """Bytes of a parameter, its gradient and its states: what every rank holds, and what is split over `data`."""
+        if self.zero:
+            return self.kept, ZERO_STATE - self.kept
+        return (self.kept, STATE - self.kept) if self.fsdp else (STATE, 0)
 
 
 @dataclass(frozen=True)
@@ -120,6 +146,7 @@ class PipelineTable:
     rows: tuple[PipelineRow, ...]
     sources: Mapping[str, Mapping[str, object]]
     fitted: Mapping[str, str]  # source -> the row, of this table or of torchtitan's, that its rate is fitted on
+    beside: Mapping[str, str]  # source -> the row that what its program holds beside tensors is fitted on
 
     def row(self, name: str) -> PipelineRow:
         return row_of(self.rows, name)
@@ -127,7 +154,7 @@ class PipelineTable:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Seconds of a step in parts, and the most bytes that tensors of a rank hold, of these `saved` for backward."""
+    """Seconds of a step in parts; the most bytes that a rank holds: of tensors, of these for backward, beside them."""
 
     row: PipelineRow
     pipeline_s: float
@@ -135,26 +162,36 @@ class Predicted:
     update_s: float
     held: float
     activations: float
+    beside: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.held + self.beside
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= machine(self.row.hardware).tiers["hbm"].capacity_bytes
 
     @property
     def seconds(self) -> float:
         return self.pipeline_s + self.sums_s + self.update_s
 
     @property
-    def error(self) -> float:
-        return self.seconds / self.row.seconds - 1
+    def error(self) -> float | None:
+        """Of its time."""
+        return None if self.row.seconds is None else self.seconds / self.row.seconds - 1
 
 
 def pipelines() -> PipelineTable:
     """The rows of `pipelines.toml`."""
     document = read("pipelines.toml")
-    own = ("unit", "model", "hardware", "vocabulary", "sequence", "recompute", "gradient_bytes", "fsdp", "split")
+    own = {field.name for field in fields(PipelineRow)}
     rows: list[PipelineRow] = []
     for name, entry in document["rows"].items():
         source = document["sources"][entry["source"]]
         given = {key: source[key] for key in own if key in source} | entry | {"mesh": parse_mesh(entry["mesh"])}
         rows.append(PipelineRow(name=name, **given))
-    return PipelineTable(tuple(rows), document["sources"], document["fitted"])
+    return PipelineTable(tuple(rows), document["sources"], document["fitted"], document["beside"])
 
 
 def plan_of(row: PipelineRow, hardware: Hardware) -> Plan:
@@ -203,7 +240,7 @@ def layers_of(row: PipelineRow) -> list[int]:
 def priced(row: PipelineRow, hardware: Hardware) -> dict[str, Part]:
     plan = plan_of(row, machine(row.hardware))
     found = parts_of(plan, Pricer.on(plan.mesh, hardware, "none"), PIECES if row.async_tp else 1)
-    for part in found.values() if row.fsdp else ():
+    for part in found.values() if row.fsdp or (row.zero and row.kept > 4) else ():
         part.weights += part.numel * ACCUMULATE / hardware.tiers["hbm"].bytes_per_s
     return found
 
@@ -243,7 +280,7 @@ def _of_ranks(schedule: Schedule, values: list[float]) -> list[float]:
 
 def _split_states(row: PipelineRow) -> int:
     """Ranks that have a part each of the optimizer's states."""
-    return row.ranks["data"] if row.fsdp else 1
+    return row.ranks["data"] if row.fsdp or row.zero else 1
 
 
 def _sent(row: PipelineRow) -> float:
@@ -264,7 +301,8 @@ def _send_seconds(row: PipelineRow, hardware: Hardware) -> float:
 
 def _memory(row: PipelineRow, schedule: Schedule, parts: Mapping[str, Part], layers: list[int]) -> tuple[float, float]:
     """The most that a rank holds, and of it what micro-batches keep of the layers for backward."""
-    each = KEPT + (STATE - KEPT) / _split_states(row) if row.fsdp else STATE
+    whole, split = row.state
+    each = whole + split / _split_states(row)
     state = [each * numel for numel in _stages(parts, layers, "numel")]
     state = [one + parts[LAYER].again for one in state]
     saved, pending = _stages(parts, layers, "saved"), [parts[LAYER].pending * count for count in layers]
@@ -279,6 +317,8 @@ def _memory(row: PipelineRow, schedule: Schedule, parts: Mapping[str, Part], lay
 def fitted_rate(row: PipelineRow, hardware: Hardware) -> float:
     """The rate of half-precision products at which the step of that row takes its seconds (bisection)."""
     low, high = 1e13, hardware.flops_per_s[row.dtype]
+
+    assert row.seconds is not None, row.name
 
     def seconds_with(rate: float) -> float:
         machine_ = with_rate(hardware, rate, row.dtype)
@@ -319,4 +359,12 @@ def predictions(table: PipelineTable, rows: list[PipelineRow]) -> tuple[list[Pre
         if key not in parts:
             parts[key] = priced(row, hardware)
         found.append(predict(row, hardware, parts[key]))
-    return found, rates
+    beside = {source: _beside(table.row(name)) for source, name in table.beside.items()}
+    return [replace(one, beside=beside.get(one.row.source, 0.0)) for one in found], rates
+
+
+def _beside(row: PipelineRow) -> float:
+    """Bytes that its program held and that are no tensors, as far as its tensors are known."""
+    hardware = machine(row.hardware)
+    assert row.bytes is not None, row.name
+    return row.bytes - predict(row, hardware, priced(row, hardware)).held

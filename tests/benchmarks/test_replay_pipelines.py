@@ -77,10 +77,13 @@ def test_rows_are_seconds_and_layers_go_into_stages() -> None:
     table = pipelines()
     assert {*table.fitted} <= {*table.sources}
     assert {*table.fitted.values()} <= {row.name for row in (*table.rows, *torchtitan().rows)}
+    assert {*table.beside} <= {*table.sources}
+    assert {*table.beside.values()} <= {row.name for row in table.rows if row.bytes is not None}
     for row in table.rows:
         assert row.micro_batches * row.micro * row.ranks["data"] == row.batch
         assert sum(layers_of(row)) == row.layers
-        assert row.mesh.ranks == 8 * (row.mesh.ranks // 8) and row.seconds > 0
+        assert row.mesh.ranks == 8 * (row.mesh.ranks // 8)
+        assert row.seconds is None or (row.fits and row.seconds > 0)
     # 175B on 64: 18.13 s; 96 x 64 x 2048 x 96 x 12288^2 x 1.0305 FLOPs there; samples: 24 x 6 / (8 x 11.8)
     assert table.row("175b-full").seconds == 18.13
     assert table.row("zb-1.5b-24-1f1b").seconds == pytest.approx(144 / 94.4)
@@ -88,6 +91,11 @@ def test_rows_are_seconds_and_layers_go_into_stages() -> None:
     # 2,048 x 8,192 tokens of 6 x 405.85e9 + 6 x 126 x 16,384 x 8,192 FLOPs; 256 x 8,192 tokens
     assert table.row("llama3-405b-8192").seconds == pytest.approx(12.081, abs=1e-3)
     assert table.row("titan-405b-1f1b").seconds == pytest.approx(40.96)
+    assert table.row("titan-405b-1f1b").bytes == 88.6e9
+    assert table.row("bloom-176b-d8t4p12-2").bytes == 59 * 2**30  # nvidia-smi counts in MiB
+    assert not table.row("bloom-206b-d8t4p12-2-h128").fits
+    # Korthikanti's 18 a parameter; DeepSpeed's 20, of which 8 are whole where gradients add up in float32
+    assert table.row("22b-full").state == (18, 0) and table.row("bloom-176b-d8t4p12-2").state == (8, 12)
 
 
 def test_an_unknown_row_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,19 +141,25 @@ def test_of_a_collective_beside_its_product_one_piece_is_waited_for() -> None:
 
 @pytest.mark.slow
 def test_the_targets_that_hold_keep_holding() -> None:
-    """SC'21 within 15 %, Korthikanti 10, its activations 1, Llama 3 and torchtitan 15 and in order."""
+    """SC'21 within 15 %, Korthikanti 10, its activations 1, Llama 3 and torchtitan 15 and in order. Of BLOOM's 39
+    rows with a time 37 within 16 % (the page tells of the others); which runs fit, for all but three.
+    """
     table = pipelines()
     found, _ = predictions(table, list(table.rows))
     limits = {"sc21": 0.15, "korthikanti": 0.10, "zero-bubble": 0.15, "llama3": 0.15, "titan-405b": 0.15}
-    assert all(abs(one.error) <= limits[one.row.source] for one in found)
+    off = {one.row.name: one.error for one in found if one.error is not None}
+    assert all(abs(off[one.row.name]) <= limits[one.row.source] for one in found if one.row.source in limits and
+               one.row.name in off)  # fmt: skip
+    bloom = [abs(error) for name, error in off.items() if name.startswith("bloom")]
+    assert len(bloom) == 39 and sum(error <= 0.16 for error in bloom) >= 37
     seconds = {one.row.name: one.seconds for one in found}
     assert 1.18 <= seconds["titan-405b-1f1b"] / seconds["titan-405b-interleaved"] <= 1.38
     assert seconds["llama3-405b-8192"] < 2 * seconds["llama3-405b-16384"]  # of half the ranks, at a better rate
     activations = {one.row.name: one.activations / 2**30 for one in found}
     for name, published in {"22b": 9.56, "175b": 12.35, "530b": 23.08, "1t": 26.56}.items():
         assert activations[f"{name}-selective"] == pytest.approx(published, rel=0.01)
+    wrong = {one.row.name for one in found if one.fits != one.row.fits}
+    assert wrong == {"llama3-405b-8192", "llama3-405b-16384", "bloom-206b-d8t4p12-2-h128"}  # misses that the page tells
     for one in found:
-        if one.row.source != "llama3":  # whose own program holds less: a miss that the page tells
-            assert one.held < machine(one.row.hardware).tiers["hbm"].capacity_bytes
-        if one.row.gb is not None:
-            assert one.held / 1e9 == pytest.approx(one.row.gb, rel=0.15 if one.row.source == "titan-405b" else 0.1)
+        if one.row.bytes is not None:
+            assert one.bytes == pytest.approx(one.row.bytes, rel=0.1 if one.row.source == "zero-bubble" else 0.16)
