@@ -119,7 +119,8 @@ def compile(
     cache: a folder where plans are kept and found again.
     backend: "eager" runs the generated code as it is, "inductor" compiles it.
     profile: seconds for which rank 0 may time the operators that strategies need on its device, before it plans; they
-    are kept on disk, so that the next time it has them. 0 uses what is known. Default: formulas only.
+    are kept on disk, so that the next time it has them. One search has them all together, however many meshes or
+    numbers of micro-batches it tries. 0 uses what is known. Default: formulas only.
     patience_s: how many seconds beyond its longest step a rank waits for another one in a call, before every rank ends
     with a sentence that names both; ten times as many before the first step and around state dicts. Infinite: as long
     as the process group waits. Planning may take as long as it likes.
@@ -150,7 +151,7 @@ def compile(
     _check_words(outputs, inputs, backend, batch_norm, optimizer)
     _check_numbers(patience_s, time_limit_s, micro_batches)
     brought, precision = given_rules(rules), precision_named(precision)
-    pipe = _pipe_of(device_mesh, mesh, schedule, stages_per_rank, micro_batches, {"profile": profile})
+    pipe = _pipe_of(device_mesh, mesh, schedule, stages_per_rank, micro_batches)
 
     def read() -> tuple[Machine, tuple[str, ...] | None, Plan | Pipeline | None]:
         machine = _machine(hardware, memory, profile, device_mesh.device_type)
@@ -191,9 +192,9 @@ def _planned(
 
 def _pipe_of(
     device_mesh: DeviceMesh, mesh: Mesh, schedule: str | None, stages_per_rank: int | None,
-    micro_batches: int | str | None, others: Mapping[str, object],
+    micro_batches: int | str | None,
 ) -> Pipe | None:  # fmt: skip
-    """The ranks of a pipeline, where the mesh has an axis of stages. `others`: what a pipeline does not have yet."""
+    """The ranks of a pipeline, where the mesh has an axis of stages."""
     if PIPE not in mesh.names:
         for name, value in (("schedule", schedule), ("stages_per_rank", stages_per_rank)):
             if value is not None:
@@ -203,9 +204,6 @@ def _pipe_of(
     _known("schedule", schedule or AUTO, (AUTO, *SCHEDULES))
     count = micro_batches if isinstance(micro_batches, int) else ranks
     orders_of(schedule or AUTO, ranks, count, stages_per_rank)
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise ValueError(f"{given[0]}= is not built for a mesh with {PIPE!r}; leave it out, or {PIPE!r}")
     return begin(Pipe(device_mesh, mesh))
 
 

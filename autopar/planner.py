@@ -38,6 +38,7 @@ from autopar.plan.fit import OF_RANK_0, check, is_of
 from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import dumps
 from autopar.plan.tell import human
+from autopar.price.calls import Profile
 from autopar.rewrite.micro_batches import NotCut, in_rounds
 from autopar.search import Question, Request, answer, ask
 from autopar.search.backends import with_backends
@@ -53,6 +54,8 @@ from autopar.simulate.timeline import pricer_of
 from cost_models.hardware import Hardware
 from cost_models.reserve import Room, room_in
 from cost_models.steps import DEVICE
+
+Asking = Callable[[Graph, Mesh], Question]
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Machine:
     def room(self, usable: float, mesh: Mesh) -> Room:
         """What a plan's tensors get of so many bytes, after what kernels and collectives take for themselves."""
         return room_in(usable, self.hardware, mesh.sizes, expandable=has_expandable_segments())
+
+    def profiler(self) -> Profile | None:
+        """Of one search: all that it asks shares the seconds."""
+        return None if self.profile is None else profiler(self.device_type, self.profile, self.hardware)
 
 
 @dataclass(frozen=True)
@@ -119,13 +126,16 @@ class Planner:
             request = replace(request, pin={**pin, **words_of(like.residence)}, allow=self._allowed_later())
         limit = min(usable, self._given_room())
         count = self._count(graph, like, loosely) if is_training else 1
+        asking = partial(
+            ask, hardware=self.machine.hardware, optimizer=self.optimizer, profile=self.machine.profiler()
+        )  # fmt: skip
 
         def find(count: int) -> Plan:
-            return self._find(in_rounds(graph, count), mesh, like, request, limit)
+            return self._find(in_rounds(graph, count), mesh, like, request, limit, asking)
 
         def search() -> Plan:
             if not is_training:
-                return self._inference(graph, mesh, like, request, limit)
+                return self._inference(graph, mesh, like, request, limit, asking)
             if count == AUTO:
                 return best_plan(graph, find)
             return _guessed(graph, find, int(count)) if loosely else find(int(count))
@@ -135,16 +145,18 @@ class Planner:
             _see_to_the_host(plan)
         return plan
 
-    def _inference(self, graph: Graph, mesh: Mesh | None, like: Plan | None, request: Request, limit: float) -> Plan:
+    def _inference(
+        self, graph: Graph, mesh: Mesh | None, like: Plan | None, request: Request, limit: float, asking: Asking
+    ) -> Plan:
         """Beside the states of optimizers, which stay where they are. Where nobody said how much memory there is, or
         parameters come from the host, it is not limited.
         """
         is_limited = self.machine.is_limited or self._given_room() < math.inf
         if like is None or not is_limited or "host" in like.residence.values():
-            return self._find(graph, mesh, like, request, None)
+            return self._find(graph, mesh, like, request, None, asking)
         states = states_of(like, self.machine.hardware)
         try:
-            return self._find(graph, mesh, like, request, limit - states)
+            return self._find(graph, mesh, like, request, limit - states, asking)
         except Infeasible as error:
             told = (
                 f"{error} It is a call without gradients: {human(states)} of {human(limit)} are states of the optimizer"
@@ -167,14 +179,17 @@ class Planner:
             self.machine.hardware, self.optimizer, request, self.schedule, count, self.rules,
             self.stages_per_rank, loosely, given,
             _outputs_that_matter(self.outputs, graph), self._kept_stages(graph, pipe, request, count, loosely),
-            self.machine.is_limited,
+            self.machine.is_limited, self.machine.profiler(),
         )  # fmt: skip
         return staged(graph, pipe, like, fixed, asked)
 
-    def _kept_stages(self, graph: Graph, pipe: Pipe, request: Request, count: int | None, loosely: bool) -> Path | None:
-        """Where a pipeline is kept."""
+    def _kept_stages(
+        self, graph: Graph, pipe: Pipe, request: Request, count: int | None, loosely: bool
+    ) -> Callable[[str], Path] | None:
+        """Where a pipeline is kept, by what was measured for it."""
         if self.cache is None:
             return None
+        folder = Path(self.cache)
         told = (
             self.machine.hardware.digest,
             self.optimizer,
@@ -185,7 +200,8 @@ class Planner:
         )
         asked = request if self.machine.is_limited else replace(request, memory=None)
         limit = str(request.time_limit_s)
-        return Path(self.cache) / f"{_digest(graph, str(pipe.mesh), asked, (*told, limit))}.pipeline.json"
+        grid = str(pipe.mesh)
+        return lambda measured: folder / f"{_digest(graph, grid, asked, (*told, limit, measured))}.pipeline.json"
 
     def _given_room(self) -> float:
         """Bytes of a device in which the given plan was found: where nobody says more, later programs have no more."""
@@ -224,7 +240,9 @@ class Planner:
             return "sharded" if gives_loss(graph) else "global"
         return "global" if self.outputs == "global" else "sharded"
 
-    def _find(self, graph: Graph, mesh: Mesh | None, like: Plan | None, request: Request, usable: float | None) -> Plan:
+    def _find(
+        self, graph: Graph, mesh: Mesh | None, like: Plan | None, request: Request, usable: float | None, asking: Asking
+    ) -> Plan:
         """On rank 0: the plan so far where it is of this graph, that of the cache, or one that is found now. `usable`:
         bytes of a device; inference: None.
         """
@@ -232,7 +250,7 @@ class Planner:
         if like is not None and like.mesh == mesh and is_of(like, graph):
             return like
         where = mesh_of(self.device_mesh) if mesh is None else mesh
-        timed = None if self.machine.profile is None else self._ask(graph, where)
+        timed = None if self.machine.profile is None else asking(graph, where)
         tensors = None if usable is None else self.machine.room(usable, where).tensors
         kept = None
         if self.cache is not None:
@@ -248,9 +266,9 @@ class Planner:
         if like is not None and (same := same_choices(like, graph, tensors, machine, request.outputs)) is not None:
             found = same
         elif mesh is None:
-            found = self._on_best_mesh(graph, where.ranks, request, usable)
+            found = self._on_best_mesh(graph, where.ranks, request, usable, asking)
         else:
-            question = timed or self._ask(graph, mesh)
+            question = timed or asking(graph, mesh)
             if like is not None and request.pin:
                 pin, unmet = obeyable(request.pin, question)
                 request = replace(request, pin=pin)
@@ -263,14 +281,14 @@ class Planner:
             keep_plan(found, kept)
         return found
 
-    def _on_best_mesh(self, graph: Graph, devices: int, request: Request, usable: float | None) -> Plan:
+    def _on_best_mesh(self, graph: Graph, devices: int, request: Request, usable: float | None, asking: Asking) -> Plan:
         """The plan of the best mesh, whose axes are called by what they do."""
 
         def held(question: Question, request: Request) -> Plan:
             return self._searched(question, request, usable)
 
         meshes = meshes_of(devices, self.machine.hardware)
-        best, *_ = best_mesh(meshes, partial(self._ask, graph), held, request)
+        best, *_ = best_mesh(meshes, partial(asking, graph), held, request)
         assert best.plan is not None
         return renamed(best.plan, names_of(best.plan))
 
@@ -282,11 +300,6 @@ class Planner:
             asked = replace(request, buckets_for=room.tensors)
             plan = held_within(room, lambda held: answer(question, replace(asked, memory=held)), question.pricer)
         return with_backends(plan, question.pricer)
-
-    def _ask(self, graph: Graph, mesh: Mesh) -> Question:
-        seconds, machine = self.machine.profile, self.machine.hardware
-        profile = None if seconds is None else profiler(self.machine.device_type, seconds, machine)
-        return ask(graph, mesh, machine, optimizer=self.optimizer, profile=profile)
 
 
 def _tell_unmet(refusals: Sequence[str]) -> None:

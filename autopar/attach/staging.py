@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from autopar.attach.agree import agreed, found_by_rank_zero, text_from
@@ -24,12 +25,13 @@ from autopar.pipeline.messages import projected
 from autopar.plan import Plan
 from autopar.plan.fit import OF_RANK_0, check, is_of
 from autopar.plan.store import dumps
+from autopar.price.calls import Profile
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.one_loss import why_not_played
 from autopar.rewrite.stages import Stage, cut_in_stages, forward_order, parameters_read
-from autopar.search import Request, answer, ask
+from autopar.search import Question, Request, answer, ask
 from autopar.search.cuts import cut_by_owner
 from autopar.search.cutting import cut_again
 from autopar.search.kept import keep_plan, kept_pipeline
@@ -37,7 +39,7 @@ from autopar.search.less_memory import does_not_fit, limits_of
 from autopar.search.micro_batches import count_near
 from autopar.search.orders import can_be_ordered
 from autopar.search.pipeline import Pipeline
-from autopar.search.pipelines import find_pipeline
+from autopar.search.pipelines import pipeline_of
 from autopar.search.request import Held
 from cost_models.hardware import Hardware
 
@@ -101,7 +103,8 @@ class Asked:
     """What is planned for. `count`: micro-batches of a step of training; None: the search decides. `loosely`: nobody
     trains with this batch yet, so that it need not be cut into as many. `given`: what to run without searching;
     `matters`: how its outputs must leave, if it does.
-    `kept`: the file of a cache where it is kept; `is_limited`: whether the user gave the memory.
+    `kept`: the file of a cache where it is kept, by what was measured; `is_limited`: whether the user gave the memory.
+    `profile`: times operators first.
     """
 
     hardware: Hardware
@@ -114,8 +117,9 @@ class Asked:
     loosely: bool = False
     given: Pipeline | None = None
     matters: str | None = None
-    kept: Path | None = None
+    kept: Callable[[str], Path] | None = None
     is_limited: bool = False
+    profile: Profile | None = None
 
 
 def staged(graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, Layout], asked: Asked) -> Staged:
@@ -142,24 +146,29 @@ def staged(graph: Graph, pipe: Pipe, like: Staged | None, fixed: Mapping[str, La
 
 def _first(graph: Graph, pipe: Pipe, asked: Asked) -> Staged:
     """Of the cache, or found now."""
-    if asked.kept is None:
-        return Staged.of(_found(graph, pipe, asked))
-    known = kept_pipeline(asked.kept, graph, pipe.mesh, asked.hardware, asked.optimizer, asked.rules)
-    fits = known is not None and known.peak_bytes <= (asked.request.memory or math.inf)
-    if known is not None and fits and (asked.is_limited or known.whole.memory_limit is None):
-        return Staged.of(known)  # of one in what was free then there may be a better one in what is free now
-    found = _found(graph, pipe, asked)
-    keep_plan(found, asked.kept)
+    counts = _counts(graph, pipe, asked)
+
+    def question(count: int) -> Question:
+        return _ask(in_rounds_of_stages(graph, count), pipe, asked)
+
+    measured = ""
+    if asked.profile is not None:  # what was measured is part of the question, and measured once
+        question = cache(question)
+        measured = _measured(question, counts)
+    kept = None if asked.kept is None else asked.kept(measured)
+    if kept is not None:
+        known = kept_pipeline(kept, graph, pipe.mesh, asked.hardware, asked.optimizer, asked.rules)
+        fits = known is not None and known.peak_bytes <= (asked.request.memory or math.inf)
+        if known is not None and fits and (asked.is_limited or known.whole.memory_limit is None):
+            return Staged.of(known)  # of one in what was free then there may be a better one in what is free now
+    found = _found(question, counts, pipe, asked)
+    if kept is not None:
+        keep_plan(found, kept)
     return Staged.of(found)
 
 
-def _found(graph: Graph, pipe: Pipe, asked: Asked) -> Pipeline:
-    def of(count: int) -> Pipeline:
-        return find_pipeline(
-            graph, pipe.mesh, asked.hardware, count, asked.request, schedule=asked.schedule,
-            stages_per_rank=asked.stages_per_rank, optimizer=asked.optimizer,
-        )  # fmt: skip
-
+def _counts(graph: Graph, pipe: Pipe, asked: Asked) -> list[int]:
+    """The numbers of micro-batches to try; a single one is the slowest, for models that cannot be cut into more."""
     if asked.loosely:
         if why_not_played(graph, 1) is not None:
             raise NotCut(
@@ -167,9 +176,9 @@ def _found(graph: Graph, pipe: Pipe, asked: Asked) -> Pipeline:
                 "would begin with: call the model as in training first (under no_grad, too), or give compile such a "
                 "call (example_inputs=, example_kwargs=)"
             )
-        return of(count_near(graph, asked.count or pipe.count))
+        return [count_near(graph, asked.count or pipe.count)]
     if asked.count is not None:
-        return of(asked.count)
+        return [asked.count]
     batch = batch_size(graph)
     counts = [pipe.count * times for times in TIMES if batch % (pipe.count * times) == 0]
     if not counts:
@@ -177,13 +186,35 @@ def _found(graph: Graph, pipe: Pipe, asked: Asked) -> Pipeline:
             f"a batch of {batch} has no multiple of {pipe.count} equal parts, as {pipe.count} stages want them; give "
             f"micro_batches= a number that divides {batch}"
         )
+    return [*counts, *([1] if can_be_ordered(asked.schedule, pipe.count, 1, asked.stages_per_rank) else [])]
+
+
+def _ask(rounds: Graph, pipe: Pipe, asked: Asked) -> Question:
+    return ask(rounds, pipe.inner, asked.hardware, optimizer=asked.optimizer, profile=asked.profile)
+
+
+def _measured(question: Callable[[int], Question], counts: Iterable[int]) -> str:
+    """What was measured for steps in so many micro-batches, as far as there are such steps; a key for caches."""
+    found: list[str] = []
+    for count in counts:
+        with suppress(NotCut):  # the search says why
+            found.append(question(count).measured_digest)
+    return " ".join(found)
+
+
+def _found(question: Callable[[int], Question], counts: Sequence[int], pipe: Pipe, asked: Asked) -> Pipeline:
     found: list[Pipeline] = []
     refused: list[NotCut] = []
-    for count in (*counts, 1):  # a single one is the slowest, for models that cannot be cut into more
-        if count == 1 and (found or not can_be_ordered(asked.schedule, pipe.count, 1, asked.stages_per_rank)):
+    for count in counts:
+        if count == 1 and found:
             break
         try:
-            found.append(of(count))
+            found.append(
+                pipeline_of(
+                    question(count), pipe.mesh, asked.request, schedule=asked.schedule,
+                    stages_per_rank=asked.stages_per_rank,
+                )
+            )  # fmt: skip
         except NotCut as error:
             refused.append(error)
     if not found:
@@ -198,7 +229,7 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
     rounds = in_rounds_of_stages(graph, count)
     if trains and is_of(like.whole, rounds):
         return like
-    question = ask(rounds, pipe.inner, asked.hardware, optimizer=asked.optimizer)
+    question = _ask(rounds, pipe, asked)
     pin = asked.request.pin if trains else {}  # nothing comes back in inference, and parameters live where they are
     wanted = replace(asked.request, pin=pin, fixed=fixed, memory=None, simulation=False)
     if trains:

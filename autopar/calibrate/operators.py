@@ -166,12 +166,18 @@ def profiler(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """What `autopar.search.ask` takes as `profile`: known times from the database in `path`, and for `budget_s` seconds
-    at most those that are missing, measured now and kept. The default path is beside the calibrated profile.
+    at most, of all questions together, those that are missing, measured now and kept. The default path is beside the
+    calibrated profile.
     """
+    left_s = budget_s
 
     def profile(calls: Sequence[Wanted]) -> Profiled:
+        nonlocal left_s
+        began = time.perf_counter()
         with Store(operators_path() if path is None else path) as store:
-            return _profiled(calls, torch.device(device_type), budget_s, hardware, store, progress)
+            found = _profiled(calls, torch.device(device_type), left_s, hardware, store, progress)
+        left_s = max(0.0, left_s - (time.perf_counter() - began))
+        return found
 
     return profile
 
@@ -198,7 +204,8 @@ def _profiled(
         notes.append(f"{sum(failed.values())} calls of operators cannot be timed and keep the formula: {told}")
     if late:
         notes.append(
-            f"{late} of {len(calls)} calls of operators are left to the formula: there were {budget_s:g} s to time them"
+            f"{late} of {len(calls)} calls of operators are left to the formula: there were {budget_s:.3g} s to time "
+            "them"
         )
     for text in ([f"timed {timed} calls"] if timed else []) + notes:
         progress(text)
@@ -223,7 +230,7 @@ def _time_missing(
                 late += 1
                 continue
             if now - told > TELL_S:
-                progress(f"timed {timed} of {len(missing)} calls, {now - began:.0f} of {budget_s:g} s")
+                progress(f"timed {timed} of {len(missing)} calls, {now - began:.0f} of {budget_s:.3g} s")
                 told = now
             try:
                 found = time_call(want, clock, room)

@@ -304,6 +304,8 @@ def test_when_time_runs_out_the_important_ones_are_known(tmp_path: Path, monkeyp
         f"{len(calls) - 10} of {len(calls)} calls of operators are left to the formula: there were 9.5 s to time them",
     )
     assert f"timed 3 of {len(calls)} calls, 3 of 9.5 s" in said
+    spent = profiler("cpu", 15.0, FAST, tmp_path / "of two")  # all questions of one search share its seconds
+    assert [len(spent(calls).seconds) for _ in range(2)] == [15, 15]
     _, more = profiled("mlp", tmp_path / "operators", budget_s=9.5)  # goes on where it stopped
     assert list(more.seconds)[:20] == [want.call.key for want in calls[:20]]
 

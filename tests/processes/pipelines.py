@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import unittest
 import unittest.mock
 from typing import Any
@@ -317,13 +318,22 @@ def check_a_pipeline_is_given_or_kept(ranks: Ranks) -> None:
         assert len([*(ranks.folder / "plans").glob("*.pipeline.json")]) == 1
         assert "stage" in pipeline.explain()
     torch.distributed.barrier()
-    with unittest.mock.patch("autopar.attach.staging.find_pipeline", side_effect=AssertionError("searched again")):
+    with unittest.mock.patch("autopar.attach.staging.pipeline_of", side_effect=AssertionError("searched again")):
         for keywords in ({"plan": path}, {"plan": pipeline}, {"cache": ranks.folder / "plans"} | asked):
             again = autopar.compile(copy.deepcopy(model), mesh_of(ranks), **keywords)
             loss = loss_of(again(**inputs))
             loss.backward()
             assert float(loss) == float(first), keywords
             assert again.pipeline.dumps() == pipeline.dumps(), keywords
+    with unittest.mock.patch.dict(os.environ, {"AUTOPAR_PROFILES": str(ranks.folder / "profiles")}):
+        asked |= {"cache": ranks.folder / "timed", "profile": 20.0, "micro_batches": 2}
+        timed = [autopar.compile(copy.deepcopy(model), mesh_of(ranks), **asked) for _ in range(2)]
+        losses = [float(loss_of(one(**inputs)).detach()) for one in timed]
+    assert losses[0] == losses[1] and abs(losses[0] / float(first) - 1) < NEAR
+    assert timed[0].pipeline.dumps() == timed[1].pipeline.dumps()  # the second timed nothing, and found it
+    assert any("are priced from measurements" in note for note in timed[0].pipeline.whole.notes)
+    if ranks.rank == 0:
+        assert len([*(ranks.folder / "timed").glob("*.pipeline.json")]) == 1
     for keywords, sentence in (
         ({"plan": path, "schedule": "gpipe" if pipeline.schedule.name == "1f1b" else "1f1b"}, "schedule="),
         ({"plan": path, "micro_batches": 1}, "micro_batches=1 was asked for"),
@@ -359,6 +369,5 @@ def check_what_is_not_built_is_said(ranks: Ranks) -> None:
         ({"schedule": "zb-w"}, "schedule 'zb-w' is not known"),
         ({"schedule": "1f1b", "stages_per_rank": 2}, "1f1b has 1 stage on each rank, and 2 are asked for"),
         ({"schedule": "interleaved", "micro_batches": 3}, "3 is no multiple of 2; give 2 or 4"),
-        ({"profile": 1.0}, "profile= is not built for a mesh with 'pipe'"),
     ):
         _refused(model, mesh_of(ranks), keywords, sentence)

@@ -37,7 +37,7 @@ from cost_models.reserve import Room, room_in
 from cost_models.whole_file import write_whole
 
 NOT_YET = (
-    "devices", "html", "problem", "memory_curve", "profile", "operators", "top",
+    "devices", "html", "problem", "memory_curve", "top",
     "no_simulation", "price", "tokens", "days", "picture",
 )  # fmt: skip  # by the names of the arguments
 
