@@ -10,6 +10,8 @@ and everything behind (layouts, prices, timeline, memory) sees ordinary operator
       "op"     attention and every second product, from the first: torchtitan's selective checkpointing per operator
       "core"   all but what a module `core` makes before its last product (scores, softmax, dropout): Megatron's
                selective recomputing
+      "fused"  products, attention and the residual sums behind them: what is between, norms, rotary embeddings and
+               gates, a compiler makes again within the kernels of backward that read it (torch.compile's min-cut)
       "none"   everything; nothing is recomputed
   What backward does not need is not run again (torch stops early; a compiler drops it): a layer's last product. With
   `whole` it is run all the same, collectives included, as reentrant checkpointing does (Megatron).
@@ -37,7 +39,7 @@ from autopar.ir.work import VIEWS, flops_of
 from autopar.propose.strategies import operand_types
 from cost_models.steps import MATRIX_KINDS
 
-POLICIES = ("none", "full", "op", "core")
+POLICIES = ("none", "fused", "full", "op", "core")
 AGAIN = "_again"
 LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)(?:\.|$)")
 CORE = re.compile(r"(?:^|\.)core(?:\.|$)")
@@ -85,7 +87,7 @@ def kept_by_policy(graph: Graph, policy: str, keep_sums: bool = False) -> frozen
                 kept.add(node.name)
             case kind if kind in MATRIX_KINDS:
                 products[layer].append(node.name)
-                if len(products[layer]) % 2:
+                if len(products[layer]) % 2 or policy == "fused":
                     kept.add(node.name)
             case _:
                 if keep_sums and node.op == "aten.add.Tensor" and {r.name for r in node.operands} & {*products[layer]}:
