@@ -34,7 +34,7 @@ from autopar.lower import lower
 from autopar.lower.program import MADE_BY_FIRST_UPDATE
 from autopar.machine.device import device_type_of, has_expandable_segments
 from autopar.plan import Plan
-from autopar.plan.fit import OF_RANK_0, check, is_of
+from autopar.plan.fit import OF_RANK_0, check, is_of, lies_as
 from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import dumps
 from autopar.plan.tell import human
@@ -247,8 +247,9 @@ class Planner:
         bytes of a device; inference: None.
         """
         machine, limit_s = self.machine.hardware, request.time_limit_s
-        if like is not None and like.mesh == mesh and is_of(like, graph):
-            return like
+        known = like if like is not None and lies_as(like, request.fixed) else None  # else parameters changed places
+        if known is not None and known.mesh == mesh and is_of(known, graph):
+            return known
         where = mesh_of(self.device_mesh) if mesh is None else mesh
         timed = None if self.machine.profile is None else asking(graph, where)
         tensors = None if usable is None else self.machine.room(usable, where).tensors
@@ -258,12 +259,12 @@ class Planner:
             told = machine.digest, self.optimizer, "" if timed is None else timed.measured_digest
             grid = f"{where.ranks} devices" if mesh is None else str(mesh)
             kept = Path(self.cache) / f"{_digest(graph, grid, replace(request, memory=memory), told)}.plan.json"
-            known = kept_plan(kept, graph, where.ranks if mesh is None else mesh, machine, self.optimizer, self.rules)
-            fits = known is not None and (tensors is None or still_good(known, tensors))
-            if known is not None and lasting(known, limit_s) and fits:
-                return known
+            found = kept_plan(kept, graph, where.ranks if mesh is None else mesh, machine, self.optimizer, self.rules)
+            fits = found is not None and (tensors is None or still_good(found, tensors))
+            if found is not None and lasting(found, limit_s) and fits:
+                return found
         began = time.monotonic()
-        if like is not None and (same := same_choices(like, graph, tensors, machine, request.outputs)) is not None:
+        if known is not None and (same := same_choices(known, graph, tensors, machine, request.outputs)) is not None:
             found = same
         elif mesh is None:
             found = self._on_best_mesh(graph, where.ranks, request, usable, asking)

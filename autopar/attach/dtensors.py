@@ -6,7 +6,7 @@ L-BFGS) then step otherwise on each rank. Here the terms are put together first.
 
 `parameter.data = value` changes the wrapper and not the piece that it holds: the parameter keeps its old values. So
 do averages of weights that are swapped in, clamped weights, and SGD by hand. Here the piece is changed; and a gradient
-that is set to a plain tensor is cut.
+that is set to a plain tensor is cut, as what a hook of a gradient makes of it is.
 
 A number of DTensors beside a plain tensor (a penalty on the parameters, added to a loss) makes a DTensor, whose
 gradient the plain tensor's backward cannot take; a larger one (a bias, a scale) cannot stand beside a plain tensor at
@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from autopar._compat import dtensor_handlers, named_dims, replace_named_dims
 from autopar.attach.over_stages import pipe_among
-from autopar.attach.tensors import is_elsewhere, over_pieces, piece_as
+from autopar.attach.tensors import giving_pieces, is_elsewhere, over_pieces, piece_as
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 NORM = torch.ops.aten.linalg_vector_norm.default
@@ -65,6 +65,7 @@ def mend_dtensors() -> None:
     _mend_dims()
     DTensor.data = property(DATA.__get__, _set_data)  # type: ignore[assignment, method-assign]
     DTensor.grad = property(GRAD.__get__, _set_grad, GRAD.__delete__)  # type: ignore[assignment, method-assign]
+    DTensor.register_hook = _register_hook  # type: ignore[method-assign]
     DTensor.__format__ = _format  # type: ignore[method-assign]
     DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
     for name in (*ARITHMETIC, *COMPARED):
@@ -141,6 +142,11 @@ def _set_grad(held: DTensor, value: torch.Tensor | None) -> None:
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == held.shape:
         value = piece_as(value, held)
     GRAD.__set__(held, value)
+
+
+def _register_hook(held: DTensor, hook: Any) -> Any:
+    """Of a gradient; what it gives whole is laid out as the gradient is."""
+    return torch.Tensor.register_hook(held, giving_pieces(hook))
 
 
 def _format(held: DTensor, spec: str) -> str:

@@ -4,6 +4,9 @@ A part of what is split may lie on several ranks. torch (2.11 to 2.13) then make
 there is lost without a word. From the first compile on, what is written to `tensor[index]` reaches the pieces that
 ranks hold, and writing to a copy that was made otherwise (`chunk`, `view`) is refused. And a piece that is written to
 is known as changed to whoever saved it for a backward.
+
+Beside a plain tensor torch refuses both. Here a plain whole one is cut where it changes a DTensor (`grad.mul_(mask)`),
+and what a plain index reads (`weight[keep]`) is plain, of the whole, which all ranks ask for.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from autopar.attach.tensors import is_elsewhere, piece_as, whole_within
 GET_ITEM: Any = torch.Tensor.__getitem__
 SET_ITEM: Any = torch.Tensor.__setitem__
 NO_VALUES = ("requires_grad_", "share_memory_", "detach_", "rename_")  # change no element
+# Operators on elements, which take whole tensors beside.
+ELEMENTWISE = {"add_", "sub_", "mul_", "div_", "copy_", "lerp_", "masked_fill_", "addcmul_", "addcdiv_",
+               "__iadd__", "__isub__", "__imul__", "__itruediv__"}  # fmt: skip
 OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 PART = "_autopar_part"  # of a copy: (tensor, index) that it is of
 
@@ -34,7 +40,7 @@ def mend_edits() -> None:
     DTensor.__getitem__ = _get_item  # type: ignore[method-assign]
     DTensor.__setitem__ = _set_item  # type: ignore[method-assign]
     for name in _in_place():
-        setattr(DTensor, name, _writing_through(getattr(torch.Tensor, name)))
+        setattr(DTensor, name, _writing_through(name))
 
 
 def _in_place() -> Iterator[str]:
@@ -55,6 +61,9 @@ def _made_of(held: DTensor, name: str, args: tuple[Any, ...]) -> Any:
 
 
 def _get_item(held: DTensor, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, list) or (_is_plain(part) and part.ndim) for part in parts):
+        return GET_ITEM(held.full_tensor(), index)
     made = GET_ITEM(held, index)
     if isinstance(made, DTensor) and made._is_view() and (hasattr(held, PART) or _lies(made) != _lies(held)):
         setattr(made, PART, (held, index))
@@ -85,12 +94,17 @@ def _whole(value: Any) -> Any:
     return whole_within(value) if isinstance(value, DTensor) else value
 
 
-def _writing_through(plain: Any) -> Any:
+def _writing_through(name: str) -> Any:
+    plain: Any = getattr(torch.Tensor, name)  # which calls some by other names than it has them
+
     @functools.wraps(plain)
     def method(held: DTensor, *args: Any, **kwargs: Any) -> Any:
-        if (number := _made_of(held, plain.__name__, args)) is not None:
+        if (number := _made_of(held, name, args)) is not None:
             return number
         part = _copied_from(held) if held._is_view() else None
+        if name in ELEMENTWISE:
+            args = tuple(_cut(value, held) for value in args)
+            kwargs = {key: _cut(value, held) for key, value in kwargs.items()}
         made = plain(held, *args, **kwargs)
         _count_change(held)
         if part is not None:
@@ -98,6 +112,19 @@ def _writing_through(plain: Any) -> Any:
         return made
 
     return method
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+
+
+def _cut(value: Any, held: DTensor) -> Any:
+    """A plain tensor as the DTensor that it is an operand of lies; a number, and what gradients go to, as it is."""
+    if not _is_plain(value) or not value.ndim or terms_in(held):
+        return value
+    if torch.is_grad_enabled() and value.requires_grad:
+        return value
+    return piece_as(value.expand(held.shape), held)
 
 
 def _count_change(held: DTensor) -> None:

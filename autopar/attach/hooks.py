@@ -1,8 +1,10 @@
-"""Hooks of users: those of parameters go with them; those of submodules, which a program does not call, are refused."""
+"""Hooks of users: those of submodules, which a program does not call, are refused. (Those of parameters go with them:
+`tensors.carry`.)
+"""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from autopar._compat import global_forward_hooks, global_forward_pre_hooks
 from autopar.trace.installed import HOOKS
@@ -14,16 +16,6 @@ COMPUTE = "torch.nn.utils."  # weight norm, spectral norm, pruning: they compute
 OF_TRANSFORMERS = (
     "enable_input_require_grads.<locals>.make_inputs_require_grads", ".<locals>.output_capturing_hook",
 )  # fmt: skip
-
-
-def carry(source: Tensor, target: Tensor) -> None:
-    """Let a parameter have the hooks of the one whose place it takes: in the same dicts, so that handles stay valid.
-
-    With one tensor for both, hooks that `torch.utils.swap_tensors` left behind are registered again.
-    """
-    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if hooks := getattr(source, kind, None):
-            setattr(target, kind, hooks)
 
 
 def hooked(parallel: nn.Module) -> list[dict[int, object]]:

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from autopar.attach.agree import agreed
 from autopar.attach.copies import alike
-from autopar.attach.hooks import carry
 from autopar.attach.optimizers import refuse_optimizers_with
 from autopar.attach.run import Runner
 from autopar.attach.stage_run import StageRunner
 from autopar.attach.staging import Staged
 from autopar.attach.tensors import (
     become,
+    carry,
     from_rank_zero,
     is_elsewhere,
     is_written,

@@ -81,6 +81,8 @@ class Prepared:
             is_laid_out = isinstance(now, DTensor) or self.plan.mesh.ranks == 1
             if not is_laid_out or type_of(now) != type_of(self.held[number]):
                 return f"parameter {name} is another one"
+            if getattr(now, "placements", None) != getattr(self.held[number], "placements", None):
+                return f"parameter {name} is another one, in other pieces"
             self.held[number] = now
         return self.guards.broken()
 

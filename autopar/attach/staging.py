@@ -23,7 +23,7 @@ from autopar.pipeline import Action, Schedule, make_schedule, placed
 from autopar.pipeline.generate import recipe_of
 from autopar.pipeline.messages import projected
 from autopar.plan import Plan
-from autopar.plan.fit import OF_RANK_0, check, is_of
+from autopar.plan.fit import OF_RANK_0, check, is_of, lies_as
 from autopar.plan.store import dumps
 from autopar.price.calls import Profile
 from autopar.price.pricer import Pricer
@@ -227,7 +227,7 @@ def _later(graph: Graph, pipe: Pipe, like: Staged, fixed: Mapping[str, Layout], 
     trains = any(result.kind == "gradient" for result in graph.results)
     count = count_near(graph, like.whole.graph.rounds.count) if trains else 1
     rounds = in_rounds_of_stages(graph, count)
-    if trains and is_of(like.whole, rounds):
+    if trains and is_of(like.whole, rounds) and lies_as(like.whole, fixed):
         return like
     question = _ask(rounds, pipe, asked)
     pin = asked.request.pin if trains else {}  # nothing comes back in inference, and parameters live where they are

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autopar.attach.agree import agreed
-from autopar.attach.hooks import carry
 from autopar.emit.moves import host_like
 from autopar.ir import layout as plain
 from autopar.ir.layout import Layout
@@ -218,6 +217,34 @@ def _cuts(layout: Layout, mesh: Mesh) -> list[range]:
     return [
         range(size) if isinstance(one, plain.Shard) else range(1) for one, size in zip(layout, mesh.sizes, strict=True)
     ]
+
+
+def carry(source: Tensor, target: Tensor) -> None:
+    """Let a parameter have the hooks of the one whose place it takes: in the same dicts, so that handles stay valid.
+
+    With one tensor for both, hooks that `torch.utils.swap_tensors` left behind are registered again.
+    """
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if hooks := getattr(source, kind, None):
+            if kind == "_backward_hooks":
+                hooks.update({number: giving_pieces(hook) for number, hook in hooks.items()})
+            setattr(target, kind, hooks)
+
+
+class giving_pieces:
+    """A hook of a gradient whose result is laid out as the gradient is, where it is a plain whole tensor: a mask is
+    one, and what a DTensor gives with it.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self.hook = hook.hook if isinstance(hook, giving_pieces) else hook
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        made = self.hook(gradient)
+        if isinstance(made, DTensor) or not isinstance(gradient, DTensor) or not isinstance(made, Tensor):
+            return made
+        is_held = made.shape == gradient.shape and not any(one.is_partial() for one in gradient.placements)
+        return piece_as(made, gradient) if is_held else made
 
 
 def become(held: nn.Parameter, made: nn.Parameter) -> None:

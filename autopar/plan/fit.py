@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.errors import PlanMismatch
 from autopar.ir import precision
 from autopar.ir.batch_norm import statistics_of
 from autopar.ir.graph import HELD, Arg, Graph, Node, Ref, Result, TensorType, map_refs
-from autopar.ir.layout import Partial, Replicate
+from autopar.ir.layout import Layout, Partial, Replicate
 from autopar.ir.mesh import Mesh
 from autopar.ir.work import FETCH, STORE
 from autopar.plan.value import AGAIN, NO_CALL, Choice, PlanValue, shortened
@@ -94,6 +94,11 @@ def is_of(plan: PlanValue, graph: Graph) -> bool:
     except PlanMismatch:
         return False
     return True
+
+
+def lies_as(plan: PlanValue, layouts: Mapping[str, Layout]) -> bool:
+    """Whether the plan has these parameters, as far as it has them, in the layouts that they have."""
+    return all(plan.parameters.get(name, layout) == layout for name, layout in layouts.items())
 
 
 def check_rules(plan: PlanValue, origin: str = "the plan") -> None:

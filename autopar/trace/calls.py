@@ -108,8 +108,9 @@ def check_argument(value: Tensor, path: str) -> None:
     """Raises PlanMismatch for a tensor that no plan takes."""
     if value.requires_grad:
         raise PlanMismatch(
-            f"argument {path} requires grad; gradients of inputs are not planned, pass {path} detached, "
-            "or make it a parameter of the model"
+            f"argument {path} requires grad; gradients of inputs are not planned. If nobody needs that gradient, pass "
+            f"{path} detached; if another module trains through it (a generator, an actor, an encoder), make both "
+            "parts of one module and compile that, or leave this one plain; else make it a parameter of the model"
         )
     check_dense(value, f"argument {path}")
 

@@ -139,8 +139,9 @@ class _Watch(TorchFunctionMode):
                 )
         if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
             raise TraceError(
-                f"forward takes gradients itself{line_here()}, and gradients of gradients are not built; "
-                "leave that term out of the loss, or train the model without autopar"
+                f"forward takes gradients itself{line_here()}, and a planned step takes them once, behind forward "
+                "(gradients within it, and gradients of gradients, are not built); leave that out of forward, or train "
+                "the model without autopar"
             )
         kwargs = kwargs or {}
         self._refuse_what_is_not_traced(func, args, kwargs)

@@ -65,6 +65,29 @@ def _register_buffer(model: Any) -> None:
     model.more.register_buffer("scale", torch.randn(WIDTH))
 
 
+def _reverse(model: Any) -> None:
+    model.layers = nn.ModuleList([*model.layers][::-1])
+
+
+def _take_away(model: Any) -> None:
+    del model.layers[0]
+
+
+def _swap_weights(model: Any) -> None:
+    first, head = model.layers[0][0], model.head
+    first.weight, head.weight = head.weight, first.weight
+
+
+def _tie(model: Any) -> None:
+    model.head.weight = model.layers[1][0].weight
+
+
+def _copy_of_another(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.layers[1][0].weight.detach().clone())
+
+
+# What is laid out changes places, and lies there as it lay.
+MOVES: tuple[Callable[[Any], None], ...] = (_reverse, _take_away, _swap_weights, _tie, _copy_of_another)
 CHANGES: tuple[Callable[[Any], None], ...] = (
     _swap_head, _swap_first, _wrap, _append, _new_parameter, _register, _register_buffer,
 )  # fmt: skip
@@ -128,6 +151,8 @@ def check_parts_change_where_weights_are_split(ranks: Ranks) -> None:
     for change in CHANGES:
         for first in (False, True):
             _same(ranks, change, made, first=first)
+    for change in MOVES:
+        _same(ranks, change, made, first=False)
     parallel = made(Parts())
     parallel(**_batch(0)).backward()
     splits(parallel)
@@ -141,6 +166,8 @@ def check_parts_change_where_parameters_are_plain(ranks: Ranks) -> None:
 
     for change in CHANGES:
         _same(ranks, change, made, first=True)
+    for change in MOVES:
+        _same(ranks, change, made, first=False)
 
 
 def check_parts_change_in_stages(ranks: Ranks) -> None:

@@ -12,12 +12,13 @@ import autopar
 from autopar.ir.mesh import Mesh
 from autopar.search import Request, search
 from autopar.trace import capture, graph_of
-from tests.processes.compare import whole
+from tests.processes.compare import near, whole
 from tests.processes.errors import refused
 from tests.processes.pipelines import mesh_of
 from tests.processes.worker import Ranks
 from tests.support.machines import machine
 
+BESIDE = torch.randn(8, 8, generator=torch.Generator().manual_seed(7))  # a plain tensor, whole on every rank
 EDITS: dict[str, Callable[[Tensor], object]] = {
     "a row": lambda w: w.__setitem__(5, 0.0),
     "a column": lambda w: w.__setitem__((slice(None), 3), torch.arange(8.0)),
@@ -30,6 +31,15 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
     "initialised": lambda w: nn.init.constant_(w[3:5], 7.0),
     "the identity": lambda w: nn.init.eye_(w),
     "numbers in a row": lambda w: torch.arange(8, out=w[2]),
+    "times a plain mask": lambda w: w.mul_(BESIDE[:, :1] > 0),
+    "a plain row added": lambda w: w.add_(BESIDE[3], alpha=0.5),
+    "towards a plain one": lambda w: w.lerp_(BESIDE, 0.25),
+    "filled where a plain one says": lambda w: w.masked_fill_(BESIDE > 0.5, 0.125),
+    "a plain one copied": lambda w: w.copy_(BESIDE),
+    "divided by a plain one": lambda w: w.__itruediv__(BESIDE),
+    "rows that a plain index reads": lambda w: w.__setitem__([1, 6], w.detach()[torch.tensor([2, 3])]),
+    "rows that a plain mask reads": lambda w: w.__setitem__(BESIDE[0] > 0, 2 * w.detach()[BESIDE[0] > 0]),
+    "rows that a list reads": lambda w: w.__setitem__(slice(0, 2), w.detach()[[4, 5]]),
 }
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "chunk": lambda w: w.chunk(3)[1],
@@ -55,6 +65,39 @@ def check_parts_that_are_written_to(ranks: Ranks) -> None:
         graph, mesh = graph_of(capture(Net(), (), {"x": x})), Mesh(("data",), (ranks.count,))
         plan = search(graph, mesh, machine(), Request(policy=policy))
         _edit_all(plain, autopar.compile(copy.deepcopy(plain), ranks.mesh(), plan=plan), x)
+
+
+def check_hooks_that_mask_gradients(ranks: Ranks) -> None:
+    """With a plain mask they give a plain whole tensor, which optimizers could not take beside pieces. Registered on
+    the model before it is compiled, before its first call, and behind it.
+    """
+    mask, x = torch.zeros(8, 1), torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    mask[5:] = 1
+    for policy in ("fsdp", "tensor-parallel", "data-parallel"):
+        for when in range(3):
+            ended: list[dict[str, Tensor]] = []
+            for is_plain in (True, False):
+                torch.manual_seed(0)
+                model: nn.Module = Net()
+                if when == 0:
+                    handle = model.last.weight.register_hook(lambda gradient: gradient * mask)
+                if not is_plain:
+                    graph, mesh = graph_of(capture(Net(), (), {"x": x})), Mesh(("data",), (ranks.count,))
+                    plan = search(graph, mesh, machine(), Request(policy=policy))
+                    model = autopar.compile(model, ranks.mesh(), plan=plan)
+                optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+                for step in range(4):
+                    if when and step == when - 1:
+                        handle = model.last.weight.register_hook(lambda gradient: gradient * mask)
+                    if step == 3:
+                        handle.remove()
+                    model(x=x + step).backward()
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                ended.append({name: whole(value.detach()) for name, value in model.named_parameters()})
+            for name, value in ended[0].items():
+                near(ended[1][name], value, 1e-5, f"{name}, {policy}, registered at {when}")
 
 
 def check_parts_of_stages_that_are_written_to(ranks: Ranks) -> None:

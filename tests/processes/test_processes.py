@@ -43,6 +43,7 @@ FIRST = {
         "rank_zero_may_plan_for_longer_than_the_group_waits",
     ],
     "edits": [
+        "hooks_that_mask_gradients",
         "parts_that_are_written_to",
         "parts_of_stages_that_are_written_to",
         "outputs_are_changed_in_place",
