@@ -205,7 +205,9 @@ def role_of(limit: float, plan: PlanValue, nbytes: int) -> str:
 
 
 def price(plan: PlanValue, tier: str) -> Iterator[str]:
-    """What a little more memory would save at most, by the solver's price of it, where that is known."""
+    """What a little more memory would save, by the solver's price of it, where that is known: one of the relaxation, so
+    that whole choices may save more or less.
+    """
     price = plan.search.get(f"ms_per_gib:{tier}")
     if not isinstance(price, float) or price <= 0 or (tier == DEVICE and plan.memory_limit is None):
         return
@@ -220,7 +222,7 @@ def price(plan: PlanValue, tier: str) -> Iterator[str]:
     if saved > 0:
         of = "" if plan.simulated_seconds is None else " of the times without overlap"
         whole = human(amount).replace(".00", "").replace(".0", "")
-        yield f"price of memory: +{whole} of {tier} would save up to {saved:.3g} ms a step{of}"
+        yield f"price of memory: +{whole} of {tier} would save about {saved:.3g} ms a step{of}"
 
 
 def saving(plan: PlanValue) -> Iterator[str]:

@@ -23,8 +23,8 @@ ALLOWS = {VALUES: ("recompute", "offload-activations"), WEIGHTS: ("offload-param
 
 
 def prices_of(solution: Solution) -> dict[str, float | int | str]:
-    """`ms_per_gib:TIER` for each tier whose limit binds, for `Plan.search`: by the prices of the proven bound, which
-    say what the first GiB could save, and no GiB saves more.
+    """`ms_per_gib:TIER` for each tier whose limit binds, for `Plan.search`: by the prices of the relaxation that the
+    proven bound comes of. There the first bytes save so much and no more of them save more; whole choices may.
     """
     found: dict[str, float | int | str] = {}
     if solution.picks is None or solution.gap > CERTAIN:

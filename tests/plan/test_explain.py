@@ -88,13 +88,13 @@ def test_the_price_of_memory_is_told_for_a_step_that_is_small_beside_the_peak(pl
 
     limit = 6.0 * gib
     assert told(limit) == told(None, ms_per_gib_of_hbm=2.5) == told(limit, ms_per_gib_of_hbm=0.0) == []
-    assert told(limit, ms_per_gib_of_hbm=2.5) == ["+1 GiB of hbm would save up to 2.5 ms a step"]
-    assert told(limit, ms_per_gib_of_host=1024.0) == ["+4 MiB of host would save up to 4 ms a step"]
+    assert told(limit, ms_per_gib_of_hbm=2.5) == ["+1 GiB of hbm would save about 2.5 ms a step"]
+    assert told(limit, ms_per_gib_of_host=1024.0) == ["+4 MiB of host would save about 4 ms a step"]
     # there is nothing to gain beyond the fastest plan
     near = told(limit, ms_per_gib_of_hbm=2.5, fastest_bytes=int(6.5 * gib), fastest_s=0.09)
-    assert near == ["+256 MiB of hbm would save up to 0.625 ms a step"]
+    assert near == ["+256 MiB of hbm would save about 0.625 ms a step"]
     assert told(limit, ms_per_gib_of_hbm=2.5, fastest_bytes=9 * gib, fastest_s=0.0995) == [
-        "+1 GiB of hbm would save up to 0.5 ms a step"
+        "+1 GiB of hbm would save about 0.5 ms a step"
     ]
 
 
