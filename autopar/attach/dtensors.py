@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from autopar._compat import dtensor_handlers, named_dims, replace_named_dims
 from autopar.attach.over_stages import pipe_among
-from autopar.attach.tensors import giving_pieces, is_elsewhere, over_pieces, piece_as
+from autopar.attach.tensors import beside, by_piece, giving_pieces, is_elsewhere, over_pieces, piece_as
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 NORM = torch.ops.aten.linalg_vector_norm.default
@@ -70,6 +70,8 @@ def mend_dtensors() -> None:
     DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
     for name in (*ARITHMETIC, *COMPARED):
         setattr(DTensor, f"__{name}__", _arithmetic(getattr(torch.Tensor, f"__{name}__")))
+    for name in ("add", "sub", "mul", "div"):
+        setattr(DTensor, name, _arithmetic(getattr(torch.Tensor, name)))
 
 
 def _item(op: Any, args: tuple[DTensor], kwargs: dict[str, Any]) -> int | float | complex | bool:
@@ -163,14 +165,17 @@ def _reduce(held: DTensor, protocol: Any) -> Any:
     return torch.Tensor.__reduce_ex__(held, protocol)
 
 
-def _arithmetic(plain: Any) -> Any:
+def _arithmetic(operator: Any) -> Any:
     """An operator of a DTensor with something else."""
 
-    @functools.wraps(plain)
-    def method(held: DTensor, other: Any) -> Any:
+    @functools.wraps(operator)
+    def method(held: DTensor, other: Any, **kwargs: Any) -> Any:
+        plain = functools.partial(operator, **kwargs) if kwargs else operator
         if not isinstance(other, torch.Tensor):
             return plain(held, other)
         if not isinstance(other, DTensor):
+            if by_piece.get():
+                return plain(held, beside(other, held))
             # a plain number may be another one on each rank, where each has rows of its own
             follows = torch.is_grad_enabled() and (held.requires_grad or other.requires_grad)
             return plain(held.full_tensor() if follows or not held.ndim or other.numel() > 1 else held, other)

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar._compat import pytree
 from autopar.attach.foreach import terms_in
-from autopar.attach.tensors import is_elsewhere, piece_as, whole_within
+from autopar.attach.tensors import beside, is_elsewhere, piece_as, whole_within
 
 GET_ITEM: Any = torch.Tensor.__getitem__
 SET_ITEM: Any = torch.Tensor.__setitem__
@@ -41,6 +42,7 @@ def mend_edits() -> None:
     DTensor.__setitem__ = _set_item  # type: ignore[method-assign]
     for name in _in_place():
         setattr(DTensor, name, _writing_through(name))
+    DTensor.masked_fill = _masked_fill  # type: ignore[method-assign]
 
 
 def _in_place() -> Iterator[str]:
@@ -62,7 +64,7 @@ def _made_of(held: DTensor, name: str, args: tuple[Any, ...]) -> Any:
 
 def _get_item(held: DTensor, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(part, list) or (_is_plain(part) and part.ndim) for part in parts):
+    if any(isinstance(part, (list, range, np.ndarray)) or (_is_plain(part) and part.ndim) for part in parts):
         return GET_ITEM(held.full_tensor(), index)
     made = GET_ITEM(held, index)
     if isinstance(made, DTensor) and made._is_view() and (hasattr(held, PART) or _lies(made) != _lies(held)):
@@ -120,11 +122,13 @@ def _is_plain(value: Any) -> bool:
 
 def _cut(value: Any, held: DTensor) -> Any:
     """A plain tensor as the DTensor that it is an operand of lies; a number, and what gradients go to, as it is."""
-    if not _is_plain(value) or not value.ndim or terms_in(held):
+    if not _is_plain(value) or terms_in(held):
         return value
-    if torch.is_grad_enabled() and value.requires_grad:
-        return value
-    return piece_as(value.expand(held.shape), held)
+    return value if torch.is_grad_enabled() and value.requires_grad else beside(value, held)
+
+
+def _masked_fill(held: DTensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+    return torch.Tensor.masked_fill(held, _cut(mask, held), value)
 
 
 def _count_change(held: DTensor) -> None:

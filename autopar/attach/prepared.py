@@ -18,6 +18,11 @@ from autopar.ir.layout import Layout
 from autopar.plan import Plan
 from cost_models.steps import DEVICE
 
+
+def _lies(held: Tensor) -> tuple[object, object] | None:
+    return (held.device_mesh, held.placements) if isinstance(held, DTensor) else None
+
+
 Slot = tuple[dict[str, Any], str]  # a module's own dict of parameters or buffers, and the name there
 
 
@@ -81,7 +86,7 @@ class Prepared:
             is_laid_out = isinstance(now, DTensor) or self.plan.mesh.ranks == 1
             if not is_laid_out or type_of(now) != type_of(self.held[number]):
                 return f"parameter {name} is another one"
-            if getattr(now, "placements", None) != getattr(self.held[number], "placements", None):
+            if _lies(now) != _lies(self.held[number]):  # on ranks of other stages, too
                 return f"parameter {name} is another one, in other pieces"
             self.held[number] = now
         return self.guards.broken()

@@ -4,9 +4,8 @@ collectives in both directions.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.attach.generators import drawing_from, random_states
 from autopar.attach.rounds import Played
 from autopar.attach.rows import Rows
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
@@ -124,7 +124,11 @@ class Runner:
         """(outputs in the model's order, new values of the buffers it writes). Outputs carry gradients where those of
         the model do. `parameters`: those of the program; `beside`: those of `self.beside`.
         """
-        found: tuple[Tensor | None, ...] = _Step.apply(self, step, *parameters, *beside)  # type: ignore[assignment]
+        names = [*(node.target for node in self.parameters), *self.beside]
+        # In an order that ranks of all stages have: autograd calls hooks in it, which may ask for numbers of all ranks.
+        order = sorted(range(len(names)), key=names.__getitem__) if beside else range(len(names))
+        given = (*parameters, *beside)
+        found: tuple[Tensor | None, ...] = _Step.apply(self, step, order, *(given[at] for at in order))  # type: ignore
         if not torch.is_grad_enabled():
             settle()  # what is fetched from the host may be changed there from now on
         outputs: list[Tensor | None] = []
@@ -184,10 +188,11 @@ class Step:
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, runner: Runner, step: Step, *given: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, runner: Runner, step: Step, order: Sequence[int], *ordered: Tensor) -> tuple[Any, ...]:
+        given, ctx.order = tuple(ordered[order.index(at)] for at in range(len(order))), order
         program, count = runner.program, len(given) - len(runner.beside)
         parameters, ctx.beside = given[:count], given[count:]
-        ctx.drawn = _random_states(runner) if step.without_tangent else None
+        ctx.drawn = random_states(runner.mesh.ranks, runner.coordinates[0].device) if step.without_tangent else None
         pieces = runner.as_read(tuple(map(local_of, parameters)))
         count = len(runner.results)
         ctx.added_up = None
@@ -213,7 +218,8 @@ class _Step(torch.autograd.Function):
         runner = ctx.runner
         with runner.watch.call(BACKWARD):
             nothing = [gradient_of(one, torch.zeros_like(local_of(one))) for one in ctx.beside]
-            return *_backward(ctx, gradients), *nothing
+            made = (*_backward(ctx, gradients), *nothing)
+            return None, None, None, *(made[at] for at in ctx.order)
 
 
 def _all_rounds(
@@ -306,7 +312,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         saved.clear()
         assert step.again is not None
         runner, step, held = step.again()
-        with _drawing_from(ctx.drawn), without_autocast():
+        with drawing_from(ctx.drawn), without_autocast():
             outputs = runner.program.forward(*map(local_of, held), *step.others, *runner.coordinates, *step.seeds[0])
         saved = list(outputs[len(runner.program.results) :])
     program = runner.program
@@ -341,30 +347,7 @@ def _reached(runner: Runner, made: Sequence[Tensor | None], given: Set[str]) -> 
 def _to_parameters(runner: Runner, names: Mapping[str, Tensor], made: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """What autograd wants of backward: the gradient of each parameter, in order. `names`: the parameters by name."""
     by_name = {result.target: value for (result, _), value in zip(runner.gradients, made, strict=True)}
-    return None, None, *(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
-
-
-def _random_states(runner: Runner) -> list[tuple[torch.Generator, Tensor]]:
-    """What a program of one rank draws from: those of several ranks get seeds."""
-    if runner.mesh.ranks > 1:
-        return []
-    generators = [torch.default_generator]
-    if runner.coordinates[0].is_cuda:
-        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return [(generator, generator.get_state()) for generator in generators]
-
-
-@contextlib.contextmanager
-def _drawing_from(states: list[tuple[torch.Generator, Tensor]]) -> Iterator[None]:
-    """Let the generators draw what they drew from these states, and go on behind that as if nothing had been."""
-    now = [(generator, generator.get_state()) for generator, _ in states]
-    for generator, state in states:
-        generator.set_state(state)
-    try:
-        yield
-    finally:
-        for generator, state in now:
-            generator.set_state(state)
+    return tuple(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
 
 
 def _versions(saved: Sequence[Tensor | None], places: Sequence[int]) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from itertools import product
 from typing import Any
 
@@ -219,6 +220,9 @@ def _cuts(layout: Layout, mesh: Mesh) -> list[range]:
     ]
 
 
+by_piece = ContextVar("by_piece", default=False)  # in a hook: what is plain and stands beside a gradient is cut
+
+
 def carry(source: Tensor, target: Tensor) -> None:
     """Let a parameter have the hooks of the one whose place it takes: in the same dicts, so that handles stay valid.
 
@@ -237,14 +241,25 @@ class giving_pieces:
     """
 
     def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        self.hook = hook.hook if isinstance(hook, giving_pieces) else hook
+        self.hook: Any = hook.hook if isinstance(hook, giving_pieces) else hook
+        self.__name__ = getattr(self.hook, "__name__", type(self.hook).__name__)  # in torch's errors
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
-        made = self.hook(gradient)
-        if isinstance(made, DTensor) or not isinstance(gradient, DTensor) or not isinstance(made, Tensor):
-            return made
-        is_held = made.shape == gradient.shape and not any(one.is_partial() for one in gradient.placements)
-        return piece_as(made, gradient) if is_held else made
+        if not isinstance(gradient, DTensor) or any(one.is_partial() for one in gradient.placements):
+            return self.hook(gradient)
+        outside = by_piece.set(True)  # ranks of other stages call it at other times, and cannot be waited for
+        try:
+            made = self.hook(gradient)
+        finally:
+            by_piece.reset(outside)
+        if isinstance(made, DTensor):  # it may be a sum of which ranks hold terms
+            return made if made.placements == gradient.placements else made.redistribute(placements=gradient.placements)
+        return piece_as(made, gradient) if isinstance(made, Tensor) and made.shape == gradient.shape else made
+
+
+def beside(value: Tensor, held: DTensor) -> Tensor:
+    """A plain whole tensor as a DTensor lies that it is an operand of; a number as it is."""
+    return piece_as(value.expand(held.shape), held) if value.ndim else value
 
 
 def become(held: nn.Parameter, made: nn.Parameter) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import PlanMismatch
+from autopar.rewrite.micro_batches import NotCut
 from tests.processes.compare import near, splits, whole
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
@@ -179,6 +181,28 @@ def check_parts_change_in_stages(ranks: Ranks) -> None:
     for change in CHANGES:
         for first in (False, True):
             _same(ranks, change, made, first=first)
+
+
+def check_weights_that_change_stages_are_refused(ranks: Ranks) -> None:
+    """On all ranks, whichever of the stages they have."""
+    mesh = autopar.init_mesh("cpu", **({"pipe": 2, "data": 2} if ranks.count == 4 else {"pipe": 2}))
+    for change, words in (
+        (_swap_weights, "read in another pipeline stage now"),
+        (_tie_ends, "an earlier stage holds it"),
+    ):
+        parallel = autopar.compile(Parts(), mesh, micro_batches=4, memory="4GiB", time_limit_s=10)
+        parallel(**_batch(0)).backward()
+        change(parallel)
+        try:
+            parallel(**_batch(1))
+        except (PlanMismatch, NotCut) as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(change.__name__)
+
+
+def _tie_ends(model: Any) -> None:
+    model.head.weight = model.layers[0][0].weight
 
 
 def check_averages_that_begin_behind_a_change(ranks: Ranks) -> None:

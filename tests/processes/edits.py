@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,37 +68,61 @@ def check_parts_that_are_written_to(ranks: Ranks) -> None:
         _edit_all(plain, autopar.compile(copy.deepcopy(plain), ranks.mesh(), plan=plan), x)
 
 
+MASK = (torch.arange(8) > 4).float()[:, None]
+HOOKS: tuple[Callable[[Tensor], Tensor | None], ...] = (
+    lambda gradient: gradient * MASK,
+    lambda gradient: (MASK * gradient).mul_(2) + BESIDE,
+    lambda gradient: gradient.masked_fill(MASK == 0, 0.0).mul(BESIDE[0]),
+    lambda gradient: (gradient.mul_(MASK), None)[1],
+    lambda gradient: gradient / (1 + gradient.norm().item()),  # a number that all ranks of all stages are asked for
+    lambda gradient: gradient.sum(0, keepdim=True).expand(gradient.shape),
+)
+
+
 def check_hooks_that_mask_gradients(ranks: Ranks) -> None:
-    """With a plain mask they give a plain whole tensor, which optimizers could not take beside pieces. Registered on
-    the model before it is compiled, before its first call, and behind it.
-    """
-    mask, x = torch.zeros(8, 1), torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
-    mask[5:] = 1
+    """With a plain mask: optimizers could not take what that gave beside pieces."""
     for policy in ("fsdp", "tensor-parallel", "data-parallel"):
+        graph, mesh = graph_of(capture(Net(), (), {"x": BESIDE})), Mesh(("data",), (ranks.count,))
+        plan = search(graph, mesh, machine(), Request(policy=policy))
+
+        def made(model: nn.Module) -> nn.Module:
+            return autopar.compile(model, ranks.mesh(), plan=plan)  # noqa: B023 - called in this round
+
+        _train_with_hooks(made, policy)
+
+
+def check_hooks_of_stages_that_mask_gradients(ranks: Ranks) -> None:
+    """All ranks call them in one order."""
+    _train_with_hooks(lambda model: autopar.compile(model, mesh_of(ranks), micro_batches=2, memory="1GiB"), "stages")
+
+
+def _train_with_hooks(made: Callable[[nn.Module], nn.Module], what: str) -> None:
+    """Registered on the model before it is compiled, before its first call, and behind it."""
+    for number, hook in enumerate(HOOKS):
         for when in range(3):
-            ended: list[dict[str, Tensor]] = []
-            for is_plain in (True, False):
-                torch.manual_seed(0)
-                model: nn.Module = Net()
-                if when == 0:
-                    handle = model.last.weight.register_hook(lambda gradient: gradient * mask)
-                if not is_plain:
-                    graph, mesh = graph_of(capture(Net(), (), {"x": x})), Mesh(("data",), (ranks.count,))
-                    plan = search(graph, mesh, machine(), Request(policy=policy))
-                    model = autopar.compile(model, ranks.mesh(), plan=plan)
-                optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-                for step in range(4):
-                    if when and step == when - 1:
-                        handle = model.last.weight.register_hook(lambda gradient: gradient * mask)
-                    if step == 3:
-                        handle.remove()
-                    model(x=x + step).backward()
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                ended.append({name: whole(value.detach()) for name, value in model.named_parameters()})
+            ended = [_trained(parallel, hook, when) for parallel in (lambda model: model, made)]
             for name, value in ended[0].items():
-                near(ended[1][name], value, 1e-5, f"{name}, {policy}, registered at {when}")
+                near(ended[1][name], value, 1e-5, f"{name}, {what}, hook {number}, registered at {when}")
+
+
+def _trained(made: Callable[[nn.Module], nn.Module], hook: Callable[[Tensor], Tensor | None], when: int) -> Any:
+    torch.manual_seed(0)
+    model: Any = Net()
+    held = lambda: (model.first.weight, model.last.weight)  # noqa: E731
+    handles = [one.register_hook(hook) for one in held()] if when == 0 else []
+    model = made(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for step in range(4):
+        if when and step == when - 1:
+            handles = [one.register_hook(hook) for one in held()]
+        for handle in handles if step == 3 else ():
+            handle.remove()
+        model(x=BESIDE + step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.full_state_dict(rank0_only=False) if hasattr(model, "full_state_dict") else model.state_dict()
+    return {name: value.detach().clone() for name, value in state.items()}
 
 
 def check_parts_of_stages_that_are_written_to(ranks: Ranks) -> None:

@@ -29,7 +29,11 @@ FIRST = {
         "seeds_of_ranks_do_not_matter",
         "other_sizes_and_evaluation",
     ],
-    "changed": ["an_optimizer_of_what_was_replaced_is_refused", "parts_change_where_parameters_are_plain"],
+    "changed": [
+        "an_optimizer_of_what_was_replaced_is_refused",
+        "parts_change_where_parameters_are_plain",
+        "weights_that_change_stages_are_refused",
+    ],
     "complexes": ["training"],
     "copies": ["a_copy_trains_by_itself"],
     "errors": [
@@ -44,6 +48,7 @@ FIRST = {
     ],
     "edits": [
         "hooks_that_mask_gradients",
+        "hooks_of_stages_that_mask_gradients",
         "parts_that_are_written_to",
         "parts_of_stages_that_are_written_to",
         "outputs_are_changed_in_place",
