@@ -174,7 +174,7 @@ def _arithmetic(operator: Any) -> Any:
         if not isinstance(other, torch.Tensor):
             return plain(held, other)
         if not isinstance(other, DTensor):
-            if by_piece.get():
+            if by_piece.get() and held.ndim and torch.broadcast_shapes(held.shape, other.shape) == held.shape:
                 return plain(held, beside(other, held))
             # a plain number may be another one on each rank, where each has rows of its own
             follows = torch.is_grad_enabled() and (held.requires_grad or other.requires_grad)

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -86,6 +87,14 @@ class Runner:
         """Parameters of other stages, which get gradients of no elements."""
         return ()
 
+    @cached_property
+    def order(self) -> Sequence[int]:
+        """Places of the program's parameters and of those beside, by name: autograd calls hooks of gradients in it,
+        which may ask for numbers of all stages, and so in the same one on all ranks.
+        """
+        names = [*(node.target for node in self.parameters), *self.beside]
+        return sorted(range(len(names)), key=names.__getitem__)
+
     @property
     def own_inputs(self) -> tuple[Node, ...]:
         """What a call brings."""
@@ -124,10 +133,7 @@ class Runner:
         """(outputs in the model's order, new values of the buffers it writes). Outputs carry gradients where those of
         the model do. `parameters`: those of the program; `beside`: those of `self.beside`.
         """
-        names = [*(node.target for node in self.parameters), *self.beside]
-        # In an order that ranks of all stages have: autograd calls hooks in it, which may ask for numbers of all ranks.
-        order = sorted(range(len(names)), key=names.__getitem__) if beside else range(len(names))
-        given = (*parameters, *beside)
+        given, order = (*parameters, *beside), self.order if beside else range(len(parameters))
         found: tuple[Tensor | None, ...] = _Step.apply(self, step, order, *(given[at] for at in order))  # type: ignore
         if not torch.is_grad_enabled():
             settle()  # what is fetched from the host may be changed there from now on
@@ -189,7 +195,7 @@ class Step:
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Runner, step: Step, order: Sequence[int], *ordered: Tensor) -> tuple[Any, ...]:
-        given, ctx.order = tuple(ordered[order.index(at)] for at in range(len(order))), order
+        given, ctx.order = tuple(one for _, one in sorted(zip(order, ordered, strict=True), key=itemgetter(0))), order
         program, count = runner.program, len(given) - len(runner.beside)
         parameters, ctx.beside = given[:count], given[count:]
         ctx.drawn = random_states(runner.mesh.ranks, runner.coordinates[0].device) if step.without_tangent else None

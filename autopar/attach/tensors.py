@@ -220,7 +220,8 @@ def _cuts(layout: Layout, mesh: Mesh) -> list[range]:
     ]
 
 
-by_piece = ContextVar("by_piece", default=False)  # in a hook: what is plain and stands beside a gradient is cut
+# In a hook: what is plain and stands beside a gradient is cut, for which no rank has to ask others for their pieces.
+by_piece = ContextVar("by_piece", default=False)
 
 
 def carry(source: Tensor, target: Tensor) -> None:
@@ -247,7 +248,7 @@ class giving_pieces:
     def __call__(self, gradient: Tensor) -> Tensor | None:
         if not isinstance(gradient, DTensor) or any(one.is_partial() for one in gradient.placements):
             return self.hook(gradient)
-        outside = by_piece.set(True)  # ranks of other stages call it at other times, and cannot be waited for
+        outside = by_piece.set(True)
         try:
             made = self.hook(gradient)
         finally:

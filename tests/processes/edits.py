@@ -75,6 +75,7 @@ HOOKS: tuple[Callable[[Tensor], Tensor | None], ...] = (
     lambda gradient: gradient.masked_fill(MASK == 0, 0.0).mul(BESIDE[0]),
     lambda gradient: (gradient.mul_(MASK), None)[1],
     lambda gradient: gradient / (1 + gradient.norm().item()),  # a number that all ranks of all stages are asked for
+    lambda gradient: BESIDE * gradient.norm() + gradient * BESIDE[:, 0] / gradient.abs().sum(),
     lambda gradient: gradient.sum(0, keepdim=True).expand(gradient.shape),
 )
 
