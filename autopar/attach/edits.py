@@ -57,7 +57,7 @@ def _made_of(held: DTensor, name: str, args: tuple[Any, ...]) -> Any:
     None where it is something else.
     """
     is_number = torch.is_grad_enabled() and not held.ndim and not held.is_leaf and name.startswith("__i")
-    if is_number and isinstance(args[0], torch.Tensor) and not isinstance(args[0], DTensor):
+    if is_number and _is_plain(args[0]):
         return getattr(held, f"__{name[3:]}")(*args)
     return None
 

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -134,7 +133,7 @@ class Runner:
         the model do. `parameters`: those of the program; `beside`: those of `self.beside`.
         """
         given, order = (*parameters, *beside), self.order if beside else range(len(parameters))
-        found: tuple[Tensor | None, ...] = _Step.apply(self, step, order, *(given[at] for at in order))  # type: ignore
+        found: Any = _Step.apply(self, step, order, *(given[at] for at in order))
         if not torch.is_grad_enabled():
             settle()  # what is fetched from the host may be changed there from now on
         outputs: list[Tensor | None] = []
@@ -195,7 +194,8 @@ class Step:
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Runner, step: Step, order: Sequence[int], *ordered: Tensor) -> tuple[Any, ...]:
-        given, ctx.order = tuple(one for _, one in sorted(zip(order, ordered, strict=True), key=itemgetter(0))), order
+        by_place, ctx.order = dict(zip(order, ordered, strict=True)), order
+        given = tuple(by_place[at] for at in range(len(order)))
         program, count = runner.program, len(given) - len(runner.beside)
         parameters, ctx.beside = given[:count], given[count:]
         ctx.drawn = random_states(runner.mesh.ranks, runner.coordinates[0].device) if step.without_tangent else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,11 +86,7 @@ def check_hooks_that_mask_gradients(ranks: Ranks) -> None:
     for policy in ("fsdp", "tensor-parallel", "data-parallel"):
         graph, mesh = graph_of(capture(Net(), (), {"x": BESIDE})), Mesh(("data",), (ranks.count,))
         plan = search(graph, mesh, machine(), Request(policy=policy))
-
-        def made(model: nn.Module) -> nn.Module:
-            return autopar.compile(model, ranks.mesh(), plan=plan)  # noqa: B023 - called in this round
-
-        _train_with_hooks(made, policy)
+        _train_with_hooks(partial(autopar.compile, device_mesh=ranks.mesh(), plan=plan), policy)
 
 
 def check_hooks_of_stages_that_mask_gradients(ranks: Ranks) -> None:
@@ -106,16 +103,19 @@ def _train_with_hooks(made: Callable[[nn.Module], nn.Module], what: str) -> None
                 near(ended[1][name], value, 1e-5, f"{name}, {what}, hook {number}, registered at {when}")
 
 
+def _hooked(model: Any, hook: Callable[[Tensor], Tensor | None]) -> list[Any]:
+    return [one.register_hook(hook) for one in (model.first.weight, model.last.weight)]
+
+
 def _trained(made: Callable[[nn.Module], nn.Module], hook: Callable[[Tensor], Tensor | None], when: int) -> Any:
     torch.manual_seed(0)
     model: Any = Net()
-    held = lambda: (model.first.weight, model.last.weight)  # noqa: E731
-    handles = [one.register_hook(hook) for one in held()] if when == 0 else []
+    handles = _hooked(model, hook) if when == 0 else []
     model = made(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     for step in range(4):
         if when and step == when - 1:
-            handles = [one.register_hook(hook) for one in held()]
+            handles = _hooked(model, hook)
         for handle in handles if step == 3 else ():
             handle.remove()
         model(x=BESIDE + step).backward()
