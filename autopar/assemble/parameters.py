@@ -276,7 +276,9 @@ def _fetched_for(work: Assembly, node: Node, reader: str, nbytes: Array) -> tupl
 
 
 def add_gradient(work: Assembly, node: Node, place: int) -> None:
-    """A gradient's way to its parameter, and from there to the host if the parameter lies there."""
+    """A gradient's way to its parameter, and from there to the host if the parameter lies there; or to the input that
+    it is of.
+    """
     result = work.graph.results[place]
     assert result.ref is not None
     type, live, item = work.type(result.ref), work.live, work.item_of[node.name]
@@ -287,6 +289,8 @@ def add_gradient(work: Assembly, node: Node, place: int) -> None:
     edge = work.add_edge(producer, item, cost)
     if work.graph.adds_up(result) and (waits := work.waiting(type, producer, result.ref, item, stored)) is not None:
         work.held_between(edge, at + 1, live.gathered_at + 1, waits)
+    if (whole := work.graph.put_together(place)) is not None:
+        work.held(item, 0, live.instants, whole.nbytes * work.pricer.nbytes(type, stored) // type.nbytes)
     if place in work.copied:
         here, sizes = _is(work, node, "device", "stream"), work.sizes(type, item, "gradient", lambda: stored)
         copy = work.once(("copy", id(sizes), id(here)), lambda: sizes * here)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -30,21 +31,39 @@ EVERY = 100  # calls
 SAMPLE = 4096  # elements of a tensor that are looked at, spread over all of it
 
 
-def from_local(batch: Any, device_mesh: DeviceMesh) -> Any:
+def from_local(batch: Any, device_mesh: DeviceMesh, *, averages: bool) -> Any:
     """Each rank's own part of a batch -> DTensors of the whole batch, in which parts stand in the order of the ranks
     along dim 0. Tensors without dims and what is no tensor have to be the same on every rank and stay as they are.
+
+    A part that requires grad gets the gradient of the whole batch's loss; with `averages` that of the loss of its
+    rank's rows alone, of which the whole one is the average.
     """
 
     def joined(part: Any) -> Any:
         if not isinstance(part, Tensor) or isinstance(part, DTensor) or not part.ndim:
             return part
         shape = torch.Size((part.shape[0] * device_mesh.size(), *part.shape[1:]))
+        given = part.detach() if not (torch.is_grad_enabled() and part.requires_grad) else part
+        if averages and given.requires_grad:
+            given = _OfOwnRows.apply(given, device_mesh.size())
         return DTensor.from_local(
-            part.detach().to(device_mesh.device_type).contiguous(), device_mesh, [Shard(0)] * device_mesh.ndim,
+            given.to(device_mesh.device_type).contiguous(), device_mesh, [Shard(0)] * device_mesh.ndim,
             run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride(),
         )  # fmt: skip
 
     return pytree.tree_map(joined, batch)
+
+
+class _OfOwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return part.view_as(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.ranks, None
 
 
 def is_split_by_rows(part: Any) -> bool:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar.attach.tensors import as_dtensor, as_stored, device_of, layout_of, piece_of, placements_of
+from autopar.attach.tensors import (
+    as_dtensor,
+    as_stored,
+    device_of,
+    is_whole,
+    layout_of,
+    piece_of,
+    placements_of,
+    whole_within,
+)
 from autopar.ir.graph import TensorType
 from autopar.ir.layout import REPLICATE, Layout
 from autopar.ir.mesh import Mesh
@@ -19,7 +31,10 @@ def type_of(value: Tensor) -> TensorType:
 
 
 def local_input(value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> Tensor:
-    """This rank's piece of an argument. A plain tensor is the whole; a DTensor says where it lies."""
+    """This rank's piece of an argument. A plain tensor is the whole; a DTensor says where it lies. Where it requires
+    grad, so does the piece, whose gradient lies as the piece does: it reaches the argument as that lies, which all
+    ranks run backward for.
+    """
     if isinstance(value, DTensor):
         value = _on(value, device_mesh)
         return as_stored(value.redistribute(placements=placements_of(layout)).to_local())
@@ -28,9 +43,29 @@ def local_input(value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMe
             f"an argument {list(value.shape)} lies on meta, where tensors have no values; a step needs them (to plan "
             "without, give it as example_inputs=)"
         )
+    if torch.is_grad_enabled() and value.requires_grad:
+        return _Piece.apply(value, layout, mesh, device_mesh).to(device_of(device_mesh))
     coordinate = device_mesh.get_coordinate()
     assert coordinate is not None
     return piece_of(value.detach(), layout, mesh, coordinate).to(device_of(device_mesh))
+
+
+class _Piece(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> Tensor:
+        ctx.shape, ctx.layout, ctx.device_mesh = value.shape, layout, device_mesh
+        ctx.set_materialize_grads(False)
+        coordinate = device_mesh.get_coordinate()
+        assert coordinate is not None
+        piece = piece_of(value.detach(), layout, mesh, coordinate)
+        return piece.view_as(piece)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        if gradient is not None and not is_whole(ctx.layout):
+            gradient = whole_within(as_dtensor(gradient.contiguous(), ctx.shape, ctx.layout, ctx.device_mesh))
+        return gradient, None, None, None
 
 
 def _on(value: DTensor, device_mesh: DeviceMesh) -> DTensor:

@@ -81,9 +81,14 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
             others.append(_checked_buffer(tensors[leaf], node))
         elif node.op == "constant":
             others.append(prepared.constants[node.target.rpartition(":")[0]])
-    watched: list[Tensor] = []
-    for _, place, layout in prepared.inputs:
-        watched.append(local_input(call.tensors[place], layout, state.mesh, state.device_mesh))
+    watched, through = list[Tensor](), dict[str, Tensor]()
+    with_gradient = {node.name for node in prepared.graph.inputs_with_gradient}
+    for node, place, layout in prepared.inputs:
+        given = call.tensors[place] if node.name in with_gradient else call.tensors[place].detach()
+        piece = local_input(given, layout, state.mesh, state.device_mesh)
+        if piece.requires_grad:
+            through[node.target] = piece
+        watched.append(piece.detach())
     drawn: list[tuple[Tensor, ...]] = []
     for _ in range(prepared.plan.graph.rounds.count):
         if not prepared.runner.pieces and state.pipe is None:
@@ -96,7 +101,7 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
             continue
         assert state.seed is not None
         drawn.append(prepared.runner.seeds(state.seed, drawing))
-    return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh)
+    return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh, through)
 
 
 def _checked_buffer(buffer: Tensor, node: Node) -> Tensor:

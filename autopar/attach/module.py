@@ -151,7 +151,7 @@ class ParallelModule(nn.Module):
         with. Parts have the same shape on every rank and stand in the order of ranks along dim 0. What has no dims, or
         is no tensor, has to be the same on every rank.
         """
-        return batches.from_local(batch, self._autopar.device_mesh)
+        return batches.from_local(batch, self._autopar.device_mesh, averages=self._autopar.inputs == "local")
 
     def manual_seed(self, seed: int) -> None:
         """Draw random numbers (dropout and the like) from `seed` on, the same on every rank. Without it the seed is

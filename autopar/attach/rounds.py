@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from autopar.errors import PlanMismatch
 from autopar.ir.graph import Node, Result
-from autopar.ir.layout import Layout, Shard
+from autopar.ir.layout import REPLICATE, Layout, Shard
 from autopar.ir.mesh import Mesh
 from autopar.ir.rounds import LAST, SUM, wide
 from autopar.plan import Plan
@@ -33,12 +33,14 @@ class Cut:
 @dataclass(frozen=True)
 class Played:
     """`inputs`: how a round reads each input of the program that is no parameter; None: whole. `outputs`: how results
-    that are no gradients are put together: cut as they are, added up, or the last one's.
+    that are no gradients are put together: cut as they are, added up, or the last one's; `gradients`: those of inputs,
+    in the order of all gradients of the program.
     """
 
     count: int
     inputs: tuple[Cut | None, ...]
     outputs: tuple[Cut | str, ...]
+    gradients: tuple[Cut | str, ...] = ()
 
     def part(self, others: Sequence[Tensor], number: int) -> list[Tensor]:
         """What the round of that number reads."""
@@ -51,7 +53,16 @@ class Played:
 
     def put(self, so_far: list[Tensor | None], given: Sequence[Tensor | None], number: int) -> None:
         """Put what a round gives to what the rounds before gave."""
-        for place, (value, how) in enumerate(zip(given, self.outputs, strict=True)):
+        self._put(so_far, given, self.outputs, number)
+
+    def put_gradients(self, so_far: list[Tensor | None], given: Sequence[Tensor | None], number: int) -> None:
+        """The same of gradients that backward has not added up itself."""
+        self._put(so_far, given, self.gradients, number)
+
+    def _put(
+        self, so_far: list[Tensor | None], given: Sequence[Tensor | None], joins: Sequence[Cut | str], number: int
+    ) -> None:
+        for place, (value, how) in enumerate(zip(given, joins, strict=True)):
             if value is None:
                 continue
             before = so_far[place]
@@ -77,12 +88,14 @@ def played(plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, L
         return None
     _check_playable(plan)
     others = [node for node in inputs if node.op != "parameter"]
-    joins = [
-        join
-        for result, join in zip(plan.graph.results, rounds.joined, strict=True)
-        if result.kind != "gradient"
-    ]  # fmt: skip
-    return _played(plan, others, [layout for _, layout in results], joins, _blocks_of(plan))
+    whole: Layout = (REPLICATE,) * len(plan.mesh.sizes)
+    told = list(zip(plan.graph.results, plan.deliveries, rounds.joined, strict=True))
+    joins = [join for result, _, join in told if result.kind != "gradient"]
+    gradients = [(whole if to is None else to.layout, join) for one, to, join in told if one.kind == "gradient"]
+    blocks = _blocks_of(plan)
+    made = _played(plan, others, [layout for _, layout in results], joins, blocks)
+    layouts, joins = [layout for layout, _ in gradients], [join for _, join in gradients]
+    return replace(made, gradients=_joins(plan, layouts, joins, blocks))
 
 
 def _played(
@@ -90,20 +103,23 @@ def _played(
 ) -> Played:
     rounds, mesh = plan.graph.rounds, plan.mesh
     parts_in = [_parts(plan.choices[n.name].gives[0], rounds.cut.get(n.name), mesh) for n in others]
-    parts_out = [
-        _parts(layout, join if isinstance(join, int) else None, mesh)
-        for layout, join in zip(layouts, joins, strict=True)
-    ]
     return Played(
         rounds.count,
         tuple(
             Cut(rounds.cut[node.name], blocks // parts) if node.name in rounds.cut else None
             for node, parts in zip(others, parts_in, strict=True)
         ),
-        tuple(
-            Cut(join, blocks // parts) if isinstance(join, int) else join
-            for join, parts in zip(joins, parts_out, strict=True)
-        ),
+        _joins(plan, layouts, joins, blocks),
+    )
+
+
+def _joins(
+    plan: Plan, layouts: Sequence[Layout], joins: Sequence[str | int], blocks: int
+) -> tuple[Cut | str, ...]:  # fmt: skip
+    """How results with these layouts are put together."""
+    return tuple(
+        Cut(join, blocks // _parts(layout, join, plan.mesh)) if isinstance(join, int) else join
+        for layout, join in zip(layouts, joins, strict=True)
     )
 
 

@@ -133,7 +133,7 @@ class Runner:
         the model do. `parameters`: those of the program; `beside`: those of `self.beside`.
         """
         given, order = (*parameters, *beside), self.order if beside else range(len(parameters))
-        found: Any = _Step.apply(self, step, order, *(given[at] for at in order))
+        found: Any = _Step.apply(self, step, order, *(given[at] for at in order), *step.through.values())
         if not torch.is_grad_enabled():
             settle()  # what is fetched from the host may be changed there from now on
         outputs: list[Tensor | None] = []
@@ -184,6 +184,7 @@ class Step:
     seeds: tuple[tuple[Tensor, ...], ...]
     watched: tuple[Tensor, ...]  # of the user's, which have to be the same when backward runs
     device_mesh: Any
+    through: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # pieces of inputs that get gradients
     without_tangent: frozenset[str] = frozenset()
     again: Callable[[], tuple[Runner, Step, Sequence[Tensor]]] | None = None
     averaged: set[str] = field(default_factory=set[str])
@@ -194,7 +195,7 @@ class Step:
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: Runner, step: Step, order: Sequence[int], *ordered: Tensor) -> tuple[Any, ...]:
-        by_place, ctx.order = dict(zip(order, ordered, strict=True)), order
+        by_place, ctx.order = dict(zip(order, ordered[: len(order)], strict=True)), order
         given = tuple(by_place[at] for at in range(len(order)))
         program, count = runner.program, len(given) - len(runner.beside)
         parameters, ctx.beside = given[:count], given[count:]
@@ -224,8 +225,9 @@ class _Step(torch.autograd.Function):
         runner = ctx.runner
         with runner.watch.call(BACKWARD):
             nothing = [gradient_of(one, torch.zeros_like(local_of(one))) for one in ctx.beside]
-            made = (*_backward(ctx, gradients), *nothing)
-            return None, None, None, *(made[at] for at in ctx.order)
+            own = _backward(ctx, gradients)
+            made = (*own[: len(ctx.parameters)], *nothing)
+            return None, None, None, *(made[at] for at in ctx.order), *own[len(ctx.parameters) :]
 
 
 def _all_rounds(
@@ -248,7 +250,7 @@ def _all_rounds(
         del own
         if so_far is not None:
             assert program.backward is not None
-            program.backward(saved, *runner.ones(), *coordinates, *seeds, so_far)
+            played.put_gradients(so_far, program.backward(saved, *runner.ones(), *coordinates, *seeds, so_far), number)
             settle()
     return tuple(as_terms(results, dtypes[0])), None if so_far is None else as_terms(so_far, runner.terms)
 
@@ -312,6 +314,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     runner.updates.finish()  # of parameters whose next gradients are made now
     saved, ctx.saved = ctx.saved, None
     names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
+    names |= step.through
     if ctx.added_up is not None:
         return _to_parameters(runner, names, _delivered(ctx, gradients))
     if step.without_tangent & given.keys():
@@ -351,7 +354,9 @@ def _reached(runner: Runner, made: Sequence[Tensor | None], given: Set[str]) -> 
 
 
 def _to_parameters(runner: Runner, names: Mapping[str, Tensor], made: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """What autograd wants of backward: the gradient of each parameter, in order. `names`: the parameters by name."""
+    """What autograd wants of backward: the gradients of parameters, and of inputs that have one, in order. `names`:
+    these by name.
+    """
     by_name = {result.target: value for (result, _), value in zip(runner.gradients, made, strict=True)}
     return tuple(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Literal, cast
 
 from autopar.ir.outside import Rules
-from autopar.ir.rounds import LAST, ONE, Rounds
+from autopar.ir.rounds import LAST, ONE, SUM, Rounds, wide
 
 Phase = Literal["forward", "backward"]
 
@@ -183,6 +183,13 @@ class Graph:
         return tuple(node for node in self.nodes if node.op == "parameter" and node.target in targets)
 
     @cached_property
+    def inputs_with_gradient(self) -> tuple[Node, ...]:
+        """Those of the caller's, to whom their gradients go."""
+        targets = {result.target for result in self.results if result.kind == "gradient" and result.ref is not None}
+        given = (node for node in self.nodes if node.op == "input" and not is_channel(node.target))
+        return tuple(node for node in given if node.target in targets)
+
+    @cached_property
     def written(self) -> frozenset[str]:
         """Names of the nodes of the buffers that forward writes to."""
         targets = {result.target for result in self.results if result.kind == "buffer"}
@@ -231,6 +238,17 @@ class Graph:
     def adds_up(self, result: Result) -> bool:
         """Whether a step's micro-batches add the result up as it is made: gradients of parameters."""
         return self.rounds.count > 1 and result.ref is not None and result in self._gradients
+
+    def put_together(self, place: int) -> TensorType | None:
+        """What there is of a result beside what a round makes of it, where micro-batches put a gradient of an input
+        together as they go: the whole of it, or a sum in a wide dtype. None for all else.
+        """
+        result = self.results[place]
+        join = self.rounds.joined[place] if self.rounds.joined else LAST
+        if result.kind != "gradient" or result.ref is None or join == LAST or self.adds_up(result):
+            return None
+        type = self.type_of(result.ref)
+        return TensorType(self.rounds.whole_shape(type.shape, join), wide(type.dtype) if join == SUM else type.dtype)
 
     @cached_property
     def _gradients(self) -> frozenset[Result]:

@@ -33,13 +33,18 @@ def joined(
     graph: Graph, results: Mapping[int, int], listing: Listing, phase: Phase, resident: list[Buffer]
 ) -> list[Buffer]:
     """Buffers of results of a round that go where the phase ends: gradients that the stage before gets behind backward,
-    parts of outputs behind the forward, beside which there is room for the whole among the `resident`.
+    or the caller of the step; parts of outputs behind the forward. Beside what is put together there is room for the
+    whole among the `resident`.
     """
     ended: list[Buffer] = []
     for place, value in results.items() if graph.rounds.count > 1 else ():
         result, buffers = graph.results[place], listing.values[value]
         if result.kind == "gradient" and phase == "backward" and not graph.adds_up(result):
             ended += buffers
+            if (whole := graph.put_together(place)) is not None and result.ref is not None:
+                pieces, type = sum(buffer.nbytes for buffer in buffers), graph.type_of(result.ref)
+                owner = f"{OWNER_OF_RESULT['gradient']}{result.target} of all micro-batches"
+                resident.append(Buffer(pieces * whole.nbytes // type.nbytes, Kind.GRADIENT, owner))
         elif (times := graph.rounds.times(place)) and phase == "forward":
             ended += buffers
             whole = times * sum(buffer.nbytes for buffer in buffers)

@@ -73,11 +73,19 @@ def inputs_of(
         for path, leaf in leaves:
             if isinstance(leaf, Tensor):
                 bound = below.get(path)
-                cpu, device = torch.device("cpu"), torch.device(device_mesh.device_type)
+                cpu, device, trains = torch.device("cpu"), torch.device(device_mesh.device_type), leaf.requires_grad
                 if leaf.is_meta:
                     leaf = random_tensor(type_of(leaf), cpu, bound).to(device)
                 else:
                     leaf = from_rank_zero(leaf.detach().clone(), device_mesh)
+                leaf.requires_grad_(trains)
             made.append(leaf)
     positional, named = pytree.tree_unflatten(made, spec)
     return positional, named
+
+
+def without_history(call: Any) -> Any:
+    """The same tensors as leaves of autograd's: those that require grad get gradients of their own."""
+    return pytree.tree_map(
+        lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, call
+    )

@@ -32,7 +32,7 @@ from autopar.ir.outside import Rules
 from autopar.lower.program import PHASES
 from autopar.machine.device import device_name, processors
 from autopar.measure.memory import LiveBytes, one_phase
-from autopar.measure.ready import inputs_of, materialise, pricer_at_hand
+from autopar.measure.ready import inputs_of, materialise, pricer_at_hand, without_history
 from autopar.measure.report import Collective, Measured, Moved, Pair, predicted_peaks, predicted_seconds
 from autopar.measure.watch import WAITING, Stopwatch, Traffic, emitted_calls, now
 from autopar.optim import Streamed
@@ -139,7 +139,7 @@ def twin_of(
     notes = materialise(parallel, device_type)
     positional, named = inputs_of(whole, positional, named, device_mesh)
     if not positional:
-        named = parallel.shard_batch(named)  # as they lie in the plan: cutting them is not timed
+        named = without_history(parallel.shard_batch(named))  # as they lie in the plan: cutting them is not timed
     return Twin(whole, parallel, positional, named, device_mesh), pricer, notes
 
 
@@ -202,6 +202,9 @@ class Twin:
         between("optimizer")
         del made, ends
         self.parallel.zero_grad()
+        for leaf in pytree.tree_leaves((self.args, self.kwargs)):
+            if isinstance(leaf, Tensor):
+                leaf.grad = None
 
     def undisturbed(self, steps: int) -> float:
         times: list[float] = []

@@ -65,6 +65,8 @@ def head(plan: PlanValue) -> Iterator[str]:
         yield f"batch norm: {norms}"
     if casts := precision.told(plan.graph):
         yield f"precision: {casts}"
+    if through := plan.graph.inputs_with_gradient:
+        yield f"arguments with gradients: {', '.join(node.target for node in through)}"
     if plan.tf32 and (kinds := sorted(_kinds_of_float32(plan) & {*plan.tf32})):
         yield f"tf32: {' and '.join(kinds)} of float32 {'run' if len(kinds) > 1 else 'runs'} as TF32"
 

@@ -247,7 +247,7 @@ def _end(result: Result) -> str:
         case "output":
             return f"output {result.target}"
         case "gradient":
-            return f"a gradient for parameter {result.target}"
+            return f"a gradient for {'argument' if result.target.startswith('[') else 'parameter'} {result.target}"
         case "buffer":
             return f"an update of buffer {result.target}"
 

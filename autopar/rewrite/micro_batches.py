@@ -12,35 +12,29 @@ ways, as by a loss that divides by the number of all labels: it is then made twi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import Graph, Node, Ref, Result, TensorType, batch_size, map_node
-from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, local_shape, local_type
+from autopar.ir.graph import Graph, Node, Ref, TensorType, batch_size
+from autopar.ir.layout import Layout, Partial, Shard, local_shape
 from autopar.ir.mesh import Mesh
-from autopar.ir.rounds import LAST, SUM, Rounds
 from autopar.ir.work import draws
 from autopar.propose.strategies import Signature, Strategy, node_strategies, operand_types, signature_of
 from autopar.rewrite.of_labels import counted
 from autopar.rewrite.one_loss import why_not_cut
-from autopar.rewrite.rows import INDICES_AT, PUTS, ROWS, by_rows, by_terms, counted_rows
-from autopar.rules.local import localise
+from autopar.rewrite.one_round import OFFSET, RESHAPE, SHARE, TERM, WHOLE, round_of
+from autopar.rewrite.rows import INDICES_AT, PUTS, by_rows, by_terms
 from autopar.rules.table import rule_of
 from solver import Edge, Problem, solve
 
 Array = NDArray[np.float64]
 TIME = "time"
-OFFSET = "+offset"  # the role of what adds a number to a sum over rounds
 OFFSETS = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar", "aten.rsub.Scalar")
 MOST_WHOLE = 0.1  # of what is cut, what may be made whole in every round
-BESIDE = "_of_all"  # what a node is called that is made for the whole batch beside one for its part
 OTHER_DIM = 1.01  # times the cost: of two ways to cut an input, the one along the leading dim
-SHARE, RESHAPE = "share", "reshape"  # bodies that are an operator, or two, of the graph
-WHOLE: Layout = (REPLICATE,)
-TERM: Layout = (Partial("sum"),)
 
 
 class NotCut(ValueError):
@@ -83,7 +77,7 @@ class _Cut:
         picked = self._picked()
         if self._is_idle(picked):
             raise self._refusal()
-        return self._written(picked)
+        return round_of(self.graph, self.mesh, picked)
 
     # --- what may be chosen ------------------------------------------------------------------------------------------
 
@@ -163,7 +157,7 @@ class _Cut:
             for node in self.graph.nodes
             for position, ref in enumerate(node.operands)
         ]
-        edges += self._tangents()
+        edges += self._tangents() + self._gradients_of_inputs()
         self._close_results(costs)
         if any(not np.isfinite(cost).any() for cost in costs):
             raise self._refusal()
@@ -222,10 +216,25 @@ class _Cut:
             found.append(Edge(self.place[ref.name], self.place[node.name], cost))
         return found
 
-    def _close_results(self, costs: list[Array]) -> None:
-        """A gradient is a sum over rounds, or alike in all; a buffer is that."""
+    def _gradients_of_inputs(self) -> list[Edge]:
+        """A gradient of an input goes as the input comes; of one that all rounds read whole it is a sum over them."""
+        inputs = {node.target: node.name for node in self.graph.inputs_with_gradient}
+        found: list[Edge] = []
         for result in self.graph.results:
-            if result.ref is None or result.kind == "output":
+            name = inputs.get(result.target) if result.kind == "gradient" else None
+            if result.ref is None or name is None:
+                continue
+            given = [way.gives[result.ref.index] for way in self.ways[result.ref.name]]
+            comes = [way.gives[0] for way in self.ways[name]]
+            fits = [[give in (TERM, WHOLE) if come == WHOLE else give == come for come in comes] for give in given]
+            found.append(Edge(self.place[result.ref.name], self.place[name], np.where(fits, 0.0, np.inf)))
+        return found
+
+    def _close_results(self, costs: list[Array]) -> None:
+        """A gradient of a parameter is a sum over rounds, or alike in all; a buffer is that."""
+        inputs = {node.target for node in self.graph.inputs_with_gradient}
+        for result in self.graph.results:
+            if result.ref is None or result.kind == "output" or result.target in inputs:
                 continue
             wanted = (TERM, WHOLE) if result.kind == "gradient" else (WHOLE,)
             place = self.place[result.ref.name]
@@ -277,95 +286,6 @@ class _Cut:
             "micro-batches; choose micro_batches=1"
         )
 
-    # --- the graph of a round ----------------------------------------------------------------------------------------
-
-    def _written(self, picked: Mapping[str, Strategy]) -> Graph:
-        needed = self._needed_whole(picked)
-        sources: list[Node] = []
-        nodes: list[Node] = []
-        cut: dict[str, int] = {}
-        for node in self.graph.nodes:
-            way, among = picked[node.name], sources if node.is_source and node.op != "tangent" else nodes
-            outputs = tuple(
-                None if type is None else local_type(type, gives, self.mesh)
-                for type, gives in zip(node.outputs, way.gives, strict=True)
-            )
-            if node.op == "input" and isinstance(place := way.gives[0][0], Shard):
-                cut[node.name] = place.dim
-            among += [replace(node, outputs=outputs)] if node.is_source else self._local(node, way, outputs, picked)
-            if node.name in needed:
-                among.append(self._with(node, node.name + BESIDE, lambda ref: self._beside(ref, picked)))
-        results = tuple(self._result(result, picked, nodes) for result in self.graph.results)
-        joined = tuple(
-            SUM if r.kind == "gradient" else _join(r.ref and picked[r.ref.name].gives[r.ref.index]) for r in results
-        )
-        return Graph((*sources, *nodes), results, Rounds(self.count, cut, joined))
-
-    def _result(self, result: Result, picked: Mapping[str, Strategy], nodes: list[Node]) -> Result:
-        """Of a gradient that is alike in all rounds, each gives its share."""
-        ref = result.ref
-        if result.kind != "gradient" or ref is None or picked[ref.name].gives[ref.index] == TERM:
-            return result
-        share = self._share(ref, f"{ref.name}_{result.target.replace('.', '_')}_share", self.node_of[ref.name])
-        nodes.append(replace(share, phase="backward", target=""))
-        return replace(result, ref=Ref(nodes[-1].name))
-
-    def _is_cut(self, ref: Ref, picked: Mapping[str, Strategy]) -> bool:
-        return picked[ref.name].gives[ref.index] != WHOLE
-
-    def _beside(self, ref: Ref, picked: Mapping[str, Strategy]) -> Ref:
-        """The whole value, whatever is picked."""
-        return Ref(ref.name + BESIDE, ref.index) if self._is_cut(ref, picked) else ref
-
-    def _needed_whole(self, picked: Mapping[str, Strategy]) -> set[str]:
-        """Nodes that are made whole beside what is picked."""
-        needed: set[str] = set()
-        for node in reversed(self.graph.nodes):
-            takes = picked[node.name].takes
-            for ref, take in zip(node.operands, takes, strict=True):
-                if self._is_cut(ref, picked) and (take == WHOLE or node.name in needed):
-                    needed.add(ref.name)
-        return needed
-
-    def _with(self, node: Node, name: str, change: Callable[[Ref], Ref]) -> Node:
-        return replace(map_node(node, change), name=name)
-
-    def _local(
-        self, node: Node, way: Strategy, outputs: Sequence[TensorType | None], picked: Mapping[str, Strategy]
-    ) -> list[Node]:
-        taken, shares = iter(way.takes), dict[Ref, Node]()
-
-        def seen(ref: Ref) -> Ref:
-            take, give = next(taken), picked[ref.name].gives[ref.index]
-            if (give, take) == (WHOLE, TERM):
-                shares[ref] = self._share(ref, f"{node.name}_share{len(shares)}", node)
-                return Ref(shares[ref].name)
-            return self._beside(ref, picked) if take == WHOLE else ref
-
-        types = [
-            local_type(type, take, self.mesh)
-            for type, take in zip(operand_types(node, self.node_of), way.takes, strict=True)
-        ]
-        sized = replace(node, args=localise(node, node.args, outputs, types), outputs=tuple(outputs))
-        made = self._with(sized, node.name, seen)
-        if way.body == SHARE:  # of a mean the round has its share
-            part = replace(made, name=f"{node.name}_part")
-            return [*shares.values(), part, replace(self._share(Ref(part.name), node.name, node), outputs=made.outputs)]
-        if way.body == RESHAPE:
-            (type,) = outputs
-            assert type is not None
-            return [replace(made, op="aten.reshape.default", args=(made.args[0], type.shape), kwargs=())]
-        if way.roles[0] == ROWS:
-            return [*shares.values(), *counted_rows(made, types[0].shape[0], self.graph)]
-        if way.roles[0] == OFFSET:
-            made = replace(made, args=(made.args[0], made.args[1] / self.count, *made.args[2:]))
-        return [*shares.values(), made]
-
-    def _share(self, ref: Ref, name: str, of: Node) -> Node:
-        """What a round has of what is alike in all of them."""
-        type = self.graph.type_of(ref) if ref.name in self.node_of else None
-        return replace(of, name=name, op="aten.div.Tensor", args=(ref, self.count), kwargs=(), outputs=(type,))
-
 
 def _splits(way: Strategy) -> bool:
     return any(isinstance(layout[0], Shard) for layout in (*way.takes, *way.gives))
@@ -384,14 +304,3 @@ def _of_inputs(graph: Graph) -> set[str]:
 
 def _source(layout: Layout) -> Strategy:
     return Strategy(("",), (), (layout,), "", (), 1, ())
-
-
-def _join(layout: Layout | None) -> str | int:
-    place: Placement = REPLICATE if layout is None else layout[0]
-    match place:
-        case Shard(dim):
-            return dim
-        case Partial():
-            return SUM
-        case _:
-            return LAST

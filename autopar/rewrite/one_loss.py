@@ -11,12 +11,17 @@ def why_not_played(graph: Graph, count: int, instead: str = WITHOUT_ROUNDS) -> s
     """Why backward of a step in so many micro-batches cannot begin with a gradient of 1 for the loss, which is
     multiplied by the caller's when that arrives; None where it can. `instead`: what else the user may do.
     """
+    how = "in micro-batches" if instead == WITHOUT_ROUNDS else "in pipeline stages"
+    how = f"{how} ({count})" if count > 1 else how
+    if graph.inputs_with_gradient and instead == WITHOUT_PIPE:
+        return (
+            f"argument {graph.inputs_with_gradient[0].target} requires grad, and a step {how} gives gradients of "
+            f"parameters alone: pass it detached where nobody needs its gradient; or {instead}"
+        )
     tangents = [node for node in graph.nodes if node.op == "tangent"]
     if len(tangents) == 1 and tangents[0].outputs[0] is not None and not tangents[0].outputs[0].shape:
         return None
     told = ", ".join(f"output {node.target} ({node.outputs[0]})" for node in tangents) or "none"
-    how = "in micro-batches" if instead == WITHOUT_ROUNDS else "in pipeline stages"
-    how = f"{how} ({count})" if count > 1 else how
     return (
         f"a step {how} runs backward by itself, from one loss that forward returns; backward of this model begins at "
         f"{told}: return the loss from forward, under the name `loss` (a key, or a field) where there are several "

@@ -22,7 +22,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from autopar.ir.graph import RANDOM_STATE, Graph, Node, Ref
+from autopar.ir.graph import HELD, RANDOM_STATE, Graph, Node, Ref
 from autopar.propose.strategies import Signature, operand_types, signature_of
 from autopar.rules.notation import Dim, Rule
 from autopar.rules.spelling import arg
@@ -139,9 +139,10 @@ class _Follow:
                 tensors = tuple((ref, dims) for ref, dims in pairs if dims)
                 self.operators[node.name] = _Operator(node, rule, tensors)
         named = {(node.op, node.target): Ref(node.name) for node in self.graph.nodes if node.is_source}
-        like = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
+        like = {"gradient": HELD, "buffer": ("buffer",), "output": ("tangent",)}
         for result in self.graph.results:
-            other = named.get((like[result.kind], result.target))
+            others = (named.get((op, result.target)) for op in like[result.kind])
+            other = next((one for one in others if one is not None), None)
             if result.ref is not None and other is not None:
                 self.equal[result.ref].append(other)
                 self.equal[other].append(result.ref)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import pytree
-from autopar.errors import PlanMismatch
 from autopar.trace.modules import check_dense, check_tensors
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -55,7 +54,7 @@ class Caller:
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Raises TypeError where forward does not take these arguments, ValueError where one cannot be compared,
-        PlanMismatch where one requires grad.
+        PlanMismatch where one is a tensor that no plan takes.
         """
         try:
             positional, named = self.by_name(args, kwargs)
@@ -106,12 +105,6 @@ def by_name(forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
 
 def check_argument(value: Tensor, path: str) -> None:
     """Raises PlanMismatch for a tensor that no plan takes."""
-    if value.requires_grad:
-        raise PlanMismatch(
-            f"argument {path} requires grad; gradients of inputs are not planned. If nobody needs that gradient, pass "
-            f"{path} detached; if another module trains through it (a generator, an actor, an encoder), make both "
-            "parts of one module and compile that, or leave this one plain; else make it a parameter of the model"
-        )
     check_dense(value, f"argument {path}")
 
 
@@ -119,7 +112,7 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
     if isinstance(value, Tensor):
         check_argument(value, path)
         reading.tensors.append(value)
-        return value.shape, value.dtype
+        return (value.shape, value.dtype, "trains") if value.requires_grad else (value.shape, value.dtype)
     if isinstance(value, NUMBERS) and not isinstance(value, bool):
         reading.numbers[path] = value
         return type(value)

@@ -220,7 +220,7 @@ def capture(
         keep_apart(inner)
         if device_type == "cpu":
             insert_autocast(inner, setting.autocast)
-        called = pytree.tree_unflatten(fakes, spec)
+        called = pytree.tree_unflatten(_requiring_grad(fakes, leaves), spec)
         with without_autocast():
             joint = aot_export_joint_with_descriptors(stack, inner, *called, decompositions=None)
     if loss_alone and not beside.has_loss:
@@ -261,6 +261,8 @@ def _fake_inputs(setting: _Setting, leaves: list[tuple[str, Any]], spec: pytree.
     with setting.mode, torch.device(setting.device):
         fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         cast = [_fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
+    if setting.device == "cpu":  # as for parameters
+        _requiring_grad(cast, leaves)
     return _Inputs(fakes, cast, spec)
 
 
@@ -316,6 +318,14 @@ def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, fakes: list
     bring_home(inner, {name for name, parameter in parameters if parameter.requires_grad}, setting.mode)
     with setting.mode:
         return [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
+
+
+def _requiring_grad(fakes: list[Any], leaves: list[tuple[str, Any]]) -> list[Any]:
+    """The flat inputs, of which those require grad that do: the joint graph gives their gradients, too."""
+    for fake, (_, leaf) in zip(fakes, leaves, strict=True):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            fake.requires_grad_()
+    return fakes
 
 
 def _constants(joint: torch.fx.GraphModule) -> dict[str, torch.Tensor]:

@@ -74,6 +74,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         try:
             watch = _Watch({id(value) for value in now.values()}, notes)
+            watch.known |= set(map(id, tensors_in((args, kwargs))))
             for name, value in values.items():
                 watch.literals.know(now[name], value)
             with watch:
@@ -117,8 +118,8 @@ def _no_causal_guess(part: nn.Module) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every function of torch that forward calls. `known`: ids of parameters and buffers, and of what the
-    functions gave; another tensor that requires grad is none that would be trained.
+    """Sees every function of torch that forward calls. `known`: ids of parameters, buffers and arguments, and of what
+    the functions gave; another tensor that requires grad is none that would be trained.
     """
 
     def __init__(self, known: set[int], notes: list[str]) -> None:

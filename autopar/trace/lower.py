@@ -173,8 +173,10 @@ def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], captured:
                 add("buffer", desc.mutated_input.target, ref)
             case "GradAOTOutput" if type(desc.grad_of).__name__ == "ParamAOTInput":
                 add("gradient", desc.grad_of.target, ref)
+            case "GradAOTOutput" if type(desc.grad_of).__name__ == "PlainAOTInput":
+                add("gradient", captured.leaves[desc.grad_of.idx][0], ref)
             case "GradAOTOutput":
-                raise NotImplementedError(f"gradients with respect to inputs ({desc.grad_of}) are not built yet")
+                raise NotImplementedError(f"gradients with respect to {desc.grad_of} are not built yet")
             case "NoneType":
                 pass
             case other:

@@ -18,7 +18,8 @@ from tests.support.plans import PlanSampler
 TOLERANCE = 1e-9
 MESHES = [(2,), (3,), (4,), (2, 2)]
 SMALL = {"mlp": 60, "block": 20, "grouped": 12, "cnn": 30, "queue": 12, "rotary": 8, "fno": 6, "parts": 6}
-LARGE = {"gpt2": 5, "llama": 3, "mixtral": 4, "opt": 4, "bert": 4, "t5": 2, "vit": 4}
+SMALL |= {"through": 12}  # gradients of arguments
+LARGE = {"gpt2": 5, "llama": 3, "mixtral": 4, "opt": 4, "bert": 4, "t5": 2, "vit": 4, "embeds": 3}
 
 
 @cache

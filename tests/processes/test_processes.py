@@ -98,6 +98,11 @@ FIRST = {
         "no_rank_holds_two_whole_tensors",
         "transformers_saves_what_it_loads",
     ],
+    "through": [
+        "a_module_trains_through_another_one",
+        "rows_of_each_rank_get_the_gradients_of_their_loss",
+        "memory_and_bytes",
+    ],
     "updates": ["training"],
 }
 
@@ -131,6 +136,12 @@ ON_FOUR = {
         "a_model_that_some_ranks_have_dropped",
     ],
     "stored_apart": ["parameters_are_stored_in_more_pieces"],
+    "through": [
+        "inputs_get_the_gradients_of_one_process",
+        "a_module_trains_through_another_one",
+        "rows_of_each_rank_get_the_gradients_of_their_loss",
+        "micro_batches",
+    ],
 }
 
 

@@ -228,6 +228,19 @@ def _parts() -> Model:
     return Parts(), {name: torch.randn(12, 6, 12) for name in ("x", "y")}
 
 
+def _through() -> Model:
+    """Gradients of both arguments, one of them the labels."""
+    model, inputs = _mlp()
+    return model, {name: value.requires_grad_() for name, value in inputs.items()}
+
+
+def _embeds() -> Model:
+    """Trained through what stands in the place of tokens, as soft prompts are."""
+    model, inputs = _gpt2()
+    embeds = torch.randn(BATCH, SEQUENCE, WIDTH, requires_grad=True)
+    return model, {"inputs_embeds": embeds, "labels": inputs["labels"]}
+
+
 FAMILIES: dict[str, Callable[[], Model]] = {
     "mlp": _mlp,
     "block": _block,
@@ -237,6 +250,8 @@ FAMILIES: dict[str, Callable[[], Model]] = {
     "rotary": _rotary,
     "fno": _fno,
     "parts": _parts,
+    "through": _through,
+    "embeds": _embeds,
     "gpt2": _gpt2,
     "llama": _llama,
     "mixtral": _mixtral,
@@ -249,7 +264,9 @@ FAMILIES: dict[str, Callable[[], Model]] = {
 
 @dataclass
 class Reference:
-    """What the plain model gives on one device: flat outputs, gradients and buffers under every name they have."""
+    """What the plain model gives on one device: flat outputs, gradients (of parameters under every name they have, of
+    arguments by path) and buffers.
+    """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
@@ -298,7 +315,7 @@ class Case:
                 case "buffer":
                     value = buffers[node.target]
                 case "input":
-                    value = leaves[node.target]
+                    value = leaves[node.target].detach()
                 case "constant":
                     value = self.captured.constants[node.target.split(":")[0]]
                 case _:
@@ -313,19 +330,28 @@ def reference(model: nn.Module, inputs: Mapping[str, Any], seed: int = 0) -> Ref
     """Forward and backward of a copy of `model`, in its own mode, with the generator at `seed`."""
     model = copy.deepcopy(model)
     model.zero_grad()
+    inputs = {
+        name: value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+    through = {f"[{name!r}]": value for name, value in inputs.items() if isinstance(value, Tensor)}
     torch.manual_seed(seed)
     leaves, _ = pytree.tree_flatten(model(**inputs))
     loss = next(leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim == 0)
     loss.backward()
     return Reference(
         {str(index): leaf.detach() for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)},
-        {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)},
+        {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+        | {path: value.grad for path, value in through.items()},
         {name: buffer.clone() for name, buffer in model.named_buffers(remove_duplicate=False)},
     )
 
 
 def doubled(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: in_double(value) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    return {
+        name: in_double(value.detach()).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
 
 
 @cache
