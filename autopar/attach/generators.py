@@ -1,12 +1,14 @@
-"""The states of torch's own generators, from which a program of one rank draws."""
+"""The states of torch's own generators, from which a program of one rank draws; and who would draw anew."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 States = list[tuple[torch.Generator, Tensor]]
 
@@ -32,3 +34,19 @@ def drawing_from(states: States) -> Iterator[None]:
     finally:
         for generator, state in now:
             generator.set_state(state)
+
+
+def refuse_to_repeat() -> None:
+    """Raises RuntimeError for a call that `torch.utils.checkpoint` repeats in backward as if nothing had been: it sets
+    torch's generators back, and a program that is given seeds would draw others. Without `use_reentrant` what is
+    repeated is thrown away, as the program has saved what its backward needs.
+    """
+    repeats, frame = CheckpointFunction.backward.__code__, sys._getframe()
+    while frame is not None:
+        if frame.f_code is repeats:
+            raise RuntimeError(
+                "checkpoint(..., use_reentrant=True) runs the module again in backward, where dropout would draw other "
+                "numbers than it did: pass use_reentrant=False, or call the module outside of checkpoint (memory= has "
+                "the search run again what saves memory)"
+            )
+        frame = frame.f_back

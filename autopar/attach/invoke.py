@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
+from autopar.attach.generators import refuse_to_repeat
 from autopar.attach.hooks import refuse
 from autopar.attach.inputs import local_input, type_of
 from autopar.attach.outputs import is_by_rows, own_rows, whole_when_read
@@ -84,16 +85,19 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
     watched, through = list[Tensor](), dict[str, Tensor]()
     with_gradient = {node.name for node in prepared.graph.inputs_with_gradient}
     for node, place, layout in prepared.inputs:
-        given = call.tensors[place] if node.name in with_gradient else call.tensors[place].detach()
+        given = call.tensors[place]
+        if given.requires_grad and node.name not in with_gradient:
+            given = given.detach()
         piece = local_input(given, layout, state.mesh, state.device_mesh)
         if piece.requires_grad:
-            through[node.target] = piece
-        watched.append(piece.detach())
+            through[node.target], piece = piece, piece.detach()
+        watched.append(piece)
     drawn: list[tuple[Tensor, ...]] = []
     for _ in range(prepared.plan.graph.rounds.count):
         if not prepared.runner.pieces and state.pipe is None:
             drawn.append(())
             continue
+        refuse_to_repeat()
         drawing = state.drawing_calls
         state.drawing_calls += 1  # of a pipeline on every rank, whichever stages draw
         if not prepared.runner.pieces:

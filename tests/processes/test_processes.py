@@ -102,6 +102,7 @@ FIRST = {
         "a_module_trains_through_another_one",
         "rows_of_each_rank_get_the_gradients_of_their_loss",
         "memory_and_bytes",
+        "checkpoints_around_a_module_that_draws",
     ],
     "updates": ["training"],
 }

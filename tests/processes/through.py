@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.attach.tensors import mesh_of
@@ -19,7 +20,8 @@ from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Request, search
 from autopar.trace import capture, graph_of
 from cost_models.hardware import Hardware
-from tests.processes.compare import GRADIENT, loss_of, near, same_gradients, same_state
+from tests.processes.compare import GRADIENT, loss_of, near, same_gradients, same_state, whole
+from tests.processes.errors import refused
 from tests.processes.worker import Ranks
 from tests.support.families import family
 from tests.support.machines import FAST
@@ -180,3 +182,28 @@ def check_memory_and_bytes(ranks: Ranks) -> None:
             told = f"{name} {policy} in {graph.rounds.count}: {peak}"
             assert found.is_equal, told
             assert peak.predicted is not None and abs(peak.measured / peak.predicted - 1) <= 0.001, told
+
+
+class Dropping(Judge):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(x), 0.5)
+
+
+def check_checkpoints_around_a_module_that_draws(ranks: Ranks) -> None:
+    """What is dropped in forward is dropped in backward, or the call is refused."""
+    torch.manual_seed(0)
+    judge, x = Dropping(), torch.randn(8, 24)
+    parallel = planned(ranks, judge, "data-parallel", {"x": x.clone().requires_grad_()})
+
+    def grown(value: Tensor) -> Tensor:
+        return parallel(torch.tanh(value))
+
+    for call, inner in ((parallel, lambda v: v), (grown, torch.tanh)):
+        given, wanted = (x.clone().requires_grad_() for _ in range(2))
+        made = checkpoint(call, given, use_reentrant=False)
+        made.square().sum().backward()
+        kept = (whole(made.detach()) != 0).float()
+        (2 * kept * Judge.forward(judge, inner(wanted))).square().sum().backward()
+        near(given.grad, wanted.grad, GRADIENT, "the input")
+        again = checkpoint(call, given, use_reentrant=True).sum()
+        refused(RuntimeError, "use_reentrant=True.*would draw other numbers.*use_reentrant=False", again.backward)
