@@ -103,6 +103,7 @@ class _Sampled:
     key: Hashable
     samples: list[Tensor]
     pieces: list[int]
+    without_dims: list[bool]
     there: Any = None
 
 
@@ -145,7 +146,7 @@ class SameBatches:
         there = torch.cuda.Event() if on_device else None
         if there is not None:
             there.record()
-        return _Sampled(key, samples, pieces, there)
+        return _Sampled(key, samples, pieces, [not one.ndim for one in tensors], there)
 
     def _exchange(self, sampled: _Sampled) -> None:
         if sampled.there is not None:
@@ -164,15 +165,20 @@ class SameBatches:
         for rank, theirs in enumerate(every):
             if theirs[0] != every[0][0]:
                 raise PlanMismatch(
-                    f"ranks 0 and {rank} call the module with arguments of other shapes, dtypes or values that are "
-                    "no tensors; every rank has to make the same call (parts of a batch are as long on all ranks: "
-                    "drop_last=True in the loader)"
+                    f"ranks 0 and {rank} call the module with arguments of other shapes or dtypes, of which others "
+                    "require grad, or with other values that are no tensors; every rank has to make the same call "
+                    "(parts of a batch are as long on all ranks: drop_last=True in the loader)"
                 )
         for place in range(len(told)):
             first: dict[int, tuple[int, int]] = {}
             for rank, theirs in enumerate(every):
                 piece, print_ = int(theirs[1 + 2 * place]), int(theirs[2 + 2 * place])
                 before, known = first.setdefault(piece, (rank, print_))
+                if known != print_ and sampled.without_dims[place]:
+                    raise PlanMismatch(
+                        f"tensor {place} of the call has no dims and differs between ranks {before} and {rank}: what "
+                        "has no rows has to be the same on every rank (of inputs='local', too); average it first"
+                    )
                 if known != print_:
                     raise PlanMismatch(
                         f"tensor {place} of the call differs between ranks {before} and {rank}, but plain tensors are "

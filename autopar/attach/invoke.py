@@ -85,8 +85,8 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
     watched, through = list[Tensor](), dict[str, Tensor]()
     with_gradient = {node.name for node in prepared.graph.inputs_with_gradient}
     for node, place, layout in prepared.inputs:
-        given = call.tensors[place]
-        if given.requires_grad and node.name not in with_gradient:
+        given = call.tensors[place]  # outputs beside the loss may turn out to have a gradient that leads to it
+        if given.requires_grad and node.name not in with_gradient and not prepared.without_tangent:
             given = given.detach()
         piece = local_input(given, layout, state.mesh, state.device_mesh)
         if piece.requires_grad:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.attach.generators import drawing_from, random_states
+from autopar.attach.results import apart_from, own, told_apart, versions
 from autopar.attach.rounds import Played
 from autopar.attach.rows import Rows
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
@@ -23,7 +24,7 @@ from autopar.attach.whole_values import of_whole_batch
 from autopar.emit import Emitted
 from autopar.emit.moves import settle
 from autopar.emit.seeded import seeds
-from autopar.ir.graph import Graph, Node, Result
+from autopar.ir.graph import Graph, Node, Result, input_type
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
@@ -208,14 +209,15 @@ class _Step(torch.autograd.Function):
                 outputs = program.forward(*pieces, *step.others, *runner.coordinates, *step.seeds[0])
             else:
                 outputs, ctx.added_up = runner.play(step, pieces, any(ctx.needs_input_grad))
-        ctx.runner, ctx.step, ctx.parameters, ctx.saved = runner, step, parameters, list(outputs[count:])
+        ctx.runner, ctx.step, ctx.parameters = runner, step, parameters
+        ctx.saved = apart_from(outputs[count:], outputs[:count])
         watched = [one for one in (*parameters, *step.watched) if not one.is_inference()]
         ctx.versions = [(one, one._version) for one in watched]
-        ctx.exposed = _versions(outputs[count:], program.exposed)
+        ctx.exposed = versions(outputs[count:], program.exposed)
         results = tuple(
-            _own(value, (*pieces, *step.others), place in program.alone) for place, value in enumerate(outputs[:count])
+            own(value, (*pieces, *step.others), place in program.alone) for place, value in enumerate(outputs[:count])
         )
-        results, constant = _told_apart(runner, results, runner.differentiable | step.without_tangent)
+        results, constant = told_apart(runner.results, results, runner.differentiable | step.without_tangent)
         ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
         return results
@@ -225,9 +227,9 @@ class _Step(torch.autograd.Function):
         runner = ctx.runner
         with runner.watch.call(BACKWARD):
             nothing = [gradient_of(one, torch.zeros_like(local_of(one))) for one in ctx.beside]
-            own = _backward(ctx, gradients)
-            made = (*own[: len(ctx.parameters)], *nothing)
-            return None, None, None, *(made[at] for at in ctx.order), *own[len(ctx.parameters) :]
+            found = _backward(ctx, gradients)
+            made = (*found[: len(ctx.parameters)], *nothing)
+            return None, None, None, *(made[at] for at in ctx.order), *found[len(ctx.parameters) :]
 
 
 def _all_rounds(
@@ -292,7 +294,10 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
             "derivatives (gradient penalties, Hessians) are not built; take them of the model without autopar"
         )
     if ctx.saved is None:
-        raise RuntimeError("backward ran a second time through the same forward; call the module again first")
+        raise RuntimeError(
+            "backward ran a second time through the same forward (retain_graph=True, or a helper that begins it for "
+            "each element, as torch.autograd.functional.jacobian does); call the module again first"
+        )
     places = {target: place for target, (place, _) in runner.outputs.items()}
     gradients = of_whole_batch(gradients, places, step.averaged, step.of_all_ranks, step.device_mesh)
     given = {
@@ -328,7 +333,8 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     with without_autocast():
         made = program.backward(saved, *runner.tangents(given, step.device_mesh), *runner.coordinates, *step.seeds[0])
     settle()  # gradients on the host have arrived, and parameters there have been read
-    return _to_parameters(runner, names, _reached(runner, made, given.keys()))
+    made = _as_given(ctx.runner, runner, _reached(runner, made, given.keys()), step.device_mesh)
+    return _to_parameters(runner, names, made)
 
 
 def _no_hooks_between(runner: Runner, step: Step, given: Set[str]) -> None:
@@ -353,41 +359,23 @@ def _reached(runner: Runner, made: Sequence[Tensor | None], given: Set[str]) -> 
     return [None if begin and begin.isdisjoint(given) else one for begin, one in zip(begins, made, strict=True)]
 
 
+def _as_given(first: Runner, runner: Runner, made: list[Tensor | None], device_mesh: Any) -> list[Tensor | None]:
+    """The gradients, of which those of arguments lie as `first`, which ran forward, has cut them."""
+    if runner is first:
+        return made
+    layouts = {node.target: first.plan.choices[node.name].gives[0] for node in first.graph.nodes if node.op == "input"}
+    types = {node.target: input_type(runner.graph, node) for node in runner.graph.nodes if node.op == "input"}
+    return [
+        relaid(one, types[result.target].shape, layout, layouts[result.target], device_mesh)
+        if one is not None and result.target in layouts
+        else one
+        for (result, layout), one in zip(runner.gradients, made, strict=True)
+    ]
+
+
 def _to_parameters(runner: Runner, names: Mapping[str, Tensor], made: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """What autograd wants of backward: the gradients of parameters, and of inputs that have one, in order. `names`:
     these by name.
     """
     by_name = {result.target: value for (result, _), value in zip(runner.gradients, made, strict=True)}
     return tuple(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
-
-
-def _versions(saved: Sequence[Tensor | None], places: Sequence[int]) -> list[tuple[int, int]]:
-    """(place, version now) of these saved values, for backward to see that nobody changed them."""
-    held = ((place, saved[place]) for place in places) if saved else ()
-    return [(place, one._version) for place, one in held if one is not None and not one.is_inference()]
-
-
-def _told_apart(
-    runner: Runner, results: Sequence[Tensor | None], differentiable: Set[str]
-) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
-    """(results, those of them that have no gradient): where one tensor is both (`loss` and `loss.detach()`), what has
-    no gradient looks at it.
-    """
-    has = [result.kind == "output" and result.target in differentiable for result, _ in runner.results]
-    with_gradient = {id(value) for value, one in zip(results, has, strict=True) if one}
-    made = tuple(
-        value.detach() if value is not None and not one and id(value) in with_gradient else value
-        for value, one in zip(results, has, strict=True)
-    )
-    return made, [value for value, one in zip(made, has, strict=True) if value is not None and not one]
-
-
-def _own(value: Tensor | None, inputs: tuple[Tensor, ...], alone: bool) -> Tensor | None:
-    """An output that is an input itself becomes a tensor of its own, as autograd wants it. `alone`: it lies where
-    nothing else does. Where it is a view (of what nobody has) it becomes none: those must not be changed in place.
-    """
-    if value is None:
-        return None
-    if any(value is one for one in inputs):
-        return value.clone()
-    return value.data if alone and value._is_view() else value

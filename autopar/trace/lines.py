@@ -26,6 +26,7 @@ HELD = (
     "The model's code holds a tensor, in a closure or a global, that it works on in place: make it a buffer "
     "(register_buffer), or pass it as an argument."
 )
+IN_PLACE = "Have forward clone the argument first."
 CAUSAL_BIAS = "Give scaled_dot_product_attention is_causal=True, or a boolean mask, in the place of a CausalBias."
 NO_BACKWARD = "Register its backward (torch.library.register_autograd), or detach what goes in."
 CACHE = (
@@ -61,6 +62,8 @@ ADVICE = (
     (re.compile("(?i)flex_?attention"), FLEX),
     (re.compile("(?i)nested|jagged|varlen|SymInt.{0,60}is not tracked with proxy", re.DOTALL), LENGTHS),
     (re.compile("entirely functional graph"), HELD),
+    (re.compile("a leaf Variable that requires grad is being used in an in-place"), IN_PLACE),
+    (re.compile("a view of a leaf Variable that requires grad is being used in an in-place"), IN_PLACE),
     (re.compile("CausalBias"), CAUSAL_BIAS),
     (re.compile("Expected inputs of BF16 type"), GROUPED),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
@@ -76,6 +79,7 @@ ADVICE = (
     (VALUE_ERRORS, VALUES),
 )
 OWN_WORDS = {
+    IN_PLACE: "an argument that requires grad is changed in place (x += ..., inplace=True of the first layer)",
     CACHE: "it takes or gives a key/value cache",
     ARRAY: "an input is a numpy array",
     OBJECT: "it takes or gives an object of a class of its own",

@@ -3,6 +3,8 @@ another one.
 """
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 import autopar
+from autopar.errors import TraceError
 from tests.processes.compare import GRADIENT, near, same_gradients, same_state
 
 
@@ -144,6 +147,59 @@ def test_gradients_that_arrive_beside_the_loss_reach_arguments(one: DeviceMesh) 
     (ours,), (wanted,) = gradients(parallel, call, x), gradients(plain, call, x)
     near(ours, wanted, GRADIENT, "of both outputs")
     same_gradients(plain, parallel)
+
+
+class Apart(Judge):
+    """A second argument that only the output beside the loss is made of."""
+
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        made = super().forward(x)
+        return made.square().mean(), made * t
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_an_argument_that_the_loss_is_not_made_of_gets_its_gradient(one: DeviceMesh, frozen: bool) -> None:
+    plain, parallel = both(one, Apart().requires_grad_(not frozen))
+
+    def call(model: nn.Module, x: Tensor, t: Tensor) -> Tensor:
+        loss, made = model(x, t)
+        return made.tanh().sum() if frozen else loss + made.tanh().sum()
+
+    for _ in range(2):
+        given = leaf(4, 8), leaf(4, 3)
+        for ours, wanted in zip(gradients(parallel, call, *given), gradients(plain, call, *given), strict=True):
+            near(ours, wanted, GRADIENT, "of both arguments")
+    t = leaf(4, 3)
+    (ours,), (wanted,) = (torch.autograd.grad(model(leaf(4, 8), t)[1].sum(), t) for model in (parallel, plain))
+    near(ours, wanted, GRADIENT, "asked for alone")
+    x, t = leaf(4, 8), leaf(4, 3)
+    if not frozen:
+        parallel(x, t)[0].backward()
+        assert x.grad is not None and t.grad is None
+
+
+def test_a_call_without_backward_is_freed_at_once(one: DeviceMesh) -> None:
+    """What a program saves may be an output, which leads to what holds it."""
+    _, parallel = both(one, WithAux())
+    held: list[weakref.ref[Tensor]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            x = leaf(4, 8)
+            held.append(weakref.ref(x))
+            parallel(x)
+            del x
+        assert all(one() is None for one in held)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("first", [nn.LeakyReLU(0.2, inplace=True), nn.Hardtanh(inplace=True)], ids=repr)
+def test_an_argument_that_forward_changes_is_named_as_the_cause(one: DeviceMesh, first: nn.Module) -> None:
+    _, parallel = both(one, nn.Sequential(first, nn.Linear(8, 3)))
+    with pytest.raises(TraceError, match=r"an argument that requires grad is changed in place .*clone the argument"):
+        parallel(leaf(4, 8) * 2)
 
 
 @pytest.mark.parametrize("count", [2, 4])

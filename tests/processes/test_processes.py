@@ -103,6 +103,8 @@ FIRST = {
         "rows_of_each_rank_get_the_gradients_of_their_loss",
         "memory_and_bytes",
         "checkpoints_around_a_module_that_draws",
+        "gradients_beside_the_loss_reach_arguments_that_lie_otherwise_then",
+        "what_ranks_pass_otherwise_is_refused",
     ],
     "updates": ["training"],
 }

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import autopar
+from autopar import PlanMismatch
 from autopar.attach.tensors import mesh_of
 from autopar.measure.twin import measure
 from autopar.rewrite.micro_batches import in_rounds
@@ -151,6 +152,55 @@ def check_rows_of_each_rank_get_the_gradients_of_their_loss(ranks: Ranks) -> Non
         part = x[mine].clone().requires_grad_()
         whole(whole.from_local(part)).square().mean().backward()
         near(part.grad, wanted.grad[mine], GRADIENT, f"{policy}, of the whole batch")
+
+
+class WithFeatures(nn.Module):
+    """A loss, and beside it what another loss is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.beside = (nn.Linear(48, 48) for _ in range(3))
+
+    def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        made = functional.gelu(self.body(x))
+        return self.head(made).square().mean(), self.beside(made) * t
+
+
+def check_gradients_beside_the_loss_reach_arguments_that_lie_otherwise_then(ranks: Ranks) -> None:
+    """The step that is planned again in backward cuts arguments in its own way."""
+    torch.manual_seed(0)
+    model, x, t = WithFeatures(), torch.randn(48, 48), torch.randn(48, 48)
+    for policy in POLICIES:
+        for split in (False, True):
+            parallel = planned(ranks, model, policy, {"x": x.clone().requires_grad_(), "t": t.clone().requires_grad_()})
+            for _ in range(2):
+                wanted, given = ([one.clone().requires_grad_() for one in (x, t)] for _ in range(2))
+                if split:
+                    given = [distribute_tensor(one.detach(), ranks.mesh(), [Shard(1)]) for one in given]
+                    given = [one.requires_grad_() for one in given]
+                model.zero_grad(), parallel.zero_grad()
+                for one, args in ((model, wanted), (parallel, given)):
+                    loss, made = one(*args)
+                    (loss + made.square().mean()).backward()
+                same_gradients(model, parallel)
+                for ours, theirs in zip(given, wanted, strict=True):
+                    near(ours.grad, theirs.grad, GRADIENT, f"{policy} {split}")
+
+
+def check_what_ranks_pass_otherwise_is_refused(ranks: Ranks) -> None:
+    judge = Judge()
+    parallel = autopar.compile(judge, ranks.mesh(), hardware=FAST)
+    x = torch.randn(8, 24)
+    with_it = x.clone().requires_grad_(ranks.rank == 0)
+    refused(PlanMismatch, "of which others require grad", lambda: parallel(with_it))
+    local = autopar.compile(Scaled(), ranks.mesh(), hardware=FAST, inputs="local")
+    number = torch.tensor(1.0 + ranks.rank, requires_grad=True)
+    refused(PlanMismatch, "has no dims and differs .* average it first", lambda: local(x, number))
+
+
+class Scaled(Judge):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * scale
 
 
 def check_micro_batches(ranks: Ranks) -> None:

@@ -1,0 +1,51 @@
+"""What a program gives, as autograd wants it of a function's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import Any
+
+from torch import Tensor
+
+from autopar.ir.graph import Result
+from autopar.ir.layout import Layout
+
+
+def versions(saved: Sequence[Tensor | None], places: Sequence[int]) -> list[tuple[int, int]]:
+    """(place, version now) of these saved values, for backward to see that nobody changed them."""
+    held = ((place, saved[place]) for place in places) if saved else ()
+    return [(place, one._version) for place, one in held if one is not None and not one.is_inference()]
+
+
+def told_apart(
+    told: Sequence[tuple[Result, Layout]], results: Sequence[Tensor | None], differentiable: Set[str]
+) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+    """(results, those of them that have no gradient): where one tensor is both (`loss` and `loss.detach()`), what has
+    no gradient looks at it.
+    """
+    has = [result.kind == "output" and result.target in differentiable for result, _ in told]
+    with_gradient = {id(value) for value, one in zip(results, has, strict=True) if one}
+    made = tuple(
+        value.detach() if value is not None and not one and id(value) in with_gradient else value
+        for value, one in zip(results, has, strict=True)
+    )
+    return made, [value for value, one in zip(made, has, strict=True) if value is not None and not one]
+
+
+def own(value: Tensor | None, inputs: tuple[Tensor, ...], alone: bool) -> Tensor | None:
+    """An output that is an input itself becomes a tensor of its own, as autograd wants it. `alone`: it lies where
+    nothing else does. Where it is a view (of what nobody has) it becomes none: those must not be changed in place.
+    """
+    if value is None:
+        return None
+    if any(value is one for one in inputs):
+        return value.clone()
+    return value.data if alone and value._is_view() else value
+
+
+def apart_from(saved: Sequence[Any], results: Sequence[Tensor | None]) -> list[Any]:
+    """What backward reads, where a result is looked at: the result itself leads to the function that holds this, and
+    would keep it until Python looks for circles.
+    """
+    given = {id(value) for value in results if value is not None}
+    return [one.detach() if isinstance(one, Tensor) and id(one) in given else one for one in saved]
