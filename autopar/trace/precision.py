@@ -69,7 +69,9 @@ def insert_casts(
     """
     for node in module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
-        if name in stored and precision.param_dtype is not None and stored[name].is_floating_point():
+        if name not in stored or _is_of_norms_with_statistics(node):
+            continue
+        if precision.param_dtype is not None and stored[name].is_floating_point():
             _cast_after(module, node, stored[name].dtype, precision.param_dtype)
     for name, tensor in stored.items():
         owner, _, leaf = name.rpartition(".")
@@ -88,6 +90,15 @@ def insert_casts(
             ]
         output.args = (tuple(leaves),)
     module.recompile()
+
+
+def _is_of_norms_with_statistics(node: fx.Node) -> bool:
+    """Whether only batch norms, or instance norms, with statistics of their own read it: their kernels take inputs of
+    16 bits beside parameters and statistics of 32, and none takes parameters of 16 bits beside statistics of 32. FSDP 1
+    and autocast leave these in float32, too.
+    """
+    norms = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
+    return bool(node.users) and all(user.target in norms and user.args[3] is not None for user in node.users)
 
 
 def _is_floating(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """precision="bf16" in autopar.compile: short for a policy, and part of what a plan is known by."""
 
+import copy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 import autopar
 from autopar.ir.precision import told
+from tests.processes.compare import near
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 IN_WORDS = "float32 parameters compute in bfloat16; gradients are summed in float32"
@@ -44,6 +46,24 @@ def test_a_cache_keeps_precisions_apart(one: DeviceMesh, tmp_path: Path) -> None
         made = autopar.compile(Tiny(), one, example_inputs=batch(), precision=precision, cache=tmp_path)
         assert told(made.plan.graph) == (IN_WORDS if precision == "bf16" else "")
     assert len(list(tmp_path.glob("*.plan.json"))) == 2
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d], ids=["batch", "instance"])
+def test_norms_with_statistics_compute_beside_bfloat16(norm: type[nn.Module], one: DeviceMesh) -> None:
+    """No kernel takes their statistics in float32 beside parameters in bfloat16."""
+    torch.manual_seed(0)
+    options = {} if norm is nn.BatchNorm1d else {"affine": True, "track_running_stats": True}
+    plain = nn.Sequential(nn.Conv1d(4, 8, 3), norm(8, **options), nn.ReLU(), nn.Conv1d(8, 2, 3))
+    parallel, x = autopar.compile(copy.deepcopy(plain), one, precision="bf16"), torch.randn(16, 4, 20)
+    for _ in range(3):
+        for model in (plain, parallel):
+            model.zero_grad()
+            model(x).float().square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        near(parallel.get_parameter(name).grad, parameter.grad, 0.05, name, 1e-3)
+    for name, buffer in plain.named_buffers():
+        near(parallel.get_buffer(name), buffer, 0.01, name)
+    near(parallel.eval()(x).float(), plain.eval()(x), 0.02, "evaluation")
 
 
 @pytest.mark.parametrize("name", ["fp16", "bfloat16", ""])
