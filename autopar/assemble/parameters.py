@@ -42,8 +42,9 @@ def settle_residences(work: Assembly, settled: Mapping[str, Sequence[str]]) -> N
 
 
 def _is(work: Assembly, node: Node, *residences: str) -> Array:
-    """1 for each option of the parameter with one of these residences."""
-    told = [float(r in residences) for r in work.residences for _ in work.strategies[node.name]]
+    """1 for each option of the parameter with one of these residences; an input has one."""
+    every = work.residences if node.op == "parameter" else ("device",)
+    told = [float(r in residences) for r in every for _ in work.strategies[node.name]]
     return work.once(("is", tuple(told)), lambda: np.array(told))
 
 
@@ -290,12 +291,12 @@ def add_gradient(work: Assembly, node: Node, place: int) -> None:
     if work.graph.adds_up(result) and (waits := work.waiting(type, producer, result.ref, item, stored)) is not None:
         work.held_between(edge, at + 1, live.gathered_at + 1, waits)
     if (whole := work.graph.put_together(place)) is not None:
-        work.held(item, 0, live.instants, whole.nbytes * work.pricer.nbytes(type, stored) // type.nbytes)
+        work.held(item, 0, live.instants, whole.nbytes * work.pricer.nbytes(type, stored) // max(1, type.nbytes))
     if place in work.copied:
         here, sizes = _is(work, node, "device", "stream"), work.sizes(type, item, "gradient", lambda: stored)
         copy = work.once(("copy", id(sizes), id(here)), lambda: sizes * here)
         work.held(item, live.gathered_at - 1, live.instants, copy)
-    if "host" not in work.residences:
+    if "host" not in work.residences or node.op != "parameter":
         work.changed(edge, at, until, nbytes, room)
         if turn is not None:
             work.taken_over(place, edge, item, turn, type, work.pricer.nbytes(type, stored), nbytes)

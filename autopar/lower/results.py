@@ -44,7 +44,7 @@ def joined(
             if (whole := graph.put_together(place)) is not None and result.ref is not None:
                 pieces, type = sum(buffer.nbytes for buffer in buffers), graph.type_of(result.ref)
                 owner = f"{OWNER_OF_RESULT['gradient']}{result.target} of all micro-batches"
-                resident.append(Buffer(pieces * whole.nbytes // type.nbytes, Kind.GRADIENT, owner))
+                resident.append(Buffer(pieces * whole.nbytes // max(1, type.nbytes), Kind.GRADIENT, owner))
         elif (times := graph.rounds.times(place)) and phase == "forward":
             ended += buffers
             whole = times * sum(buffer.nbytes for buffer in buffers)

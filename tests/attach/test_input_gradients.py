@@ -178,6 +178,18 @@ def test_an_argument_that_the_loss_is_not_made_of_gets_its_gradient(one: DeviceM
         assert x.grad is not None and t.grad is None
 
 
+def test_parameters_on_the_host_hand_gradients_on(one: DeviceMesh) -> None:
+    plain, parallel = both(one, pin={"up": "offload-parameters"})
+
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    (ours,), (wanted,) = gradients(parallel, call, leaf(4, 8)), gradients(plain, call, leaf(4, 8))
+    near(ours, wanted, GRADIENT, "of the input")
+    same_gradients(plain, parallel)
+    assert "host" in parallel.plan.residence.values()
+
+
 def test_a_call_without_backward_is_freed_at_once(one: DeviceMesh) -> None:
     """What a program saves may be an output, which leads to what holds it."""
     _, parallel = both(one, WithAux())

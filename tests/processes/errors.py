@@ -94,7 +94,7 @@ def check_a_rank_that_differs(ranks: Ranks) -> None:
     last, data = ranks.rank == ranks.count - 1, batch()
     mine = {name: value[:4] for name, value in data.items()} if last else data
     parallel = autopar.compile(net(), ranks.mesh(), hardware=FAST)
-    told = "ranks 0 and .* arguments of other shapes, dtypes .* every rank has to make the same call"
+    told = "ranks 0 and .* arguments of other shapes or dtypes, .* every rank has to make the same call"
     refused(PlanMismatch, told, lambda: parallel(**mine))
     same_steps(net(), parallel, data, steps=1)  # it can be called rightly afterwards
     parallel = autopar.compile(Net(classes=24 if last else 12), ranks.mesh(), hardware=FAST)

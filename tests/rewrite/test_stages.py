@@ -12,7 +12,7 @@ from autopar.decide.stages import in_stages
 from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.stages import cut_in_stages, forward_order
 from tests.support.check import mesh_of, worst_difference
-from tests.support.families import FAMILIES, family
+from tests.support.families import FAMILIES, WITH_GRADIENTS, family
 from tests.support.plans import PlanSampler
 from tests.support.residence import ResidenceSampler
 from tests.support.staged import run_stages
@@ -39,6 +39,7 @@ def cases() -> list[object]:
     return [
         pytest.param(name, count, marks=() if name in QUICK and count < 4 else pytest.mark.slow)
         for name in FAMILIES
+        if name not in WITH_GRADIENTS
         for count in (2, 3, 4)
     ]
 

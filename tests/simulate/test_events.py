@@ -125,7 +125,7 @@ def test_values_are_ready_before_they_are_read(name, sizes, seed):
             if node.name in runs:
                 assert runs[node.name] >= max(made[ref.name], brought[ref.name, node.name]), (node.name, ref)
     for result in plan.graph.results:
-        if result.kind == "gradient" and result.ref is not None:
+        if result.target in {node.target for node in plan.graph.trained} and result.ref is not None:
             arrived = max(made[result.ref.name], brought[result.ref.name, f"gradient {result.target}"])
             assert runs[f"update {result.target}"] >= arrived, result.target
 
