@@ -34,5 +34,5 @@ def retraced(name: str, which: str, times: int) -> Graph:
     larger: dict[str, torch.Tensor] = {}
     for key, value in case.inputs.items():
         shape = [n * times if (f"['{key}']", dim) in at else n for dim, n in enumerate(value.shape)]
-        larger[key] = torch.empty(shape).to(value.dtype)  # only shapes count
+        larger[key] = torch.empty(shape).to(value.dtype).requires_grad_(value.requires_grad)  # only shapes count
     return graph_of(capture(case.model, (), larger))
