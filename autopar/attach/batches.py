@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -43,27 +42,15 @@ def from_local(batch: Any, device_mesh: DeviceMesh, *, averages: bool) -> Any:
         if not isinstance(part, Tensor) or isinstance(part, DTensor) or not part.ndim:
             return part
         shape = torch.Size((part.shape[0] * device_mesh.size(), *part.shape[1:]))
-        given = part.detach() if not (torch.is_grad_enabled() and part.requires_grad) else part
+        given = part.view_as(part) if torch.is_grad_enabled() and part.requires_grad else part.detach()
         if averages and given.requires_grad:
-            given = _OfOwnRows.apply(given, device_mesh.size())
+            given.register_hook(lambda gradient: gradient * device_mesh.size())
         return DTensor.from_local(
             given.to(device_mesh.device_type).contiguous(), device_mesh, [Shard(0)] * device_mesh.ndim,
             run_check=False, shape=shape, stride=torch.empty(shape, device="meta").stride(),
         )  # fmt: skip
 
     return pytree.tree_map(joined, batch)
-
-
-class _OfOwnRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return part.view_as(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.ranks, None
 
 
 def is_split_by_rows(part: Any) -> bool:

@@ -93,11 +93,12 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
             through[node.target], piece = piece, piece.detach()
         watched.append(piece)
     drawn: list[tuple[Tensor, ...]] = []
+    if prepared.runner.pieces or state.pipe is not None:
+        refuse_to_repeat()
     for _ in range(prepared.plan.graph.rounds.count):
         if not prepared.runner.pieces and state.pipe is None:
             drawn.append(())
             continue
-        refuse_to_repeat()
         drawing = state.drawing_calls
         state.drawing_calls += 1  # of a pipeline on every rank, whichever stages draw
         if not prepared.runner.pieces:

@@ -113,9 +113,7 @@ def _played(
     )
 
 
-def _joins(
-    plan: Plan, layouts: Sequence[Layout], joins: Sequence[str | int], blocks: int
-) -> tuple[Cut | str, ...]:  # fmt: skip
+def _joins(plan: Plan, layouts: Sequence[Layout], joins: Sequence[str | int], blocks: int) -> tuple[Cut | str, ...]:
     """How results with these layouts are put together."""
     return tuple(
         Cut(join, blocks // _parts(layout, join, plan.mesh)) if isinstance(join, int) else join

@@ -46,7 +46,7 @@ class _Round:
                 cut[node.name] = place.dim
             among += [replace(node, outputs=outputs)] if node.is_source else self._local(node, way, outputs)
             if node.name in needed:
-                among.append(_with(node, node.name + BESIDE, lambda ref: self._beside(ref)))
+                among.append(_with(node, node.name + BESIDE, self._beside))
         results = tuple(self._result(result, nodes) for result in self.graph.results)
         joined = tuple(_joined(r, r.ref and self.picked[r.ref.name].gives[r.ref.index]) for r in self.graph.results)
         return Graph((*sources, *nodes), results, Rounds(self.count, cut, joined))

@@ -103,14 +103,9 @@ def by_name(forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
     return Caller(forward).by_name(args, kwargs)
 
 
-def check_argument(value: Tensor, path: str) -> None:
-    """Raises PlanMismatch for a tensor that no plan takes."""
-    check_dense(value, f"argument {path}")
-
-
 def _key(value: Any, path: str, reading: _Reading) -> Hashable:
     if isinstance(value, Tensor):
-        check_argument(value, path)
+        check_dense(value, f"argument {path}")
         reading.tensors.append(value)
         return (value.shape, value.dtype, "trains") if value.requires_grad else (value.shape, value.dtype)
     if isinstance(value, NUMBERS) and not isinstance(value, bool):

@@ -63,7 +63,6 @@ ADVICE = (
     (re.compile("(?i)nested|jagged|varlen|SymInt.{0,60}is not tracked with proxy", re.DOTALL), LENGTHS),
     (re.compile("entirely functional graph"), HELD),
     (re.compile("a leaf Variable that requires grad is being used in an in-place"), IN_PLACE),
-    (re.compile("a view of a leaf Variable that requires grad is being used in an in-place"), IN_PLACE),
     (re.compile("CausalBias"), CAUSAL_BIAS),
     (re.compile("Expected inputs of BF16 type"), GROUPED),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),

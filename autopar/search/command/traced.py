@@ -17,7 +17,8 @@ from autopar.search.command.factory import Example, build
 from autopar.search.search import Progress, Question
 from autopar.trace import Captured, capture
 from autopar.trace.ambient import autocast_as_asked
-from autopar.trace.calls import by_name, check_argument, flatten_inputs
+from autopar.trace.calls import by_name, flatten_inputs
+from autopar.trace.modules import check_dense
 
 
 def as_ddp(question: Question, with_statistics: Callable[[str], Question]) -> Question | str | None:
@@ -45,7 +46,7 @@ def traced(
     try:
         for path, leaf in flatten_inputs(args, kwargs)[0]:
             if isinstance(leaf, Tensor):
-                check_argument(leaf, path)
+                check_dense(leaf, f"argument {path}")
         return capture(
             model, args, kwargs, training=None if training == model.training else training, precision=precision,
             loss_alone=loss_alone, device_type=device_type,
