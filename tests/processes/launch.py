@@ -68,11 +68,17 @@ def start(
         codes, ended = _wait(processes, limit_s, progress)
         if not any(codes):
             return None
-        told = {rank: Path(logs, str(rank)).read_text(errors="replace")[-3000:] for rank in range(ranks)}
+        told = {rank: _end_of(Path(logs, str(rank)).read_text(errors="replace")) for rank in range(ranks)}
         own = [rank for rank in ended if codes[rank] < 0]  # by a signal that nobody here has sent
         own += [rank for rank in ended if codes[rank] > 0 and not LOST.search(told[rank])]
-        shown = own[:1] or told  # one that failed by itself says enough; after a hang, where is each of them?
+        # What failed by itself says enough; after a hang, where is each of them?
+        shown = own if own and codes[own[0]] < 0 else own[:1] or told
         return "\n".join(f"--- rank {rank}, status {codes[rank]}\n{told[rank]}" for rank in shown)
+
+
+def _end_of(log: str) -> str:
+    """The last of what a rank wrote, without the names of extension modules that end a report of faulthandler."""
+    return re.sub(r"\nExtension modules: .*", "", log)[-3000:]
 
 
 def _as_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:
