@@ -61,8 +61,28 @@ def with_tensors(model: nn.Module, tensor_of: Mapping[int, torch.Tensor]) -> nn.
     except Exception:  # whatever a class raises that cannot be copied: locks, files, generators
         copy_of = dict(tensor_of) | _shared(model, tensor_of)
         made = copy.deepcopy(model, copy_of)
+    _fill_as_held(copy_of)
     look_at_copies(made, copy_of)
     return made
+
+
+def _fill_as_held(copy_of: dict[int, Any]) -> None:
+    """Let copies of containers hold copies of what these hold. `copy.deepcopy` fills those of lists, sets and
+    dictionaries with what iterating gives, which a class with an `__iter__` of its own may make up. `copy_of`: what it
+    leaves in its memo, the originals among it.
+    """
+    for one in [*copy_of.get(id(copy_of), ())]:
+        kind, made = type(one), copy_of.get(id(one))
+        if hasattr(kind, "__deepcopy__") or kind.__reduce_ex__ is not object.__reduce_ex__:
+            continue
+        if isinstance(one, list) and kind.__iter__ is not list.__iter__:
+            list.__setitem__(made, slice(None), [copy.deepcopy(part, copy_of) for part in list.__iter__(one)])
+        elif isinstance(one, set) and kind.__iter__ is not set.__iter__:
+            set.clear(made)
+            set.update(made, [copy.deepcopy(part, copy_of) for part in set.__iter__(one)])
+        elif isinstance(one, dict) and kind.__reduce__ is object.__reduce__ and kind.items is not dict.items:
+            dict.clear(made)
+            dict.update(made, {key: copy.deepcopy(part, copy_of) for key, part in dict.items(one)})
 
 
 def _shared(model: nn.Module, tensor_of: Mapping[int, torch.Tensor]) -> dict[int, Any]:
