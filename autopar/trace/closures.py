@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from autopar.trace.values import held_in
+from autopar.trace.values import held_in, put_in
 
 
 def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> None:
@@ -68,9 +68,7 @@ class _Turned:
             return self.of(value)
         if isinstance(value, (list, dict)) and id(value) not in self.own:
             self.own[id(value)] = value
-            for place in range(len(held_in(value))) if isinstance(value, list) else [*value]:
-                if (now := self.within(value[place])) is not value[place]:
-                    value[place] = now
+            put_in(cast("Any", value), self.within)
         return value
 
     def _named(self, values: Mapping[Any, Any]) -> dict[Any, Any]:

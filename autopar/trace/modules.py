@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.errors import PlanMismatch, TraceError
 from autopar.trace.closures import look_at_copies, with_parts
+from autopar.trace.values import put_in
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module holds what is registered with it
 
@@ -72,7 +73,10 @@ def _fill_as_held(copy_of: dict[int, Any]) -> None:
     leaves in its memo, the originals among it.
     """
     for one in [*copy_of.get(id(copy_of), ())]:
-        kind, made = type(one), copy_of.get(id(one))
+        kind, made = type(one), copy_of.get(id(one), one)
+        base = next((base for base in (list, set, dict) if isinstance(one, base)), None)
+        if made is one or base is None or kind.__reduce__ is not base.__reduce__:
+            continue
         if hasattr(kind, "__deepcopy__") or kind.__reduce_ex__ is not object.__reduce_ex__:
             continue
         if isinstance(one, list) and kind.__iter__ is not list.__iter__:
@@ -80,7 +84,7 @@ def _fill_as_held(copy_of: dict[int, Any]) -> None:
         elif isinstance(one, set) and kind.__iter__ is not set.__iter__:
             set.clear(made)
             set.update(made, [copy.deepcopy(part, copy_of) for part in set.__iter__(one)])
-        elif isinstance(one, dict) and kind.__reduce__ is object.__reduce__ and kind.items is not dict.items:
+        elif isinstance(one, dict) and kind.items is not dict.items:
             dict.clear(made)
             dict.update(made, {key: copy.deepcopy(part, copy_of) for key, part in dict.items(one)})
 
@@ -159,9 +163,7 @@ class _Replacing:
             if all(map(operator.is_, parts, value)):
                 return value
             return with_parts(value, parts)
-        places = range(len(value)) if isinstance(value, list) else [*value]
-        for place in places:
-            value[place] = self.of(value[place])
+        put_in(value, self.of)
         return value
 
 

@@ -11,7 +11,7 @@ import sys
 import types
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -86,6 +86,17 @@ def held_in(value: Any) -> list[Any]:
             return [*kind.__iter__(cast("Any", value))]
         case _:
             return []
+
+
+def put_in(value: list[Any] | dict[Any, Any], part_of: Callable[[Any], Any]) -> None:
+    """Let a list or a dict hold `part_of` what it holds, told by these themselves: a class of the user's may give
+    something else by `[]`.
+    """
+    base: Any = list if isinstance(value, list) else dict
+    places = list[Any](range(list.__len__(value)) if isinstance(value, list) else dict.keys(value))
+    for place, held in zip(places, held_in(value), strict=True):
+        if (made := part_of(held)) is not held:
+            base.__setitem__(value, place, made)
 
 
 def few_in(value: Any) -> list[Any]:

@@ -31,6 +31,19 @@ class Halved(dict[str, float]):
         return {key: 0.5 * one for key, one in dict.items(self)}.items()
 
 
+class Tripled(dict[str, float]):
+    def __getitem__(self, key: str) -> float:
+        return 3.0 * dict.__getitem__(self, key)
+
+
+class Negated(list[float]):
+    def __getitem__(self, place: Any) -> Any:
+        return -list.__getitem__(self, place)
+
+
+CONTAINERS = [Doubled([1.5, 3.0]), Negated([0.5, 1.5]), Raised([0.5, 3.0]), Halved(a=1.5, b=3.0), Tripled(a=0.7)]
+
+
 class Weighted(nn.Module):
     def __init__(self, weights: Any) -> None:
         super().__init__()
@@ -41,12 +54,15 @@ class Weighted(nn.Module):
         told: Iterable[float] = self.weights
         if isinstance(self.weights, dict):
             told = [one for _, one in self.weights.items()]
+            told += [self.weights[key] for key in self.weights]
+        elif isinstance(self.weights, list):
+            told = [*told, self.weights[0]]
         for weight in told:
             y = y * weight
         return y.square().sum()
 
 
-@pytest.mark.parametrize("weights", [Doubled([1.5, 3.0]), Raised([0.5, 3.0]), Halved(a=1.5, b=3.0)])
+@pytest.mark.parametrize("weights", CONTAINERS)
 def test_forward_sees_what_it_sees_in_pytorch(weights: Any, one: DeviceMesh) -> None:
     torch.manual_seed(3)
     model, x = Weighted(weights), torch.randn(4, 8)
