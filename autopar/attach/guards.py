@@ -24,7 +24,18 @@ from autopar.trace.modules import REGISTERED
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
 from autopar.trace.settings import Cell, Of, is_users_class
-from autopar.trace.values import CONTAINERS, IN_PLACE, MISSING, SCALARS, few_in, held_in, inside, own_names, snapshot
+from autopar.trace.values import (
+    COLLECTIONS,
+    CONTAINERS,
+    IN_PLACE,
+    MISSING,
+    SCALARS,
+    few_in,
+    held_in,
+    inside,
+    own_names,
+    snapshot,
+)
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # what is put in there, into empty ones too, is called
 Place = tuple[Mapping[str, Any], str]  # where a value is found
@@ -128,6 +139,8 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
         guards.named[id(place), name] = f"the variable {name}"
         if isinstance(value, (*IN_PLACE, tuple)) and _may_change(value):
             guards.changing.append(((place, name), snapshot(value)))
+        elif isinstance(value, COLLECTIONS) and own_names(value) is not None:
+            guards.whole.append(((place, name), inside(value)))
         else:
             _fix(guards, place, name, value)
     return guards

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
-from torch import nn
+from torch import Size, nn
 
 from autopar.trace.values import held_in, put_in
 
@@ -30,8 +30,13 @@ def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> None:
 
 
 def with_parts(value: Any, parts: list[Any]) -> Any:
-    """A list or tuple like `value` of these; it may be a named one."""
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    """A list or tuple like `value` of these, whatever its class makes of what it is called with."""
+    kind = type(value)
+    if not isinstance(value, tuple) or kind.__module__ in ("builtins", "torch.return_types") or kind is Size:
+        return kind(parts)
+    made = tuple.__new__(kind, parts)
+    getattr(made, "__dict__", {}).update(getattr(value, "__dict__", {}))
+    return made
 
 
 class _Turned:
@@ -56,11 +61,11 @@ class _Turned:
                 given = cast("partial[Any]", value)
                 return partial(self.of(given.func), *map(self.of, given.args), **self._named(given.keywords))
             case list():
-                return [self.of(part) for part in cast("list[Any]", value)]
+                return [*map(self.of, held_in(value))]
             case dict():
                 return self._named(cast("dict[Any, Any]", value))
             case _:
-                return with_parts(value, [self.of(part) for part in value])
+                return with_parts(value, [*map(self.of, held_in(value))])
 
     def within(self, value: Any) -> Any:
         """`of`, of what a copy holds; its lists and dictionaries (hooks, tables of activations) are its own already."""

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
     MISSING,
     Change,
-    Unannounced,
     few_in,
     inside,
     is_grown_table,
@@ -23,13 +23,16 @@ from autopar.trace.values import (
     snapshot,
 )
 
+WHOLE = ("__dict__", "__getstate__", "__getnewargs_ex__", "__getnewargs__")  # `copy.copy` asks for these
+
 
 class Configurations:
     """Objects whose reads are noted while a model is traced."""
 
     def __init__(self) -> None:
         self._read: dict[int, set[str] | None] = {}  # by id; None: all of it
-        self._held: list[tuple[Any, type]] = []  # with their own classes; held, so that their ids stay theirs
+        self._held: list[Any] = []  # so that their ids stay theirs
+        self._classes = StandIns(("__getattribute__", "__setattr__"))
         # (id, name) -> the object, what was there, a snapshot of that
         self._before: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         self._whole: list[tuple[Any, Any]] = []  # objects of which any may have been read, and what was in them
@@ -51,28 +54,29 @@ class Configurations:
         if isinstance(value, (list, tuple, dict, deque)):
             for part in few_in(value):
                 self.watch(part, is_open)
-        if own_names(value) is None or self.is_known(value) or is_of_torch(type(value)):
+        if self.is_known(value) or own_names(value) is None or is_of_torch(type(value)):  # looking is a read, too
             return
         if not self.notes_reads_of(value, is_open):
             self._whole.append((value, inside(value)))
 
     def notes_reads_of(self, value: Any, is_open: Callable[[], bool]) -> bool:
-        """Watch this object, and those that are read of it; False where it is of a class of C, has slots, or is of a
-        class that wants no subclass: any of it may have been read.
+        """Watch this object, and those that are read of it; False where it is of a class of C, or keeps its attributes
+        in slots: any of it may have been read.
         """
-        self._held.append((value, type(value)))
-        try:
-            object.__setattr__(value, "__class__", _watched(type(value), self, is_open))  # though it be frozen
-        except Exception:  # TypeError; and whatever a metaclass raises of classes that are made by nobody it knows
+        kind = type(value)
+        if any(isinstance(vars(one).get("__dict__"), property) for one in kind.__mro__):  # made anew at each look
             return False
+        if not isinstance(getattr(value, "__dict__", None), dict):
+            return False
+        if kind not in self._classes and not self._classes.put(kind, _noting(kind, self, is_open)):
+            return False
+        self._held.append(value)
         self._read[id(value)] = set()
         return True
 
     def release(self) -> None:
-        """Each is of its own class again: globals, and what cannot be copied, are the user's own objects."""
-        for value, kind in self._held:
-            if type(value) is not kind:
-                object.__setattr__(value, "__class__", kind)
+        """Classes are as they were."""
+        self._classes.restore()
 
     def changed(self) -> Change | None:
         """An attribute that the trace changed."""
@@ -90,11 +94,14 @@ class Configurations:
             was = own.get(name, MISSING)
             self._before.setdefault((id(value), name), (value, was, snapshot(was)))
 
-    def note(self, value: Any, name: str, own: dict[str, Any]) -> None:
+    def is_watched(self, value: Any) -> bool:
+        return id(value) in self._read
+
+    def note(self, value: Any, name: str) -> None:
         seen = self._read.get(id(value))
         if seen is None:
             return
-        if name == "__dict__":
+        if name in WHOLE:
             self._read[id(value)] = None
         elif not name.startswith("__"):
             name = getattr(type(value), "attribute_map", {}).get(name, name)
@@ -102,24 +109,25 @@ class Configurations:
             self.before(value, name)
 
 
-def _watched(kind: type, configurations: Configurations, is_open: Callable[[], bool]) -> type:
+def _noting(kind: type, configurations: Configurations, is_open: Callable[[], bool]) -> list[Callable[..., Any]]:
+    getting: Any = kind.__getattribute__
+    setting: Any = kind.__setattr__
+
     def __getattribute__(self: Any, name: str) -> Any:
-        if is_open():
-            configurations.note(self, name, object.__getattribute__(self, "__dict__"))
-        value = super(made, self).__getattribute__(name)
-        if is_open() and not name.startswith("__"):
+        is_noted = configurations.is_watched(self) and is_open()
+        if is_noted:
+            configurations.note(self, name)
+        value = getting(self, name)
+        if is_noted and not name.startswith("__"):
             configurations.watch(value, is_open)
         return value
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        if is_open():
+        if configurations.is_watched(self) and is_open():
             configurations.before(self, name)
-        super(made, self).__setattr__(name, value)
+        setting(self, name, value)
 
-    body = {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
-    made: Any = type(kind.__name__, (Unannounced, kind), body)
-    made.__qualname__, made.__module__ = kind.__qualname__, kind.__module__
-    return made
+    return [__getattribute__, __setattr__]
 
 
 def _named(value: Any) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 
 from autopar.errors import PlanMismatch, TraceError
 from autopar.trace.closures import look_at_copies, with_parts
-from autopar.trace.values import put_in
+from autopar.trace.values import held_in, put_in
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module holds what is registered with it
 
@@ -159,10 +159,9 @@ class _Replacing:
             func, args, keywords = self.of(value.func), self.of(value.args), self.of(value.keywords)
             return value if func is value.func and args is value.args else partial(func, *args, **keywords)
         if isinstance(value, tuple):
-            parts = [self.of(part) for part in value]
-            if all(map(operator.is_, parts, value)):
-                return value
-            return with_parts(value, parts)
+            held = held_in(value)
+            parts = [*map(self.of, held)]
+            return value if all(map(operator.is_, parts, held)) else with_parts(value, parts)
         put_in(value, self.of)
         return value
 

@@ -1,7 +1,7 @@
 """What a model's code reads and writes besides tensors while it is traced.
 
-A trace holds for what its Python code saw. Modules are watched on the copy that is traced: each becomes an instance of
-a subclass that notes which attributes of its own are read and written. What is outside of modules is found by
+A trace holds for what its Python code saw. Modules are watched on the copy that is traced: methods that
+stand in their classes note which attributes of their own are read and written. What is outside of modules is found by
 `autopar.trace.settings`.
 """
 
@@ -17,20 +17,22 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.trace.configurations import Configurations
 from autopar.trace.modules import REGISTERED
 from autopar.trace.settings import Of, Settings, methods_of
+from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
+    COLLECTIONS,
     CONTAINERS,
     DRAWING,
     IN_PLACE,
     MISSING,
     SCALARS,
     Change,
-    Unannounced,
     few_in,
     is_grown_table,
     is_noted_once,
@@ -52,7 +54,7 @@ class Reads:
     of what may change in place, as it was first read. `names`: (where, name, value, a snapshot of it) of what functions
     and classes of the user's see outside the instance: class attributes, globals, variables of enclosing functions,
     and what is in objects that are found there. `inside`: what is read of configurations and other objects that modules
-    hold. `classes`: that modules are of while they are traced, and the names that each has then.
+    hold. `classes`: those of modules, and what each has.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -61,7 +63,7 @@ class Reads:
     contents: dict[tuple[str, str], Any] = field(default_factory=dict)
     names: list[tuple[Mapping[str, Any], str, Any, Any]] = field(default_factory=list)
     inside: Configurations = field(default_factory=Configurations)
-    classes: list[tuple[type, frozenset[str]]] = field(default_factory=list)
+    classes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
 
     def is_read(self, place: Mapping[str, Any], name: str) -> bool:
         """Whether a setting is read, or may be: of objects that were watched, one knows."""
@@ -93,9 +95,12 @@ class Reads:
                     _put_back(place, name, value)
                 is_table = now is value and is_grown_table(was, now)
                 return Change(f"{name}, which is no attribute of a module", is_table)
-        for kind, names in self.classes:
-            if written := vars(kind).keys() - names:
-                return Change(f"{min(written)} of the class {kind.__name__}")
+        for kind, had in self.classes:
+            now = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
+            if written := sorted(name for name, value in now.items() if had.get(name, MISSING) is not value):
+                for name in written:
+                    type.__setattr__(kind, name, had[name]) if name in had else type.__delattr__(kind, name)
+                return Change(f"{written[0]} of the class {kind.__name__}")
         return self.inside.changed()
 
 
@@ -120,33 +125,29 @@ def _put_back(place: Any, name: str, value: Any) -> None:
 @contextlib.contextmanager
 def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
     """Note in `reads` what is read of the modules of `model`, which is nobody else's, while the body runs."""
-    classes: dict[int, type] = {}
-    watched: dict[type, type] = {}
     path_of = {id(module): path for path, module in model.named_modules()}
     modules = list(model.modules())
-    for module in modules:
-        kind = type(module)
-        if kind not in watched:
-            watched[kind] = _watched(kind, path_of, reads)
-        classes[id(module)] = kind
-        with contextlib.suppress(TypeError):  # a scripted module: its attributes are compiled in
-            module.__class__ = watched[kind]
+    kinds = dict.fromkeys(map(type, modules))
     held = dict.fromkeys(type(value) for module in modules for value in vars(module).values())
-    settings = Settings(methods_of([*watched.values(), *held]))
-    settings.look([*(kind.forward for kind in watched), *_held_by(modules)], watched)
-    reads.classes += [(made, frozenset(vars(made))) for made in watched.values()]
+    settings = Settings(methods_of([*kinds, *held]))
+    settings.look([*(kind.forward for kind in kinds), *_held_by(modules)], kinds)
+    reads.classes += [(kind, dict(vars(kind))) for kind in kinds]
     for found in settings.found:
         reads.see(*found)
-    for value in settings.objects():
-        if not reads.inside.is_known(value):
-            reads.inside.notes_reads_of(value, lambda: reads.is_open)
+    stand_ins, seen = StandIns(("__getattribute__", "__setattr__", "__delattr__")), set[tuple[type, str]]()
+    written = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # of those all is compiled in
+    methods = [_noting(kind, path_of, reads, seen) for kind in written]  # before any of them stands anywhere
     try:
+        for kind, made in zip(written, methods, strict=True):
+            stand_ins.put(kind, made)
+        for value in settings.objects():
+            # Of a mapping of a class of its own all counts; some of transformers' are ours while a model is traced.
+            if not isinstance(value, COLLECTIONS) and not reads.inside.is_known(value):
+                reads.inside.notes_reads_of(value, lambda: reads.is_open)
         yield
     finally:
         reads.inside.release()
-        for module in modules:
-            if type(module) in watched.values():
-                module.__class__ = classes[id(module)]
+        stand_ins.restore()
 
 
 def _held_by(modules: list[nn.Module]) -> Iterator[Any]:
@@ -159,15 +160,19 @@ def _held_by(modules: list[nn.Module]) -> Iterator[Any]:
                     yield from few_in(value)
 
 
-def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
-    seen_of_class: set[str] = set()
+def _noting(
+    kind: type, path_of: Mapping[int, str], reads: Reads, seen_of_class: set[tuple[type, str]]
+) -> list[Callable[..., Any]]:
+    getting: Any = kind.__getattribute__
+    setting: Any = kind.__setattr__
+    deleting: Any = kind.__delattr__
 
     def __getattribute__(self: Any, name: str) -> Any:
-        if not reads.is_open or name in OF_EVERY_MODULE or name.startswith("__"):
-            return super(made, self).__getattribute__(name)
-        own = super(made, self).__getattribute__("__dict__")
         path = path_of.get(id(self))
-        if path is not None and name in own:
+        if path is None or not reads.is_open or name in OF_EVERY_MODULE or name.startswith("__"):
+            return getting(self, name)
+        own = getting(self, "__dict__")
+        if name in own:
             if holds_references(own[name]):
                 pass
             elif (path, name) not in reads.attributes and (path, name) not in reads.written:
@@ -175,37 +180,34 @@ def _watched(kind: type, path_of: Mapping[int, str], reads: Reads) -> type:
                 reads.attributes[path, name] = own[name]
                 if isinstance(own[name], IN_PLACE) and not isinstance(own[name], Tensor):
                     reads.contents[path, name] = snapshot(own[name])
-        elif path is not None and not any(name in own.get(kept, ()) for kept in REGISTERED):
-            owner = next((one for one in kind.__mro__ if name in vars(one)), None)
+        elif not any(name in own.get(kept, ()) for kept in REGISTERED):
+            owner = next((one for one in type(self).__mro__ if name in vars(one)), None)
             if owner is None or (owner is not nn.Module and isinstance(vars(owner)[name], MAY_BE_SET)):
                 if (path, name) not in reads.written:
                     reads.attributes.setdefault((path, name), MISSING)
-                if owner is not None and name not in seen_of_class:
-                    seen_of_class.add(name)
+                if owner is not None and (type(self), name) not in seen_of_class:
+                    seen_of_class.add((type(self), name))
                     reads.see(vars(owner), name, vars(owner)[name])
-        return super(made, self).__getattribute__(name)
+        return getting(self, name)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         path = path_of.get(id(self))
-        own = super(made, self).__getattribute__("__dict__")
-        is_tensor_slot = any(name in own.get(kept, ()) for kept in REGISTERED)
-        is_new = own.get(name, MISSING) is not value
-        is_ours = name in OF_EVERY_MODULE or is_tensor_slot or _looks_at_parameters(value)
-        if reads.is_open and path is not None and is_new and not is_ours:
-            before, _, _ = reads.written.get((path, name), (own.get(name, MISSING), None, ""))
-            reads.written[path, name] = before, value, _line_outside_torch()
-        super(made, self).__setattr__(name, value)
+        if path is not None and reads.is_open:
+            own = getting(self, "__dict__")
+            is_tensor_slot = any(name in own.get(kept, ()) for kept in REGISTERED)
+            is_new = own.get(name, MISSING) is not value
+            if is_new and not (name in OF_EVERY_MODULE or is_tensor_slot or _looks_at_parameters(value)):
+                before, _, _ = reads.written.get((path, name), (own.get(name, MISSING), None, ""))
+                reads.written[path, name] = before, value, _line_outside_torch()
+        setting(self, name, value)
 
     def __delattr__(self: Any, name: str) -> None:
-        super(made, self).__delattr__(name)
+        deleting(self, name)
         key = path_of.get(id(self), ""), name
-        if reads.is_open and key in reads.written and reads.written[key][0] is MISSING:
+        if reads.is_open and id(self) in path_of and key in reads.written and reads.written[key][0] is MISSING:
             del reads.written[key]  # forward has put it there, and has taken it away
 
-    body = {"__getattribute__": __getattribute__, "__setattr__": __setattr__, "__delattr__": __delattr__}
-    made: Any = type(kind.__name__, (Unannounced, kind), body)
-    made.__qualname__, made.__module__ = kind.__qualname__, kind.__module__
-    return made
+    return [__getattribute__, __setattr__, __delattr__]
 
 
 def holds_references(value: Any) -> bool:

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dis
 import enum
+import functools
 import inspect
 import sys
 import types
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ MAKING = (
     "__str__",
     "__reduce__",
 )
+CACHED = type(functools.cache(len))
 TYPED_IN = ("<stdin>", "<string>", "<ipython", "<console>", "<python")  # code of no file, that somebody wrote
 OTHERS = (Tensor, np.ndarray, np.generic, enum.Enum, torch.autograd.Function)
 
@@ -171,6 +173,8 @@ class Settings:
             return
         if isinstance(value, ContextVar):
             self._see(Now(value.get), name, Now(value.get).get(name, MISSING))
+        if isinstance(value, CACHED) and value.cache_info().currsize and not inspect.signature(value).parameters:
+            self._hold(value())  # made before, and given again
         if isinstance(value, partial):
             given = {**dict(zip(map(str, range(len(value.args))), value.args, strict=True)), **value.keywords}
             for key, part in given.items():
@@ -188,6 +192,9 @@ class Settings:
     def _hold(self, value: Any) -> None:
         if len(self._holders) < HOLDERS and id(value) not in self._holders and _has_settings(value):
             self._holders[id(value)] = _Holder(Of(value))
+            if isinstance(value, type) and not _is_installed(value):  # calling it may give what is there already
+                self._left += [vars(one).get("__new__") for one in type.mro(value)]
+                self._left += [vars(one).get("__call__") for one in type.mro(type(value))]
             for kind in () if isinstance(value, (type, types.ModuleType)) else type(value).__mro__:  # its operators
                 self._left += (
                     call for name, call in vars(kind).items() if name.startswith("__") and name not in MAKING
@@ -264,14 +271,27 @@ def _is_code(static: Any) -> bool:
 
 
 def _lists_names(value: Any) -> bool:
-    """Whether all attributes are where Python keeps them; not where a `__getattr__` finds others."""
-    return isinstance(value, (type, types.ModuleType)) or not any("__getattr__" in vars(one) for one in _classes(value))
+    """Whether all attributes are where Python keeps them, or keys; not where a `__getattr__` finds others. That of a
+    mapping is not asked for names which are no keys: it may make an entry of each.
+    """
+    return isinstance(value, (type, types.ModuleType, Mapping)) or not any(
+        "__getattr__" in vars(one) for one in _classes(value)
+    )
 
 
 def _names_in(value: Any) -> set[str]:
     """The names of all attributes, of classes of the user's and installed ones among them."""
     kinds = [] if isinstance(value, types.ModuleType) else [one for one in _classes(value) if not is_of_torch(one)]
-    return {*getattr(value, "__dict__", {}), *(name for one in kinds for name in vars(one))}
+    return {*getattr(value, "__dict__", {}), *_keys_of(value), *(name for one in kinds for name in vars(one))}
+
+
+def _keys_of(value: Any) -> list[str]:
+    """Of a mapping, which may have an attribute for each."""
+    if not isinstance(value, Mapping):
+        return []
+    with contextlib.suppress(Exception):  # whatever an `__iter__` of the user's raises
+        return [key for key in cast("Mapping[Any, Any]", value) if isinstance(key, str)]
+    return []
 
 
 def _names_of(code: types.CodeType) -> Iterator[str]:
@@ -298,6 +318,6 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _plain(value: Any) -> types.FunctionType | None:
     value = value.fget if isinstance(value, property) else value
     value = value.func if isinstance(value, (partial, cached_property)) else value
-    value = Of(value).get("__wrapped__", value)
-    value = Of(value).get("__func__", value)
+    value = value.__func__ if isinstance(value, (types.MethodType, classmethod, staticmethod)) else value
+    value = inspect.getattr_static(value, "__wrapped__", value)
     return value if isinstance(value, types.FunctionType) else None

@@ -11,7 +11,7 @@ import sys
 import types
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ MISSING = object()
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, np.ndarray)
+COLLECTIONS = (Mapping, Sequence, Set)  # also those of classes of a user's or a library's
 DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 # What may change and stay the same object.
 IN_PLACE = (list, dict, set, deque, array, bytearray, np.ndarray, Tensor, *DRAWING, Iterator)
@@ -58,7 +59,7 @@ class Change:
 
 def is_grown_table(was: Any, now: Any) -> bool:
     """Whether what a dict had, by `snapshot`, is in it still, and what is new holds no tensor."""
-    if not isinstance(now, dict) or not (isinstance(was, tuple) and was[0] is kind_of(now)):
+    if not isinstance(now, dict) or not (isinstance(was, tuple) and was[0] is type(now)):
         return False
     table, had = cast("dict[Any, Any]", now), dict(cast("list[tuple[Any, Any]]", was[1]))
     if had.keys() - table.keys():
@@ -115,20 +116,6 @@ def inside(value: Any) -> Any:
     return _Looked(whole=True).at(value, DEEPEST)
 
 
-class Unannounced:
-    """In front of a class, subclasses are made without its `__init_subclass__`, which may ask for arguments or keep
-    lists: it is for those that authors write.
-    """
-
-    def __init_subclass__(cls) -> None: ...
-
-
-def kind_of(value: Any) -> type:
-    """The class that its author wrote, also of what is watched."""
-    kind = type(value)
-    return kind.__mro__[2] if Unannounced in kind.__bases__ else kind
-
-
 class _Looked:
     """A look at a value and all that it holds: each container once, however often it is there."""
 
@@ -174,7 +161,7 @@ class _Looked:
         """The kind of a container, what is in it, and what attributes an object of a class of the user's has."""
         held = self._all(value, depth)
         own = getattr(value, "__dict__", None)
-        told = (deque, held, value.maxlen) if isinstance(value, deque) else (kind_of(value), held)
+        told = (deque, held, value.maxlen) if isinstance(value, deque) else (type(value), held)
         return (*told, self._all(dict(own), depth)) if own else told
 
     def _all(self, value: Any, depth: int) -> Any:
@@ -211,7 +198,9 @@ def own_names(value: Any) -> Mapping[str, Any] | None:
 
 def _slots(kind: type) -> tuple[str, ...]:
     found = vars(kind).get("__slots__", ())
-    return (found,) if isinstance(found, str) else tuple(found)
+    names = (found,) if isinstance(found, str) else tuple(found)
+    of_class = f"_{kind.__name__.lstrip('_')}"  # what Python puts before names of two underscores
+    return tuple(of_class + name if name.startswith("__") and not name.endswith("__") else name for name in names)
 
 
 def _is_in_site(file: str) -> bool:
