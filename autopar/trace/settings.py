@@ -173,7 +173,7 @@ class Settings:
             return
         if isinstance(value, ContextVar):
             self._see(Now(value.get), name, Now(value.get).get(name, MISSING))
-        if isinstance(value, CACHED) and value.cache_info().currsize and not inspect.signature(value).parameters:
+        if isinstance(value, CACHED) and value.cache_info().currsize and _asks_for_nothing(value):
             self._hold(value())  # made before, and given again
         if isinstance(value, partial):
             given = {**dict(zip(map(str, range(len(value.args))), value.args, strict=True)), **value.keywords}
@@ -313,6 +313,11 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    function = _plain(value)
+    return function is not None and not inspect.signature(function).parameters
 
 
 def _plain(value: Any) -> types.FunctionType | None:
