@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import types
 from collections import ChainMap, UserDict
 from collections.abc import Callable, Iterator, MutableMapping
@@ -68,7 +67,6 @@ ASKED: dict[str, tuple[Callable[[Any], float], Any]] = {
     "a key": (lambda m: TABLE.get(m.cfg, 0.5), Frozen(2.5)),
     "its class": (lambda m: OF_CLASS[type(m.cfg)], Setting()),
     "a global's class": (lambda m: 2.0 if type(GLOBAL) is Setting and Setting(2.5) == GLOBAL else 0.5, None),
-    "pickled": (lambda m: pickle.loads(pickle.dumps(m.cfg)).scale, Setting()),
     "a module's class": (lambda m: OF_CLASS.get(type(m.linear), 0.5), None),
     "the model's class": (lambda m: 2.0 if type(m) is Model or m.__class__ is Model else 0.5, None),
 }
