@@ -135,10 +135,10 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
     for found in settings.found:
         reads.see(*found)
     stand_ins, seen = StandIns(("__getattribute__", "__setattr__", "__delattr__")), set[tuple[type, str]]()
-    written = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # of those all is compiled in
-    methods = [_noting(kind, path_of, reads, seen) for kind in written]  # before any of them stands anywhere
+    in_python = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # into those all is compiled
+    methods = [_noting(kind, path_of, reads, seen) for kind in in_python]  # before any of them stands anywhere
     try:
-        for kind, made in zip(written, methods, strict=True):
+        for kind, made in zip(in_python, methods, strict=True):
             stand_ins.put(kind, made)
         for value in settings.objects():
             # Of a mapping of a class of its own all counts; some of transformers' are ours while a model is traced.
@@ -203,9 +203,11 @@ def _noting(
 
     def __delattr__(self: Any, name: str) -> None:
         deleting(self, name)
-        key = path_of.get(id(self), ""), name
-        if reads.is_open and id(self) in path_of and key in reads.written and reads.written[key][0] is MISSING:
-            del reads.written[key]  # forward has put it there, and has taken it away
+        path = path_of.get(id(self))
+        if path is None or not reads.is_open or (path, name) not in reads.written:
+            return
+        if reads.written[path, name][0] is MISSING:
+            del reads.written[path, name]  # forward has put it there, and has taken it away
 
     return [__getattribute__, __setattr__, __delattr__]
 

@@ -71,8 +71,7 @@ def start(
         told = {rank: _end_of(Path(logs, str(rank)).read_text(errors="replace")) for rank in range(ranks)}
         own = [rank for rank in ended if codes[rank] < 0]  # by a signal that nobody here has sent
         own += [rank for rank in ended if codes[rank] > 0 and not LOST.search(told[rank])]
-        # What failed by itself says enough; after a hang, where is each of them?
-        shown = own if own and codes[own[0]] < 0 else own[:1] or told
+        shown = own or told  # those that failed by themselves say enough; after a hang, where is each of them?
         return "\n".join(f"--- rank {rank}, status {codes[rank]}\n{told[rank]}" for rank in shown)
 
 
