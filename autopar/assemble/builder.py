@@ -226,9 +226,9 @@ class Assembly:
         return self.known.made[key]
 
     def delivered(
-        self, type: TensorType, producer: int, index: int, parameter: int, stored: list[Layout], by: int
+        self, type: TensorType, producer: int, index: int, parameter: int, stored: list[Layout], by: int, adds_up: bool
     ) -> tuple[Array, Array, Array]:
-        """`between`, of a gradient and its parameter."""
+        """`between`, of a gradient and its parameter, for which micro-batches add it up, or its input."""
         key = (
             "delivered",
             type,
@@ -236,15 +236,16 @@ class Assembly:
             index,
             id(self.options[parameter]),
             self.live.gone.get(by),
+            adds_up,
         )
         if key not in self.prices:
             gives = self.gives(producer, index)
             lies = [strategy.lies for strategy in self.options[parameter]]
             nbytes, room = self.made(type, (producer, index), gives, (parameter, "stored"), stored, by)
-            if self.pricer.rounds.reduces_once:  # what is added up as it is made stays as it is
+            if adds_up and self.pricer.rounds.reduces_once:  # what is added up as it is made stays as it is
                 stays = [[self._stays(type, give, *take) for take in zip(stored, lies, strict=True)] for give in gives]
                 nbytes, room = np.where(stays, 0.0, nbytes), np.where(stays, 0.0, room)
-            self.prices[key] = self.of_gradients.deliver(type, gives, stored, lies), nbytes, room
+            self.prices[key] = self.of_gradients.deliver(type, gives, stored, lies, adds_up=adds_up), nbytes, room
         return self.prices[key]
 
     def _stays(self, type: TensorType, give: Layout, read: Layout, lies: Layout) -> bool:

@@ -286,9 +286,10 @@ def add_gradient(work: Assembly, node: Node, place: int) -> None:
     producer = work.item_of[result.ref.name]
     stored = work.gives(item, 0)
     at, until, turn = live.at[result.ref.name], live.sent_until[place], live.sent_turn.get(place)
-    cost, nbytes, room = work.delivered(type, producer, result.ref.index, item, stored, place)
+    adds_up = work.graph.adds_up(result)
+    cost, nbytes, room = work.delivered(type, producer, result.ref.index, item, stored, place, adds_up)
     edge = work.add_edge(producer, item, cost)
-    if work.graph.adds_up(result) and (waits := work.waiting(type, producer, result.ref, item, stored)) is not None:
+    if adds_up and (waits := work.waiting(type, producer, result.ref, item, stored)) is not None:
         work.held_between(edge, at + 1, live.gathered_at + 1, waits)
     if (whole := work.graph.put_together(place)) is not None:
         work.held(item, 0, live.instants, whole.nbytes * work.pricer.nbytes(type, stored) // max(1, type.nbytes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class Played:
     count: int
     inputs: tuple[Cut | None, ...]
     outputs: tuple[Cut | str, ...]
-    gradients: tuple[Cut | str, ...] = ()
+    gradients: tuple[Cut | str, ...]
 
     def part(self, others: Sequence[Tensor], number: int) -> list[Tensor]:
         """What the round of that number reads."""
@@ -53,30 +53,28 @@ class Played:
 
     def put(self, so_far: list[Tensor | None], given: Sequence[Tensor | None], number: int) -> None:
         """Put what a round gives to what the rounds before gave."""
-        self._put(so_far, given, self.outputs, number)
+        for place, (value, how) in enumerate(zip(given, self.outputs, strict=True)):
+            self._put(so_far, place, value, how, number)
 
-    def put_gradients(self, so_far: list[Tensor | None], given: Sequence[Tensor | None], number: int) -> None:
-        """The same of gradients that backward has not added up itself."""
-        self._put(so_far, given, self.gradients, number)
+    def put_gradient(self, so_far: list[Tensor | None], place: int, value: Tensor | None, number: int) -> None:
+        """The same of a gradient that backward has not added up itself."""
+        self._put(so_far, place, value, self.gradients[place], number)
 
-    def _put(
-        self, so_far: list[Tensor | None], given: Sequence[Tensor | None], joins: Sequence[Cut | str], number: int
-    ) -> None:
-        for place, (value, how) in enumerate(zip(given, joins, strict=True)):
-            if value is None:
-                continue
-            before = so_far[place]
-            if isinstance(how, Cut):
-                if before is None:
-                    shape = list(value.shape)
-                    shape[how.dim] *= self.count
-                    before = so_far[place] = value.new_empty(shape)
-                part = _blocks(before, how, self.count).select(how.dim + 1, number)
-                part.copy_(value.unflatten(how.dim, (how.blocks, -1)))
-            elif how == SUM:
-                so_far[place] = widened(value) if before is None else before.add_(value)
-            else:
-                so_far[place] = value
+    def _put(self, so_far: list[Tensor | None], place: int, value: Tensor | None, how: Cut | str, number: int) -> None:
+        if value is None:
+            return
+        before = so_far[place]
+        if isinstance(how, Cut):
+            if before is None:
+                shape = list(value.shape)
+                shape[how.dim] *= self.count
+                before = so_far[place] = value.new_empty(shape)
+            part = _blocks(before, how, self.count).select(how.dim + 1, number)
+            part.copy_(value.unflatten(how.dim, (how.blocks, -1)))
+        elif how == SUM:
+            so_far[place] = widened(value) if before is None else before.add_(value)
+        else:
+            so_far[place] = value
 
 
 def played(plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, Layout]]) -> Played | None:
@@ -88,14 +86,8 @@ def played(plan: Plan, inputs: Sequence[Node], results: Sequence[tuple[Result, L
         return None
     _check_playable(plan)
     others = [node for node in inputs if node.op != "parameter"]
-    whole: Layout = (REPLICATE,) * len(plan.mesh.sizes)
-    told = list(zip(plan.graph.results, plan.deliveries, rounds.joined, strict=True))
-    joins = [join for result, _, join in told if result.kind != "gradient"]
-    gradients = [(whole if to is None else to.layout, join) for one, to, join in told if one.kind == "gradient"]
-    blocks = _blocks_of(plan)
-    made = _played(plan, others, [layout for _, layout in results], joins, blocks)
-    layouts, joins = [layout for layout, _ in gradients], [join for _, join in gradients]
-    return replace(made, gradients=_joins(plan, layouts, joins, blocks))
+    joins = [join for one, join in zip(plan.graph.results, rounds.joined, strict=True) if one.kind != "gradient"]
+    return _played(plan, others, [layout for _, layout in results], joins, _blocks_of(plan))
 
 
 def _played(
@@ -103,6 +95,9 @@ def _played(
 ) -> Played:
     rounds, mesh = plan.graph.rounds, plan.mesh
     parts_in = [_parts(plan.choices[n.name].gives[0], rounds.cut.get(n.name), mesh) for n in others]
+    whole: Layout = (REPLICATE,) * len(mesh.sizes)
+    told = zip(plan.graph.results, plan.deliveries, rounds.joined or (LAST,) * len(plan.deliveries), strict=True)
+    gradients = [(whole if to is None else to.layout, join) for one, to, join in told if one.kind == "gradient"]
     return Played(
         rounds.count,
         tuple(
@@ -110,6 +105,7 @@ def _played(
             for node, parts in zip(others, parts_in, strict=True)
         ),
         _joins(plan, layouts, joins, blocks),
+        _joins(plan, [layout for layout, _ in gradients], [join for _, join in gradients], blocks),
     )
 
 

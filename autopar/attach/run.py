@@ -252,8 +252,11 @@ def _all_rounds(
         del own
         if so_far is not None:
             assert program.backward is not None
-            played.put_gradients(so_far, program.backward(saved, *runner.ones(), *coordinates, *seeds, so_far), number)
+            made = program.backward(saved, *runner.ones(), *coordinates, *seeds, so_far)
             settle()
+            for place, value in enumerate(made):
+                played.put_gradient(so_far, place, value, number)
+            del made
     return tuple(as_terms(results, dtypes[0])), None if so_far is None else as_terms(so_far, runner.terms)
 
 

@@ -40,7 +40,7 @@ class StagePart:
 
     @property
     def gradients(self) -> list[tuple[int, Result, Layout]]:
-        """(place among those of the program, result, layout) of the gradients of parameters."""
+        """(place among those of the program, result, layout) of the gradients of parameters and arguments."""
         told = enumerate(self.runner.program.gradients)
         return [(at, result, layout) for at, (result, layout) in told if not is_channel(result.target)]
 
@@ -132,13 +132,13 @@ class Held:
         return (self.so_far,) if self.runner.program.added_up else ()
 
     def _give(self, places: Iterable[int], made: Sequence[Tensor | None], number: int) -> None:
-        """Gradients that were made and not added up: of what came over a cut, to be sent; of parameters, where a step
-        is one micro-batch.
+        """Gradients that were made and not added up: of what came over a cut, to be sent; of arguments; of parameters,
+        where a step is one micro-batch.
         """
         for place, value in zip(places, made, strict=True):
             result, _ = self.runner.program.gradients[place]
             if is_channel(result.target):
                 assert value is not None
                 self.going["gradient", result.target, number] = value
-            elif value is not None:
-                self.so_far[place] = value
+            else:
+                self.played.put_gradient(self.so_far, place, value, number)

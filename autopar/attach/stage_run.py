@@ -26,18 +26,32 @@ from autopar.attach.staging import Staged
 from autopar.emit.emit import INPUT_KINDS
 from autopar.emit.halves import Halves
 from autopar.emit.seeded import seeds
-from autopar.ir.graph import Node, Result, is_channel, output_types
+from autopar.ir.graph import Node, Result, TensorType, input_type, is_channel, output_types
 from autopar.ir.layout import Layout, local_shape, local_type
 from autopar.pipeline import Action
 from autopar.plan import Plan
 
 
-def _first_ones(nodes: Iterable[Node]) -> tuple[Node, ...]:
-    """Each once, in the order of kinds that an emitted program has."""
-    found: dict[str, Node] = {}
-    for node in nodes:
+def _inputs(staged: Staged, runners: Iterable[Runner]) -> tuple[Node, ...]:
+    """What a call brings to these programs, each once, in the order of kinds that an emitted program has. Arguments
+    that have a gradient come to every rank, whose caller gets it.
+    """
+    found = {node.name: node for node in staged.whole.graph.inputs_with_gradient}
+    for node in (node for one in runners for node in one.program.inputs if not is_channel(node.target)):
         found.setdefault(node.name, node)
     return tuple(node for kind in INPUT_KINDS for node in found.values() if node.op == kind)
+
+
+@dataclass(frozen=True)
+class OfArgument:
+    """A gradient of an argument, the places along `pipe` that make terms of it, and how it lies, as this rank's piece
+    does.
+    """
+
+    result: Result
+    places: Sequence[int]
+    layout: Layout
+    piece: TensorType
 
 
 @dataclass(frozen=True)
@@ -56,9 +70,7 @@ class StageRunner(Runner):
         """`runners`: (number, runner, halves) of each stage of this rank, in order; `plan`: of the whole model, with
         the residence of what this rank holds; `groups`: axis of the mesh -> process group.
         """
-        inputs = _first_ones(
-            node for _, one, _ in runners for node in one.program.inputs if not is_channel(node.target)
-        )
+        inputs = _inputs(staged, (one for _, one, _ in runners))
         held = [node.name for node in inputs if node.op == "parameter"]
         others = [node.name for node in inputs if node.op != "parameter"]
         parts: list[StagePart] = []
@@ -102,12 +114,25 @@ class StageRunner(Runner):
 
     @cached_property
     def gradients(self) -> tuple[tuple[Result, Layout], ...]:
-        """Of the parameters of this rank, each once."""
+        """Of the parameters of this rank, each once, and of all arguments that have one."""
         found: dict[str, tuple[Result, Layout]] = {}
         for part in self.parts:
             for _, result, layout in part.gradients:
                 found.setdefault(result.target, (result, layout))
-        return tuple(found.values())
+        return tuple((found | {one.result.target: (one.result, one.layout) for one in self.of_arguments}).values())
+
+    @cached_property
+    def of_arguments(self) -> tuple[OfArgument, ...]:
+        """In the same order on all ranks."""
+        whole, found = self.staged.whole, list[OfArgument]()
+        of = {result.target: result for result in whole.graph.results if result.kind == "gradient"}
+        for node in whole.graph.inputs_with_gradient:
+            layout = whole.choices[node.name].gives[0]
+            piece = local_type(input_type(whole.graph, node), layout, whole.mesh)
+            made = [stage for stage, plan in enumerate(self.staged.plans) if node in plan.graph.inputs_with_gradient]
+            places = tuple(dict.fromkeys(self.staged.schedule.rank_of[stage] for stage in made))
+            found.append(OfArgument(of[node.target], places, layout, piece))
+        return tuple(found)
 
     @cached_property
     def beside(self) -> tuple[str, ...]:
@@ -127,8 +152,7 @@ class StageRunner(Runner):
 
     @cached_property
     def _inputs(self) -> tuple[Node, ...]:
-        every = (node for part in self.parts for node in part.runner.program.inputs)
-        return _first_ones(node for node in every if not is_channel(node.target))
+        return _inputs(self.staged, (part.runner for part in self.parts))
 
     @cached_property
     def lets_go(self) -> dict[Action, tuple[Action, ...]]:
@@ -254,7 +278,7 @@ class _Played:
 
     def gradients(self) -> list[Tensor | None]:
         """Of the rank's own parameters, in the order of the runner's; those of others are theirs. The terms of a
-        parameter that several stages hold are added up, first those of one rank.
+        parameter that several stages hold are added up, first those of one rank. Those of arguments go to all ranks.
         """
         total: dict[str, Tensor | None] = {result.target: None for result, _ in self.runner.gradients}
         dtypes: dict[str, Any] = {}
@@ -271,11 +295,19 @@ class _Played:
         plan, holders = self.runner.plan, self.staged.holders
         nodes = {node.target: node for node in self.runner.parameters}
         for name in sorted(total):
-            if len(holders[name]) > 1:
+            if len(holders.get(name, ())) > 1:
                 if (mine := total[name]) is None:  # all of its terms are made by other ranks
                     stored = local_type(plan.graph.stored_type(nodes[name]), plan.parameters[name], plan.mesh)
                     dtypes[name] = dtype = getattr(torch, stored.dtype)
                     device = self.runner.coordinates[0].device
                     mine = widened(torch.zeros(stored.shape, dtype=dtype, device=device))
                 total[name] = self.pipe.sum_over(holders[name], mine)
+        for one in self.runner.of_arguments:
+            name, device = one.result.target, self.runner.coordinates[0].device
+            if (mine := total[name]) is None:
+                mine = torch.empty(one.piece.shape, dtype=getattr(torch, one.piece.dtype), device=device)
+            elif len(one.places) > 1:
+                mine = self.pipe.sum_over(one.places, mine)
+            value = mine.to(dtypes.setdefault(name, mine.dtype)).contiguous()
+            total[name] = self.pipe.from_place(one.places[0], value)
         return as_terms([*total.values()], [dtypes[name] for name in total])

@@ -81,6 +81,8 @@ class StageBytes:
                more than what they leave
     outputs    of what the stage gives back from the step, which the ranks of other stages get, too, and which all still
                hold when the next step begins; None: nothing
+    arguments  of gradients of what the step is given, which the stage makes and the ranks of other stages get, too;
+               None: nothing
 
     Raises ValueError for a wrong number of entries, and for one that is negative or not finite.
     """
@@ -96,6 +98,7 @@ class StageBytes:
     weight: tuple[float, ...] | None = None
     update: tuple[float, ...] | None = None
     outputs: tuple[float, ...] | None = None
+    arguments: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         stages = len(self.fixed)
@@ -111,6 +114,7 @@ class StageBytes:
             ("weight", stages),
             ("update", stages),
             ("outputs", stages),
+            ("arguments", stages),
         ):
             entries: tuple[float, ...] | None = getattr(self, name)
             if entries is None:
@@ -179,7 +183,8 @@ def _of_rank(
         gone = (nbytes.copies[one.stage] if one.kind == "SA" else nbytes.gradients[one.stage - 1]
                 for one in lets_go.get(action, ()))  # fmt: skip
         held += kept - sum(gone)
-    others = sum(of for stage, of in enumerate(nbytes.outputs or ()) if stage not in own)
+    given = (*enumerate(nbytes.outputs or ()), *enumerate(nbytes.arguments or ()))
+    others = sum(of for stage, of in given if stage not in own)
     grows = max(_at(nbytes.update, stage) for stage in own)
     curve[-1] = max(curve[-1], always + others + max(before, grows))  # behind the list, when all has been received
     peak = max(curve)

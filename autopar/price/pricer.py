@@ -114,10 +114,11 @@ class Pricer:
         return table.price[np.ix_(rows, columns)]
 
     def deliver(
-        self, type: TensorType, gives: Sequence[Layout], takes: Sequence[Layout], stored: Sequence[Layout] = ()
-    ) -> Array:
+        self, type: TensorType, gives: Sequence[Layout], takes: Sequence[Layout], stored: Sequence[Layout] = (), *,
+        adds_up: bool = True,
+    ) -> Array:  # fmt: skip
         """`reshard`, for gradients on their way to their parameters, which are read in `takes`; where they are stored
-        otherwise, `stored` says how.
+        otherwise, `stored` says how. `adds_up`: micro-batches add them up as they are made, which is not so of inputs.
         """
         price = self.reshard(type, gives, takes)
         for i, give in enumerate(gives):
@@ -125,7 +126,7 @@ class Pricer:
                 if stored and stored[j] != take:
                     once = self.scattered_once(type, give, take, stored[j])
                     price[i, j] = sum(s for _, s in self.delivered(once, once=True)) if once else np.inf
-                elif once := self.summed_once(type, give, take):
+                elif adds_up and (once := self.summed_once(type, give, take)):
                     price[i, j] = sum(s for _, s in self.delivered(once, once=True))
                 elif travels_together(self._sums(type, give, take), self.mesh, self.bucket_bytes):
                     price[i, j] = sum(s for _, s in self.delivered(self.delivery(type, give, take)))

@@ -13,11 +13,6 @@ def why_not_played(graph: Graph, count: int, instead: str = WITHOUT_ROUNDS) -> s
     """
     how = "in micro-batches" if instead == WITHOUT_ROUNDS else "in pipeline stages"
     how = f"{how} ({count})" if count > 1 else how
-    if graph.inputs_with_gradient and instead == WITHOUT_PIPE:
-        return (
-            f"argument {graph.inputs_with_gradient[0].target} requires grad, and a step {how} gives gradients of "
-            f"parameters alone: pass it detached where nobody needs its gradient; or {instead}"
-        )
     tangents = [node for node in graph.nodes if node.op == "tangent"]
     if len(tangents) == 1 and tangents[0].outputs[0] is not None and not tangents[0].outputs[0].shape:
         return None

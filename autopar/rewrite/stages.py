@@ -10,9 +10,10 @@ it are pairs of equal shape and dtype, so that one channel carries both and a st
 received value is an input with a gradient, a sent one is an output with a tangent.
 
 What crosses is there in both stages: where the plan would run it again or fetch it for backward, backward reads what
-was made or received.
+was made or received. Where a share of a value crosses, backward reads it in the place of the value behind the cut.
 
-A parameter that several stages read is in each of them, and each gives its terms of the gradient (`Stage.tied`).
+A parameter that several stages read is in each of them, and each gives its terms of the gradient (`Stage.tied`). So it
+is with an argument that has a gradient, which every rank has.
 
 Where backward is to run in two halves, what the gradients of a stage's inputs need comes first in it (`inputs_first`).
 """
@@ -26,12 +27,13 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.ir.graph import CHANNEL, Graph, Node, Ref, Result, TensorType, reading, weights_in
+from autopar.ir.graph import CHANNEL, Graph, Node, Ref, Result, TensorType, reading
 from autopar.ir.rounds import LAST
-from autopar.ir.work import FETCH, STORE, draws
+from autopar.ir.work import STORE
 from autopar.rewrite.backward import kept, with_first
 from autopar.rewrite.backward_stages import least_crossing
 from autopar.rewrite.micro_batches import NotCut
+from autopar.rewrite.placed import free_in, is_placed, looks_in, share_of
 from autopar.rewrite.terms import Term, sums_of, terms_of
 
 
@@ -57,11 +59,11 @@ class Stage:
 
 def forward_order(graph: Graph) -> tuple[Node, ...]:
     """The forward operators that are in one stage each, in the order in which a cut divides them."""
-    return _in_order(graph, _free(graph))
+    return _in_order(graph, free_in(graph))
 
 
 def _in_order(graph: Graph, free: frozenset[str]) -> tuple[Node, ...]:
-    return tuple(n for n in graph.nodes if _is_placed(n, free) and n.phase == "forward" and n.op != STORE)
+    return tuple(n for n in graph.nodes if is_placed(n, free) and n.phase == "forward" and n.op != STORE)
 
 
 def cut_in_stages(graph: Graph, ends: Sequence[int], *, inputs_first: bool = False) -> tuple[Stage, ...]:
@@ -82,7 +84,7 @@ def _inputs_first(stage: Stage) -> Stage:
 
 def parameters_read(graph: Graph) -> dict[str, list[str]]:
     """Forward operator -> the targets of the parameters that it reads, as they are or cast."""
-    free, below, found = _free(graph), dict[str, list[str]](), dict[str, list[str]]()
+    free, below, found = free_in(graph), dict[str, list[str]](), dict[str, list[str]]()
     for node in graph.nodes:
         read = [name for ref in node.operands for name in below.get(ref.name, ())]
         if node.op == "parameter":
@@ -106,8 +108,10 @@ def ref_of(channel: str) -> Ref:
 
 class _Stages:
     def __init__(self, graph: Graph, ends: Sequence[int]) -> None:
-        self.graph, self.node_of, self.free = graph, graph.by_name, _free(graph)
-        self.parameters = {node.target: node.name for node in graph.nodes if node.op == "parameter"}
+        self.graph, self.free = graph, free_in(graph)
+        self.node_of: Mapping[str, Node] = graph.by_name
+        leaves = (*(node for node in graph.nodes if node.op == "parameter"), *graph.inputs_with_gradient)
+        self.leaves = {node.target: node.name for node in leaves}  # where gradients go
         self.count = len(ends) + 1
         self.order = order = _in_order(graph, self.free)
         if [*ends] != sorted({*ends}) or not all(0 < end < len(order) for end in ends):
@@ -120,14 +124,18 @@ class _Stages:
             for cut in range(self.count - 1)
         ]
         everywhere = {Ref(name, at) for name in self.free for at in range(len(self.node_of[name].outputs))}
-        self.graph = graph = kept(graph, everywhere.union(*self.forwards))
-        self.node_of = graph.by_name
+        crosses = {ref for went in self.forwards for ref in went}
+        self.share_of = share_of(graph)
+        shared = {ref for ref, share in self.share_of.items() if share in crosses}
+        self.graph = graph = kept(graph, everywhere | crosses | shared)
+        self.node_of, self.looks = graph.by_name, looks_in(graph, self.free)
+        self.free |= self.looks
         stores = [node for node in graph.nodes if node.op == STORE]
         self.stage_of |= {node.name: self.stage_of[node.operands[0].name] for node in stores}
         self.kinds = [{graph.type_of(ref) for ref in went} for went in self.forwards]
         self.holders = self._holders()
-        shared = [r for r in graph.results if r.kind == "gradient" and len(self.holders[self._parameter(r)]) > 1]
-        self.terms = {self._parameter(result): terms_of(graph, result) for result in shared}
+        shared = [r for r in graph.results if r.kind == "gradient" and len(self.holders[self._leaf(r)]) > 1]
+        self.terms = {self._leaf(result): terms_of(graph, result) for result in shared}
         self._place_backward()
 
     # --- where forward values are ------------------------------------------------------------------------------------
@@ -135,7 +143,7 @@ class _Stages:
     def _is_sent(self, ref: Ref) -> bool:
         """Whether a forward value can cross a cut: it is made in one stage."""
         node = self.node_of[ref.name]
-        return _is_placed(node, self.free) and node.phase == "forward"
+        return is_placed(node, self.free) and node.phase == "forward"
 
     def _last_reads(self) -> dict[Ref, int]:
         """Of forward values that are sent, the last stage whose forward reads them; what the model gives back is read
@@ -152,12 +160,14 @@ class _Stages:
         return found
 
     def _holders(self) -> dict[str, list[int]]:
-        """Parameter -> the stages whose forward reads it; the first one where none does."""
+        """Parameter, or argument that has a gradient -> the stages whose forward reads it; the first one where none
+        does.
+        """
         below: dict[str, set[str]] = {}
-        found: dict[str, set[int]] = {node.name: set() for node in self.graph.nodes if node.op == "parameter"}
+        found: dict[str, set[int]] = {name: set() for name in self.leaves.values()}
         for node in self.graph.nodes:
             read = {name for ref in node.operands for name in below.get(ref.name, ())}
-            if node.op == "parameter":
+            if node.name in found:
                 below[node.name] = {node.name}
             elif node.name in self.free:
                 below[node.name] = read
@@ -169,9 +179,11 @@ class _Stages:
 
     def _stages_with(self, ref: Ref) -> set[int]:
         """Where a backward operator may read a forward value without another message."""
+        if ref.name in self.looks:
+            (ref,) = self.node_of[ref.name].operands
         if self._is_sent(ref):
-            made = self.stage_of[ref.name]
-            return set(range(made, max(made, self.last_read.get(ref, 0)) + 1))
+            made, same = self.stage_of[ref.name], (ref, self.share_of.get(ref, ref))
+            return set(range(made, max(made, *(self.last_read.get(one, 0) for one in same)) + 1))
         found = set(range(self.count))
         for name in self.below.get(ref.name, ()):
             found &= {*self.holders[name]}
@@ -184,12 +196,12 @@ class _Stages:
         placed = [  # sums are made anew in each stage
             node
             for node in self.graph.nodes
-            if node.phase == "backward" and _is_placed(node, self.free) and node.name not in summed
+            if node.phase == "backward" and is_placed(node, self.free) and node.name not in summed
         ]
         allowed = {node.name: self._allowed(node) for node in placed}
         for result in self.graph.results:
             if result.kind == "gradient" and result.ref is not None and result.ref.name in allowed:
-                holders = self.holders[self._parameter(result)]
+                holders = self.holders[self._leaf(result)]
                 if len(holders) == 1:
                     allowed[result.ref.name] &= {*holders}
         for name, terms in self.terms.items():
@@ -205,8 +217,8 @@ class _Stages:
         crossing = cache(self._crossing)  # repeated layers have few types
         self.stage_of |= least_crossing(placed, allowed, self.count, lambda ref: crossing(self.graph.type_of(ref)))
 
-    def _parameter(self, result: Result) -> str:
-        return self.parameters[result.target]
+    def _leaf(self, result: Result) -> str:
+        return self.leaves[result.target]
 
     def _allowed(self, node: Node) -> set[int]:
         if node.op == "tangent":
@@ -280,7 +292,8 @@ class _Stages:
         none, last = dict[Ref, Ref](), number == self.count - 1
         comes, back_out = (forwards[number - 1], pairs[number - 1]) if number else (list[Ref](), none)
         goes, back_in = (list[Ref](), none) if last else (forwards[number], pairs[number])
-        seen = {ref: Ref(_received(ref)) for ref in comes} | {ref: Ref(_returned(ref)) for ref in back_in}
+        same = {ref: Ref(_received(share)) for ref, share in self.share_of.items() if share in comes}
+        seen = same | {ref: Ref(_received(ref)) for ref in comes} | {ref: Ref(_returned(ref)) for ref in back_in}
         sums = sums_of(self.graph, self._own_terms(number), seen, f"of_{number}")
         results = self._results(number, goes, back_out, seen, sums.ends)
         made = self._nodes(number, comes, back_in, seen, [r.ref for r, _ in results if r.ref is not None])
@@ -314,7 +327,7 @@ class _Stages:
         joins = self.graph.rounds.joined or (LAST,) * len(self.graph.results)
         for result, join in zip(self.graph.results, joins, strict=True):
             if result.kind == "gradient":
-                if number in self.holders[self._parameter(result)]:
+                if number in self.holders[self._leaf(result)]:
                     ref = ends.get(result.target, result.ref)
                     found.append((replace(result, ref=ref and seen.get(ref, ref)), join))
             elif self._gives(result, number):
@@ -333,7 +346,7 @@ class _Stages:
         """Of the gradients of parameters that several stages hold, the terms that this one makes."""
         found: dict[str, list[Term]] = {}
         for result in self.graph.results:
-            if result.kind == "gradient" and (terms := self.terms.get(self._parameter(result))):
+            if result.kind == "gradient" and (terms := self.terms.get(self._leaf(result))):
                 found[result.target] = [term for term in terms if self.stage_of.get(term.ref.name) == number]
         return found
 
@@ -349,7 +362,7 @@ class _Stages:
                 needed |= {ref.name for ref in node.operands}
         here = {node.name for node in own}
         for node in members:
-            if (node.op == "parameter" and number in self.holders[node.name]) or (
+            if number in self.holders.get(node.name, ()) or (
                 node.name in needed and (node.is_source or node.name in self.free) and node.op != "tangent"
             ):
                 here.add(node.name)
@@ -367,29 +380,6 @@ class _Stages:
         of = self.node_of[ref.name]
         phase = "backward" if op == "tangent" else "forward"
         return Node(name, op, (), (), (self.graph.type_of(ref),), phase, target, of.module, of.source, of.outside)
-
-
-def _free(graph: Graph) -> frozenset[str]:
-    """Operators of which each stage that needs them runs its own: of inputs alone, also in backward, where all layers
-    may read the one copy of a table (rotary positions); in forward of parameters alone, and what brings such to
-    backward.
-    """
-    weights = weights_in(graph)
-    of_inputs = {node.name for node in graph.nodes if node.op in ("input", "buffer", "constant")}
-    found: set[str] = set()
-    for node in graph.nodes:
-        if node.is_source or draws(node):
-            continue
-        if all(ref.name in of_inputs for ref in node.operands):
-            of_inputs.add(node.name)
-            found.add(node.name)
-        elif node.name in weights and (node.phase == "forward" or node.op == FETCH or node.target):
-            found.add(node.name)
-    return frozenset(found)
-
-
-def _is_placed(node: Node, free: frozenset[str]) -> bool:
-    return node.name not in free and (not node.is_source or node.op == "tangent")
 
 
 def _received(ref: Ref) -> str:

@@ -1,6 +1,6 @@
 """A pipeline's file: JSON, versioned, hashed, checked on reading, and never seen half-written.
 
-    {"autopar_pipeline": 2, "digest": ..., "mesh": ..., "schedule": ..., ..., "stages": [...], "whole": ...}
+    {"autopar_pipeline": 4, "digest": ..., "mesh": ..., "schedule": ..., ..., "stages": [...], "whole": ...}
 
 `whole` and the plan of each stage are plans as in files of their own (`autopar.plan.store`), each with its digest; the
 schedule's lists are written as `0F0 0SA0 0F1`, a text for each rank. What follows from the rest (times of the played
@@ -29,7 +29,7 @@ from autopar.search.pipeline_value import PipelineValue
 from cost_models.whole_file import read_whole, write_whole
 
 P = TypeVar("P", bound=PipelineValue)
-VERSION = 3
+VERSION = 4
 
 
 def save(pipeline: PipelineValue, path: str | Path) -> None:

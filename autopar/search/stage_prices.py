@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.ir.graph import input_type
 from autopar.ir.layout import Layout, local_type
 from autopar.lower import lower
 from autopar.lower.halves import first_half, held_between
@@ -28,8 +29,8 @@ class StagePrice:
     """Seconds of one micro-batch, of its backward in all and of the part that the stage before waits for, and of the
     updates; bytes of a device: always, per micro-batch in flight, and per one whose backward has run half, and how they
     grow. `sent`: over the cut behind the stage; `returned`: gradients over the one before it; `shared`: of what is
-    sent, what is saved too. `tied`: of a parameter that other stages hold, too, (seconds of its update, bytes of it and
-    of its states), which a rank with several of them has once.
+    sent, what is saved too; `arguments`: gradients of those. `tied`: of a parameter that others hold, too, (seconds
+    of its update, bytes of it and of its states), which a rank with several of them has once.
     """
 
     forward: float
@@ -44,6 +45,7 @@ class StagePrice:
     returned: float
     shared: float
     outputs: float
+    arguments: float
     tied: Mapping[str, tuple[float, float]]
 
 
@@ -72,6 +74,7 @@ def price_of(stage: Stage, plan: Plan, pricer: Pricer) -> StagePrice:
         returned,
         crossing.shared,
         outputs_before(program),
+        _argument_bytes(plan),
         {name: _once(name, program, timeline) for name in stage.tied},
     )
 
@@ -115,7 +118,7 @@ def together(
         tuple(one.shared for one in priced[:-1]),
         tuple(one.grows.forward for one in priced), tuple(one.grows.backward(whole) for one in priced),
         tuple(one.grows.weight for one in priced), tuple(one.grows.update for one in priced),
-        tuple(one.outputs for one in priced),
+        tuple(one.outputs for one in priced), tuple(one.arguments for one in priced),
     )  # fmt: skip
     return nbytes, max(spent)
 
@@ -147,6 +150,14 @@ def _sent_bytes(channels: Sequence[str], kind: str, plan: Plan) -> float:
             assert result.ref is not None and delivery is not None
             found += local_type(plan.graph.type_of(result.ref), delivery.layout, plan.mesh).nbytes
     return float(found)
+
+
+def _argument_bytes(plan: Plan) -> float:
+    """Of gradients of what a step is given, for all micro-batches."""
+    layouts = (
+        (input_type(plan.graph, node), plan.choices[node.name].gives[0]) for node in plan.graph.inputs_with_gradient
+    )
+    return float(sum(local_type(type, layout, plan.mesh).nbytes for type, layout in layouts))
 
 
 def call_bytes(whole: Plan) -> float:

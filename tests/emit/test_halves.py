@@ -22,15 +22,14 @@ from autopar.plan import Plan
 from autopar.rewrite.stages import CHANNEL, Stage, cut_in_stages
 from tests.rewrite.test_stages import places
 from tests.support.check import mesh_of
-from tests.support.families import FAMILIES, WITH_GRADIENTS, family
+from tests.support.families import FAMILIES, family
 from tests.support.plans import PlanSampler
 
 QUICK = ("mlp", "gpt2", "cnn")
 
 
 def families() -> list[object]:
-    names = [name for name in FAMILIES if name not in WITH_GRADIENTS]
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 
 
 def stages_of(name: str) -> Iterator[Stage]:

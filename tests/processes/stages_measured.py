@@ -17,8 +17,15 @@ from tests.support.machines import machine
 
 NEAR, ABOVE = 0.999, 1.02  # where a value goes to two readers, what is predicted may be more than what is held
 CASES = {
-    2: (("gpt2", "1f1b", 4), ("t5", "zb-h1", 4), ("llama", "interleaved", 4), ("gpt2", "zb-v", 4), ("vit", "gpipe", 2)),
-    4: (("gpt2", "1f1b", 4), ("llama", "interleaved-zb", 4), ("t5", "zb-h2", 4)),
+    2: (
+        ("embeds", "zb-h1", 4),
+        ("gpt2", "1f1b", 4),
+        ("t5", "zb-h1", 4),
+        ("llama", "interleaved", 4),
+        ("gpt2", "zb-v", 4),
+        ("vit", "gpipe", 2),
+    ),
+    4: (("embeds", "1f1b", 4), ("gpt2", "1f1b", 4), ("llama", "interleaved-zb", 4), ("t5", "zb-h2", 4)),
 }
 
 

@@ -85,6 +85,7 @@ FIRST = {
     ],
     "residence": ["clipping"],
     "saving_memory": ["the_step_of_the_host", "micro_batches"],
+    "stage_arguments": ["gradients_of_arguments", "what_all_layers_read_crosses_all_cuts"],
     "stage_habits": [
         "numbers_buffers_and_averages",
         "numbers_made_by_hand",
@@ -129,6 +130,15 @@ ON_FOUR = {
         "a_state_goes_out_and_in_again",
         "evaluation_and_other_batches",
         "a_pipeline_is_given_or_kept",
+    ],
+    "stage_arguments": [
+        "gradients_of_arguments",
+        "models_train_through_their_inputs",
+        "what_is_in_front_of_the_pipeline_trains",
+        "inputs_of_a_frozen_model_are_trained",
+        "rows_of_each_rank",
+        "pieces_get_pieces",
+        "what_all_layers_read_crosses_all_cuts",
     ],
     "stage_habits": [
         "numbers_made_by_hand",

@@ -7,12 +7,15 @@ import re
 from functools import cache
 
 import pytest
+import torch
 
 from autopar.decide.stages import in_stages
+from autopar.ir.graph import Graph
 from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.stages import cut_in_stages, forward_order
+from tests.processes.stage_arguments import Conditioned
 from tests.support.check import mesh_of, worst_difference
-from tests.support.families import FAMILIES, WITH_GRADIENTS, family
+from tests.support.families import FAMILIES, Case, family
 from tests.support.plans import PlanSampler
 from tests.support.residence import ResidenceSampler
 from tests.support.staged import run_stages
@@ -39,7 +42,6 @@ def cases() -> list[object]:
     return [
         pytest.param(name, count, marks=() if name in QUICK and count < 4 else pytest.mark.slow)
         for name in FAMILIES
-        if name not in WITH_GRADIENTS
         for count in (2, 3, 4)
     ]
 
@@ -105,3 +107,26 @@ def test_what_backward_brings_back_is_cut_where_the_model_is(name: str) -> None:
         )
         assert difference < TOLERANCE, (seed, ends, where)
     assert cut >= 4
+
+
+def test_what_all_layers_read_leaves_places_for_cuts_between_them() -> None:
+    """Forward and backward of each stage read what the first one makes, through shares of their own."""
+    drawn = random.Random(0)
+    values = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
+    case = Case(Conditioned(), dict(zip("xyt", values, strict=True)))
+    graph = case.wide_graph
+    legal = [end for end in range(1, len(forward_order(graph))) if _is_legal(graph, end)]
+    assert len(legal) == len(forward_order(graph)) - 1
+    for seed in range(4):
+        stages = cut_in_stages(graph, sorted(drawn.sample(legal, 3)), inputs_first=seed == 1)
+        plans = [PlanSampler(stage.graph, mesh_of(2)).draw(seed) for stage in stages]
+        difference, where = worst_difference(run_stages(stages, plans, case.values(graph), 0), case.wide_reference)
+        assert difference < TOLERANCE, where
+
+
+def _is_legal(graph: Graph, end: int) -> bool:
+    try:
+        cut_in_stages(graph, [end])
+    except NotCut:
+        return False
+    return True

@@ -9,13 +9,16 @@ import pytest
 
 from autopar.errors import Infeasible
 from autopar.plan.utilisation import flops_by_dtype, utilisation
+from autopar.rewrite.cast_once import in_rounds_of_stages
 from autopar.rewrite.micro_batches import NotCut, in_rounds
 from autopar.search import Request, search
 from autopar.search.__main__ import main
 from autopar.search.micro_batches import best_plan, count_near, counts_of
+from autopar.trace import capture, graph_of
+from tests.processes.stage_arguments import Reading, given
 from tests.support.check import mesh_of
 from tests.support.families import family
-from tests.support.machines import FAST
+from tests.support.machines import FAST, machine
 
 ALONE = Request(allow=())
 
@@ -33,6 +36,17 @@ def test_a_step_costs_what_its_rounds_cost_and_one_update() -> None:
     assert sum(plan.comm_bytes.values()) % 4 == 0 and (comms > 0) == (sum(plan.comm_bytes.values()) > 0)
     assert plan.step_seconds > at_once.step_seconds  # smaller work, and sums of gradients four times
     assert plan.bound <= plan.step_seconds
+
+
+@pytest.mark.parametrize("asked", ["scale", "x y scale late"])
+def test_gradients_of_arguments_are_summed_in_each_round(asked: str) -> None:
+    """Those of parameters are summed behind all of them; the plan costs what the solver says of both."""
+    graph = in_rounds_of_stages(graph_of(capture(Reading().double(), (), given(16, asked))), 2)
+    cheap = machine(1e10, flops=1e10)
+    plan = search(graph, mesh_of(2), cheap, Request(simulation=False))
+    sums = {r.target: d for r, d in zip(graph.results, plan.deliveries, strict=True) if r.kind == "gradient" and d}
+    assert sums["['scale']"].changes and not sums["['scale']"].once
+    assert any(one.once for target, one in sums.items() if "layers" in target)
 
 
 def test_with_less_memory_there_are_more_of_them() -> None:

@@ -262,9 +262,6 @@ FAMILIES: dict[str, Callable[[], Model]] = {
 }
 
 
-WITH_GRADIENTS = ("through", "embeds")  # of arguments, which pipeline stages refuse
-
-
 @dataclass
 class Reference:
     """What the plain model gives on one device: flat outputs, gradients (of parameters under every name they have, of
