@@ -291,6 +291,8 @@ def scatter(*alternatives: str) -> Writer:
 
 def index_select(node: Node, types: Types) -> str:
     shape = types[0].shape
+    if not shape:
+        return all_locked(node, types)
     dim = as_dims(node.args[1], len(shape))[0]
     picked = [LETTERS[d] + ("_id" if d == dim else "") for d in range(len(shape))]
     return f"{spell(shape, lock=[dim])}, {spell(types[1].shape, [picked[dim]])} -> {spell(shape_of(node), picked)} | 0"
@@ -298,6 +300,8 @@ def index_select(node: Node, types: Types) -> str:
 
 def index_add(node: Node, types: Types) -> str:
     shape = types[0].shape
+    if not shape:
+        return all_locked(node, types)
     dim = as_dims(node.args[1], len(shape))[0]
     picked = [LETTERS[d] + ("_id" if d == dim else "") for d in range(len(shape))]
     whole = spell(shape, lock=[dim])

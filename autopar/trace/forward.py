@@ -28,6 +28,7 @@ from autopar.trace.numbers import Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in
 from autopar.trace.places import with_masks
 from autopar.trace.tables import at_values, dense_lookup, one_hot, read_or_write
+from autopar.trace.written_out import WRITTEN_OUT
 
 # They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
 CHECKING: dict[Any, str] = {
@@ -42,6 +43,7 @@ REPLACED = {
     torch.corrcoef: corrcoef,
     torch.Tensor.corrcoef: corrcoef,
 }
+CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 DATA: Any = torch.Tensor.data
@@ -148,7 +150,12 @@ class _Watch(TorchFunctionMode):
         self._refuse_what_is_not_traced(func, args, kwargs)
         args, kwargs = dense_lookup(func, with_masks(func, args), kwargs)
         func = REPLACED.get(func, func)
-        args, sizes = self.literals.sizes(func, args)
+        if func == DATA.__get__ and id(args[0]) in self.registered:
+            func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
+        if func in WRITTEN_OUT:
+            with self:
+                return WRITTEN_OUT[func](*args, **kwargs)
+        args, sizes = self.literals.sizes(func, self.literals.places(func, args))
         for size, number in sizes:
             if self.literals.asks_buffers(size):
                 self.checks.answered(None, (size,), {}, number)
@@ -194,8 +201,8 @@ class _Watch(TorchFunctionMode):
         sets = func in (REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_) and id(args[0]) in self.registered
         if sets and args[0].requires_grad != (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
             raise TraceError(
-                f"forward sets requires_grad of a parameter{line_here()}, which a program does not do; set it before "
-                "the call, or detach what is computed of it"
+                f"forward sets requires_grad of a parameter or a buffer{line_here()}, which a program does not do: set "
+                "it before the call, detach what is computed of it, or leave it out for a buffer that begins a loss"
             )
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -245,6 +252,18 @@ def check_exported(exported: torch.export.ExportedProgram) -> None:
     _no_unknown_constants(exported)
     _no_collectives(exported)
     _no_numbers(exported)
+    for node in exported.graph.nodes:
+        if str(node.target) in CONTROL_FLOW:
+            raise TraceError(
+                f"forward branches or loops in torch's own way, by torch.{node.target}{line_of_node(node)}, which a "
+                "program does not: compute both and choose by torch.where, or loop as often as Python says"
+            )
+        made = node.meta.get("val")
+        if isinstance(made, torch.Tensor) and made.layout != torch.strided:
+            raise TraceError(
+                f"forward makes a sparse tensor{line_of_node(node)}, and a program computes with dense ones: give it "
+                "as a dense matrix (.to_dense()), or add up what its entries pick (index_select, index_add)"
+            )
 
 
 def _no_unknown_constants(exported: torch.export.ExportedProgram) -> None:
@@ -254,8 +273,9 @@ def _no_unknown_constants(exported: torch.export.ExportedProgram) -> None:
         if isinstance(exported.constants[name], FakeTensor):
             line = next(filter(None, map(line_of_node, nodes[placeholder].users)), "")
             raise TraceError(
-                f"the model reads a parameter or an argument behind torch's back{line}, through .data or an object "
-                "that is no module; read it as an attribute of its module, and change parameters outside of forward"
+                f"the model reads or writes a parameter, a buffer or an argument behind torch's back{line}, through "
+                ".data or an object that is no module; read it as an attribute of its module, write to a buffer itself "
+                "(self.name.copy_(...), detached), and change parameters outside of forward"
             )
 
 

@@ -23,8 +23,8 @@ FLEX = (
 )
 LENGTHS = "Sequences of several lengths in one tensor are not built: pad them, and ignore what is padded in the loss."
 HELD = (
-    "The model's code holds a tensor, in a closure or a global, that it works on in place: make it a buffer "
-    "(register_buffer), or pass it as an argument."
+    "The model's code holds a tensor, in an attribute, a closure or a global, that it works on in place: make it a "
+    "buffer (register_buffer), or pass it as an argument."
 )
 IN_PLACE = "Have forward clone the argument first."
 CAUSAL_BIAS = "Give scaled_dot_product_attention is_causal=True, or a boolean mask, in the place of a CausalBias."
@@ -56,12 +56,23 @@ NO_RUN = (
     "Without autopar it fails in the same way on tensors of these shapes without values: make the model and its inputs "
     "fit each other there."
 )
+STILL_READ = "Compute with a clone of it, or write to it behind backward."
+MOVED = "Parameters lie where the plan has them, and are cast by precision=: leave that out of forward."
+NUMPY = "Control flow and shapes may not depend on tensor values: rewrite that line with functions of torch."
+HIDDEN_SIZE = (
+    "torch's own code of a function in that line finds a size by looking at values: write it with what has one size "
+    "(x[torch.triu_indices(n, n, 1)] for combinations, torch.where for what a mask picks)."
+)
 GROUPED = "torch traces grouped_mm of bfloat16 alone: cast both operands there, or multiply one group after the other."
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
     (re.compile("(?i)flex_?attention"), FLEX),
     (re.compile("(?i)nested|jagged|varlen|SymInt.{0,60}is not tracked with proxy", re.DOTALL), LENGTHS),
-    (re.compile("entirely functional graph"), HELD),
+    (re.compile("entirely functional graph|mutating a non-functional tensor"), HELD),
+    (re.compile("modified by an inplace operation"), STILL_READ),
+    (re.compile(r"_apply\(\): Couldn't swap"), MOVED),
+    (re.compile(r"\.numpy\(\) is not supported"), NUMPY),
+    (re.compile("unbacked symbols"), HIDDEN_SIZE),
     (re.compile("a leaf Variable that requires grad is being used in an in-place"), IN_PLACE),
     (re.compile("CausalBias"), CAUSAL_BIAS),
     (re.compile("Expected inputs of BF16 type"), GROUPED),
@@ -83,6 +94,10 @@ OWN_WORDS = {
     ARRAY: "an input is a numpy array",
     OBJECT: "it takes or gives an object of a class of its own",
     COLLECTIVE: "it calls a collective itself",
+    STILL_READ: "it changes in place, maybe through .data, what backward reads",
+    HELD: "it changes a tensor in place that is no buffer",
+    MOVED: "it moves or casts a module (.to(), .cuda(), .half())",
+    NUMPY: "it makes a numpy array of a tensor (.numpy())",
 }
 CLASS = re.compile("<class '([^']+)'>")
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")

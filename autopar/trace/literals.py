@@ -22,7 +22,7 @@ from autopar.trace.rows import ELEMENTWISE
 from autopar.trace.values import SCALARS
 
 NUMBERS = 0  # in the place of a buffer's id
-MOST, MOST_OF_BUFFER = 4096, 64  # elements
+MOST, MOST_OF_BUFFER = 2**18, 64  # elements
 CPU, DEVICES = torch.device("cpu"), ("cpu", "cuda", "meta")
 MADE = frozenset(("tensor", "arange", "linspace", "zeros", "ones", "full", "eye"))
 MORE = frozenset(("unbind", "select", "diff", "flip", "cumsum", "mean", "prod", "cat", "stack"))
@@ -100,6 +100,32 @@ class Literals:
         rest = pytree.tree_map(part, args[1:], is_leaf=lambda one: isinstance(one, slice))
         return (args[0], *rest), found
 
+    def places(self, func: Any, args: Any) -> Any:
+        """The arguments of `x[mask]` and `x[mask] = y` with the places of what is true in each mask that is made of
+        numbers alone: how many these are is known.
+        """
+        if getattr(func, "__name__", "") not in ("__getitem__", "__setitem__") or not isinstance(args[0], Tensor):
+            return args
+        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if not any(map(self._is_mask_of_numbers, parts)):
+            return args
+        found: list[Any] = []
+        for part in parts:
+            if not self._is_mask_of_numbers(part):
+                found.append(part)
+                continue
+            with outside_modes():
+                places = self._known[id(part)][1].nonzero(as_tuple=True)
+            for real in places:
+                found.append(torch.tensor(real.tolist(), dtype=torch.int64, device=part.device))
+                self._known[id(found[-1])] = found[-1], real
+                self._made_of[id(found[-1])] = frozenset((NUMBERS,))
+        return args[0], tuple(found), *args[2:]
+
+    def _is_mask_of_numbers(self, value: Any) -> bool:
+        is_mask = isinstance(value, Tensor) and value.dtype == torch.bool and value.ndim > 0
+        return is_mask and self._made_of.get(id(value)) == frozenset((NUMBERS,))
+
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
         name = getattr(func, "__name__", "")
@@ -113,7 +139,7 @@ class Literals:
         elif name.strip("_") in FOLLOWED and self._are_known(args, kwargs) and (given or name in MADE):
             self._keep(func, args, kwargs, result)
         elif name.strip("_") not in FRESH and tensors_in(result):
-            self._forget(given)
+            self._forget(tensors_in(args[0]) if name == "__getitem__" else given)  # it looks at no index
 
     def _forget(self, given: list[Tensor]) -> None:
         unknown = self._origins_of(given)
@@ -142,7 +168,9 @@ class Literals:
     def _are_known(self, args: Any, kwargs: Any) -> bool:
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda part: isinstance(part, slice))
         return all(
-            id(one) in self._known if isinstance(one, Tensor) else isinstance(one, (*SCALARS, slice, type(Ellipsis)))
+            id(one) in self._known
+            if isinstance(one, Tensor)
+            else isinstance(one, (*SCALARS, slice, type(Ellipsis), type(None)))
             for one in leaves
         )
 

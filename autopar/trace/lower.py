@@ -88,7 +88,7 @@ def _add_source(
     if not isinstance(value, torch.Tensor):
         ref_of[fx_node] = value  # a number or None among the inputs: the graph is specialised to it
         return
-    if type(fx_node.meta["desc"]).__name__ == "ForwardTokenAOTInput":
+    if type(fx_node.meta["desc"]).__name__ in ("ForwardTokenAOTInput", "BackwardTokenAOTInput"):
         raise _with_effects(fx_node)
     op, target = _describe_source(fx_node.meta["desc"], captured)
     if op in ("parameter", "buffer"):
@@ -124,6 +124,11 @@ def _with_effects(token: torch.fx.Node) -> TraceError:
     first = next(iter(token.users))
     _, op, *args = first.args
     name = next((str(arg).removeprefix("torch.") for arg in args if isinstance(arg, str)), "")
+    if type(token.meta["desc"]).__name__.startswith("Backward"):
+        return TraceError(
+            f"the gradient of {_source_line(first)} checks the values that it is given ({name or op}), and a program "
+            "has no such checks: detach what goes in there, or compute it of what the parallel module gives"
+        )
     if not name.startswith("linalg."):
         return TraceError(
             f"{op} at {_source_line(first)} has effects beside what it gives, which a program has not: leave it out of "

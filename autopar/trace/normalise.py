@@ -73,6 +73,8 @@ def _only_piece(b: Builder, node: Node) -> tuple[Ref, ...]:
 
 def _permute(b: Builder, node: Node) -> tuple[Ref, ...]:
     ndim = len(_shape(node))
+    if not ndim:  # a number has its dims 0 and -1, too
+        return (node.operands[0],)
     match node.op:
         case "aten.permute.default":
             order = [dim % ndim for dim in node.args[1]]
@@ -146,7 +148,7 @@ def _addmm(b: Builder, node: Node) -> tuple[Ref, ...]:
 
 
 def _sum(b: Builder, node: Node) -> tuple[Ref, ...]:
-    if node.kwargs or not node.args[1]:
+    if node.kwargs or not node.args[1] or not b.type(node.operands[0]).shape:
         return _keep(b, node)
     return (b.sum_through_view(node, node.args[0], node.args[1], len(node.args) > 2 and node.args[2]),)
 
@@ -156,7 +158,7 @@ def _mean(b: Builder, node: Node) -> tuple[Ref, ...]:
     shape = b.type(node.operands[0]).shape
     out = node.outputs[0]
     assert out is not None
-    dims = tuple(node.args[1]) if len(node.args) > 1 and node.args[1] else tuple(range(len(shape)))
+    dims = tuple(node.args[1]) if len(node.args) > 1 and node.args[1] and shape else tuple(range(len(shape)))
     count = math.prod(shape[dim] for dim in dims)
     value = node.operands[0]
     half = out.dtype in ("float16", "bfloat16")

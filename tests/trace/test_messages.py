@@ -51,7 +51,7 @@ def missing_key(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("does", "told", "depends_on_values"),
     [
-        (as_numpy, r"x.numpy\(\)\)\): RuntimeError: .numpy\(\) is not supported", True),
+        (as_numpy, r"x.numpy\(\)\)\): it makes a numpy array of a tensor .*functions of torch", True),
         (missing_module, r"import nothing_there .*: ModuleNotFoundError: No module named 'nothing_there'\.", False),
         (own_error, r"raise ValueError.*: ValueError: heads must divide 4\.", False),
         (wrong_shapes, r"torch.ones\(3, 3\)\): RuntimeError: .*got \[2, 4\] X \[3, 3\]\.", False),

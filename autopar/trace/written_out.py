@@ -1,0 +1,59 @@
+"""Functions of torch's that ask values, or change what they have made in place, where a trace does not see it: written
+out, so that each of their operators is seen as those of forward are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """As torch's. That no variance is negative is asked in each call."""
+    if not isinstance(var, Tensor):
+        if var < 0:
+            raise ValueError("var has negative entry/entries")
+        var = var * torch.ones_like(input)
+    elif torch.any(var < 0):
+        raise ValueError("var has negative entry/entries")
+    if var.shape != input.shape:
+        if input.shape[:-1] == var.shape:
+            var = var.unsqueeze(-1)
+        elif input.ndim != var.ndim or sum(b for a, b in zip(input.shape, var.shape, strict=True) if a != b) != 1:
+            raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
+    var = _at_least(var, eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
+
+
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """As torch's, where one of them is a constant, too."""
+    dtype = torch.promote_types(x1.dtype, x2.dtype)
+    if not dtype.is_floating_point:
+        raise RuntimeError(f"expected common dtype to be floating point, yet common dtype is {dtype}")
+    first, second = torch.broadcast_tensors(x1.to(dtype), x2.to(dtype))
+    parts = (one / _at_least(torch.linalg.vector_norm(one, 2, dim, keepdim=True), eps) for one in (first, second))
+    return torch.mul(*parts).sum(dim)
+
+
+def _at_least(value: Tensor, least: float) -> Tensor:
+    """In a new tensor, whose gradient goes on as if it were as large as it is."""
+    return value + (value.clamp(min=least) - value).detach()
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
+    functional.gaussian_nll_loss: gaussian_nll_loss,
+    torch.cosine_similarity: cosine_similarity,
+    functional.cosine_similarity: cosine_similarity,
+}
