@@ -224,6 +224,7 @@ REFUSED: list[tuple[nn.Module, str]] = [
 
 @pytest.mark.parametrize(("model", "told"), REFUSED, ids=[told[:24] for _, told in REFUSED])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:Sparse invariant checks")
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")  # torch's, of torch.cond
 def test_what_a_program_has_not_is_refused_with_what_to_write(one: DeviceMesh, model: nn.Module, told: str) -> None:
     with pytest.raises(TraceError, match=told) as caught:
         autopar.compile(model, one)(torch.randn(4, 8))
