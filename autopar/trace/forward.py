@@ -76,6 +76,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         try:
             watch = _Watch({id(value) for value in now.values()}, notes)
+            watch.buffers = frozenset(map(id, tensors_by_name(model)[1].values()))
             watch.known |= set(map(id, tensors_in((args, kwargs))))
             for name, value in values.items():
                 watch.literals.know(now[name], value)
@@ -130,6 +131,7 @@ class _Watch(TorchFunctionMode):
         self.origins, self.literals, self.checks = Origins(), Literals(), Checks(notes)
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.uniform = set[int]()  # ids of what torch.rand drew
+        self.buffers = frozenset[int]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -147,6 +149,8 @@ class _Watch(TorchFunctionMode):
                 "the model without autopar"
             )
         kwargs = kwargs or {}
+        if func is torch.Tensor.requires_grad_ and id(args[0]) in self.buffers and not args[0].ndim:
+            return args[0]  # a zero that losses are added to (quantizers have one): nobody reads its gradient
         self._refuse_what_is_not_traced(func, args, kwargs)
         args, kwargs = dense_lookup(func, with_masks(func, args), kwargs)
         func = REPLACED.get(func, func)

@@ -139,7 +139,9 @@ def test_similarities_to_constants(one: DeviceMesh) -> None:
 
 
 class Codebook(nn.Module):
-    """Averages of what falls to each code, through `.data`, as in many quantizers; and a spectral norm."""
+    """Averages of what falls to each code, through `.data`, and losses that a buffer begins, as in quantizers; and a
+    spectral norm.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +149,7 @@ class Codebook(nn.Module):
         self.register_buffer("codes", torch.randn(6, 4))
         self.register_buffer("counts", torch.ones(6))
         self.register_buffer("u", torch.randn(8))
+        self.register_buffer("zero", torch.tensor(0.0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
@@ -162,7 +165,11 @@ class Codebook(nn.Module):
         self.u.data.copy_(functional.normalize(weight @ v, dim=0))
         norm = self.u.clone() @ self.out.weight @ v
         given = h + (picked - h).detach()
-        return functional.mse_loss(functional.linear(given, self.out.weight / norm), x) + (h - picked).square().mean()
+        loss: Tensor = self.zero
+        if self.training:
+            loss.requires_grad_()  # so that there is a gradient, whatever is added
+        loss = loss + (h - picked).square().mean()
+        return functional.mse_loss(functional.linear(given, self.out.weight / norm), x) + loss
 
 
 def test_buffers_are_written_through_data(one: DeviceMesh) -> None:
