@@ -107,24 +107,29 @@ class Literals:
         if getattr(func, "__name__", "") not in ("__getitem__", "__setitem__") or not isinstance(args[0], Tensor):
             return args
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        if not any(map(self._is_mask_of_numbers, parts)):
+        masks = [self._mask(part) for part in parts]
+        if all(mask is None for mask in masks):
             return args
         found: list[Any] = []
-        for part in parts:
-            if not self._is_mask_of_numbers(part):
+        for part, mask in zip(parts, masks, strict=True):
+            if mask is None:
                 found.append(part)
                 continue
             with outside_modes():
-                places = self._known[id(part)][1].nonzero(as_tuple=True)
+                places = mask.nonzero(as_tuple=True)
             for real in places:
                 found.append(torch.tensor(real.tolist(), dtype=torch.int64, device=part.device))
                 self._known[id(found[-1])] = found[-1], real
                 self._made_of[id(found[-1])] = frozenset((NUMBERS,))
         return args[0], tuple(found), *args[2:]
 
-    def _is_mask_of_numbers(self, value: Any) -> bool:
-        is_mask = isinstance(value, Tensor) and value.dtype == torch.bool and value.ndim > 0
-        return is_mask and self._made_of.get(id(value)) == frozenset((NUMBERS,))
+    def _mask(self, value: Any) -> Tensor | None:
+        """What is in a mask that is made of numbers alone, or that the model's code holds; None for all else."""
+        if not isinstance(value, Tensor) or value.dtype != torch.bool or not value.ndim:
+            return None
+        if type(value) is Tensor and id(value) not in self._known:
+            return value  # of the user's, and no tensor of the trace; a program is of what is in it
+        return self._known[id(value)][1] if self._made_of.get(id(value)) == frozenset((NUMBERS,)) else None
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""

@@ -93,6 +93,26 @@ def test_masks_that_are_made_of_numbers_pick_places_that_are_known(one: DeviceMe
     alike(Model(loss), one, 16, 16, 12)
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.keep = nn.Linear(8, 8), torch.arange(8) % 3 == 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)[:, self.keep].square().mean()
+
+
+def test_a_mask_that_a_module_holds_may_change(one: DeviceMesh) -> None:
+    plain = Masked()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for place in (1, 3):
+        both_backward(plain, parallel, torch.randn(4, 8))
+        for model in (plain, parallel):
+            model.keep[place] = not model.keep[place]  # type: ignore[index,operator]
+    both_backward(plain, parallel, torch.randn(4, 8))
+    same_gradients(plain, parallel)
+
+
 def test_a_mask_of_values_still_picks_rows_of_which_none_knows_how_many(one: DeviceMesh) -> None:
     alike(Model(lambda h: h[h > 0].mean()), one, 16)
     with pytest.raises(TraceError, match=r"how many rows a boolean mask picks depends on values, and view"):
