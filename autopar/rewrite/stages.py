@@ -134,8 +134,8 @@ class _Stages:
         self.stage_of |= {node.name: self.stage_of[node.operands[0].name] for node in stores}
         self.kinds = [{graph.type_of(ref) for ref in went} for went in self.forwards]
         self.holders = self._holders()
-        shared = [r for r in graph.results if r.kind == "gradient" and len(self.holders[self._leaf(r)]) > 1]
-        self.terms = {self._leaf(result): terms_of(graph, result) for result in shared}
+        shared = [r for r in graph.results if r.kind == "gradient" and len(self._holders_of(r)) > 1]
+        self.terms = {self.leaves[result.target]: terms_of(graph, result) for result in shared}
         self._place_backward()
 
     # --- where forward values are ------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ class _Stages:
         allowed = {node.name: self._allowed(node) for node in placed}
         for result in self.graph.results:
             if result.kind == "gradient" and result.ref is not None and result.ref.name in allowed:
-                holders = self.holders[self._leaf(result)]
+                holders = self._holders_of(result)
                 if len(holders) == 1:
                     allowed[result.ref.name] &= {*holders}
         for name, terms in self.terms.items():
@@ -217,8 +217,9 @@ class _Stages:
         crossing = cache(self._crossing)  # repeated layers have few types
         self.stage_of |= least_crossing(placed, allowed, self.count, lambda ref: crossing(self.graph.type_of(ref)))
 
-    def _leaf(self, result: Result) -> str:
-        return self.leaves[result.target]
+    def _holders_of(self, result: Result) -> list[int]:
+        """None of an argument that nothing is made of."""
+        return self.holders.get(self.leaves.get(result.target, ""), [])
 
     def _allowed(self, node: Node) -> set[int]:
         if node.op == "tangent":
@@ -327,7 +328,7 @@ class _Stages:
         joins = self.graph.rounds.joined or (LAST,) * len(self.graph.results)
         for result, join in zip(self.graph.results, joins, strict=True):
             if result.kind == "gradient":
-                if number in self.holders[self._leaf(result)]:
+                if number in self._holders_of(result):
                     ref = ends.get(result.target, result.ref)
                     found.append((replace(result, ref=ref and seen.get(ref, ref)), join))
             elif self._gives(result, number):
@@ -346,7 +347,7 @@ class _Stages:
         """Of the gradients of parameters that several stages hold, the terms that this one makes."""
         found: dict[str, list[Term]] = {}
         for result in self.graph.results:
-            if result.kind == "gradient" and (terms := self.terms.get(self._leaf(result))):
+            if result.kind == "gradient" and (terms := self.terms.get(self.leaves.get(result.target, ""))):
                 found[result.target] = [term for term in terms if self.stage_of.get(term.ref.name) == number]
         return found
 

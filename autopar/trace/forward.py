@@ -156,7 +156,7 @@ class _Watch(TorchFunctionMode):
         func = REPLACED.get(func, func)
         if func == DATA.__get__ and id(args[0]) in self.registered:
             func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
-        if func in WRITTEN_OUT:
+        if func in WRITTEN_OUT and not any(isinstance(leaf, Picked) for leaf in leaves):
             with self:
                 return WRITTEN_OUT[func](*args, **kwargs)
         args, sizes = self.literals.sizes(func, self.literals.places(func, args))

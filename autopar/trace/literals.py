@@ -9,7 +9,7 @@ the next call: what was answered of them is checked there (`autopar.trace.checks
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,14 @@ NUMBERS = 0  # in the place of a buffer's id
 MOST, MOST_OF_BUFFER = 2**18, 64  # elements
 CPU, DEVICES = torch.device("cpu"), ("cpu", "cuda", "meta")
 MADE = frozenset(("tensor", "arange", "linspace", "zeros", "ones", "full", "eye"))
-MORE = frozenset(("unbind", "select", "diff", "flip", "cumsum", "mean", "prod", "cat", "stack"))
+_MORE = """
+    unbind select diff flip cumsum mean prod cat stack triu tril t repeat repeat_interleave tile roll diag outer hstack
+    vstack block_diag meshgrid movedim swapaxes narrow split chunk
+"""
+MORE = frozenset(_MORE.split())
+# What these make is known of a tensor's shape alone.
+LIKE = frozenset(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"))
+WRITES = frozenset(("setitem", "fill", "fill_diagonal", "zero", "copy", "scatter", "index_fill", "triu", "tril"))
 FOLLOWED = MADE | PURE | ELEMENTWISE | MORE
 # What these make may be the very memory of what they are given.
 CASTS = frozenset(
@@ -118,13 +125,16 @@ class Literals:
             with outside_modes():
                 places = mask.nonzero(as_tuple=True)
             for real in places:
-                found.append(torch.tensor(real.tolist(), dtype=torch.int64, device=part.device))
+                found.append(torch.tensor(real.tolist(), dtype=torch.int64, device=getattr(part, "device", None)))
                 self._known[id(found[-1])] = found[-1], real
                 self._made_of[id(found[-1])] = frozenset((NUMBERS,))
         return args[0], tuple(found), *args[2:]
 
     def _mask(self, value: Any) -> Tensor | None:
         """What is in a mask that is made of numbers alone, or that the model's code holds; None for all else."""
+        if isinstance(value, list) and value and all(isinstance(one, bool) for one in cast("list[Any]", value)):
+            with outside_modes():
+                return torch.tensor(value)
         if not isinstance(value, Tensor) or value.dtype != torch.bool or not value.ndim:
             return None
         if type(value) is Tensor and id(value) not in self._known:
@@ -134,13 +144,22 @@ class Literals:
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
         name = getattr(func, "__name__", "")
-        if not self._known and name not in MADE:
+        if not self._known and name not in MADE | LIKE:
             return
         given = tensors_in((args, kwargs))
         if writes_in_place(name, kwargs):
             written = tensors_in((args[:1], kwargs.get("out")))
             self.may_be_written(written, line_here)
-            self._forget(written)
+            is_followed = name.strip("_").removeprefix("i" * name.startswith("__i")) in FOLLOWED | WRITES
+            if is_followed and self._are_known(args, kwargs) and not self._buffers_in((args, kwargs)):
+                self._run(func, args, kwargs)  # looks at the same memory are looks at the same memory there
+            else:
+                self._forget(written)
+        elif name in LIKE and isinstance(args[0], Tensor) and self._are_known(args[1:], kwargs):
+            with outside_modes():
+                like = torch.empty(args[0].shape, dtype=args[0].dtype)
+            self._known[id(like)], self._made_of[id(like)] = (like, like), frozenset((NUMBERS,))
+            self._keep(func, (like, *args[1:]), kwargs, result)
         elif name.strip("_") in FOLLOWED and self._are_known(args, kwargs) and (given or name in MADE):
             self._keep(func, args, kwargs, result)
         elif name.strip("_") not in FRESH and tensors_in(result):
@@ -167,6 +186,9 @@ class Literals:
         if sum(one.numel() for one in made) > MOST:
             return self._forget(tensors_in((args, kwargs)))
         for one, real in zip(made, tensors_in(self._run(func, args, kwargs)), strict=True):
+            for given, known in [self._known[id(given)] for given in tensors_in(args[:1])]:
+                if real is known and one is not given:  # a copy there, on another device
+                    real = real.clone()
             self._known[id(one)] = one, real
             self._made_of[id(one)] = self._origins_of((args, kwargs)) or frozenset((NUMBERS,))
 

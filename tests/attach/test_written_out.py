@@ -88,7 +88,39 @@ def many_rows(h: Tensor) -> Tensor:
     return without_diagonal(torch.cat([h, h.roll(1, 0) * 0.5, h.flip(0), h * h, h.roll(2, 0)]))
 
 
-@pytest.mark.parametrize("loss", [without_diagonal, above_the_diagonal, even_columns, diagonal_is_set, many_rows])
+def written_in_place(h: Tensor) -> Tensor:
+    """Looks at the same memory see what is written to it, copies do not."""
+    like, mask = h @ h.t(), torch.zeros(len(h), len(h), dtype=torch.bool)
+    look, copied = mask.t(), mask.clone()
+    mask[:, ::2] = True
+    mask[0] |= True
+    mask.fill_diagonal_(False)
+    copied[1] = True
+    return like[look].square().mean() + like[~mask].sum() + like[copied].mean()
+
+
+def beside_other_indices(h: Tensor) -> Tensor:
+    mask = torch.arange(len(h)) < len(h) - 1
+    h = h.clone()
+    h[~mask, 0] += 1
+    picked = h[mask][:, None].mean() + h[mask, 1:3].sum() + h[None, mask].sum() + h[mask, torch.arange(1)].sum()
+    none = torch.zeros_like(h, dtype=torch.bool)
+    picked = picked + h[:, [True, False] * 4].square().sum()
+    return picked + h[none].sum() + h[torch.ones_like(none)].square().mean()
+
+
+MASKED = [
+    without_diagonal,
+    above_the_diagonal,
+    even_columns,
+    diagonal_is_set,
+    many_rows,
+    written_in_place,
+    beside_other_indices,
+]
+
+
+@pytest.mark.parametrize("loss", MASKED)
 def test_masks_that_are_made_of_numbers_pick_places_that_are_known(one: DeviceMesh, loss: Loss) -> None:
     alike(Model(loss), one, 16, 16, 12)
 

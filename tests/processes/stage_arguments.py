@@ -29,7 +29,7 @@ class Reading(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
-    def forward(self, x: Tensor, y: Tensor, scale: Tensor, late: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, scale: Tensor, late: Tensor, unused: Tensor | None = None) -> Tensor:
         hidden = x
         for number, layer in enumerate(self.layers):
             hidden = hidden + torch.tanh(layer(hidden)) * scale
@@ -40,6 +40,7 @@ class Reading(nn.Module):
 
 def given(rows: int, asked: str = "x y scale late") -> dict[str, Tensor]:
     made = {name: torch.randn(rows, 8, dtype=torch.float64) for name in ("x", "y", "late")}
+    made |= {"unused": torch.ones(3, dtype=torch.float64)} if "unused" in asked else {}
     made["scale"] = torch.rand(8, dtype=torch.float64) + 0.5
     return {name: value.requires_grad_(name in asked.split()) for name, value in made.items()}
 
@@ -90,7 +91,7 @@ def check_gradients_of_arguments(ranks: Ranks) -> None:
             **SMALL,
         )
         rows = 2 * count * ranks.count
-        for asked in ("x y scale late", "late", "x", "scale y"):
+        for asked in ("x y scale late unused", "late", "x", "scale y"):
             alike(plain, parallel, given(rows, asked), f"{schedule} in {count}, of {asked}")
         assert parallel.plan.graph.rounds.count == count
         alike(plain, parallel, given(3 * ranks.count), f"{schedule} in {count}, another batch")
