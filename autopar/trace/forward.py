@@ -132,6 +132,7 @@ class _Watch(TorchFunctionMode):
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.uniform = set[int]()  # ids of what torch.rand drew
         self.buffers = frozenset[int]()
+        self.data: dict[int, int] = {}  # id of what is detached -> id of what it is of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -151,6 +152,8 @@ class _Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.Tensor.requires_grad_ and id(args[0]) in self.buffers and not args[0].ndim:
             return args[0]  # a zero that losses are added to (quantizers have one): nobody reads its gradient
+        if func == DATA.__set__ and self.data.get(id(args[1])) == id(args[0]):
+            return None  # behind `x.data += y`
         self._refuse_what_is_not_traced(func, args, kwargs)
         args, kwargs = dense_lookup(func, with_masks(func, args), kwargs)
         func = REPLACED.get(func, func)
@@ -174,6 +177,8 @@ class _Watch(TorchFunctionMode):
         if any(isinstance(leaf, Number) for leaf in leaves):
             return with_numbers(func, args, kwargs)
         result = self._result(func, args, kwargs)
+        if func is torch.Tensor.detach:
+            self.data[id(result)] = id(args[0])
         self.results.append(result)
         self.known |= set(map(id, tensors_in(result)))
         return result

@@ -211,6 +211,7 @@ class Codebook(nn.Module):
         if self.training:
             rows = functional.one_hot(near, 6).type(h.dtype)
             self.counts.data.mul_(0.9).add_(rows.sum(0), alpha=0.1)
+            self.counts.data += 0.01 * rows.mean(0)
             self.codes.data.mul_(0.9).add_(rows.t() @ h.detach() / (1 + self.counts[:, None]), alpha=0.1)
         weight = self.out.weight.data
         v = functional.normalize(weight.t() @ self.u, dim=0)
