@@ -209,9 +209,10 @@ class _Watch(TorchFunctionMode):
             )
         sets = func in (REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_) and id(args[0]) in self.registered
         if sets and args[0].requires_grad != (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+            what = "buffer" if id(args[0]) in self.buffers else "parameter"
             raise TraceError(
-                f"forward sets requires_grad of a parameter or a buffer{line_here()}, which a program does not do: set "
-                "it before the call, detach what is computed of it, or leave it out for a buffer that begins a loss"
+                f"forward sets requires_grad of a {what}{line_here()}, which a program does not do; set it before "
+                "the call, or detach what is computed of it"
             )
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:

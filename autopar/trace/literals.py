@@ -21,7 +21,6 @@ from autopar.trace.origins import PURE, tensors_in, writes_in_place
 from autopar.trace.rows import ELEMENTWISE
 from autopar.trace.values import SCALARS
 
-NUMBERS = 0  # in the place of a buffer's id
 MOST, MOST_OF_BUFFER = 2**18, 64  # elements
 CPU, DEVICES = torch.device("cpu"), ("cpu", "cuda", "meta")
 MADE = frozenset(("tensor", "arange", "linspace", "zeros", "ones", "full", "eye"))
@@ -47,13 +46,15 @@ ASKS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "toli
 
 class Literals:
     """What is known of one forward. What writes to such a tensor, or makes a tensor of one and is none of the functions
-    that are followed (it may be a look at the same memory), makes all unknown that is made of the same buffers; and of
-    numbers, if that is.
+    that are followed (it may be a look at the same memory), makes all unknown that is made of the same buffers, or of
+    the same tensors of numbers.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor of the trace, and what it is
-        self._made_of: dict[int, frozenset[int]] = {}  # id -> ids of buffers, and NUMBERS, that it is made of
+        # id -> what it is made of: ids of buffers, and for each tensor that is made of numbers alone a number below 0
+        self._made_of: dict[int, frozenset[int]] = {}
+        self._roots = 0
         self._asked: dict[int, str] = {}  # id of a buffer -> the line that asks for something made of it
 
     def know(self, buffer: Tensor, value: Tensor) -> None:
@@ -68,7 +69,11 @@ class Literals:
         return bool(buffers)
 
     def _buffers_in(self, value: Any) -> frozenset[int]:
-        return self._origins_of(value) - {NUMBERS}
+        return frozenset(one for one in self._origins_of(value) if one > 0)
+
+    def _root(self) -> frozenset[int]:
+        self._roots += 1
+        return frozenset((-self._roots,))
 
     def _origins_of(self, value: Any) -> frozenset[int]:
         return frozenset[int]().union(*(self._made_of.get(id(one), ()) for one in tensors_in(value)))
@@ -127,7 +132,7 @@ class Literals:
             for real in places:
                 found.append(torch.tensor(real.tolist(), dtype=torch.int64, device=getattr(part, "device", None)))
                 self._known[id(found[-1])] = found[-1], real
-                self._made_of[id(found[-1])] = frozenset((NUMBERS,))
+                self._made_of[id(found[-1])] = self._root()
         return args[0], tuple(found), *args[2:]
 
     def _mask(self, value: Any) -> Tensor | None:
@@ -139,7 +144,7 @@ class Literals:
             return None
         if type(value) is Tensor and id(value) not in self._known:
             return value  # of the user's, and no tensor of the trace; a program is of what is in it
-        return self._known[id(value)][1] if self._made_of.get(id(value)) == frozenset((NUMBERS,)) else None
+        return self._known[id(value)][1] if id(value) in self._known and not self._buffers_in(value) else None
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
@@ -155,11 +160,12 @@ class Literals:
                 self._run(func, args, kwargs)  # looks at the same memory are looks at the same memory there
             else:
                 self._forget(written)
-        elif name in LIKE and isinstance(args[0], Tensor) and self._are_known(args[1:], kwargs):
-            with outside_modes():
-                like = torch.empty(args[0].shape, dtype=args[0].dtype)
-            self._known[id(like)], self._made_of[id(like)] = (like, like), frozenset((NUMBERS,))
-            self._keep(func, (like, *args[1:]), kwargs, result)
+        elif name in LIKE and args and isinstance(args[0], Tensor) and self._are_known(args[1:], kwargs):
+            if isinstance(result, Tensor) and result.numel() <= MOST:
+                with outside_modes():
+                    like = torch.empty(args[0].shape, dtype=args[0].dtype)
+                self._known[id(like)], self._made_of[id(like)] = (like, like), self._root()
+                self._keep(func, (like, *args[1:]), kwargs, result)
         elif name.strip("_") in FOLLOWED and self._are_known(args, kwargs) and (given or name in MADE):
             self._keep(func, args, kwargs, result)
         elif name.strip("_") not in FRESH and tensors_in(result):
@@ -190,7 +196,7 @@ class Literals:
                 if real is known and one is not given:  # a copy there, on another device
                     real = real.clone()
             self._known[id(one)] = one, real
-            self._made_of[id(one)] = self._origins_of((args, kwargs)) or frozenset((NUMBERS,))
+            self._made_of[id(one)] = self._origins_of((args, kwargs)) or self._root()
 
     def _are_known(self, args: Any, kwargs: Any) -> bool:
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=lambda part: isinstance(part, slice))

@@ -109,6 +109,16 @@ def beside_other_indices(h: Tensor) -> Tensor:
     return picked + h[none].sum() + h[torch.ones_like(none)].square().mean()
 
 
+def beside_what_is_written_with_values(h: Tensor) -> Tensor:
+    """What is known of numbers stays known where tensors of zeros are filled with what is not."""
+    times, made, large = torch.linspace(0, 1, 4), torch.zeros_like(h), torch.zeros_like(h.repeat(64, 800))
+    for place, time in enumerate(times):
+        made[:, place] = h[:, place] * time
+        if time > 0.5:
+            made = made + h
+    return made[:, torch.arange(8) > 3].square().mean() + (large + 1).mean()
+
+
 MASKED = [
     without_diagonal,
     above_the_diagonal,
@@ -117,6 +127,7 @@ MASKED = [
     many_rows,
     written_in_place,
     beside_other_indices,
+    beside_what_is_written_with_values,
 ]
 
 
