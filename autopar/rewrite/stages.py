@@ -72,7 +72,10 @@ def cut_in_stages(graph: Graph, ends: Sequence[int], *, inputs_first: bool = Fal
     run the two apart. Raises NotCut where a stage would be empty, or where what comes back across a cut is not what
     went.
     """
-    stages = _Stages(graph, ends).found()
+    try:
+        stages = _Stages(graph, ends, True).found()
+    except NotCut:  # where a later stage makes what backward of an earlier one shares, it is sent back
+        stages = _Stages(graph, ends, False).found()
     return tuple(map(_inputs_first, stages)) if inputs_first else stages
 
 
@@ -107,7 +110,8 @@ def ref_of(channel: str) -> Ref:
 
 
 class _Stages:
-    def __init__(self, graph: Graph, ends: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, ends: Sequence[int], looks: bool) -> None:
+        """`looks`: each stage looks itself at what it has of forward, where several operators of backward share it."""
         self.graph, self.free = graph, free_in(graph)
         self.node_of: Mapping[str, Node] = graph.by_name
         leaves = (*(node for node in graph.nodes if node.op == "parameter"), *graph.inputs_with_gradient)
@@ -128,7 +132,7 @@ class _Stages:
         self.share_of = share_of(graph)
         shared = {ref for ref, share in self.share_of.items() if share in crosses}
         self.graph = graph = kept(graph, everywhere | crosses | shared)
-        self.node_of, self.looks = graph.by_name, looks_in(graph, self.free)
+        self.node_of, self.looks = graph.by_name, looks_in(graph, self.free) if looks else frozenset[str]()
         self.free |= self.looks
         stores = [node for node in graph.nodes if node.op == STORE]
         self.stage_of |= {node.name: self.stage_of[node.operands[0].name] for node in stores}

@@ -129,7 +129,7 @@ MUTANTS = (
            "for ref in again if ref in values}", "for ref in again if False}", "tests/rewrite/test_stages.py -k brings_back"),
     Mutant("what crosses a cut is fetched for the stage behind it", "autopar/rewrite/backward.py",
            "if stored.op == STORE and stored.operands[0] in values:", "if False:", "tests/rewrite/test_stages.py -k brings_back"),
-    Mutant("a parameter on the host is fetched by one stage for all", "autopar/rewrite/stages.py",
+    Mutant("a parameter on the host is fetched by one stage for all", "autopar/rewrite/placed.py",
            "(node.phase == \"forward\" or node.op == FETCH or node.target)", "node.phase == \"forward\"",
            "tests/rewrite/test_stages.py -k brings_back"),
     Mutant("ties among last readers are ignored", "cost_models/simulator.py",
