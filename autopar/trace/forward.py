@@ -75,8 +75,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         now = _registered(model)
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         try:
-            watch = _Watch({id(value) for value in now.values()}, notes)
-            watch.buffers = frozenset(map(id, tensors_by_name(model)[1].values()))
+            watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes)
             watch.known |= set(map(id, tensors_in((args, kwargs))))
             for name, value in values.items():
                 watch.literals.know(now[name], value)
@@ -125,13 +124,12 @@ class _Watch(TorchFunctionMode):
     the functions gave; another tensor that requires grad is none that would be trained.
     """
 
-    def __init__(self, known: set[int], notes: list[str]) -> None:
+    def __init__(self, known: set[int], buffers: frozenset[int], notes: list[str]) -> None:
         super().__init__()
-        self.known, self.registered = known, frozenset(known)
+        self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.origins, self.literals, self.checks = Origins(), Literals(), Checks(notes)
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.uniform = set[int]()  # ids of what torch.rand drew
-        self.buffers = frozenset[int]()
         self.data: dict[int, int] = {}  # id of what is detached -> id of what it is of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -262,12 +260,23 @@ def check_exported(exported: torch.export.ExportedProgram) -> None:
     _no_unknown_constants(exported)
     _no_collectives(exported)
     _no_numbers(exported)
+    _no_control_flow(exported)
+    _no_sparse_tensors(exported)
+
+
+def _no_control_flow(exported: torch.export.ExportedProgram) -> None:
+    """Raises TraceError where forward calls torch.cond and its like, whose sides are graphs of their own."""
     for node in exported.graph.nodes:
         if str(node.target) in CONTROL_FLOW:
             raise TraceError(
                 f"forward branches or loops in torch's own way, by torch.{node.target}{line_of_node(node)}, which a "
                 "program does not: compute both and choose by torch.where, or loop as often as Python says"
             )
+
+
+def _no_sparse_tensors(exported: torch.export.ExportedProgram) -> None:
+    """Raises TraceError where forward makes one."""
+    for node in exported.graph.nodes:
         made = node.meta.get("val")
         if isinstance(made, torch.Tensor) and made.layout != torch.strided:
             raise TraceError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -150,8 +151,8 @@ def test_a_mask_that_a_module_holds_may_change(one: DeviceMesh) -> None:
     parallel = autopar.compile(copy.deepcopy(plain), one)
     for place in (1, 3):
         both_backward(plain, parallel, torch.randn(4, 8))
-        for model in (plain, parallel):
-            model.keep[place] = not model.keep[place]  # type: ignore[index,operator]
+        for keep in (plain.keep, parallel.keep):
+            keep[place] = ~keep[place]
     both_backward(plain, parallel, torch.randn(4, 8))
     same_gradients(plain, parallel)
 
@@ -162,16 +163,17 @@ def test_a_mask_of_values_still_picks_rows_of_which_none_knows_how_many(one: Dev
         autopar.compile(Model(lambda h: h[h > 0].view(2, -1).mean()), one)(torch.randn(4, 8))
 
 
+VARIANCES: list[Loss] = [Tensor.exp, lambda h: h.square().mean(1), lambda h: h.square().mean(1, keepdim=True)]
+
+
+@pytest.mark.parametrize("variance", VARIANCES, ids=["of each", "of rows", "of columns of one"])
 @pytest.mark.parametrize("keywords", [{}, {"full": True, "reduction": "sum"}, {"eps": 0.5}])
-def test_negative_log_likelihoods_of_normal_distributions(one: DeviceMesh, keywords: dict[str, object]) -> None:
+def test_negative_log_likelihoods_of_normal_distributions(
+    one: DeviceMesh, variance: Loss, keywords: dict[str, Any]
+) -> None:
     """Also where a variance is less than `eps`, and one for each row."""
     target = torch.randn(6, 8)
-    for variance in (Tensor.exp, lambda h: h.square().mean(1), lambda h: h.square().mean(1, keepdim=True)):
-
-        def loss(h: Tensor, variance: Loss = variance) -> Tensor:  # type: ignore[assignment]
-            return functional.gaussian_nll_loss(h, target, variance(h), **keywords)  # type: ignore[arg-type]
-
-        alike(Model(loss), one, 6)
+    alike(Model(lambda h: functional.gaussian_nll_loss(h, target, variance(h), **keywords)), one, 6)
 
 
 def test_a_negative_variance_is_seen_in_each_call(one: DeviceMesh) -> None:
@@ -194,7 +196,8 @@ class Anchored(nn.Module):
         self.linear, self.anchors = nn.Linear(8, 8), (torch.randn(8), torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(functional.cosine_similarity(self.linear(x), one).mean() for one in self.anchors)  # type: ignore[return-value]
+        h = self.linear(x)
+        return torch.stack([functional.cosine_similarity(h, one).mean() for one in self.anchors]).sum()
 
 
 def test_similarities_to_constants(one: DeviceMesh) -> None:

@@ -27,7 +27,10 @@ QUICK = ("mlp", "block", "gpt2", "cnn")
 @cache
 def places(name: str) -> list[int]:
     """Where the model can be cut in two."""
-    graph = family(name).wide_graph
+    return legal_ends(family(name).wide_graph)
+
+
+def legal_ends(graph: Graph) -> list[int]:
     found: list[int] = []
     for end in range(1, len(forward_order(graph))):
         try:
@@ -115,18 +118,10 @@ def test_what_all_layers_read_leaves_places_for_cuts_between_them() -> None:
     values = torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(0))
     case = Case(Conditioned(), dict(zip("xyt", values, strict=True)))
     graph = case.wide_graph
-    legal = [end for end in range(1, len(forward_order(graph))) if _is_legal(graph, end)]
+    legal = legal_ends(graph)
     assert len(legal) == len(forward_order(graph)) - 1
     for seed in range(4):
         stages = cut_in_stages(graph, sorted(drawn.sample(legal, 3)), inputs_first=seed == 1)
         plans = [PlanSampler(stage.graph, mesh_of(2)).draw(seed) for stage in stages]
         difference, where = worst_difference(run_stages(stages, plans, case.values(graph), 0), case.wide_reference)
         assert difference < TOLERANCE, where
-
-
-def _is_legal(graph: Graph, end: int) -> bool:
-    try:
-        cut_in_stages(graph, [end])
-    except NotCut:
-        return False
-    return True
