@@ -15,11 +15,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 from torch import nn
 
 from autopar.errors import TraceError
+from autopar.trace.left import Write, hidden
 from autopar.trace.modules import REGISTERED
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
@@ -30,6 +32,7 @@ from autopar.trace.values import (
     IN_PLACE,
     MISSING,
     SCALARS,
+    Hidden,
     few_in,
     held_in,
     inside,
@@ -67,7 +70,8 @@ class Guards:
     """`fixed`: places of values that only assignment changes, and those values. `changing`: likewise of values that may
     change in place, with snapshots; `whole`: of objects of which all counts. `modules`, `classes`: of the parts of the
     model, which parametrizations change. `kept`, `sizes`: where each module holds parts, parameters and buffers, and
-    how many. `named`: what to call each place.
+    how many. `named`: what to call each place. `left`: what forward writes to containers and objects, which does not
+    count there; `owners`: the modules that these may be of.
     """
 
     fixed: list[Place]
@@ -79,6 +83,9 @@ class Guards:
     kept: list[dict[str, Any]]
     sizes: list[int]
     named: dict[tuple[int, str], str]
+    left: list[Write]
+    owners: WeakValueDictionary[str, nn.Module]
+    hidden: Hidden
 
     def broken(self) -> str | None:
         """What has changed, in words; None where all is as it was."""
@@ -94,20 +101,27 @@ class Guards:
             return "the class of a module has changed"
         if [*map(len, self.kept)] != self.sizes:  # each that was there is compared above
             return "a module, parameter or buffer was added or taken away"
+        try:
+            hides = hidden(self.left, self.owners) if self.left else self.hidden
+        except (LookupError, TypeError, AttributeError):
+            return "what tensors are written to has changed"
         for (place, key), was in self.changing:
-            if snapshot(place.get(key, MISSING)) != was:
+            if snapshot(place.get(key, MISSING), hides) != was:
                 return f"{self.named[id(place), key]} has changed"
         for (place, key), was in self.whole:
-            if inside(place.get(key, MISSING)) != was:
+            if inside(place.get(key, MISSING), hides) != was:
                 return f"what is in {self.named[id(place), key]} has changed"
         return None
 
 
 def guards_of(reads: Reads, model: nn.Module) -> Guards:
     """What is compared from now on, of a model whose copy was traced."""
-    guards = Guards([], [], [], [], [*model.modules()][1:], [], [], [], {})
-    guards.classes = [*map(type, guards.modules)]  # (class and forward of the whole module are ours)
     modules = dict(model.named_modules(remove_duplicate=False))
+    left = reads.left.not_looked_at()
+    hides = hidden(left, modules)
+    owners = WeakValueDictionary(modules)
+    guards = Guards([], [], [], [], [*model.modules()][1:], [], [], [], {}, left, owners, hides)
+    guards.classes = [*map(type, guards.modules)]  # (class and forward of the whole module are ours)
     own = {path: vars(module) if path else _Own(model) for path, module in modules.items()}
     written = reads.written
     for (path, name), value in reads.attributes.items():
@@ -133,17 +147,23 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
     kept = ((module, kind, getattr(module, kind)) for module in parts for kind in REGISTERED)
     guards.kept = [place for module, kind, place in kept if place or _may_be_filled(module, kind)]
     guards.sizes = [*map(len, guards.kept)]
+    _add_settings(guards, reads)
+    return guards
+
+
+def _add_settings(guards: Guards, reads: Reads) -> None:
     for place, name, value, _ in reads.names:
         if (id(place), name) in guards.named or not reads.is_read(place, name):
             continue
+        if name in (guards.hidden.get(id(place.holder if isinstance(place, Of) else place)) or ()):
+            continue
         guards.named[id(place), name] = f"the variable {name}"
         if isinstance(value, (*IN_PLACE, tuple)) and _may_change(value):
-            guards.changing.append(((place, name), snapshot(value)))
+            guards.changing.append(((place, name), snapshot(value, guards.hidden)))
         elif isinstance(value, COLLECTIONS) and own_names(value) is not None:
-            guards.whole.append(((place, name), inside(value)))
+            guards.whole.append(((place, name), inside(value, guards.hidden)))
         else:
             _fix(guards, place, name, value)
-    return guards
 
 
 def _fix(guards: Guards, place: Mapping[str, Any], key: str, value: Any) -> None:
@@ -177,12 +197,12 @@ def _add(
     if value is MISSING or isinstance(value, (*SCALARS, type, nn.Module)) or not _may_change(value):
         _fix(guards, place, key, value)
     elif traced is not None and _counts_whole(value, *traced):
-        guards.whole.append(((place, key), inside(value)))
+        guards.whole.append(((place, key), inside(value, guards.hidden)))
     elif (own := own_names(value)) is not None:  # a configuration: what it is, and what was read of it
         _fix(guards, place, key, value)
         _add_names(guards, value, own if own is getattr(value, "__dict__", None) else Of(value), called, traced)
     else:
-        guards.changing.append(((place, key), snapshot(value)))
+        guards.changing.append(((place, key), snapshot(value, guards.hidden)))
         if isinstance(value, (list, tuple, dict, deque)) and few_in(value):
             _add_parts(guards, value, called, traced)
     if isinstance(value, (partial, types.MethodType)):
@@ -207,7 +227,8 @@ def _add_names(
 ) -> None:
     """The attributes of a configuration: those that were read, or all where nobody watched."""
     read = None if traced is None else traced[0].inside.read(traced[1])
-    for name in list(own_names(value) or ()) if read is None else read:
+    without = guards.hidden.get(id(value)) or ()
+    for name in (name for name in (list(own_names(value) or ()) if read is None else read) if name not in without):
         part = own.get(name, MISSING)
         owner = next((one for one in type(value).__mro__ if name in vars(one)), None)
         if own.get(name, MISSING) is MISSING and owner is not None:  # of its class, until it is set on the object

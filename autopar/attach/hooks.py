@@ -1,30 +1,29 @@
-"""Hooks of users: those of submodules, which a program does not call, are refused. (Those of parameters go with them:
-`tensors.carry`.)
+"""Hooks of users. Those that submodules run in forward are traced with it; those of their backward, which a program
+does not call, are refused. (Those of parameters go with them: `tensors.carry`.)
 """
 
 from __future__ import annotations
 
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
 from torch import nn
 
 from autopar._compat import global_forward_hooks, global_forward_pre_hooks
-from autopar.trace.installed import HOOKS
+from autopar.trace.modules import FORWARD_HOOKS, HOOKS
 
-COMPUTE = "torch.nn.utils."  # weight norm, spectral norm, pruning: they compute weights, and are traced with the rest
-# What transformers hangs on modules: on embeddings for checkpoints, that their output requires grad, which it does in a
-# program; on layers, at the first call that asks for hidden states or scores of routers, what keeps them, which a trace
-# sees. (The name of the latter is misspelt there.)
-OF_TRANSFORMERS = (
-    "enable_input_require_grads.<locals>.make_inputs_require_grads", ".<locals>.output_capturing_hook",
-)  # fmt: skip
+OF_BACKWARD = tuple(kind for kind in HOOKS if kind not in FORWARD_HOOKS)
 
 
-def hooked(parallel: nn.Module) -> list[dict[int, object]]:
-    """Where hooks stand that no program calls: those of submodules. (The module itself is called as any module is.)"""
-    return [getattr(module, kind) for module in parallel.modules() if module is not parallel for kind in HOOKS]
+def hooked(parallel: nn.Module, kinds: Sequence[str] = OF_BACKWARD) -> list[dict[int, object]]:
+    """Where hooks of submodules stand. (The module itself is called as any module is.)"""
+    return [getattr(module, kind) for module in parallel.modules() if module is not parallel for kind in kinds]
 
 
 def refuse(parallel: nn.Module) -> None:
-    """Raise where a submodule has hooks, naming it and the first of them, or where all modules have."""
+    """Raise where a submodule has hooks in backward, naming it and the first of them, or where all modules have."""
     if global_forward_hooks or global_forward_pre_hooks:
         raise RuntimeError(
             "hooks are registered for all modules (register_module_forward_hook), which a compiled step would never "
@@ -33,12 +32,38 @@ def refuse(parallel: nn.Module) -> None:
     for name, module in parallel.named_modules():
         if module is parallel:
             continue
-        for kind in HOOKS:
+        for kind in OF_BACKWARD:
             for hook in getattr(module, kind).values():
                 told = getattr(hook, "__qualname__", type(hook).__name__)
-                if type(hook).__module__.startswith(COMPUTE) or told.endswith(OF_TRANSFORMERS):
-                    continue
                 raise RuntimeError(
                     f"module {name} has the hook {told} ({kind.strip('_')}), which a compiled step would never call: "
-                    "remove it, return what it looks at, or register it on the whole model or on parameters"
+                    "remove it, change gradients in a torch.autograd.Function, or register it on the whole model or on "
+                    "parameters"
                 )
+
+
+class Registered:
+    """The hooks that submodules run in forward, as they are now: a program has what they do."""
+
+    def __init__(self, parallel: nn.Module) -> None:
+        self._all = hooked(parallel, FORWARD_HOOKS)
+        self._count = sum(map(len, self._all))
+        self._some = [held for held in self._all if held]
+        self._were = [_looked_at(hook) for held in self._some for hook in held.values()]
+
+    def changed(self) -> bool:
+        """Whether others are there by now."""
+        if sum(map(len, self._all)) != self._count:
+            return True
+        now = [hook for held in self._some for hook in held.values()]
+        return len(now) != len(self._were) or any(was() != hook for was, hook in zip(self._were, now, strict=True))
+
+
+def _looked_at(hook: Any) -> Callable[[], Any]:
+    """It, for as long as somebody else holds it: it may hold the module."""
+    if isinstance(hook, types.MethodType):
+        return weakref.WeakMethod(hook)
+    try:
+        return weakref.ref(hook)
+    except TypeError:  # of a class with slots
+        return lambda: hook

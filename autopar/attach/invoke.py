@@ -212,4 +212,6 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
             raise CheckFailed(told)
     for (path, name), value in made.kept.items():
         setattr(prepared.modules[path], name, value)
+    for write, value in zip(prepared.left, made.left, strict=True):
+        write.make(value, prepared.modules)
     return made.outputs

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.attach.guards import Guards
+from autopar.attach.hooks import Registered
 from autopar.attach.inputs import type_of
 from autopar.attach.run import Runner
 from autopar.ir.graph import Graph, Node
 from autopar.ir.layout import Layout
 from autopar.plan import Plan
+from autopar.trace.left import Write
 from cost_models.steps import DEVICE
 
 
@@ -33,10 +35,10 @@ class Prepared:
     `inputs`: for each input of the program its place among the tensors of a call, and its layout. `parameters`: where
     they are found, in the order of the program; `beside`: those of other stages that train; `buffers`: all that the
     model has. `trained`: which parameters of the model, in any stage, required grad; `held`: which these were. `same`:
-    slots that hold one tensor under two names. `hooked`: dicts of hooks, and how many there were. `without_tangent`:
-    outputs whose gradient the program does not take. `writes`: attributes that forward sets, as `Reads.written` has
-    them; `sets`: those that are no tensors, and to what. `told`: in words. `has_trained`: whether a call with
-    gradients ran it.
+    slots that hold one tensor under two names. `hooked`: dicts of hooks that no program calls, and how many there were;
+    `hooks`: those that it has. `without_tangent`: outputs whose gradient the program does not take. `writes`:
+    attributes that forward sets, as `Reads.written` has them; `sets`: those that are no tensors, and to what; `left`:
+    what it writes elsewhere. `told`: in words. `has_trained`: whether a call with gradients ran it.
     """
 
     plan: Plan
@@ -53,10 +55,12 @@ class Prepared:
     same: list[tuple[Slot, Slot]]
     held: list[Tensor]
     hooked: tuple[list[dict[int, object]], int]
+    hooks: Registered
     without_tangent: frozenset[str]
     writes: Mapping[tuple[str, str], tuple[Any, Any, str]]
     modules: Mapping[str, nn.Module]
     sets: list[tuple[str, str, Any]]
+    left: list[Write]
     checked: list[tuple[Any, Any]]
     told: str
     batch_dims: Mapping[str, int]
@@ -89,6 +93,8 @@ class Prepared:
             if _lies(now) != _lies(self.held[number]):  # on ranks of other stages, too
                 return f"parameter {name} is another one, in other pieces"
             self.held[number] = now
+        if self.hooks.changed():
+            return "the hooks of a module are others"
         return self.guards.broken()
 
     @property

@@ -39,6 +39,8 @@ from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spe
 from autopar.trace.experts import experts_kept
 from autopar.trace.forward import check_exported, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
+from autopar.trace.independent import hangs_on_nothing
+from autopar.trace.left import Left
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.literals import small_buffers
 from autopar.trace.masks import masks_left_out
@@ -81,9 +83,14 @@ class Captured:
 
 
 def fake_copy(
-    model: nn.Module, mode: FakeTensorMode, precision: MixedPrecisionPolicy | None = None, device: str = "cpu"
+    model: nn.Module,
+    mode: FakeTensorMode,
+    precision: MixedPrecisionPolicy | None = None,
+    device: str = "cpu",
+    originals: dict[int, Any] | None = None,
 ) -> nn.Module:
     """The model with fake tensors of the same shapes on `device`, whatever device (or meta) the real ones are on.
+    `originals`: as of `with_tensors`.
 
     With a precision, parameters have the dtype they compute in. On another device than the CPU none requires grad.
     """
@@ -97,7 +104,7 @@ def fake_copy(
             fakes[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype)
         for value in computed_tensors(model):
             fakes[id(value)] = torch.empty(value.shape, dtype=value.dtype)
-    return with_tensors(model, fakes)
+    return with_tensors(model, fakes, originals)
 
 
 def _fake(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -126,8 +133,8 @@ class _Setting:
         """Where the fake tensors are."""
         return self.device_type if self.under_its_autocast else "cpu"
 
-    def copy(self) -> nn.Module:
-        return fake_copy(self.model, self.mode, self.precision, self.device)
+    def copy(self, originals: dict[int, Any] | None = None) -> nn.Module:
+        return fake_copy(self.model, self.mode, self.precision, self.device, originals)
 
     def run_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """What a copy of the model returns to a call that nobody traces."""
@@ -154,6 +161,7 @@ class _Inputs:
 class _Watched:
     """The copy of a model that is traced. `reads`, `notes`: what is found out about it on the way. `caches`: it would
     have made a key/value cache, and `may_cache`. `drawn`: the random state of Python and numpy before.
+    `originals`: id of what was copied -> that.
     """
 
     model: nn.Module
@@ -162,6 +170,7 @@ class _Watched:
     caches: bool
     may_cache: bool
     drawn: tuple[int, int]
+    originals: Mapping[int, Any]
 
 
 def capture(
@@ -243,7 +252,8 @@ def _autocast_around(device_type: str) -> Autocast:
 
 def _ready_to_trace(setting: _Setting, may_cache: bool) -> _Watched:
     """A fake copy of the model, made ready to be traced."""
-    copy, notes, reads = setting.copy(), list[str](), Reads()
+    originals: dict[int, Any] = {}
+    copy, notes, reads = setting.copy(originals), list[str](), Reads()
     as_plain_modules(copy)
     make_traceable(copy)
     if setting.training is not None:
@@ -252,7 +262,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool) -> _Watched:
     drawn = random_state()
     returning(copy, reads, notes)
     watch_forward(copy, small_buffers(setting.model), notes)
-    return _Watched(copy, reads, notes, caches, may_cache, drawn)
+    return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)
 
 
 def _fake_inputs(setting: _Setting, leaves: list[tuple[str, Any]], spec: pytree.TreeSpec) -> _Inputs:
@@ -284,7 +294,9 @@ def _exported(
         ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
             exported = torch.export.export(copy.model, *inputs.call(), strict=False)
-        return exported, functions, copy.reads.changed()  # where nothing of ours is in the place of others' any more
+        copy.reads.left.of(copy.originals)
+        changed = copy.reads.changed(copy.originals)
+        return exported, functions, changed  # where nothing of ours is in the place of others' any more
 
 
 def _as_noted(
@@ -295,6 +307,7 @@ def _as_noted(
     """
     exported, functions, changed = _exported(setting, copy, inputs)
     if changed is None:
+        _see_what_hangs_on_it(setting, copy, inputs, exported)
         return copy, exported, functions
     if not changed.is_table:
         refuse(changed)
@@ -302,7 +315,22 @@ def _as_noted(
     exported, functions, still = _exported(setting, copy, inputs)
     if still is not None or str(exported.graph) != before:
         refuse(still or changed)
+    _see_what_hangs_on_it(setting, copy, inputs, exported)
     return copy, exported, functions
+
+
+def _see_what_hangs_on_it(
+    setting: _Setting, copy: _Watched, inputs: _Inputs, exported: torch.export.ExportedProgram
+) -> None:
+    """Trace once more where forward leaves something outside of its modules, with that there."""
+
+    def again() -> tuple[Left, torch.export.ExportedProgram, Change | None]:
+        other = _ready_to_trace(setting, copy.may_cache)
+        exported, _, changed = _exported(setting, other, inputs)
+        return other.reads.left, exported, changed
+
+    if copy.reads.left.writes:
+        hangs_on_nothing(copy.reads.left, dict(setting.model.named_modules()), setting.mode, exported, again)
 
 
 def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, fakes: list[Any]) -> list[Any]:

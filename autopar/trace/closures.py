@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -17,16 +18,26 @@ from torch import Size, nn
 from autopar.trace.values import held_in, put_in
 
 
-def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> None:
+def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> list[tuple[Any, Any]]:
     """Let the functions that modules of `made` hold look at copies: `copy_of[i]`, in the place of the object with `id`
     i (what `copy.deepcopy` leaves in its memo). Those that look at nothing that was copied stay the same objects, as do
-    their variables.
+    their variables. What it gives: (a list or dict that stands for another one in a function, that one).
     """
     turned = _Turned(copy_of)
     for part in made.modules():
         held = vars(part)
         for name, value in [*held.items()]:
             held[name] = turned.within(value)
+    return turned.rebuilt
+
+
+def globals_of(functions: Iterable[Any]) -> list[Any]:
+    """The lists and dictionaries that these functions find among their globals: every copy of a function finds the very
+    same.
+    """
+    plain = (function for function in functions if isinstance(function, types.FunctionType))
+    named = (one.__globals__.get(name) for one in plain for name in one.__code__.co_names)
+    return [value for value in named if isinstance(value, (list, dict, deque))]
 
 
 def with_parts(value: Any, parts: list[Any]) -> Any:
@@ -45,6 +56,7 @@ class _Turned:
         self.cells: dict[int, tuple[types.CellType, types.CellType]] = {}  # with the old one, whose id stays its own
         self.own: dict[int, Any] = {}
         self.functions: dict[int, tuple[types.FunctionType, types.FunctionType]] = {}
+        self.rebuilt: list[tuple[Any, Any]] = []
 
     def of(self, value: Any) -> Any:
         """What stands for the value where it is read."""
@@ -61,20 +73,25 @@ class _Turned:
                 given = cast("partial[Any]", value)
                 return partial(self.of(given.func), *map(self.of, given.args), **self._named(given.keywords))
             case list():
-                return [*map(self.of, held_in(value))]
+                return self._as_rebuilt(value, [*map(self.of, held_in(value))])
             case dict():
-                return self._named(cast("dict[Any, Any]", value))
+                return self._as_rebuilt(value, self._named(cast("dict[Any, Any]", value)))
             case _:
                 return with_parts(value, [*map(self.of, held_in(value))])
 
     def within(self, value: Any) -> Any:
         """`of`, of what a copy holds; its lists and dictionaries (hooks, tables of activations) are its own already."""
-        if isinstance(value, (types.FunctionType, partial, tuple)):
+        if isinstance(value, (types.FunctionType, types.MethodType, partial, tuple)):
             return self.of(value)
         if isinstance(value, (list, dict)) and id(value) not in self.own:
             self.own[id(value)] = value
             put_in(cast("Any", value), self.within)
-        return value
+            return value
+        return self.copy_of.get(id(value), value)  # a hook may be an object that the model holds elsewhere, too
+
+    def _as_rebuilt(self, value: Any, made: Any) -> Any:
+        self.rebuilt.append((made, value))
+        return made
 
     def _named(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
         return {name: self.of(value) for name, value in values.items()}

@@ -7,9 +7,10 @@ anything about a program.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
+from autopar.trace.settings import Of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
     MISSING,
@@ -36,6 +37,7 @@ class Configurations:
         # (id, name) -> the object, what was there, a snapshot of that
         self._before: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         self._whole: list[tuple[Any, Any]] = []  # objects of which any may have been read, and what was in them
+        self.sees: Callable[[Any, str, Any], None] = lambda *_: None  # is told of each attribute: place, name, value
 
     def read(self, copied: Any) -> set[str] | None:
         """Names of its own that were read of an object of the traced copy; None: any may have been."""
@@ -78,12 +80,14 @@ class Configurations:
         """Classes are as they were."""
         self._classes.restore()
 
-    def changed(self) -> Change | None:
-        """An attribute that the trace changed."""
+    def changed(self, originals: Collection[int]) -> Change | None:
+        """An attribute that the trace changed, but for tables of which the user's are others (`originals`: by ids)."""
         for (_, name), (value, was, before) in self._before.items():
             now = vars(value).get(name, MISSING)
             if snapshot(now) != before and not is_noted_once(was, now):
-                return Change(f"{name} of {_named(value)}", now is was and is_grown_table(before, now))
+                is_table = now is was and is_grown_table(before, now)
+                if not is_table or id(now) not in originals:
+                    return Change(f"{name} of {_named(value)}", is_table)
         changed = (f"what is in {_named(value)}" for value, was in self._whole if inside(value) != was)
         return next(map(Change, changed), None)
 
@@ -92,7 +96,9 @@ class Configurations:
         if not name.startswith("__"):
             own = object.__getattribute__(value, "__dict__")
             was = own.get(name, MISSING)
-            self._before.setdefault((id(value), name), (value, was, snapshot(was)))
+            if (id(value), name) not in self._before:
+                self._before[id(value), name] = value, was, snapshot(was)
+                self.sees(Of(value), name, was)
 
     def is_watched(self, value: Any) -> bool:
         return id(value) in self._read

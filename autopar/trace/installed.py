@@ -16,11 +16,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import TraceError
+from autopar.trace.modules import HOOKS
 from autopar.trace.reads import Reads
 from autopar.trace.values import MISSING
-
-# The dicts of hooks that a module has.
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,10 @@ def take_back(modules: Mapping[str, nn.Module], before: Hung, reads: Reads) -> N
         found = getattr(modules[path], kind)
         for number in found.keys() - hooks.keys():
             del found[number]
+    known = {number for hooks in before.hooks.values() for number in hooks}
+    for held in reads.attributes.values():
+        if isinstance(held, list) and any(isinstance(one, RemovableHandle) for one in held):
+            held[:] = [one for one in held if not isinstance(one, RemovableHandle) or one.id in known]
     for path in replaced:
         _restore(modules[path], "forward", before.forwards[path])
     if not installed and not replaced:

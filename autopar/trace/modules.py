@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from autopar.errors import PlanMismatch, TraceError
-from autopar.trace.closures import look_at_copies, with_parts
+from autopar.trace.closures import globals_of, look_at_copies, with_parts
 from autopar.trace.values import held_in, put_in
 
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module holds what is registered with it
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 
 def check_names(model: nn.Module) -> None:
@@ -50,20 +52,32 @@ def check_dense(value: torch.Tensor, what: str) -> None:
         raise PlanMismatch(f"{what} has the layout {kind}, and a plan splits dense tensors: {way}")
 
 
-def with_tensors(model: nn.Module, tensor_of: Mapping[int, torch.Tensor]) -> nn.Module:
-    """A structural copy of `model` in which the tensor with `id` i is `tensor_of[i]`.
+def with_tensors(
+    model: nn.Module, tensor_of: Mapping[int, torch.Tensor], originals: dict[int, Any] | None = None
+) -> nn.Module:
+    """A structural copy of `model` in which the tensor with `id` i is `tensor_of[i]`. `originals`: is told what the
+    object with `id` i is a copy of.
 
     Names, aliases (one module or tensor under two names) and the user's attributes stay as they are; functions that
-    look at the model look at the copy. `model` is not changed, and no parameter or buffer storage is copied.
+    look at the model look at the copy. Of what hooks hold, that alone is copied which the model holds, too. `model` is
+    not changed, and no parameter or buffer storage is copied.
     """
-    copy_of: dict[int, Any] = dict(tensor_of)
+    hooks = [getattr(part, kind) for part in model.modules() for kind in HOOKS]
+    given: dict[int, Any] = {**tensor_of, **{id(held): type(held)() for held in hooks}}
+    given |= {id(value): value for held in hooks for value in globals_of(held.values())}
+    copy_of = dict(given)
     try:
         made = copy.deepcopy(model, copy_of)
     except Exception:  # whatever a class raises that cannot be copied: locks, files, generators
-        copy_of = dict(tensor_of) | _shared(model, tensor_of)
+        copy_of = _shared(model, given) | given
         made = copy.deepcopy(model, copy_of)
     _fill_as_held(copy_of)
-    look_at_copies(made, copy_of)
+    copied = [(copy_of[id(one)], one) for one in copy_of.get(id(copy_of), ()) if id(one) in copy_of]
+    for held in hooks:
+        copy_of[id(held)].update(held)
+    copied += look_at_copies(made, copy_of)
+    if originals is not None:
+        originals |= {id(copy): original for copy, original in copied}
     return made
 
 
@@ -89,14 +103,14 @@ def _fill_as_held(copy_of: dict[int, Any]) -> None:
             dict.update(made, {key: copy.deepcopy(part, copy_of) for key, part in dict.items(one)})
 
 
-def _shared(model: nn.Module, tensor_of: Mapping[int, torch.Tensor]) -> dict[int, Any]:
+def _shared(model: nn.Module, given: Mapping[int, Any]) -> dict[int, Any]:
     """By id, what modules hold and cannot be copied: a copy of the model holds the very same."""
     found: dict[int, Any] = {}
     for part in model.modules():
         for name, value in vars(part).items():
             if name not in REGISTERED:
                 try:
-                    copy.deepcopy(value, dict(tensor_of) | {id(model): model})
+                    copy.deepcopy(value, dict(given) | {id(model): model})
                 except Exception:  # as above; a copy of all raises again whatever is not mended by this
                     found[id(value)] = value
     return found

@@ -18,7 +18,9 @@ from autopar.errors import TraceError
 from autopar.trace.calls import make_known
 from autopar.trace.closures import with_parts
 from autopar.trace.given import given_in, refuse_what_is_written
-from autopar.trace.installed import HOOKS, hung_on, take_back
+from autopar.trace.installed import hung_on, take_back
+from autopar.trace.left import is_kept, is_made
+from autopar.trace.modules import HOOKS
 from autopar.trace.numbers import Number, refuse_text
 from autopar.trace.reads import Reads
 from autopar.trace.values import MISSING
@@ -27,25 +29,27 @@ from autopar.trace.values import MISSING
 @dataclass(frozen=True)
 class Returned:
     """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules, or
-    lists, tuples and dicts of some. `numbers`: which leaves of these are numbers to whoever calls. `checks`: as
-    `autopar.trace.checks.Checks.wrong`.
+    lists, tuples and dicts of some. `left`: what it writes elsewhere, as `autopar.trace.left.Left.writes`. `numbers`:
+    which leaves of these are numbers to whoever calls. `checks`: as `autopar.trace.checks.Checks.wrong`.
     """
 
     outputs: Any
     kept: dict[tuple[str, str], Any]
+    left: list[Any]
     numbers: frozenset[int] = frozenset()
     checks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def beside(self) -> list[Any]:
         """The leaves that are no outputs of the model."""
-        return pytree.tree_leaves([[*self.kept.values()], [*self.checks.values()]])
+        return pytree.tree_leaves([[*self.kept.values()], self.left, [*self.checks.values()]])
 
 
 def _together(parts: Any, names: Any) -> Returned:
-    outputs, kept, holds = parts
+    outputs, kept, left, holds = parts
     of_kept, of_checks, numbers = names
-    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), numbers, dict(zip(of_checks, holds, strict=True)))
+    checks = dict(zip(of_checks, holds, strict=True))
+    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), [*left], numbers, checks)
 
 
 def numbers_of(spec: pytree.TreeSpec) -> frozenset[int]:
@@ -56,7 +60,7 @@ def numbers_of(spec: pytree.TreeSpec) -> frozenset[int]:
 pytree.register_pytree_node(
     Returned,
     lambda one: (
-        [one.outputs, [*one.kept.values()], [*one.checks.values()]],
+        [one.outputs, [*one.kept.values()], one.left, [*one.checks.values()]],
         ([*one.kept], [*one.checks], one.numbers),
     ),
     _together,
@@ -102,18 +106,18 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         refuse_what_is_written(given, outputs)
         kept: dict[tuple[str, str], Any] = {}
         for (path, name), (before, after, _) in reads.written.items():
-            if _is_kept(after):
+            if is_kept(after):
                 kept[path, name] = after
                 attributes = vars(modules[path])  # the trace shall not see that it was set
                 attributes.pop(name, None)
                 if before is not MISSING:
                     attributes[name] = before
-            elif any(map(_is_made, pytree.tree_leaves(after))):
+            elif any(map(is_made, pytree.tree_leaves(after))):
                 raise TraceError(
                     f"forward keeps tensors in {'.'.join(('self', *filter(None, (path, name))))}, a "
                     f"{type(after).__name__}; return them, or keep each as an attribute of its own"
                 )
-        return _with_tensors(Returned(outputs, kept))
+        return _with_tensors(Returned(outputs, kept, reads.left.take(modules)))
 
     model.forward = returned
 
@@ -127,21 +131,6 @@ def _with_tensors(returned: Returned) -> Returned:
         return returned
     leaves = [leaf.tensor if isinstance(leaf, Number) else leaf for leaf in leaves]
     return replace(pytree.tree_unflatten(leaves, spec), numbers=numbers)
-
-
-def _is_made(value: Any) -> bool:
-    return isinstance(value, (Tensor, Number)) and not isinstance(value, nn.Parameter)
-
-
-def _is_kept(value: Any) -> bool:
-    """Whether it is a tensor or a number out of one, or a list, tuple or dict with some in it and nothing else that
-    has parts.
-    """
-    if isinstance(value, (Tensor, Number)):
-        return True
-    leaves = pytree.tree_leaves(value, is_leaf=lambda part: type(part) not in (list, tuple, dict))
-    plain = (Tensor, Number, bool, int, float, str, type(None))
-    return any(map(_is_made, leaves)) and all(isinstance(part, plain) for part in leaves)
 
 
 def _without_caches(value: Any, notes: list[str]) -> Any:

@@ -12,7 +12,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.trace.configurations import Configurations
-from autopar.trace.modules import REGISTERED
+from autopar.trace.left import Left, OfModule
+from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
 from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
@@ -54,7 +55,7 @@ class Reads:
     of what may change in place, as it was first read. `names`: (where, name, value, a snapshot of it) of what functions
     and classes of the user's see outside the instance: class attributes, globals, variables of enclosing functions,
     and what is in objects that are found there. `inside`: what is read of configurations and other objects that modules
-    hold. `classes`: those of modules, and what each has.
+    hold. `classes`: those of modules, and what each has. `left`: what forward writes to these.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -64,6 +65,10 @@ class Reads:
     names: list[tuple[Mapping[str, Any], str, Any, Any]] = field(default_factory=list)
     inside: Configurations = field(default_factory=Configurations)
     classes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
+    left: Left = field(default_factory=Left)
+
+    def __post_init__(self) -> None:
+        self.inside.sees = self.left.see
 
     def is_read(self, place: Mapping[str, Any], name: str) -> bool:
         """Whether a setting is read, or may be: of objects that were watched, one knows."""
@@ -73,12 +78,15 @@ class Reads:
     def see(self, place: Mapping[str, Any], name: str, value: Any) -> None:
         """That this value is found outside the instances."""
         self.names.append((place, name, value, snapshot(value)))
+        self.left.see(place, name, value)
 
-    def changed(self) -> Change | None:
-        """What the trace changed that is no attribute of a module: lists that grew, counters of the user's."""
+    def changed(self, originals: Collection[int]) -> Change | None:
+        """What the trace changed that is no attribute of a module: lists that grew, counters of the user's. Tables that
+        only copies have more in (`originals`: by their ids) are none of it: those of the user's stay as they are.
+        """
         for (path, name), was in self.contents.items():
-            if snapshot(self.attributes[path, name]) != was:
-                held = self.attributes[path, name]
+            held = self.attributes[path, name]
+            if snapshot(held) != was and not (id(held) in originals and is_grown_table(was, held)):
                 told = f"{type(held).__name__}: draw with torch" if isinstance(held, DRAWING) else type(held).__name__
                 told = f"what is in self.{f'{path}.{name}' if path else name} ({told})"
                 return Change(told, is_grown_table(was, held))
@@ -94,6 +102,8 @@ class Reads:
                 if now is not value:
                     _put_back(place, name, value)
                 is_table = now is value and is_grown_table(was, now)
+                if is_table and id(now) in originals:
+                    continue
                 return Change(f"{name}, which is no attribute of a module", is_table)
         for kind, had in self.classes:
             now = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
@@ -101,7 +111,7 @@ class Reads:
                 for name in written:
                     type.__setattr__(kind, name, had[name]) if name in had else type.__delattr__(kind, name)
                 return Change(f"{written[0]} of the class {kind.__name__}")
-        return self.inside.changed()
+        return self.inside.changed(originals)
 
 
 def refuse(change: Change) -> NoReturn:
@@ -130,7 +140,11 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
     kinds = dict.fromkeys(map(type, modules))
     held = dict.fromkeys(type(value) for module in modules for value in vars(module).values())
     settings = Settings(methods_of([*kinds, *held]))
-    settings.look([*(kind.forward for kind in kinds), *_held_by(modules)], kinds)
+    hooks = [hook for module in modules for kind in FORWARD_HOOKS for hook in getattr(module, kind).values()]
+    settings.look([*(kind.forward for kind in kinds), *_held_by(modules), *hooks], kinds, hooks)
+    for owner in settings.owners:
+        if id(owner) not in path_of:
+            reads.left.see_attributes(owner)
     reads.classes += [(kind, dict(vars(kind))) for kind in kinds]
     for found in settings.found:
         reads.see(*found)
@@ -178,8 +192,10 @@ def _noting(
             elif (path, name) not in reads.attributes and (path, name) not in reads.written:
                 reads.inside.watch(own[name], lambda: reads.is_open)
                 reads.attributes[path, name] = own[name]
-                if isinstance(own[name], IN_PLACE) and not isinstance(own[name], Tensor):
+                is_content = isinstance(own[name], IN_PLACE) and not isinstance(own[name], Tensor)
+                if is_content and not reads.left.knows(own[name]):  # by another name, from before
                     reads.contents[path, name] = snapshot(own[name])
+                    reads.left.see(OfModule(path), name, own[name])
         elif not any(name in own.get(kept, ()) for kept in REGISTERED):
             owner = next((one for one in type(self).__mro__ if name in vars(one)), None)
             if owner is None or (owner is not nn.Module and isinstance(vars(owner)[name], MAY_BE_SET)):

@@ -103,6 +103,7 @@ class Settings:
 
     def __init__(self, methods: Mapping[str, list[Any]]) -> None:
         self.found: list[tuple[Mapping[str, Any], str, Any]] = []
+        self.owners: list[Any] = []  # objects that hooks are methods of, and modules that functions name
         self._methods = methods
         self._known: dict[tuple[int, str], Any] = {}  # (id of a place, name) -> the place, so that its id stays its own
         self._classes: dict[type, Mapping[str, Any]] = {}  # the place of each: `vars` makes a new one every time
@@ -111,11 +112,13 @@ class Settings:
         self._left: list[Any] = []
         self._holders: dict[int, _Holder] = {}
 
-    def look(self, functions: Iterable[Any], classes: Iterable[type]) -> None:
+    def look(self, functions: Iterable[Any], classes: Iterable[type], hooks: Iterable[Any] = ()) -> None:
         """At what these functions (whatever is none of them is passed over), and those that they name, name; and at
-        those names in classes of the user's.
+        those names in classes of the user's. `hooks`: callables of any kind.
         """
         self._left += functions
+        for hook in hooks:
+            self._look_at_call(hook)
         for kind in classes:
             if not _is_installed(kind):
                 self._hold(kind)
@@ -127,6 +130,28 @@ class Settings:
             self._left.clear()
             for holder in [*self._holders.values()]:
                 self._look_inside(holder)
+
+    def _look_at_call(self, call: Any) -> None:
+        """At a function, or a method, or an object that may be called, and at what it is given once for all."""
+        if isinstance(call, partial):
+            given = cast("partial[Any]", call)
+            for part in (given.func, *given.args, *given.keywords.values()):
+                self._look_at_call(part)
+        elif isinstance(call, types.MethodType):
+            self._left.append(call.__func__)
+            self._own(call.__self__)
+        elif isinstance(call, types.FunctionType):
+            self._left.append(call)
+        elif not isinstance(call, (*SCALARS, type)):
+            self._left += [vars(kind).get("__call__") for kind in type(call).__mro__]
+            self._own(call)
+
+    def _own(self, value: Any) -> None:
+        if isinstance(value, (list, dict, deque)):
+            self._see({"": value}, "", value)
+        elif not isinstance(value, (*OTHERS, *SCALARS, type)):
+            self.owners.append(value)
+            self._hold(value)
 
     def objects(self) -> list[Any]:
         """Those that were found, but for classes, modules and functions."""
@@ -171,6 +196,8 @@ class Settings:
         if isinstance(value, types.ModuleType):
             self._hold(value)
             return
+        if isinstance(value, nn.Module):
+            self.owners.append(value)
         if isinstance(value, ContextVar):
             self._see(Now(value.get), name, Now(value.get).get(name, MISSING))
         if isinstance(value, CACHED) and value.cache_info().currsize and _asks_for_nothing(value):

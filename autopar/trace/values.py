@@ -106,21 +106,24 @@ def few_in(value: Any) -> list[Any]:
     return found if len(found) <= FEW else []
 
 
-def snapshot(value: Any) -> Any:
+Hidden = Mapping[int, Set[Any] | None]  # id of a container or object -> keys that do not count; None: all
+
+
+def snapshot(value: Any, hidden: Hidden = types.MappingProxyType({})) -> Any:
     """Something that equals another snapshot where two values mean the same to a program. Objects are themselves."""
-    return _Looked(whole=False).at(value, DEEPEST)
+    return _Looked(whole=False, hidden=hidden).at(value, DEEPEST)
 
 
-def inside(value: Any) -> Any:
+def inside(value: Any, hidden: Hidden = types.MappingProxyType({})) -> Any:
     """As `snapshot`, with the attributes of objects, and of those that they hold."""
-    return _Looked(whole=True).at(value, DEEPEST)
+    return _Looked(whole=True, hidden=hidden).at(value, DEEPEST)
 
 
 class _Looked:
     """A look at a value and all that it holds: each container once, however often it is there."""
 
-    def __init__(self, *, whole: bool) -> None:
-        self.whole = whole
+    def __init__(self, *, whole: bool, hidden: Hidden) -> None:
+        self.whole, self.hidden = whole, hidden
         self.known: dict[int, Any] = {}  # by what holds itself, it is its `id`
 
     def at(self, value: Any, depth: int) -> Any:
@@ -165,8 +168,14 @@ class _Looked:
         return (*told, self._all(dict(own), depth)) if own else told
 
     def _all(self, value: Any, depth: int) -> Any:
+        without = self.hidden.get(id(value), ())
+        if without is None:
+            return None
         if isinstance(value, dict):
-            return [(key, self.at(part, depth)) for key, part in dict.items(cast("dict[Any, Any]", value))]
+            held = dict.items(cast("dict[Any, Any]", value))
+            return [(key, self.at(part, depth)) for key, part in held if key not in without]
+        if without:
+            return [self.at(part, depth) for place, part in enumerate(held_in(value)) if place not in without]
         if isinstance(value, (set, frozenset)):
             return frozenset(map(_hashed, held_in(value)))
         return [self.at(part, depth) for part in held_in(value)]
@@ -177,7 +186,9 @@ class _Looked:
             return id(value)
         if id(value) not in self.known:
             self.known[id(value)] = id(value)
-            self.known[id(value)] = id(value), self._all(dict(own), depth - 1)
+            without = self.hidden.get(id(value)) or ()
+            own = {name: part for name, part in own.items() if name not in without}
+            self.known[id(value)] = id(value), self._all(own, depth - 1)
         return self.known[id(value)]
 
 

@@ -1,5 +1,6 @@
 """What forward leaves on its modules: forgotten where every call makes it alike, refused where calls build on it."""
 
+import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -87,10 +88,15 @@ def test_what_calls_build_on_is_refused(one: DeviceMesh, what: str, name: str) -
             parallel(torch.randn(4, 6))
 
 
-def test_a_list_that_forward_fills_is_refused(one: DeviceMesh) -> None:
-    parallel = autopar.compile(Leaves("what it saw"), one)
-    with pytest.raises(TraceError, match=r"forward changes what is in self.seen \(list\), .* return the values"):
-        parallel(torch.randn(4, 6))
+def test_a_list_that_forward_fills_has_what_each_call_made(one: DeviceMesh) -> None:
+    plain = Leaves("what it saw")
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for _ in range(3):
+        x = torch.randn(4, 6)
+        plain(x), parallel(x)
+    assert len(parallel.seen) == len(plain.seen) == 3
+    for ours, theirs in zip(parallel.seen, plain.seen, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_what_forward_draws_and_keeps_is_there_after_every_call(one: DeviceMesh) -> None:

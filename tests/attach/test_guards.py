@@ -164,19 +164,6 @@ def test_random_numbers_that_are_not_torchs_are_refused_with_the_line(one: Devic
         autopar.compile(Drawing(how), one)(torch.randn(4, 8))
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_hooks_of_submodules_are_refused(one: DeviceMesh, when: str) -> None:
-    plain, x = Base(), torch.randn(4, 8)
-    if when == "before":
-        plain.a.register_forward_hook(lambda *_: None)
-    parallel = autopar.compile(plain, one)
-    if when == "after":
-        parallel(x)
-        parallel.a.register_forward_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match=r"module a has the hook .* never call: remove it"):
-        parallel(x)
-
-
 def test_hooks_of_the_whole_module_run_and_those_of_parameters_go_with_them(one: DeviceMesh) -> None:
     plain, x, seen = Base(), torch.randn(4, 8), list[str]()
     plain.a.weight.register_hook(lambda gradient: gradient * 2)
