@@ -314,7 +314,7 @@ def _refill(held: Any, had: Any) -> None:
     kind: Any = next(one for one in (dict, list, deque) if isinstance(held, one))
     kind.clear(held)
     if kind is dict:
-        kind.update(held, had)
+        kind.update(cast("Any", held), had)
     else:
         kind.extend(held, had)
 
