@@ -176,6 +176,8 @@ class Settings:
         self._left += (call for name in names & self._methods.keys() for call in self._methods[name])
         read: set[str] | None = None
         for name in names & function.__globals__.keys():
+            if name.startswith("@"):  # no name that anybody can write: pytest's, in what it makes of an assert
+                continue
             value = function.__globals__[name]
             if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
                 read = set(_globals_of(function.__code__)) if read is None else read
