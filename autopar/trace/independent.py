@@ -42,7 +42,8 @@ def hangs_on_nothing(
     else:
         left.is_independent = left.told() == writes.told()
         counter = left.counted(writes) if left.is_independent else None
-        reads_it = changed is not None or any(isinstance(value, FakeTensor) for value in other.constants.values())
+        taken = other.graph_signature.inputs_to_lifted_tensor_constants.values()
+        reads_it = changed is not None or any(isinstance(other.constants[name], FakeTensor) for name in taken)
         reads_it = reads_it or (left.is_independent and str(other.graph) != str(exported.graph))
     finally:
         for take_back in reversed(undo):

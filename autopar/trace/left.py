@@ -141,9 +141,8 @@ class Left:
         self.like: list[Any] = []  # what it wrote
         self.is_independent = True  # of what earlier calls have left
         self._containers: dict[int, _Seen] = {}
-        self._values: dict[
-            tuple[int, str], tuple[Any, Any]
-        ] = {}  # by id of the holder, and name: place, what was there
+        # (id of the holder, name) -> (place, what was there)
+        self._values: dict[tuple[int, str], tuple[Any, Any]] = {}
         self._owners: list[tuple[Any, frozenset[str]]] = []  # objects, and what attributes they had
 
     def see(self, place: Any, name: str, value: Any) -> None:
@@ -336,12 +335,12 @@ def is_made(value: Any) -> bool:
 
 
 def is_kept(value: Any) -> bool:
-    """Whether it is a tensor or a number out of one, or a list, tuple or dict with some in it and nothing else that
-    has parts.
+    """Whether it is a tensor or a number out of one, or a list, tuple, dict or whatever torch takes apart likewise
+    (named tuples, outputs of transformers) with some in it and nothing else that has parts.
     """
     if isinstance(value, (Tensor, Number)):
         return True
-    leaves = pytree.tree_leaves(value, is_leaf=lambda part: type(part) not in (list, tuple, dict))
+    leaves = pytree.tree_leaves(value)
     plain = (Tensor, Number, bool, int, float, str, type(None))
     return any(map(is_made, leaves)) and all(isinstance(part, plain) for part in leaves)
 

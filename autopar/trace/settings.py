@@ -42,6 +42,7 @@ MAKING = (
 )
 CACHED = type(functools.cache(len))
 TYPED_IN = ("<stdin>", "<string>", "<ipython", "<console>", "<python")  # code of no file, that somebody wrote
+GIVEN = "what a hook is given"
 OTHERS = (Tensor, np.ndarray, np.generic, enum.Enum, torch.autograd.Function)
 
 
@@ -148,7 +149,7 @@ class Settings:
 
     def _own(self, value: Any) -> None:
         if isinstance(value, (list, dict, deque)):
-            self._see({"": value}, "", value)
+            self._see({GIVEN: value}, GIVEN, value)
         elif not isinstance(value, (*OTHERS, *SCALARS, type)):
             self.owners.append(value)
             self._hold(value)

@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -191,6 +191,18 @@ def numbers(model: Any) -> Take:
     return lambda: [found["spread"], found["rows"], *found["shape"]]
 
 
+class Pair(NamedTuple):
+    made: Tensor
+    rows: int
+
+
+def in_named_tuples(model: Any) -> Take:
+    found: dict[str, Pair] = {}
+    model.register_buffer("unsaved", torch.ones(8), persistent=False)
+    model.b.register_forward_hook(lambda module, given, made: found.update(b=Pair(made + model.unsaved, len(made))))
+    return lambda: [*found["b"]]
+
+
 def of_all_layers(model: Any) -> Take:
     found: dict[str, Tensor] = {}
     for name, part in model.named_modules():
@@ -214,7 +226,7 @@ def other_inputs(model: Any) -> Take:
 RECIPES = (
     in_a_global_table, in_a_global, in_a_list_that_is_cleared, in_a_list_that_grows, in_a_list_of_two, in_the_last_two,
     in_a_place_of_a_list, in_tables_of_lists, in_an_object, in_an_object_that_is_called, in_what_a_hook_is_given,
-    in_a_variable, in_another_module, numbers, of_all_layers, other_outputs, other_inputs,
+    in_a_variable, in_another_module, numbers, in_named_tuples, of_all_layers, other_outputs, other_inputs,
 )  # fmt: skip
 
 
