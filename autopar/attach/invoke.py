@@ -138,6 +138,12 @@ def _with_every_tangent(parallel: Any, prepared: Prepared, call: Call, key: Key,
             if full is None:
                 state.programs[key].remove(prepared)
                 full = prepare(parallel, state, call, key, training=parallel.training)
+            told = [[write.told for write in one.left] for one in (prepared, full)]
+            if full.out_spec != prepared.out_spec or told[0] != told[1]:
+                raise RuntimeError(
+                    "a gradient arrives for an output beside the loss, for which the step is planned again now, but "
+                    "what forward gives and keeps is something else by now; call the module again, then backward"
+                )
         counted, state.drawing_calls = state.drawing_calls, drawing
         values = {name: slot[0][slot[1]] for name, slot in full.buffers.items()}
         for name, value in before.items():

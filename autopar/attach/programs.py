@@ -271,19 +271,25 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
     state.updates.finish()  # while torch traces, optimizers compute in other ways
     mode = None if training == parallel.training else training
 
+    def captured_with() -> Captured:
+        return capture(
+            parallel,
+            call.args,
+            call.kwargs,
+            training=mode,
+            precision=state.precision,
+            every_tangent=key in state.wants_tangents,
+            loss_alone=state.outputs == "loss" and key.gradients,
+            device_type=state.device_mesh.device_type,
+        )
+
     def trace() -> tuple[Captured, Graph]:
         hooks.refuse(parallel)
         with state.watch.working(), as_user_class(parallel), torch.inference_mode(False), torch.enable_grad():
-            captured = capture(
-                parallel,
-                call.args,
-                call.kwargs,
-                training=mode,
-                precision=state.precision,
-                every_tangent=key in state.wants_tangents,
-                loss_alone=state.outputs == "loss" and key.gradients,
-                device_type=state.device_mesh.device_type,
-            )
+            captured = captured_with()
+            if captured.without_tangent and not captured.reads.left.is_independent:
+                state.wants_tangents.add(key)  # backward could not trace it again, with what forward has left there
+                captured = captured_with()
         refuse_carried(captured.reads, [known.writes for known in state.programs.get(key, ())])
         parts = parts_of(state.batch_norm, state.mesh)
         return captured, graph_of(captured, state.precision, parts=parts, rules=state.rules)

@@ -39,7 +39,7 @@ from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spe
 from autopar.trace.experts import experts_kept
 from autopar.trace.forward import check_exported, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
-from autopar.trace.independent import hangs_on_nothing
+from autopar.trace.independent import hangs_on_nothing, refuse_fakes
 from autopar.trace.left import Left
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.literals import small_buffers
@@ -212,6 +212,7 @@ def capture(
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
         copy, exported, functions = _as_noted(setting, copy, inputs)
+        refuse_fakes(model)
         check_exported(exported)
         check_device(exported.graph_module, device_type)
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):

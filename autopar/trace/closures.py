@@ -132,10 +132,10 @@ class _Turned:
         if id(value) in seen:
             return False
         seen.add(id(value))
-        return any(self._reaches(part, seen) for part in _parts(value))
+        return any(self._reaches(part, seen) for part in parts_of(value))
 
 
-def _parts(value: Any) -> list[Any]:
+def parts_of(value: Any) -> list[Any]:
     """What a function, or a plain container, holds."""
     match value:
         case types.FunctionType():

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from autopar._compat import FakeTensor, FakeTensorMode
+from autopar.errors import TraceError
+from autopar.trace.closures import parts_of
 from autopar.trace.left import Left
+from autopar.trace.modules import HOOKS, REGISTERED
 from autopar.trace.reads import refuse
-from autopar.trace.values import Change
+from autopar.trace.values import Change, held_in, is_of_torch, own_names
 
+MOST = 10_000  # objects that hooks lead to are looked at, at most
 Again = Callable[[], tuple[Left, torch.export.ExportedProgram, Change | None]]
 
 
@@ -55,3 +60,27 @@ def hangs_on_nothing(
         refuse(Change(counter.called))
     if reads_it and not is_first:
         raise left.refused() from error
+
+
+def refuse_fakes(model: nn.Module) -> None:
+    """Raise TraceError where a hook has left a traced tensor in what nobody saw, and a script would find it."""
+    left: list[Any] = [hook for part in model.modules() for kind in HOOKS for hook in getattr(part, kind).values()]
+    looked: dict[int, Any] = {}
+    while left and len(looked) < MOST:
+        value = left.pop()
+        if isinstance(value, FakeTensor):
+            raise TraceError(
+                "a hook of a submodule keeps a tensor in an object that a compiled step cannot write to: keep it in a "
+                "dict, in a list, or as an attribute of an object of a class without __slots__"
+            )
+        if id(value) not in looked:
+            looked[id(value)] = value
+            left += _held_by(value)
+
+
+def _held_by(value: Any) -> list[Any]:
+    if isinstance(value, nn.Module):
+        return [held for name, held in vars(value).items() if name not in REGISTERED]
+    if (parts := parts_of(value) or held_in(value)) or is_of_torch(type(value)):
+        return parts
+    return [*(own_names(value) or {}).values()]

@@ -51,7 +51,13 @@ class Write:
     @property
     def told(self) -> tuple[Any, ...]:
         """It, but for which object has the place: equal in two traces."""
-        return type(self.place).__name__, self.name, self.within, self.way, self.key
+        place = self.place.path if isinstance(self.place, OfModule) else ""
+        return type(self.place).__name__, place, self.name, self.within, self.way, self.key
+
+    @property
+    def comes(self) -> tuple[str, ...]:
+        """What it is sorted by: equal on all ranks and in all traces, whatever is there already."""
+        return tuple(map(_as_text, self.told))
 
     @property
     def called(self) -> str:
@@ -134,7 +140,7 @@ class _Seen:
 
 
 class Left:
-    """Watches what may be written to. `writes`: what the last forward wrote, in order."""
+    """Watches what may be written to. `writes`: what the last forward wrote, sorted."""
 
     def __init__(self) -> None:
         self.writes: list[Write] = []
@@ -143,20 +149,27 @@ class Left:
         self._containers: dict[int, _Seen] = {}
         # (id of the holder, name) -> (place, what was there)
         self._values: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._order: dict[int, int] = {}  # by id of the holder
         self._owners: list[tuple[Any, frozenset[str]]] = []  # objects, and what attributes they had
 
     def see(self, place: Any, name: str, value: Any) -> None:
         """That this is there before forward runs, or has got to it."""
-        self._values.setdefault((id(getattr(place, "holder", place)), name), (place, value))
+        self._values.setdefault((self._known(place), name), (place, value))
         self._look(Write(place, name, (), "key"), value, DEEPEST)
 
     def knows(self, container: Any) -> bool:
         """Whether it was seen."""
         return id(container) in self._containers
 
+    def _known(self, place: Any) -> int:
+        number = id(getattr(place, "holder", place))
+        self._order.setdefault(number, len(self._order))
+        return number
+
     def see_attributes(self, owner: Any) -> None:
         """All that an object has before forward runs."""
         own = dict(vars(owner)) if hasattr(owner, "__dict__") else {}
+        self._known(Of(owner))
         self._owners.append((owner, frozenset(own)))
         for name, value in own.items():
             self.see(Of(owner), name, value)
@@ -176,30 +189,29 @@ class Left:
 
     def take(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         """The values that forward has left, in the order of `writes`; all is as it was."""
-        self.writes, values, undo = [], [], list[Callable[[], None]]()
+        found, undo = list[tuple[Write, Any]](), list[Callable[[], None]]()
         for owner, names in self._owners:
-            for name in getattr(owner, "__dict__", {}).keys() - names:
+            for name in (name for name in getattr(owner, "__dict__", {}) if name not in names):
                 self._values.setdefault((id(owner), name), (Of(owner), MISSING))
         for seen in self._containers.values():
             is_there = seen.write.container(modules) is seen.container  # and not another one by now
             of = _of_dict if isinstance(seen.container, dict) else _of_list
-            for write, value in of(seen, undo):
-                if is_there:
-                    self.writes.append(write)
-                    values.append(value)
+            written = of(seen, undo)
+            found += written if is_there else []
         for (_, name), (place, was) in self._values.items():
             if isinstance(place, (OfModule, types.MappingProxyType)):  # attributes of modules are another matter
                 continue
             now = place.get(name, MISSING)
             if now is not was and is_kept(now):
-                write = Write(place, name, (), "value")
-                self.writes.append(write)
-                values.append(now)
+                found.append((Write(place, name, (), "value"), now))
                 undo.append(lambda place=place, name=name, was=was: _put(place, name, was))
         for take_back in undo:
             take_back()
-        self.like = values
-        return values
+        found.sort(
+            key=lambda one: (one[0].comes, self._order.get(id(getattr(one[0].place, "holder", one[0].place)), 0))
+        )
+        self.writes, self.like = [write for write, _ in found], [value for _, value in found]
+        return self.like
 
     def of(self, originals: Mapping[int, Any]) -> None:
         """Let writes be to what was copied for the trace, as `originals` tells of each copy."""
@@ -250,6 +262,11 @@ class Left:
             f"forward, or a hook, computes with what it has left in {names} at the last call, and each value would "
             "need a program of its own; make it a buffer (register_buffer), or pass it as an argument"
         )
+
+
+def _as_text(value: Any) -> str:
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text  # addresses are others on each rank
 
 
 def _of_dict(seen: _Seen, undo: list[Callable[[], None]]) -> list[tuple[Write, Any]]:

@@ -110,6 +110,7 @@ class Settings:
         self._classes: dict[type, Mapping[str, Any]] = {}  # the place of each: `vars` makes a new one every time
         self._names: set[str] = set()  # of all code so far
         self._done: set[types.CodeType] = set()
+        self._functions: dict[int, types.FunctionType] = {}
         self._left: list[Any] = []
         self._holders: dict[int, _Holder] = {}
 
@@ -126,7 +127,7 @@ class Settings:
         known = -1
         while self._left or len(self._known) > known:
             known = len(self._known)
-            while self._left and len(self._done) < FUNCTIONS:
+            while self._left and len(self._functions) < FUNCTIONS:
                 self._look_at_code(self._left.pop())
             self._left.clear()
             for holder in [*self._holders.values()]:
@@ -148,9 +149,10 @@ class Settings:
             self._own(call)
 
     def _own(self, value: Any) -> None:
+        """An object that functions are given, or are methods of: they may write to it."""
         if isinstance(value, (list, dict, deque)):
             self._see({GIVEN: value}, GIVEN, value)
-        elif not isinstance(value, (*OTHERS, *SCALARS, type)):
+        elif hasattr(value, "__dict__") and not isinstance(value, (*OTHERS, *SCALARS, *CODE, type, types.ModuleType)):
             self.owners.append(value)
             self._hold(value)
 
@@ -161,9 +163,9 @@ class Settings:
 
     def _look_at_code(self, given: Any) -> None:
         function = _plain(given)
-        if function is None or function.__code__ in self._done or _is_torchs(function):
+        if function is None or id(function) in self._functions or _is_torchs(function):
             return
-        self._done.add(function.__code__)
+        self._functions[id(function)] = function
         is_pips = is_installed(function.__code__.co_filename)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not filled yet
@@ -172,11 +174,17 @@ class Settings:
         for name, part in {**defaults, **(function.__kwdefaults__ or {})}.items():
             if isinstance(part, IN_PLACE):
                 self._see({name: part}, name, part, is_pips)
+            elif not is_pips:
+                self._own(part)
+        if function.__code__ in self._done:  # of another function, with other variables
+            return
+        self._done.add(function.__code__)
         names = set(_names_of(function.__code__))
         self._names |= names
-        self._left += (call for name in names & self._methods.keys() for call in self._methods[name])
+        # In one order on all ranks: what is found first names what is found.
+        self._left += (call for name in sorted(names & self._methods.keys()) for call in self._methods[name])
         read: set[str] | None = None
-        for name in names & function.__globals__.keys():
+        for name in sorted(names & function.__globals__.keys()):
             if name.startswith("@"):  # no name that anybody can write: pytest's, in what it makes of an assert
                 continue
             value = function.__globals__[name]
@@ -186,7 +194,7 @@ class Settings:
                     continue
             self._see(function.__globals__, name, value, is_pips)
         if not is_pips:
-            for name in set(_globals_of(function.__code__, "STORE_GLOBAL")) - function.__globals__.keys():
+            for name in sorted(set(_globals_of(function.__code__, "STORE_GLOBAL")) - function.__globals__.keys()):
                 self._see(function.__globals__, name, MISSING)
 
     def _see(self, place: Mapping[str, Any], name: str, value: Any, is_pips: bool = False) -> None:
@@ -234,7 +242,7 @@ class Settings:
         value = holder.place.holder
         names = (self._names & _names_in(value) if _lists_names(value) else self._names) - holder.tried
         holder.tried |= names
-        for name in names:
+        for name in sorted(names):
             if name.startswith("__"):
                 continue
             static = inspect.getattr_static(value, name, MISSING)

@@ -5,11 +5,10 @@ call, as on one process.
 from __future__ import annotations
 
 import copy
-import functools
+import types
 import warnings
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar.errors import TraceError
 from tests.processes.compare import near, same_gradients
-
-FOUND: dict[str, Tensor] = {}
-LAST: Tensor | None = None
-Take = Callable[[], list[Any]]
+from tests.support import keeping
 
 
 class Net(nn.Module):
@@ -36,204 +32,12 @@ class Net(nn.Module):
         return self.c(torch.tanh(hidden)).square().mean()
 
 
-def in_a_global_table(model: Any) -> Take:
-    def hook_of(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, given: Any, made: Tensor) -> None:
-            FOUND[name] = made.detach()
-
-        return hook
-
-    for name in ("a", "b"):
-        getattr(model, name).register_forward_hook(hook_of(name))
-    return lambda: [FOUND["a"], FOUND["b"]]
-
-
-def in_a_global(model: Any) -> Take:
-    def hook(module: nn.Module, given: Any, made: Tensor) -> None:
-        global LAST
-        LAST = made.detach()
-
-    model.b.register_forward_hook(hook)
-    return lambda: [LAST]
-
-
-def in_a_list_that_is_cleared(model: Any) -> Take:
-    found: list[Tensor] = []
-    model.b.register_forward_hook(lambda module, given, made: found.append(made))
-
-    def take() -> list[Any]:
-        taken = [*found]
-        found.clear()
-        return taken
-
-    return take
-
-
-def in_a_list_that_grows(model: Any) -> Take:
-    found: list[Any] = []
-    model.b.register_forward_hook(lambda module, given, made: found.append((given[0].detach(), made.detach(), "b")))
-    return lambda: [part for one in found for part in one[:2]]
-
-
-def in_a_list_of_two(model: Any) -> Take:
-    found: list[Tensor] = []
-
-    def hook(module: nn.Module, given: Any, made: Tensor) -> None:
-        if len(found) < 2:
-            found.append(made.detach())
-
-    model.b.register_forward_hook(hook)
-    return lambda: [*found]
-
-
-def in_the_last_two(model: Any) -> Take:
-    found: deque[Tensor] = deque(maxlen=2)
-    model.b.register_forward_hook(lambda module, given, made: found.append(made.detach()))
-    return lambda: [*found]
-
-
-def in_a_place_of_a_list(model: Any) -> Take:
-    found: list[Any] = [None, None]
-
-    def hook(module: nn.Module, given: Any, made: Tensor) -> None:
-        found[1] = made.detach()
-
-    model.b.register_forward_hook(hook)
-    return lambda: [found[1]]
-
-
-def in_tables_of_lists(model: Any) -> Take:
-    found: dict[str, list[Tensor]] = defaultdict(list)
-    for name in ("a", "b"):
-
-        def hook(module: nn.Module, given: Any, made: Tensor, name: str = name) -> None:
-            found[name].append(made.detach())
-
-        getattr(model, name).register_forward_hook(hook)
-
-    def take() -> list[Any]:
-        taken = [one for listed in found.values() for one in listed]
-        found.clear()
-        return taken
-
-    return take
-
-
-def in_an_object(model: Any) -> Take:
-    class Keeper:
-        def __init__(self, module: nn.Module) -> None:
-            self.first: Tensor | None = None
-            self.handle = module.register_forward_hook(self.keep)
-
-        def keep(self, module: nn.Module, given: Any, made: Tensor) -> None:
-            self.first, self.second = made, given[0].detach()
-
-    keeper = Keeper(model.a)
-    return lambda: [keeper.first, keeper.second]
-
-
-def in_an_object_that_is_called(model: Any) -> Take:
-    class Keeper:
-        def __init__(self) -> None:
-            self.found: OrderedDict[type, Tensor] = OrderedDict()
-
-        def __call__(self, module: nn.Module, given: Any, made: Tensor) -> None:
-            self.found[type(module)] = made.detach()
-
-    keeper = Keeper()
-    for module in (model.a, model.norm):
-        module.register_forward_hook(keeper)
-    return lambda: [*keeper.found.values()]
-
-
-def in_what_a_hook_is_given(model: Any) -> Take:
-    found: dict[str, Tensor] = {}
-
-    def keep(table: dict[str, Tensor], name: str, module: nn.Module, given: Any, made: Tensor) -> None:
-        table[name] = made.detach()
-
-    for name in ("a", "b"):
-        getattr(model, name).register_forward_hook(functools.partial(keep, found, name))
-    return lambda: [*found.values()]
-
-
-def in_a_variable(model: Any) -> Take:
-    last: Tensor | None = None
-
-    def hook(module: nn.Module, given: Any, made: Tensor) -> None:
-        nonlocal last
-        last = made.detach()
-
-    model.b.register_forward_hook(hook)
-    return lambda: [last]
-
-
-def in_another_module(model: Any) -> Take:
-    class Around(nn.Module):
-        def __init__(self, inner: Any) -> None:
-            super().__init__()
-            inner.b.register_forward_hook(self.keep)
-
-        def keep(self, module: nn.Module, given: Any, made: Tensor) -> None:
-            self.found = made.detach()
-
-    around = Around(model)
-    return lambda: [around.found]
-
-
-def numbers(model: Any) -> Take:
-    found: dict[str, Any] = {}
-
-    def hook(module: nn.Module, given: Any, made: Tensor) -> None:
-        found.update(spread=made.std().item(), rows=len(made), shape=tuple(made.shape))
-
-    model.b.register_forward_hook(hook)
-    return lambda: [found["spread"], found["rows"], *found["shape"]]
-
-
-class Pair(NamedTuple):
-    made: Tensor
-    rows: int
-
-
-def in_named_tuples(model: Any) -> Take:
-    found: dict[str, Pair] = {}
-    model.register_buffer("unsaved", torch.ones(8), persistent=False)
-    model.b.register_forward_hook(lambda module, given, made: found.update(b=Pair(made + model.unsaved, len(made))))
-    return lambda: [*found["b"]]
-
-
-def of_all_layers(model: Any) -> Take:
-    found: dict[str, Tensor] = {}
-    for name, part in model.named_modules():
-        if name:
-            part.register_forward_hook(lambda module, given, made, name=name: found.update({name: made.detach()}))
-    return lambda: [found[name] for name in sorted(found)]
-
-
-def other_outputs(model: Any) -> Take:
-    model.a.register_forward_hook(lambda module, given, made: 0.5 * made)
-    model.b.register_forward_hook(lambda module, args, kwargs, made: made + 1, with_kwargs=True)
-    return list
-
-
-def other_inputs(model: Any) -> Take:
-    model.a.register_forward_pre_hook(lambda module, given: (2 * given[0],))
-    model.b.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] - 1,), kwargs), with_kwargs=True)
-    return list
-
-
-RECIPES = (
-    in_a_global_table, in_a_global, in_a_list_that_is_cleared, in_a_list_that_grows, in_a_list_of_two, in_the_last_two,
-    in_a_place_of_a_list, in_tables_of_lists, in_an_object, in_an_object_that_is_called, in_what_a_hook_is_given,
-    in_a_variable, in_another_module, numbers, in_named_tuples, of_all_layers, other_outputs, other_inputs,
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
-def test_hooks_do_what_they_do_on_one_process(one: DeviceMesh, recipe: Callable[[Any], Take], when: str) -> None:
-    FOUND.clear()
+@pytest.mark.parametrize("recipe", keeping.RECIPES, ids=lambda recipe: recipe.__name__)
+def test_hooks_do_what_they_do_on_one_process(
+    one: DeviceMesh, recipe: Callable[[Any], keeping.Take], when: str
+) -> None:
+    keeping.FOUND.clear()
     plain = Net()
     model = copy.deepcopy(plain)
     wanted = recipe(plain)
@@ -242,7 +46,7 @@ def test_hooks_do_what_they_do_on_one_process(one: DeviceMesh, recipe: Callable[
         parallel = autopar.compile(model, one)
     else:
         parallel = autopar.compile(model, one)
-        if recipe is not in_a_list_of_two:  # which has three programs, of four one is told
+        if recipe is not keeping.in_a_list_of_two:  # which has three programs, of four one is told
             parallel(torch.randn(5, 8))
         found = recipe(parallel)
     for step in range(4):
@@ -259,7 +63,7 @@ def test_hooks_do_what_they_do_on_one_process(one: DeviceMesh, recipe: Callable[
         for place, (part, other) in enumerate(zip(kept, right, strict=True)):
             near(part, other.to(part.dtype), 1e-5, f"step {step}, {place}")
         same_gradients(plain, parallel)
-    assert len(parallel._autopar.prepared()) <= (3 if recipe is in_a_list_of_two else 1) + (when == "after")
+    assert len(parallel._autopar.prepared()) <= (3 if recipe is keeping.in_a_list_of_two else 1) + (when == "after")
 
 
 def test_a_hook_may_come_and_go(one: DeviceMesh) -> None:
@@ -334,6 +138,25 @@ def test_a_loss_of_features_reaches_the_weights(one: DeviceMesh) -> None:
             (model(x) + sum(one_of.square().mean() for one_of in found)).backward()
             found.clear()
         same_gradients(plain, parallel)
+
+
+@pytest.mark.parametrize("name", ["wide", "narrow", "mean"])
+def test_a_loss_may_be_of_any_of_several_features(one: DeviceMesh, name: str) -> None:
+    """One is a number with a gradient, as a loss is; new attributes of an object are old ones in the next trace."""
+    plain = Net()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for model in (parallel, plain):
+        found = types.SimpleNamespace(narrow=None)
+
+        def hook(module: nn.Module, given: Any, made: Tensor, found: Any = found) -> None:
+            found.wide, found.narrow, found.mean = made, made[:, :2], made.mean()
+
+        model.b.register_forward_hook(hook)
+        for step in range(2):
+            model.zero_grad()
+            model(torch.linspace(-1, 1, 40).view(5, 8) + step)
+            (10 * getattr(found, name).square().mean()).backward()
+    same_gradients(plain, parallel)
 
 
 def average(model: Any) -> None:
