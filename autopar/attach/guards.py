@@ -21,7 +21,6 @@ import numpy as np
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.trace.left import Write, hidden
 from autopar.trace.modules import REGISTERED
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
@@ -39,6 +38,7 @@ from autopar.trace.values import (
     own_names,
     snapshot,
 )
+from autopar.trace.writes import Write, hidden
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # what is put in there, into empty ones too, is called
 Place = tuple[Mapping[str, Any], str]  # where a value is found

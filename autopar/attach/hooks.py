@@ -4,9 +4,10 @@ does not call, are refused. (Those of parameters go with them: `tensors.carry`.)
 
 from __future__ import annotations
 
+import contextlib
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -50,6 +51,25 @@ class Registered:
         self._count = sum(map(len, self._all))
         self._some = [held for held in self._all if held]
         self._were = [_looked_at(hook) for held in self._some for hook in held.values()]
+
+    def held(self) -> list[tuple[dict[int, object], dict[int, object]]]:
+        """Where they stand, and what is there now."""
+        return [(held, dict(held)) for held in self._some]
+
+    @contextlib.contextmanager
+    def back(self, before: list[tuple[dict[int, object], dict[int, object]]]) -> Iterator[None]:
+        """Inside, those stand there that did before, as `held` has said; scripts remove hooks behind forward."""
+        now = [(held, dict(held)) for held in self._all]
+        for held, _ in now:
+            held.clear()
+        for held, were in before:
+            held.update(were)
+        try:
+            yield
+        finally:
+            for held, are in now:
+                held.clear()
+                held.update(are)
 
     def changed(self) -> bool:
         """Whether others are there by now."""

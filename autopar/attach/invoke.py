@@ -124,10 +124,10 @@ def _with_every_tangent(parallel: Any, prepared: Prepared, call: Call, key: Key,
     state = parallel._autopar
     changed = {result.target for result, _ in prepared.runner.program.results if result.kind == "buffer"}
     before = {name: prepared.buffers[name][0][prepared.buffers[name][1]].clone() for name in changed}
-    drawing = state.drawing_calls - 1
+    drawing, hooks = state.drawing_calls - 1, prepared.hooks.held()
 
     def again() -> tuple[Any, Step, list[Tensor]]:
-        with torch.enable_grad():
+        with torch.enable_grad(), prepared.hooks.back(hooks):
             state.wants_tangents.add(key)
             if (changed := prepared.fits()) is not None:
                 raise RuntimeError(

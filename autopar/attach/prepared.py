@@ -17,7 +17,7 @@ from autopar.attach.run import Runner
 from autopar.ir.graph import Graph, Node
 from autopar.ir.layout import Layout
 from autopar.plan import Plan
-from autopar.trace.left import Write
+from autopar.trace.writes import Write
 from cost_models.steps import DEVICE
 
 

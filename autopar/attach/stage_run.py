@@ -114,11 +114,16 @@ class StageRunner(Runner):
 
     @cached_property
     def gradients(self) -> tuple[tuple[Result, Layout], ...]:
-        """Of the parameters of this rank, each once, and of all arguments that have one."""
+        """Of the parameters of this rank, each once, in one order, and of all arguments that have one."""
         found: dict[str, tuple[Result, Layout]] = {}
         for part in self.parts:
             for _, result, layout in part.gradients:
                 found.setdefault(result.target, (result, layout))
+        held = {node.target for node in self.parameters}  # some for outputs alone: other stages make all of the terms
+        for plan in self.staged.plans:
+            for result, delivery in zip(plan.graph.results, plan.deliveries, strict=True):
+                if result.kind == "gradient" and result.target in held and delivery is not None:
+                    found.setdefault(result.target, (result, delivery.layout))
         return tuple((found | {one.result.target: (one.result, one.layout) for one in self.of_arguments}).values())
 
     @cached_property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,13 +88,14 @@ def fake_copy(
     precision: MixedPrecisionPolicy | None = None,
     device: str = "cpu",
     originals: dict[int, Any] | None = None,
+    left: Sequence[torch.Tensor] = (),
 ) -> nn.Module:
     """The model with fake tensors of the same shapes on `device`, whatever device (or meta) the real ones are on.
-    `originals`: as of `with_tensors`.
+    `originals`: as of `with_tensors`. `left`: fake tensors that are there already.
 
     With a precision, parameters have the dtype they compute in. On another device than the CPU none requires grad.
     """
-    fakes: dict[int, torch.Tensor] = {}
+    fakes: dict[int, torch.Tensor] = {id(value): value for value in left}
     with mode, torch.device(device):
         for parameter in model.parameters():
             dtype = compute_dtype(parameter, precision)
@@ -133,8 +134,8 @@ class _Setting:
         """Where the fake tensors are."""
         return self.device_type if self.under_its_autocast else "cpu"
 
-    def copy(self, originals: dict[int, Any] | None = None) -> nn.Module:
-        return fake_copy(self.model, self.mode, self.precision, self.device, originals)
+    def copy(self, originals: dict[int, Any] | None = None, left: Sequence[torch.Tensor] = ()) -> nn.Module:
+        return fake_copy(self.model, self.mode, self.precision, self.device, originals, left)
 
     def run_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """What a copy of the model returns to a call that nobody traces."""
@@ -212,7 +213,6 @@ def capture(
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
         copy, exported, functions = _as_noted(setting, copy, inputs)
-        refuse_fakes(model)
         check_exported(exported)
         check_device(exported.graph_module, device_type)
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
@@ -251,10 +251,10 @@ def _autocast_around(device_type: str) -> Autocast:
     return next((Autocast(on, getattr(torch, to)) for on, to in states), NONE)
 
 
-def _ready_to_trace(setting: _Setting, may_cache: bool) -> _Watched:
+def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Tensor] = ()) -> _Watched:
     """A fake copy of the model, made ready to be traced."""
     originals: dict[int, Any] = {}
-    copy, notes, reads = setting.copy(originals), list[str](), Reads()
+    copy, notes, reads = setting.copy(originals, left), list[str](), Reads()
     as_plain_modules(copy)
     make_traceable(copy)
     if setting.training is not None:
@@ -325,13 +325,14 @@ def _see_what_hangs_on_it(
 ) -> None:
     """Trace once more where forward leaves something outside of its modules, with that there."""
 
-    def again() -> tuple[Left, torch.export.ExportedProgram, Change | None]:
-        other = _ready_to_trace(setting, copy.may_cache)
+    def again(left: Sequence[torch.Tensor]) -> tuple[Left, torch.export.ExportedProgram, Change | None]:
+        other = _ready_to_trace(setting, copy.may_cache, left)
         exported, _, changed = _exported(setting, other, inputs)
         return other.reads.left, exported, changed
 
     if copy.reads.left.writes:
         hangs_on_nothing(copy.reads.left, dict(setting.model.named_modules()), setting.mode, exported, again)
+    refuse_fakes(setting.model, copy.reads, copy.originals)
 
 
 def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, fakes: list[Any]) -> list[Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from torch import Size, nn
+from torch import Size, Tensor, nn
 
 from autopar.trace.values import held_in, put_in
 
@@ -21,7 +21,7 @@ from autopar.trace.values import held_in, put_in
 def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> list[tuple[Any, Any]]:
     """Let the functions that modules of `made` hold look at copies: `copy_of[i]`, in the place of the object with `id`
     i (what `copy.deepcopy` leaves in its memo). Those that look at nothing that was copied stay the same objects, as do
-    their variables. What it gives: (a list or dict that stands for another one in a function, that one).
+    their variables. What it gives: (a list, dict or variable that stands for another one in a function, that one).
     """
     turned = _Turned(copy_of)
     for part in made.modules():
@@ -81,11 +81,15 @@ class _Turned:
 
     def within(self, value: Any) -> Any:
         """`of`, of what a copy holds; its lists and dictionaries (hooks, tables of activations) are its own already."""
+        if self.copy_of.get(id(value)) is value:  # no copy: everybody's
+            return value
         if isinstance(value, (types.FunctionType, types.MethodType, partial, tuple)):
             return self.of(value)
         if isinstance(value, (list, dict)) and id(value) not in self.own:
             self.own[id(value)] = value
             put_in(cast("Any", value), self.within)
+            return value
+        if isinstance(value, (Tensor, nn.Module)):
             return value
         return self.copy_of.get(id(value), value)  # a hook may be an object that the model holds elsewhere, too
 
@@ -123,6 +127,8 @@ class _Turned:
             return self.cells[id(cell)][1]
         made = types.CellType() if self._reaches(cell, set()) else cell
         self.cells[id(cell)] = cell, made
+        if made is not cell:
+            self.rebuilt.append((made, cell))
         return made
 
     def _reaches(self, value: Any, seen: set[int]) -> bool:

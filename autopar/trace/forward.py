@@ -188,6 +188,11 @@ class _Watch(TorchFunctionMode):
                 f"forward registers a hook on a tensor{line_here()}, which a program would never call; scale or change "
                 "gradients in a torch.autograd.Function"
             )
+        if func is torch.Tensor.retain_grad:
+            raise TraceError(
+                f"forward has a tensor retain its gradient{line_here()}, and a program gives gradients of parameters "
+                "and arguments alone: leave it out, or make that tensor an argument"
+            )
         if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             raise TraceError(
                 f"forward draws from a torch.Generator{line_here()}, which a program cannot go on with: leave "

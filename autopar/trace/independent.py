@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar._compat import FakeTensor, FakeTensorMode
 from autopar.errors import TraceError
 from autopar.trace.closures import parts_of
 from autopar.trace.left import Left
 from autopar.trace.modules import HOOKS, REGISTERED
-from autopar.trace.reads import refuse
+from autopar.trace.numbers import Number
+from autopar.trace.origins import tensors_in
+from autopar.trace.reads import Reads, refuse
 from autopar.trace.values import Change, held_in, is_of_torch, own_names
 
 MOST = 10_000  # objects that hooks lead to are looked at, at most
-Again = Callable[[], tuple[Left, torch.export.ExportedProgram, Change | None]]
+Again = Callable[[Sequence[Tensor]], tuple[Left, torch.export.ExportedProgram, Change | None]]
 
 
 def hangs_on_nothing(
@@ -41,7 +44,7 @@ def hangs_on_nothing(
         write.make_often(value, modules)
     counter, error = None, None
     try:
-        writes, other, changed = again()
+        writes, other, changed = again(tensors_in(values))
     except Exception as raised:  # whatever it is: without what is left there was none
         reads_it, error = True, raised
     else:
@@ -62,23 +65,36 @@ def hangs_on_nothing(
         raise left.refused() from error
 
 
-def refuse_fakes(model: nn.Module) -> None:
-    """Raise TraceError where a hook has left a traced tensor in what nobody saw, and a script would find it."""
-    left: list[Any] = [hook for part in model.modules() for kind in HOOKS for hook in getattr(part, kind).values()]
+def refuse_fakes(model: nn.Module, reads: Reads, originals: Collection[int]) -> None:
+    """Raise TraceError where forward, or a hook of the model, has left a traced tensor in what nobody sees, and a
+    script would find it. `originals`: what is a copy for the trace, by ids: that holds such tensors.
+    """
+    hooks = [hook for part in model.modules() for kind in HOOKS for hook in getattr(part, kind).values()]
+    places = [(getattr(place, "holder", place), place.get(name)) for place, name, _, _ in reads.names]
+    found = [value for holder, value in places if id(holder) not in originals and id(value) not in originals]
+    if holds_fakes([*hooks, *found], originals):
+        raise TraceError(
+            "forward, or a hook, keeps a tensor where a compiled step cannot write to: keep it in a dict, in a list, "
+            "or as an attribute of a module or of an object of a class without __slots__"
+        )
+
+
+def holds_fakes(left: list[Any], originals: Collection[int] = ()) -> bool:
+    """Whether these values, or what they lead to, hold a traced tensor."""
     looked: dict[int, Any] = {}
     while left and len(looked) < MOST:
         value = left.pop()
-        if isinstance(value, FakeTensor):
-            raise TraceError(
-                "a hook of a submodule keeps a tensor in an object that a compiled step cannot write to: keep it in a "
-                "dict, in a list, or as an attribute of an object of a class without __slots__"
-            )
-        if id(value) not in looked:
+        if isinstance(value, (FakeTensor, Number)) and not isinstance(value, nn.Parameter):
+            return True
+        if id(value) not in looked and id(value) not in originals:
             looked[id(value)] = value
             left += _held_by(value)
+    return False
 
 
 def _held_by(value: Any) -> list[Any]:
+    if isinstance(value, types.FunctionType):
+        return [*parts_of(value), *map(value.__globals__.get, value.__code__.co_names)]
     if isinstance(value, nn.Module):
         return [held for name, held in vars(value).items() if name not in REGISTERED]
     if (parts := parts_of(value) or held_in(value)) or is_of_torch(type(value)):

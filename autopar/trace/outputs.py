@@ -18,11 +18,13 @@ from autopar.errors import TraceError
 from autopar.trace.calls import make_known
 from autopar.trace.closures import with_parts
 from autopar.trace.given import given_in, refuse_what_is_written
+from autopar.trace.independent import holds_fakes
 from autopar.trace.installed import hung_on, take_back
 from autopar.trace.left import is_kept, is_made
 from autopar.trace.modules import HOOKS
 from autopar.trace.numbers import Number, refuse_text
 from autopar.trace.reads import Reads
+from autopar.trace.settings import CODE
 from autopar.trace.values import MISSING
 
 
@@ -112,14 +114,20 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
                 attributes.pop(name, None)
                 if before is not MISSING:
                     attributes[name] = before
-            elif any(map(is_made, pytree.tree_leaves(after))):
+            elif any(map(is_made, pytree.tree_leaves(after))) or _keeps(after):
                 raise TraceError(
                     f"forward keeps tensors in {'.'.join(('self', *filter(None, (path, name))))}, a "
                     f"{type(after).__name__}; return them, or keep each as an attribute of its own"
                 )
+        outputs = pytree.tree_map(lambda leaf: leaf, outputs)  # they may be what is written to, which is undone now
         return _with_tensors(Returned(outputs, kept, reads.left.take(modules)))
 
     model.forward = returned
+
+
+def _keeps(value: Any) -> bool:
+    """Whether it is an object of the user's that holds tensors of the trace."""
+    return not isinstance(value, (nn.Module, *CODE)) and holds_fakes([value])
 
 
 def _with_tensors(returned: Returned) -> Returned:

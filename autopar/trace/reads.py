@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.trace.configurations import Configurations
-from autopar.trace.left import Left, OfModule
+from autopar.trace.left import Left
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
 from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.standing_in import StandIns
@@ -40,6 +40,7 @@ from autopar.trace.values import (
     is_torchs,
     snapshot,
 )
+from autopar.trace.writes import OfModule
 
 # What every module has; `training` alone says something about what forward computes.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -135,7 +136,8 @@ def _put_back(place: Any, name: str, value: Any) -> None:
 @contextlib.contextmanager
 def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
     """Note in `reads` what is read of the modules of `model`, which is nobody else's, while the body runs."""
-    path_of = {id(module): path for path, module in model.named_modules()}
+    # Of a module under several names torch's tracer gives objects that stand for it, and have its attributes.
+    path_of = {id(vars(module)): path for path, module in model.named_modules()}
     modules = list(model.modules())
     kinds = dict.fromkeys(map(type, modules))
     held = dict.fromkeys(type(value) for module in modules for value in vars(module).values())
@@ -143,7 +145,7 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
     hooks = [hook for module in modules for kind in FORWARD_HOOKS for hook in getattr(module, kind).values()]
     settings.look([*(kind.forward for kind in kinds), *_held_by(modules), *hooks], kinds, hooks)
     for owner in settings.owners:
-        if id(owner) not in path_of:
+        if not hasattr(owner, "__dict__") or id(vars(owner)) not in path_of:
             reads.left.see_attributes(owner)
     reads.classes += [(kind, dict(vars(kind))) for kind in kinds]
     for found in settings.found:
@@ -182,17 +184,19 @@ def _noting(
     deleting: Any = kind.__delattr__
 
     def __getattribute__(self: Any, name: str) -> Any:
-        path = path_of.get(id(self))
-        if path is None or not reads.is_open or name in OF_EVERY_MODULE or name.startswith("__"):
+        if not reads.is_open or name in OF_EVERY_MODULE or name.startswith("__"):
             return getting(self, name)
         own = getting(self, "__dict__")
+        path = path_of.get(id(own))
+        if path is None:
+            return getting(self, name)
         if name in own:
             if holds_references(own[name]):
                 pass
             elif (path, name) not in reads.attributes and (path, name) not in reads.written:
                 reads.inside.watch(own[name], lambda: reads.is_open)
                 reads.attributes[path, name] = own[name]
-                is_content = isinstance(own[name], IN_PLACE) and not isinstance(own[name], Tensor)
+                is_content = isinstance(own[name], (*IN_PLACE, tuple)) and not isinstance(own[name], Tensor)
                 if is_content and not reads.left.knows(own[name]):  # by another name, from before
                     reads.contents[path, name] = snapshot(own[name])
                     reads.left.see(OfModule(path), name, own[name])
@@ -207,9 +211,9 @@ def _noting(
         return getting(self, name)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        path = path_of.get(id(self))
+        own = getting(self, "__dict__")
+        path = path_of.get(id(own))
         if path is not None and reads.is_open:
-            own = getting(self, "__dict__")
             is_tensor_slot = any(name in own.get(kept, ()) for kept in REGISTERED)
             is_new = own.get(name, MISSING) is not value
             if is_new and not (name in OF_EVERY_MODULE or is_tensor_slot or _looks_at_parameters(value)):
@@ -219,7 +223,7 @@ def _noting(
 
     def __delattr__(self: Any, name: str) -> None:
         deleting(self, name)
-        path = path_of.get(id(self))
+        path = path_of.get(id(getting(self, "__dict__")))
         if path is None or not reads.is_open or (path, name) not in reads.written:
             return
         if reads.written[path, name][0] is MISSING:

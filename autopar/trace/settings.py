@@ -59,6 +59,10 @@ class Cell(dict[str, Any]):
     def put(self, key: str, value: Any) -> None:
         self._cell.cell_contents = value
 
+    def original(self, originals: Mapping[int, Any]) -> Cell:
+        """The variable that this one was copied from."""
+        return Cell(originals[id(self._cell)]) if id(self._cell) in originals else self
+
 
 class Of(dict[str, Any]):
     """The attributes of an object, its class's among them, found by their names as globals are."""
@@ -140,12 +144,13 @@ class Settings:
             for part in (given.func, *given.args, *given.keywords.values()):
                 self._look_at_call(part)
         elif isinstance(call, types.MethodType):
-            self._left.append(call.__func__)
+            self._look_at_code(call, is_hook=True)
             self._own(call.__self__)
         elif isinstance(call, types.FunctionType):
-            self._left.append(call)
+            self._look_at_code(call, is_hook=True)
         elif not isinstance(call, (*SCALARS, type)):
-            self._left += [vars(kind).get("__call__") for kind in type(call).__mro__]
+            for kind in type(call).__mro__:
+                self._look_at_code(vars(kind).get("__call__"), is_hook=True)
             self._own(call)
 
     def _own(self, value: Any) -> None:
@@ -161,12 +166,12 @@ class Settings:
         held = (holder.place.holder for holder in self._holders.values())
         return [one for one in held if not isinstance(one, (type, types.ModuleType, types.FunctionType))]
 
-    def _look_at_code(self, given: Any) -> None:
+    def _look_at_code(self, given: Any, is_hook: bool = False) -> None:
         function = _plain(given)
         if function is None or id(function) in self._functions or _is_torchs(function):
             return
         self._functions[id(function)] = function
-        is_pips = is_installed(function.__code__.co_filename)
+        is_pips = not is_hook and is_installed(function.__code__.co_filename)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not filled yet
                 self._see(Cell(cell), name, cell.cell_contents, is_pips)
@@ -230,6 +235,8 @@ class Settings:
     def _hold(self, value: Any) -> None:
         if len(self._holders) < HOLDERS and id(value) not in self._holders and _has_settings(value):
             self._holders[id(value)] = _Holder(Of(value))
+            if not isinstance(value, (type, types.ModuleType, types.FunctionType)):
+                self.owners.append(value)
             if isinstance(value, type) and not _is_installed(value):  # calling it may give what is there already
                 self._left += [vars(one).get("__new__") for one in type.mro(value)]
                 self._left += [vars(one).get("__call__") for one in type.mro(type(value))]

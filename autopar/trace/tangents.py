@@ -30,13 +30,14 @@ def outputs_settled(
     if every_tangent and not loss_alone:
         return Beside()
     own, loss = _own_outputs(exported) if loss_alone else 0, None if every_tangent else _loss_by_name(exported)
-    return _only_scalars_differentiable(module, own, loss)
+    return _only_scalars_differentiable(module, own, loss, every_tangent)
 
 
-def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int, loss: int | None) -> Beside:
+def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int, loss: int | None, every: bool) -> Beside:
     """Where an output of an exported module is a scalar with a gradient, let the others have none: a tangent of zeros
     as large as the logits would flow through the whole backward pass. Of the first `alone` outputs those are left out.
     Where output `loss` is such a scalar, the others are what it is made of, or are looked at, and have none, too.
+    `every`: what is not left out has a gradient.
     """
     found = Beside()
 
@@ -47,6 +48,8 @@ def _only_scalars_differentiable(module: torch.fx.GraphModule, alone: int, loss:
         large = {i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.ndim}
         given = {i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.requires_grad}
         left_out = {i for i in large if i < alone}
+        if every:
+            return [None if i in left_out else value for i, value in enumerate(values)]
         beside = given & large if loss not in given - large else given - {loss}
         found.without_tangent.update(str(i) for i in beside - left_out)
         kept = [value.detach() if i in beside | large else value for i, value in enumerate(values)]

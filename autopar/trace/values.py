@@ -44,7 +44,8 @@ def is_noted_once(was: Any, now: Any) -> bool:
     there are. A number that changes is a counter.
     """
     is_flag = was is MISSING or was is None or isinstance(was, (bool, str))
-    return (is_flag and isinstance(now, SCALARS)) or (isinstance(was, set) and now is was)
+    is_set = isinstance(was, set) and now is was and not any(isinstance(part, Tensor) for part in held_in(now))
+    return (is_flag and isinstance(now, SCALARS)) or is_set
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,27 @@ def test_a_loss_of_features_reaches_the_weights(one: DeviceMesh) -> None:
         same_gradients(plain, parallel)
 
 
+@pytest.mark.parametrize("outputs", ["auto", "loss"])
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_loss_of_a_feature_has_its_gradient(one: DeviceMesh, outputs: Any, stays: bool) -> None:
+    """Also where other outputs are left out, and where the hook is gone by the time of backward."""
+    plain = Net()
+    parallel = autopar.compile(copy.deepcopy(plain), one, outputs=outputs)
+    for model in (parallel, plain):
+        found: dict[str, Tensor] = {}
+        for step in range(3):
+
+            def hook(module: nn.Module, given: Any, made: Tensor, found: Any = found) -> None:
+                found["b"] = made
+
+            handle = model.b.register_forward_hook(hook)
+            loss = model(torch.linspace(-1, 1, 40).view(5, 8) + step)
+            if not stays or step < 2:
+                handle.remove()
+            (loss + 5 * found["b"].square().mean()).backward()
+    same_gradients(plain, parallel)
+
+
 @pytest.mark.parametrize("name", ["wide", "narrow", "mean"])
 def test_a_loss_may_be_of_any_of_several_features(one: DeviceMesh, name: str) -> None:
     """One is a number with a gradient, as a loss is; new attributes of an object are old ones in the next trace."""
@@ -201,6 +222,45 @@ def test_what_builds_on_the_last_call_is_refused(one: DeviceMesh, recipe: Callab
     with warnings.catch_warnings(), pytest.raises(TraceError, match=told):
         for _ in range(2):
             parallel(torch.randn(5, 8))
+
+
+def in_a_set(model: Any) -> None:
+    found: set[Tensor] = set()
+    model.b.register_forward_hook(lambda module, given, made: found.add(made))
+
+
+def in_slots(model: Any) -> None:
+    class Slots:
+        __slots__ = ("made",)
+
+    found = Slots()
+    model.b.register_forward_hook(lambda module, given, made: setattr(found, "made", made))
+
+
+def a_parameter(model: Any) -> None:
+    found: dict[str, Tensor] = {}
+    model.b.register_forward_hook(lambda module, given, made: found.update(weight=module.weight))
+
+
+def a_gradient(model: Any) -> None:
+    model.b.register_forward_hook(lambda module, given, made: made.retain_grad())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (in_a_set, "forward changes found, which"),
+        (in_slots, "keeps a tensor where a compiled step cannot write to|forward changes what is in an object of"),
+        (a_parameter, "keeps a parameter or a buffer in found, .* take it from its module"),
+        (a_gradient, "has a tensor retain its gradient at .*test_hooks"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_no_call_could_leave_is_refused(one: DeviceMesh, recipe: Callable[[Any], None], told: str) -> None:
+    parallel = autopar.compile(Net(), one)
+    recipe(parallel)
+    with pytest.raises(TraceError, match=told):
+        parallel(torch.randn(5, 8))
 
 
 @pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])

@@ -4,6 +4,7 @@ tables and lists that forward fills itself.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -241,6 +242,61 @@ class Logs(Model):
         self.losses.append(loss.item())
         self.found.update(hidden=hidden.detach(), rows=len(x))
         return loss
+
+
+class Shared(nn.Module):
+    """One layer under two names, which reads an attribute and keeps what it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = self.again = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.layer(x).tanh()).square().mean()
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.made = super().forward(x) * self.scale
+        return self.made
+
+
+def test_attributes_of_a_module_under_two_names_are_seen(one: DeviceMesh) -> None:
+    plain = Shared()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for scale in (1.0, 2.0, 0.5, 2.0):
+        plain.layer.scale = parallel.layer.scale = scale
+        x = torch.randn(4, 8)
+        near(parallel(x), plain(x), 1e-6, f"scale {scale}")
+        near(parallel.again.made, plain.again.made, 1e-5, f"made at scale {scale}")
+
+
+class Returning(Model):
+    """Gives back the table that its hook fills through a variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = found = {}
+        self.encoder.first.register_forward_hook(lambda module, given, made: found.update(first=made))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.encoder(x), self.found
+
+
+def test_a_table_may_be_given_back(one: DeviceMesh) -> None:
+    plain, model = Returning(), Returning()  # (a copy by `copy.deepcopy` has a table that its hook does not fill)
+    model.load_state_dict(plain.state_dict())
+    parallel = autopar.compile(model, one)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        wanted = plain.encoder.first(x)
+        near(parallel(x)[1]["first"], wanted, 1e-5, "given")
+        near(parallel.found["first"], wanted, 1e-5, "kept")
 
 
 @pytest.mark.parametrize("has_run", [False, True])

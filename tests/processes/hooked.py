@@ -57,6 +57,32 @@ def check_what_hooks_keep(ranks: Ranks) -> None:
             same_gradients(plain, parallel)
 
 
+class Looked(Blocks):
+    """Gives numbers of parameters that lie in one stage and in the other one."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        weights = [layer[0].weight.detach() for layer in self.layers]
+        return super().forward(x, y), [weight.norm() for weight in weights], self.layers[1][2].bias.detach() * 2
+
+
+def check_outputs_of_parameters_alone(ranks: Ranks) -> None:
+    """In stages: their gradients are made by another stage than the one that gives the outputs."""
+    torch.manual_seed(0)
+    for count in (1, 2):
+        plain = Looked().double()
+        parallel = autopar.compile(copy.deepcopy(plain), mesh_of(ranks), micro_batches=count, **SMALL)
+        for step in range(3):
+            inputs = inputs_of(8 * ranks.count)
+            given = [model(**inputs) for model in (parallel, plain)]
+            for loss, _, _ in given:
+                loss.backward()
+            near(given[0][2], given[1][2], NEAR, f"step {step}: a bias")
+            for ours, wanted in zip(given[0][1], given[1][1], strict=True):
+                near(ours, wanted, NEAR, f"step {step}: a norm")
+            norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9) for model in (parallel, plain)]
+            near(norms[0], norms[1], NEAR, f"step {step}: norm of gradients")
+
+
 def check_a_loss_of_what_hooks_keep(ranks: Ranks) -> None:
     """As distillation has it: the loss outside reads features, whose gradients go back."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -189,6 +190,58 @@ def in_a_table_of_each_layer(model: Any) -> Take:
     return lambda: [table["made"] for table in tables]
 
 
+def in_tuples_of_lists(model: Any) -> Take:
+    found: tuple[list[Tensor], list[int]] = ([], [])
+    model.b.register_forward_hook(lambda module, given, made: found[0].append(made.detach()))
+    return lambda: [*found[0]]
+
+
+def by_module(model: Any) -> Take:
+    found: dict[Any, Tensor] = {}
+    for layer in (model.a, model.b):
+        layer.register_forward_hook(lambda module, given, made: found.update({module: made.detach()}))
+    return lambda: [*found.values()]
+
+
+def in_an_empty_object(model: Any) -> Take:
+    found = types.SimpleNamespace()
+    model.b.register_forward_hook(lambda module, given, made: setattr(found, "last", made.detach()))
+    return lambda: [found.last]
+
+
+def in_a_module_and_a_table(model: Any) -> Take:
+    found: dict[str, Tensor] = {}
+
+    def hook(module: Any, given: Any, made: Tensor) -> None:
+        module.made = made.detach()
+        found["made"] = module.made
+
+    model.b.register_forward_hook(hook)
+    return lambda: [found["made"]]
+
+
+class Attributes(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+    @property
+    def last(self) -> Tensor:
+        return self["first"]
+
+    @last.setter
+    def last(self, value: Tensor) -> None:
+        self["first"] = value
+
+
+def in_what_finds_its_attributes(model: Any) -> Take:
+    found = Attributes()
+
+    def hook(module: nn.Module, given: Any, made: Tensor) -> None:
+        found.last = made.detach()
+
+    model.b.register_forward_hook(hook)
+    return lambda: [found.last]
+
+
 def in_named_tuples(model: Any) -> Take:
     found: dict[str, Pair] = {}
     model.register_buffer("unsaved", torch.ones(8), persistent=False)
@@ -220,5 +273,6 @@ RECIPES = (
     in_a_global_table, in_a_global, in_a_list_that_is_cleared, in_a_list_that_grows, in_a_list_of_two, in_the_last_two,
     in_a_place_of_a_list, in_tables_of_lists, in_an_object, in_an_object_that_is_called, in_what_a_hook_is_given,
     in_a_variable, in_another_module, numbers, in_named_tuples, in_a_table_of_each_layer, of_all_layers,
+    in_tuples_of_lists, by_module, in_an_empty_object, in_a_module_and_a_table, in_what_finds_its_attributes,
     other_outputs, other_inputs,
 )  # fmt: skip
