@@ -118,7 +118,7 @@ class Reads:
 def refuse(change: Change) -> NoReturn:
     raise TraceError(
         f"forward changes {change.told}, which a program does not do again at every call; return the values instead, "
-        "or set an attribute of the module to them (self.name = value)"
+        "set an attribute of the module to them (self.name = value), or make what adds up a buffer (register_buffer)"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -161,13 +161,15 @@ def content(held: Any) -> Any:
     return dict(dict.items(held)) if isinstance(held, dict) else held_in(held)
 
 
+def _kind(held: Any) -> Any:
+    """The class of Python's whose methods say what is there: a user's may put it elsewhere."""
+    return next(one for one in (OrderedDict, dict, list, deque) if isinstance(held, one))
+
+
 def refill(held: Any, had: Any) -> None:
-    kind: Any = next(one for one in (dict, list, deque) if isinstance(held, one))
+    kind = _kind(held)
     kind.clear(held)
-    if kind is dict:
-        kind.update(cast("Any", held), had)
-    else:
-        kind.extend(held, had)
+    (kind.update if issubclass(kind, dict) else kind.extend)(held, had)
 
 
 def put(holder: Any, key: Any, value: Any) -> None:
@@ -176,6 +178,6 @@ def put(holder: Any, key: Any, value: Any) -> None:
     elif isinstance(holder, (Of, Cell)):
         holder.put(key, value)
     elif value is MISSING:
-        holder.pop(key)
+        _kind(holder).pop(holder, key)
     else:
-        holder[key] = value
+        _kind(holder).__setitem__(holder, key, value)

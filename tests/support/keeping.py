@@ -242,6 +242,32 @@ def in_what_finds_its_attributes(model: Any) -> Take:
     return lambda: [found.last]
 
 
+def in_an_ordered_table_that_is_emptied(model: Any) -> Take:
+    found: OrderedDict[str, Tensor] = OrderedDict(old=torch.zeros(1))
+
+    def hook(module: nn.Module, given: Any, made: Tensor) -> None:
+        found.clear()
+        found["second"], found["first"] = made.detach(), given[0].detach()
+
+    model.b.register_forward_hook(hook)
+    return lambda: [*found.values(), found["first"]]
+
+
+class Marked(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(f"{key}!", value)
+
+
+def under_another_key(model: Any) -> Take:
+    found = Marked()
+
+    def hook(module: nn.Module, given: Any, made: Tensor) -> None:
+        found["made"] = made.detach()
+
+    model.b.register_forward_hook(hook)
+    return lambda: [found["made!"]]
+
+
 def in_named_tuples(model: Any) -> Take:
     found: dict[str, Pair] = {}
     model.register_buffer("unsaved", torch.ones(8), persistent=False)
@@ -274,5 +300,5 @@ RECIPES = (
     in_a_place_of_a_list, in_tables_of_lists, in_an_object, in_an_object_that_is_called, in_what_a_hook_is_given,
     in_a_variable, in_another_module, numbers, in_named_tuples, in_a_table_of_each_layer, of_all_layers,
     in_tuples_of_lists, by_module, in_an_empty_object, in_a_module_and_a_table, in_what_finds_its_attributes,
-    other_outputs, other_inputs,
+    in_an_ordered_table_that_is_emptied, under_another_key, other_outputs, other_inputs,
 )  # fmt: skip
