@@ -162,7 +162,7 @@ class Left:
 
     def is_first(self, modules: Mapping[str, nn.Module]) -> bool:
         """Whether nothing is there where it writes: no call has left anything, or the script has taken it away."""
-        return all(write.was(modules) in (MISSING, None) for write in self.writes)
+        return all(was is MISSING or was is None for was in (write.was(modules) for write in self.writes))
 
     def has_constants_alone(self) -> bool:
         """Whether no tensor is written, nor a number out of one."""
