@@ -42,8 +42,10 @@ class Write:
 
     @property
     def comes(self) -> tuple[str, ...]:
-        """What it is sorted by: equal on all ranks and in all traces, whatever is there already."""
-        return tuple(map(as_text, self.told))
+        """What it is sorted by: equal on all ranks and in all traces, whatever is there already. Keys of one table come
+        in the order in which forward has put them there.
+        """
+        return tuple(map(as_text, self.told[:-1]))
 
     @property
     def called(self) -> str:

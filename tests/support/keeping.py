@@ -280,7 +280,7 @@ def of_all_layers(model: Any) -> Take:
     for name, part in model.named_modules():
         if name:
             part.register_forward_hook(lambda module, given, made, name=name: found.update({name: made.detach()}))
-    return lambda: [found[name] for name in sorted(found)]
+    return lambda: [*found.values()]  # in the order in which they come
 
 
 def other_outputs(model: Any) -> Take:
