@@ -38,7 +38,7 @@ from autopar.trace.values import (
     own_names,
     snapshot,
 )
-from autopar.trace.writes import Write, hidden
+from autopar.trace.writes import Write, hidden, number_of
 
 HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # what is put in there, into empty ones too, is called
 Place = tuple[Mapping[str, Any], str]  # where a value is found
@@ -102,7 +102,7 @@ class Guards:
         if [*map(len, self.kept)] != self.sizes:  # each that was there is compared above
             return "a module, parameter or buffer was added or taken away"
         try:
-            hides = hidden(self.left, self.owners) if self.left else self.hidden
+            hides = hidden(self.left, self.owners)
         except (LookupError, TypeError, AttributeError):
             return "what tensors are written to has changed"
         for (place, key), was in self.changing:
@@ -155,7 +155,7 @@ def _add_settings(guards: Guards, reads: Reads) -> None:
     for place, name, value, _ in reads.names:
         if (id(place), name) in guards.named or not reads.is_read(place, name):
             continue
-        if name in (guards.hidden.get(id(place.holder if isinstance(place, Of) else place)) or ()):
+        if name in (guards.hidden.get(number_of(place)) or ()):
             continue
         guards.named[id(place), name] = f"the variable {name}"
         if isinstance(value, (*IN_PLACE, tuple)) and _may_change(value):

@@ -18,6 +18,7 @@ from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads, refuse
 from autopar.trace.values import Change, held_in, is_of_torch, own_names
+from autopar.trace.writes import number_of
 
 MOST = 10_000  # objects that hooks lead to are looked at, at most
 Again = Callable[[Sequence[Tensor]], tuple[Left, torch.export.ExportedProgram, Change | None]]
@@ -45,7 +46,7 @@ def hangs_on_nothing(
     counter, error = None, None
     try:
         writes, other, changed = again(tensors_in(values))
-    except Exception as raised:  # whatever it is: without what is left there was none
+    except Exception as raised:  # the first trace had none: it comes of what is left, which forward reads then
         reads_it, error = True, raised
     else:
         left.is_independent = left.told() == writes.told()
@@ -70,8 +71,7 @@ def refuse_fakes(model: nn.Module, reads: Reads, originals: Collection[int]) -> 
     script would find it. `originals`: what is a copy for the trace, by ids: that holds such tensors.
     """
     hooks = [hook for part in model.modules() for kind in HOOKS for hook in getattr(part, kind).values()]
-    places = [(getattr(place, "holder", place), place.get(name)) for place, name, _, _ in reads.names]
-    found = [value for holder, value in places if id(holder) not in originals and id(value) not in originals]
+    found = [place.get(name) for place, name, _, _ in reads.names if number_of(place) not in originals]
     if holds_fakes([*hooks, *found], originals):
         raise TraceError(
             "forward, or a hook, keeps a tensor where a compiled step cannot write to: keep it in a dict, in a list, "

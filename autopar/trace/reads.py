@@ -40,7 +40,7 @@ from autopar.trace.values import (
     is_torchs,
     snapshot,
 )
-from autopar.trace.writes import OfModule
+from autopar.trace.writes import OfModule, put
 
 # What every module has; `training` alone says something about what forward computes.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
@@ -125,12 +125,7 @@ def refuse(change: Change) -> NoReturn:
 def _put_back(place: Any, name: str, value: Any) -> None:
     if isinstance(place, types.MappingProxyType):  # of a class, which is not written to by that
         return
-    if value is MISSING:
-        place.pop(name)
-    elif (put := getattr(place, "put", None)) is not None:
-        put(name, value)
-    else:
-        place[name] = value
+    put(place, name, value)
 
 
 @contextlib.contextmanager
