@@ -128,6 +128,8 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
         place = own.get(path)
         if place is None:
             continue
+        if (path, name) in reads.counting.places:
+            continue
         called = f"{path}.{name}" if path else name
         if (path, name) in written:
             value = written[path, name][0]

@@ -30,6 +30,7 @@ from autopar.errors import CheckFailed, PlanMismatch
 from autopar.ir.graph import Node, output_types
 from autopar.plan import Plan
 from autopar.trace.calls import Call
+from autopar.trace.counted import Formula
 from autopar.trace.outputs import Returned, numbers_of
 
 
@@ -39,7 +40,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     hooked, count = prepared.hooked
     if sum(map(len, hooked)) != count:
         refuse(parallel)
-    parameters = parameters_of(prepared)
+    parameters, numbers = parameters_of(prepared), prepared.counting.values(prepared.modules)
     step = _step(state, prepared, call)
     if not prepared.has_trained and key.gradients and prepared.runner.program.backward is not None:
         state.trains_with(prepared)
@@ -54,7 +55,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
             tensors, leaf = prepared.buffers[name]
             tensors[leaf].copy_(value)
     for path, name, value in prepared.sets:
-        vars(prepared.modules[path])[name] = value
+        vars(prepared.modules[path])[name] = value.of(numbers) if isinstance(value, Formula) else value
     return _assemble_outputs(state, prepared, outputs, step)
 
 
@@ -84,8 +85,9 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
             others.append(prepared.constants[node.target.rpartition(":")[0]])
     watched, through = list[Tensor](), dict[str, Tensor]()
     with_gradient = {node.name for node in prepared.graph.inputs_with_gradient}
+    tensors = (*call.tensors, *prepared.counting.tensors(prepared.modules))
     for node, place, layout in prepared.inputs:
-        given = call.tensors[place]  # outputs beside the loss may turn out to have a gradient that leads to it
+        given = tensors[place]  # outputs beside the loss may turn out to have a gradient that leads to it
         if given.requires_grad and node.name not in with_gradient and not prepared.without_tangent:
             given = given.detach()
         piece = local_input(given, layout, state.mesh, state.device_mesh)
@@ -125,9 +127,11 @@ def _with_every_tangent(parallel: Any, prepared: Prepared, call: Call, key: Key,
     changed = {result.target for result, _ in prepared.runner.program.results if result.kind == "buffer"}
     before = {name: prepared.buffers[name][0][prepared.buffers[name][1]].clone() for name in changed}
     drawing, hooks = state.drawing_calls - 1, prepared.hooks.held()
+    numbers = prepared.counting.values(prepared.modules)
 
     def again() -> tuple[Any, Step, list[Tensor]]:
-        with torch.enable_grad(), prepared.hooks.back(hooks):
+        as_then = prepared.counting.standing(numbers, prepared.modules)
+        with torch.enable_grad(), prepared.hooks.back(hooks), as_then:
             state.wants_tangents.add(key)
             if (changed := prepared.fits()) is not None:
                 raise RuntimeError(
@@ -149,7 +153,8 @@ def _with_every_tangent(parallel: Any, prepared: Prepared, call: Call, key: Key,
         for name, value in before.items():
             full.buffers[name][0][full.buffers[name][1]] = value
         try:
-            remade = _step(state, full, call)
+            with prepared.counting.standing(numbers, prepared.modules):
+                remade = _step(state, full, call)
         finally:
             state.drawing_calls = counted
             for name, (tensors, leaf) in full.buffers.items():

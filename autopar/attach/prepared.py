@@ -17,6 +17,7 @@ from autopar.attach.run import Runner
 from autopar.ir.graph import Graph, Node
 from autopar.ir.layout import Layout
 from autopar.plan import Plan
+from autopar.trace.counted import Counting
 from autopar.trace.writes import Write
 from cost_models.steps import DEVICE
 
@@ -38,7 +39,8 @@ class Prepared:
     slots that hold one tensor under two names. `hooked`: dicts of hooks that no program calls, and how many there were;
     `hooks`: those that it has. `without_tangent`: outputs whose gradient the program does not take. `writes`:
     attributes that forward sets, as `Reads.written` has them; `sets`: those that are no tensors, and to what; `left`:
-    what it writes elsewhere. `told`: in words. `has_trained`: whether a call with gradients ran it.
+    what it writes elsewhere. `counting`: numbers of modules that it takes. `told`: in words. `has_trained`: whether a
+    call with gradients ran it.
     """
 
     plan: Plan
@@ -62,6 +64,7 @@ class Prepared:
     sets: list[tuple[str, str, Any]]
     left: list[Write]
     checked: list[tuple[Any, Any]]
+    counting: Counting
     told: str
     batch_dims: Mapping[str, int]
     has_trained: bool = False
@@ -95,7 +98,7 @@ class Prepared:
             self.held[number] = now
         if self.hooks.changed():
             return "the hooks of a module are others"
-        return self.guards.broken()
+        return self.guards.broken() or self.counting.broken(self.modules)
 
     @property
     def peak(self) -> int:

@@ -45,6 +45,7 @@ from autopar.plan import Plan
 from autopar.trace import Captured, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
 from autopar.trace.calls import Call, Caller
+from autopar.trace.counted import ARGUMENT, Counted, Place, called
 from autopar.trace.interrupts import interruptible
 from autopar.trace.modules import aliases
 from autopar.trace.values import MISSING
@@ -103,6 +104,7 @@ class State:
         # shape of a call -> the numbers in it, and what comes back
         self.calls: dict[Hashable, tuple[dict[str, int | float], dict[str, Any]]] = {}
         self.wants_tangents: set[Key] = set()
+        self.counted: set[Place] = set()  # numbers of modules that programs take
 
     def settle(self, mesh: Mesh) -> None:
         """Arrange the devices as the plan has it; all ranks have to call it."""
@@ -281,6 +283,7 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
             every_tangent=key in state.wants_tangents,
             loss_alone=state.outputs == "loss" and key.gradients,
             device_type=state.device_mesh.device_type,
+            counted=state.counted,
         )
 
     def trace() -> tuple[Captured, Graph]:
@@ -290,6 +293,7 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
             if captured.without_tangent and not captured.reads.left.is_independent:
                 state.wants_tangents.add(key)  # backward could not trace it again, with what forward has left there
                 captured = captured_with()
+        state.counted |= {*captured.reads.counting.places}
         refuse_carried(captured.reads, [known.writes for known in state.programs.get(key, ())])
         parts = parts_of(state.batch_norm, state.mesh)
         return captured, graph_of(captured, state.precision, parts=parts, rules=state.rules)
@@ -303,14 +307,18 @@ def _prepared(
     plan, slots, buffers = runner.plan, _slots(parallel, "_parameters"), _slots(parallel, "_buffers")
     leaves, _ = flatten_inputs(call.args, call.kwargs)
     paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
+    paths += [f"['{ARGUMENT}']['{called(place)}']" for place in captured.reads.counting.places]
     places = {path: place for place, path in enumerate(paths)}
     held = [slots[node.target] for node in runner.parameters]
     beside = [slots[name] for name in runner.beside]
     whole = [slots[node.target] for node in graph.nodes if node.op == "parameter"]
     # Weakly: who drops the module frees it, and what it holds of a device, without Python's search for circles.
     modules = WeakValueDictionary(parallel.named_modules(remove_duplicate=False))
+    tensors = (*call.tensors, *captured.reads.counting.tensors(modules))
     sets = [
-        (path, name, after) for (path, name), (_, after, _) in captured.reads.written.items() if not has_tensors(after)
+        (path, name, after.formula if isinstance(after, Counted) else after)
+        for (path, name), (_, after, _) in captured.reads.written.items()
+        if not has_tensors(after)
     ]
     guards = guards_of(captured.reads, parallel)
     hooked = hooks.hooked(parallel)
@@ -341,8 +349,9 @@ def _prepared(
         sets,
         captured.reads.left.writes,
         [(MISSING, None)] * len(held),
+        captured.reads.counting,
         told_of(call, key),
-        batch_dims_of(graph, call.tensors, places, state.device_mesh) if state.inputs == "local" else {},
+        batch_dims_of(graph, tensors, places, state.device_mesh) if state.inputs == "local" else {},
     )
 
 

@@ -7,11 +7,12 @@ from autopar.ir.graph import Graph
 from autopar.ir.outside import Rules
 from autopar.trace.alignment import aligned
 from autopar.trace.calls import flatten_inputs
-from autopar.trace.capture import Captured, capture
+from autopar.trace.capture import Captured
 from autopar.trace.local_norm import local_statistics
 from autopar.trace.lower import lower
 from autopar.trace.normalise import normalise
 from autopar.trace.precision import casts_in_place, reduce_after_cast
+from autopar.trace.traces import capture
 from autopar.trace.written import kept_as_it_was
 
 __all__ = ["Captured", "capture", "flatten_inputs", "graph_of", "lower", "normalise", "reduce_after_cast"]

@@ -36,6 +36,7 @@ from autopar.trace.apart import keep_apart
 from autopar.trace.attention import keep_attention
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
+from autopar.trace.counted import ARGUMENT, Place, is_counted, with_counted
 from autopar.trace.experts import experts_kept
 from autopar.trace.forward import check_exported, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
@@ -62,8 +63,7 @@ class Captured:
 
     `joint`: the fx graph module. `leaves`: the flat example inputs by path. `constants`: tensors that the model's code
     holds. `out_spec`: the tree of the model's outputs, as an `autopar.trace.outputs.Returned`; `output_constants`:
-    those of its leaves that are no tensors.
-    `aliases`: every further name of a parameter or buffer that the model has under several -> its first name.
+    those of its leaves that are no tensors. `aliases`: every further name of a parameter or buffer -> its first name.
     `without_tangent`: outputs (by index) that have a gradient in the model and none in the joint graph, as nobody is
     expected to use it. `reads`: what the model's code saw besides tensors. `notes`: what a user should know. `synced`:
     names of the modules that are a SyncBatchNorm. `device_type`: what the program will run on.
@@ -117,7 +117,7 @@ class _Setting:
     """How a model is traced: on fake tensors of `mode`, in train or eval mode if `training` says so, under `autocast`.
 
     `around`: the present autocast of the device that the program is for. `under_its_autocast`: some of the model runs
-    under that device's autocast, so that it is exported as one on that device.
+    under that device's autocast, so that it is exported as one on that device. `counted`: numbers that are arguments.
     """
 
     model: nn.Module
@@ -128,6 +128,7 @@ class _Setting:
     autocast: AutocastState
     around: Autocast
     under_its_autocast: bool
+    counted: tuple[Place, ...]
 
     @property
     def device(self) -> str:
@@ -139,7 +140,7 @@ class _Setting:
 
     def run_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """What a copy of the model returns to a call that nobody traces."""
-        called = self.copy()
+        called, kwargs = self.copy(), {name: value for name, value in kwargs.items() if name != ARGUMENT}
         called.train(self.model.training if self.training is None else self.training)
         with self.mode, autocast_as(self.autocast), autocast_as_asked(self.device_type), torch.no_grad():
             return called(*args, **kwargs)
@@ -156,6 +157,11 @@ class _Inputs:
     def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments for the model, in containers of their own, which it may change."""
         return pytree.tree_unflatten(self.cast, self.spec)
+
+    def to_cast(self) -> list[Any]:
+        """Those that are cast; None in the place of others."""
+        pairs = zip(self.fakes, self.cast, strict=True)
+        return [fake if isinstance(fake, torch.Tensor) and fake.dtype != cast.dtype else None for fake, cast in pairs]
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,7 @@ def capture(
     loss_alone: bool = False,
     device_type: str = "cpu",
     under_its_autocast: bool = False,
+    counted: Sequence[Place] = (),
 ) -> Captured:
     """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode, under the
     present autocast: the casts are in the forward, as if backward were called outside.
@@ -193,15 +200,16 @@ def capture(
     run on; `under_its_autocast`: some of it runs under that device's autocast (found out where it is left out). Tensors
     among the inputs give shapes and dtypes only; DTensors count with their global shape.
     `every_tangent`: outputs beside a scalar loss get gradients, and scalars beside one that is called `loss`;
-    `loss_alone`: those that are no scalars are None. Raises TraceError.
+    `loss_alone`: those that are no scalars are None. `counted`: numbers that modules hold, which are arguments of the
+    graph (`autopar.trace.counted`). Raises TraceError.
     """
     check_names(model)
     around = _autocast_around(device_type)
     setting = _Setting(
         model, FakeTensorMode(allow_non_fake_inputs=True), training, precision, device_type, autocast_for(device_type),
-        around, under_its_autocast or (around.enabled and device_type != "cpu"),
+        around, under_its_autocast or (around.enabled and device_type != "cpu"), tuple(counted),
     )  # fmt: skip
-    leaves, spec = dense_inputs(model, args, kwargs)
+    leaves, spec = dense_inputs(model, args, with_counted(kwargs, model, counted))
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
     inputs = _fake_inputs(setting, leaves, spec)
     naming = naming_the_line(shown(leaves), lambda: setting.run_by_itself(*inputs.call()))
@@ -218,13 +226,13 @@ def capture(
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
             return capture(
                 model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
-                loss_alone=loss_alone, device_type=device_type, under_its_autocast=True,
+                loss_alone=loss_alone, device_type=device_type, under_its_autocast=True, counted=counted,
             )  # fmt: skip
         if random_state() != copy.drawn:
             _refuse_drawing(copy.model, inputs.call(), setting.mode)
         inner = read_before_assigned(exported.module(check_guards=False))
         with_functions(inner, functions)
-        fakes = _spell_out_casts(setting, inner, inputs.fakes)
+        fakes = _spell_out_casts(setting, inner, inputs)
         keep_attention(inner)
         beside = outputs_settled(inner, exported, every_tangent, loss_alone)
         keep_apart(inner)
@@ -261,8 +269,10 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
         copy.train(setting.training)
     caches = settle(copy, notes) and may_cache
     drawn = random_state()
+    if setting.counted:
+        reads.count(setting.counted, copy)
     returning(copy, reads, notes)
-    watch_forward(copy, small_buffers(setting.model), notes)
+    watch_forward(copy, small_buffers(setting.model), notes, reads.counting)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)
 
 
@@ -271,7 +281,10 @@ def _fake_inputs(setting: _Setting, leaves: list[tuple[str, Any]], spec: pytree.
     casts = precision if precision is not None and precision.cast_forward_inputs else None
     with setting.mode, torch.device(setting.device):
         fakes = [_fake(leaf, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
-        cast = [_fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) else leaf for leaf in fakes]
+        cast = [
+            _fake(leaf, compute_dtype(leaf, casts)) if isinstance(leaf, torch.Tensor) and not is_counted(path) else leaf
+            for (path, _), leaf in zip(leaves, fakes, strict=True)
+        ]
     if setting.device == "cpu":  # as for parameters
         _requiring_grad(cast, leaves)
     return _Inputs(fakes, cast, spec)
@@ -335,12 +348,13 @@ def _see_what_hangs_on_it(
     refuse_fakes(setting.model, copy.reads, copy.originals)
 
 
-def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, fakes: list[Any]) -> list[Any]:
+def _spell_out_casts(setting: _Setting, inner: torch.fx.GraphModule, inputs: _Inputs) -> list[Any]:
     """Put the casts of the precision and of the device's autocast into an exported module; its inputs from then on."""
+    fakes = inputs.fakes
     if setting.precision is not None:
         copied = fake_copy(setting.model, setting.mode, device=setting.device)
         stored = dict(copied.named_parameters(remove_duplicate=False))
-        insert_casts(inner, stored, fakes, setting.precision)
+        insert_casts(inner, stored, inputs.to_cast(), setting.precision)
     if not setting.under_its_autocast:
         return fakes
     spell_out(inner, fakes, setting.around, setting.device_type, setting.mode)

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
 from autopar.trace.checks import Checks
+from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.literals import Literals
@@ -61,12 +62,13 @@ INSTEAD = {  # function -> what to write in its place
 }
 
 
-def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: list[str]) -> None:
+def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: list[str], counting: Counting) -> None:
     """Have `model`, a copy that is only traced and gives a `Returned`, run its forward in here. `values`: what is in
-    small buffers. `notes`: what is to be told beside the plan comes behind them.
+    small buffers. `notes`: what is to be told beside the plan comes behind them. `counting`: numbers that
+    are arguments.
     """
     original = model.forward
-    stand_for = _registered(model)
+    stand_for, modules = _registered(model), dict(model.named_modules())
     for part in model.modules():
         _no_causal_guess(part)
 
@@ -79,7 +81,8 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
             watch.known |= set(map(id, tensors_in((args, kwargs))))
             for name, value in values.items():
                 watch.literals.know(now[name], value)
-            with watch:
+            numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
+            with watch, counting.standing(numbers, modules):
                 returned = original(*args, **kwargs)
                 now_there = _registered(model)
                 watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])
@@ -92,6 +95,8 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         finally:
             replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
 
+    if counting.places:
+        forward.__signature__ = signature_of(original)  # type: ignore[attr-defined]
     model.forward = forward
 
 

@@ -6,6 +6,7 @@ default. In training nobody reads them: they are left out, and a note says so.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -17,6 +18,7 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.calls import make_known
 from autopar.trace.closures import with_parts
+from autopar.trace.counted import Counted
 from autopar.trace.given import given_in, refuse_what_is_written
 from autopar.trace.independent import holds_fakes
 from autopar.trace.installed import hung_on, take_back
@@ -101,6 +103,10 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         try:
             outputs = _without_caches(forward(*args, **kwargs), notes)
             make_known(outputs)
+        except Exception:
+            with contextlib.suppress(TraceError):
+                reads.left.take(modules)  # a script may go on with what it keeps
+            raise
         finally:
             reads.is_open = False
         take_back(modules, before, reads)
@@ -108,6 +114,8 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         refuse_what_is_written(given, outputs)
         kept: dict[tuple[str, str], Any] = {}
         for (path, name), (before, after, _) in reads.written.items():
+            if isinstance(after, Counted):  # known without the program
+                continue
             if is_kept(after):
                 kept[path, name] = after
                 attributes = vars(modules[path])  # the trace shall not see that it was set

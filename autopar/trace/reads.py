@@ -12,7 +12,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.trace.configurations import Configurations
+from autopar.trace.counted import Counting, Place, counting_of
 from autopar.trace.left import Left
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
 from autopar.trace.settings import Of, Settings, methods_of
@@ -56,7 +57,8 @@ class Reads:
     of what may change in place, as it was first read. `names`: (where, name, value, a snapshot of it) of what functions
     and classes of the user's see outside the instance: class attributes, globals, variables of enclosing functions,
     and what is in objects that are found there. `inside`: what is read of configurations and other objects that modules
-    hold. `classes`: those of modules, and what each has. `left`: what forward writes to these.
+    hold. `classes`: those of modules, and what each has. `left`: what forward writes to these. `counting`: numbers
+    that are arguments of the trace.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -67,6 +69,7 @@ class Reads:
     inside: Configurations = field(default_factory=Configurations)
     classes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
     left: Left = field(default_factory=Left)
+    counting: Counting = field(default_factory=Counting)
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see
@@ -75,6 +78,11 @@ class Reads:
         """Whether a setting is read, or may be: of objects that were watched, one knows."""
         names = self.inside.read(place.holder) if isinstance(place, Of) else None
         return names is None or name in names
+
+    def count(self, places: Sequence[Place], model: nn.Module) -> None:
+        """Have these numbers of a copy be arguments: that they are read is known, and guards need not look at them."""
+        self.counting = counting_of(places, dict(model.named_modules(remove_duplicate=False)))
+        self.attributes |= dict.fromkeys(places)
 
     def see(self, place: Mapping[str, Any], name: str, value: Any) -> None:
         """That this value is found outside the instances."""

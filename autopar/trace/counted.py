@@ -1,0 +1,222 @@
+"""Numbers that forward finds as an earlier call has left them, and changes: counters, temperatures, running averages.
+
+    self.step += 1
+    beta = min(1.0, self.step / self.warmup)
+
+A program has them as arguments: 0-dim tensors, where something is computed with tensors. What is computed of such
+numbers alone is computed in Python before each call, as what is asked of them is: each answer has a program of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.trace.checks import Checks
+from autopar.trace.numbers import BINARY, COMPARED, Number
+from autopar.trace.values import MISSING
+
+ARGUMENT = "counted_"  # of forward, in a trace: a dict by what an attribute is called
+Place = tuple[str, str]  # path of a module, name of an attribute
+Of = Callable[[Sequence[Any]], Any]  # a number, of those that are there
+
+
+@dataclass(frozen=True)
+class Formula:
+    """What a number is, of those that are there when a call begins."""
+
+    of: Of
+
+
+@dataclass
+class Counting:
+    """`places`: of the numbers, in the order in which a formula has them; `kinds`: their types. `asked`: what forward
+    asks of them, and the answers that a program has.
+    """
+
+    places: tuple[Place, ...] = ()
+    kinds: tuple[type, ...] = ()
+    asked: list[tuple[Formula, bool]] = field(default_factory=list[tuple[Formula, bool]])
+
+    def values(self, modules: Mapping[str, nn.Module]) -> list[Any]:
+        """What is there now."""
+        return [vars(modules[path]).get(name, MISSING) for path, name in self.places]
+
+    @contextlib.contextmanager
+    def standing(self, values: Sequence[Any], modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Inside, these are there."""
+        before = self.values(modules)
+        self._put(values, modules)
+        try:
+            yield
+        finally:
+            self._put(before, modules)
+
+    def _put(self, values: Sequence[Any], modules: Mapping[str, nn.Module]) -> None:
+        for (path, name), value in zip(self.places, values, strict=True):
+            vars(modules[path])[name] = value
+
+    def broken(self, modules: Mapping[str, nn.Module]) -> str | None:
+        """Why a program is none for the numbers that are there; None where it is one."""
+        values = self.values(modules)
+        for place, value, kind in zip(self.places, values, self.kinds, strict=True):
+            if type(value) is not kind:
+                return f"{called(place)} is {'not there' if value is MISSING else repr(value)[:80]}"
+        if any(bool(formula.of(values)) != answer for formula, answer in self.asked):
+            return f"what forward asks of {', '.join(map(called, self.places))} has another answer"
+        return None
+
+    def tensors(self, modules: Mapping[str, nn.Module]) -> list[Tensor]:
+        """What a program takes in their place."""
+        return [as_tensor(value) for value in self.values(modules)]
+
+
+def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module]) -> Counting:
+    """Of numbers that are there."""
+    counting = Counting(tuple(places))
+    counting.kinds = tuple(map(type, counting.values(modules)))
+    return counting
+
+
+def as_tensor(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+def called(place: Place) -> str:
+    """In words."""
+    return ".".join(("self", *filter(None, place)))
+
+
+def is_counted(path: str) -> bool:
+    """Whether a flat input of a trace is such a number."""
+    return path.startswith(f"['{ARGUMENT}']")
+
+
+def with_counted(kwargs: Mapping[str, Any], model: nn.Module, places: Sequence[Place]) -> dict[str, Any]:
+    """Named arguments, and these numbers of the model among them."""
+    if not places:
+        return dict(kwargs)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    numbers = {called(place): as_tensor(vars(modules[place[0]])[place[1]]) for place in places}
+    return {**kwargs, ARGUMENT: numbers}
+
+
+def is_number(value: Any) -> bool:
+    """Whether something may count with it: a truth is a flag."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def counted_in(
+    attributes: Mapping[Place, Any], written: Mapping[Place, tuple[Any, Any, str]], there: Mapping[str, nn.Module]
+) -> list[Place]:
+    """Numbers among the attributes that forward reads, and makes anew."""
+    return sorted(
+        (path, name)
+        for (path, name), (was, after, _) in written.items()
+        if (path, name) in attributes and is_number(was) and (isinstance(after, Number) or is_number(after))
+        if isinstance(after, Number) or was != after
+        if vars(there[path]).get(name, MISSING) is was
+    )
+
+
+class Counted(Number):
+    """A number that is known when a call begins. `now`: what it is in the call that is traced; `formula`: what it is in
+    others; `made`: it as a tensor. Whoever asks for its truth is answered, and `asked` notes it.
+    """
+
+    def __init__(self, now: Any, of: Of, made: Callable[[], Number], asked: list[tuple[Formula, bool]]) -> None:
+        self.now, self.formula = now, Formula(of)
+        self._made, self._asked = made, asked
+        self._number: Number | None = None
+
+    @property
+    def _as_number(self) -> Number:
+        if self._number is None:
+            self._number = self._made()
+        return self._number
+
+    @property
+    def tensor(self) -> Tensor:  # type: ignore[override]
+        """It as an argument of the program, or made of some."""
+        return self._as_number.tensor
+
+    @property
+    def _checks(self) -> Checks:  # type: ignore[override]
+        return self._as_number._checks
+
+    @property
+    def like(self) -> bool | int | float:
+        """A number of the same type."""
+        return type(self.now)(1)
+
+    def of_two(self, name: str, other: Any, is_reversed: bool = False) -> Any:
+        """As of any number; of two that are known it is known, too."""
+        if not isinstance(other, (Counted, bool, int, float)):
+            return super().of_two(name, other, is_reversed)
+        python = {**BINARY, **COMPARED}[name][0]
+        of, other_of = self.formula.of, other.formula.of if isinstance(other, Counted) else lambda _: other
+        first, second = (other_of, of) if is_reversed else (of, other_of)
+        theirs = other.now if isinstance(other, Counted) else other
+        now = python(theirs, self.now) if is_reversed else python(self.now, theirs)
+        return Counted(
+            now, lambda values: python(first(values), second(values)),
+            lambda: Number.of_two(self._as_number, name, other, is_reversed), self._asked,
+        )  # fmt: skip
+
+    def _of_one(self, python: Callable[[Any], Any], made: Callable[[Number], Number]) -> Counted:
+        of = self.formula.of
+        return Counted(python(self.now), lambda values: python(of(values)), lambda: made(self._as_number), self._asked)
+
+    def __abs__(self) -> Counted:
+        return self._of_one(operator.abs, Number.__abs__)
+
+    def __round__(self, digits: int | None = None) -> Counted:
+        return self._of_one(lambda value: round(value, digits), lambda number: Number.__round__(number, digits))
+
+    def __floor__(self) -> Counted:
+        return self._of_one(math.floor, lambda number: Number(number.tensor.floor().long(), number._checks))
+
+    def __ceil__(self) -> Counted:
+        return self._of_one(math.ceil, lambda number: Number(number.tensor.ceil().long(), number._checks))
+
+    def __bool__(self) -> bool:
+        self._asked.append((self.formula, bool(self.now)))
+        return bool(self.now)
+
+    def __hash__(self) -> int:
+        return self._at_once()
+
+
+def counted_from(
+    given: Mapping[str, Tensor], counting: Counting, modules: Mapping[str, nn.Module], checks: Checks
+) -> list[Counted]:
+    """The numbers that are there, with `given` in their place where tensors are. What is asked is noted anew."""
+    counting.asked.clear()
+    made: list[Counted] = []
+    for at, (place, value) in enumerate(zip(counting.places, counting.values(modules), strict=True)):
+        tensor = given[called(place)]
+        made.append(
+            Counted(
+                value,
+                lambda values, at=at: values[at],
+                lambda tensor=tensor: Number(tensor, checks),
+                counting.asked,
+            )
+        )
+    return made
+
+
+def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+    """That of a forward which is given counted numbers, too."""
+    signature = inspect.signature(forward)
+    added = inspect.Parameter(ARGUMENT, inspect.Parameter.KEYWORD_ONLY)
+    parts = sorted([*signature.parameters.values(), added], key=lambda one: one.kind)
+    return signature.replace(parameters=parts)

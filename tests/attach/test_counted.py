@@ -1,0 +1,117 @@
+"""Numbers that forward finds as the call before has left them: as on one process, and no program for each."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import autopar
+from autopar.errors import TraceError
+from tests.processes.compare import near, same_gradients
+from tests.support.counting import MODELS, Anneals, Branches, Counts, InTraining, Returns, counted
+
+PROGRAMS = {Branches: 4, InTraining: 3}  # with which steps are found again; others have a first, and one of many
+
+
+def same_numbers(parallel: nn.Module, plain: nn.Module) -> None:
+    ours, theirs = counted(parallel), counted(plain)
+    assert ours.keys() == theirs.keys()
+    for name, right in theirs.items():
+        assert type(ours[name]) is type(right), name
+        assert ours[name] == pytest.approx(right, rel=1e-6), name
+
+
+def loss_and_rest(given: Any) -> tuple[Tensor, Any]:
+    return given if isinstance(given, Tensor) else given[0], () if isinstance(given, Tensor) else given[1:]
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_a_model_that_counts_trains_as_on_one_process(one: DeviceMesh, kind: type[nn.Module]) -> None:
+    plain = kind()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for step in range(8):
+        x = torch.randn(5, 8)
+        losses = []
+        for model in (parallel, plain):
+            model.train(step not in (3, 6)).zero_grad()
+            losses.append(loss_and_rest(model(x)))
+            losses[-1][0].backward()
+        near(losses[0][0], losses[1][0], 1e-5, f"loss of step {step}")
+        assert losses[0][1] == losses[1][1]
+        same_numbers(parallel, plain)
+        same_gradients(plain, parallel)
+    assert len(parallel._autopar.prepared()) <= PROGRAMS.get(kind, 3)
+
+
+def test_a_script_sets_it_anew(one: DeviceMesh) -> None:
+    """Between calls, to another number, and to one of another type, which is another program."""
+    plain = Anneals()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for value in (None, 10, None, 0.5, None):
+        x = torch.randn(5, 8)
+        for model in (plain, parallel):
+            if value is not None:
+                model.step = value
+        near(parallel(x), plain(x), 1e-5, f"with {value}")
+        same_numbers(parallel, plain)
+
+
+def test_numbers_are_not_rounded_to_the_dtype_of_the_parameters(one: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+    class Falls(Counts):
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale = self.scale * 0.999
+            return self.loss(x).float() * self.scale
+
+    plain = Falls()
+    parallel = autopar.compile(copy.deepcopy(plain), one, precision=policy)
+    x = torch.randn(5, 8)
+    first, *others = [parallel(x).item() for _ in range(4)]
+    for number, other in enumerate(others, 1):
+        assert other / first == pytest.approx(0.999**number, rel=1e-6)
+
+
+def test_a_gradient_that_plans_the_step_again_finds_the_numbers_of_its_forward(one: DeviceMesh) -> None:
+    class Beside(Branches):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            self.scale = self.scale * 0.5
+            return super().forward(x), self.a(x) * self.scale * (1 if self.step < 3 else 2)
+
+    plain = Beside()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for step in range(5):
+        x = torch.randn(5, 8)
+        for model in (parallel, plain):
+            model.zero_grad()
+            loss, beside = model(x)
+            (loss + beside.sum() if step in (1, 4) else loss).backward()
+        same_numbers(parallel, plain)
+        same_gradients(plain, parallel)
+
+
+def test_what_python_has_to_know_is_refused_as_before(one: DeviceMesh) -> None:
+    class Sizes(Counts):
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            return self.loss(x[:, :8]) + sum(self.a(x).mean() for _ in range(self.step))
+
+    parallel = autopar.compile(Sizes(), one)
+    parallel(torch.randn(5, 8))
+    with pytest.raises(TraceError, match=r"forward changes self\.step from call to call at .*test_counted.py"):
+        parallel(torch.randn(5, 8))
+
+
+def test_a_copy_and_a_state_go_on_by_themselves(one: DeviceMesh) -> None:
+    parallel = autopar.compile(Returns(), one)
+    x = torch.randn(5, 8)
+    assert [parallel(x)[1] for _ in range(3)] == [1, 2, 3]
+    other = copy.deepcopy(parallel)
+    assert [other(x)[1] for _ in range(2)] == [4, 5]
+    assert parallel(x)[1] == 4

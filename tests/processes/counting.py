@@ -1,0 +1,60 @@
+"""Models that count in attributes of their modules: alike on all ranks, whatever of the model each of them runs."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import autopar
+from tests.processes.compare import near, same_gradients
+from tests.processes.hooked import NEAR, SMALL, inputs_of
+from tests.processes.pipelines import Blocks, mesh_of
+from tests.processes.worker import Ranks
+from tests.support.counting import counted
+
+
+class Part(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) * (1 + self.calls / 10)
+
+
+class Annealed(Blocks):
+    """Parts that count, a weight that changes, and one branch that is taken in some calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Part, self.layers))
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.temperature = max(0.8, self.temperature * 0.9)
+        loss = super().forward(x / self.temperature, y)
+        return loss * 2 if self.layers[3].calls % 3 == 0 else loss
+
+
+def check_that_all_ranks_count(ranks: Ranks) -> None:
+    """Where the batch is split, where layers are, in micro-batches, in stages, and of rows of each rank's own."""
+    torch.manual_seed(0)
+    flat = autopar.init_mesh("cpu")
+    given = ((flat, {}), (flat, {"micro_batches": 2}), (mesh_of(ranks), {"micro_batches": 2}), (flat, {"inputs": "local"}))
+    for mesh, options in given:
+        plain = Annealed().double()
+        parallel = autopar.compile(copy.deepcopy(plain), mesh, **options, **SMALL)
+        for step in range(4):
+            inputs = inputs_of(8 * ranks.count)
+            rows = slice(8 * ranks.rank, 8 * ranks.rank + 8) if "inputs" in options else slice(None)
+            losses: list[Tensor] = []
+            for model, of in ((parallel, rows), (plain, slice(None))):
+                model.zero_grad()
+                losses.append(model(**{name: value[of] for name, value in inputs.items()}))
+                losses[-1].backward()
+            near(losses[0], losses[1], NEAR, f"{options}, step {step}: loss")
+            assert counted(parallel) == counted(plain), f"{options}, step {step}"
+            same_gradients(plain, parallel)

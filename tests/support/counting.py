@@ -1,0 +1,144 @@
+"""Models whose forward counts in attributes, as scripts for annealing, warm-up and logging have it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class Counts(nn.Module):
+    """Nothing else hangs on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.step, self.scale = 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        return self.loss(x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))).square().mean()
+
+
+class OfItsClass(Counts):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.loss(x)
+
+
+class Anneals(Counts):
+    """A weight of the loss that grows up to a limit, and a temperature that falls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        beta = min(1.0, self.step / 3)
+        self.scale = max(0.7, self.scale * 0.9)
+        hidden = torch.softmax(self.a(x) / self.scale, -1)
+        return self.loss(x) + beta * hidden.square().sum(-1).log().mean()
+
+
+class Branches(Counts):
+    """Every other call does something else, and the first ones too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.loss(x)
+        if self.step < 2 or self.step % 2 == 0:
+            loss = loss + self.a(x).abs().mean()
+        self.step = self.step + 1
+        return loss
+
+
+class Computes(Counts):
+    """Whatever Python computes of numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        count = self.step
+        parts = (
+            count // 2,
+            -count % 5,
+            abs(count - 3),
+            round(count / 3, 2),
+            math.floor(count / 2),
+            math.ceil(count / 3),
+        )
+        self.scale = sum(parts) + 2.0**-count - (count + 1) ** 2 / 10
+        rest = torch.tensor(self.scale) + torch.tensor([1.0, count]).sum()
+        return self.loss(x) * self.scale + (self.a(x) > count / 20).float().mean() + rest * self.b.bias.sum()
+
+
+class Averages(Counts):
+    """A running average of numbers out of tensors, which begins with the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.loss(x)
+        now = loss.item()
+        self.average = now if self.average is None else 0.9 * self.average + 0.1 * now
+        return loss / (1 + self.average)
+
+
+class InTraining(Counts):
+    """Counts in training alone, and reads it in evaluation too; keeps a history elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.step += 1
+            self.history.append(self.step * 0.5)
+        return self.loss(x) * (1 + self.step / 10)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return torch.relu(self.inner(x))
+
+
+class InParts(Counts):
+    """Parts that count, one of them twice in a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(self.second(self.first(x)))
+        return self.loss(hidden) + self.first.seen / 100 * hidden.mean()
+
+
+class Returns(Counts):
+    """Gives what it has counted."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int, dict[str, float]]:
+        self.step += 1
+        return self.loss(x), self.step, {"progress": self.step / 4}
+
+
+MODELS = [Counts, OfItsClass, Anneals, Branches, Computes, Averages, InTraining, InParts, Returns]
+
+
+def counted(model: nn.Module) -> dict[str, object]:
+    """All numbers and lists that it and its parts hold."""
+    return {
+        f"{path}.{name}": value
+        for path, part in model.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (int, float, list)) and not isinstance(value, bool) and not name.startswith("_")
+    }
