@@ -26,6 +26,7 @@ def _lies(held: Tensor) -> tuple[object, object] | None:
     return (held.device_mesh, held.placements) if isinstance(held, DTensor) else None
 
 
+OTHER_HOOKS = "the hooks of a module are others"
 Slot = tuple[dict[str, Any], str]  # a module's own dict of parameters or buffers, and the name there
 
 
@@ -97,7 +98,7 @@ class Prepared:
                 return f"parameter {name} is another one, in other pieces"
             self.held[number] = now
         if self.hooks.changed():
-            return "the hooks of a module are others"
+            return OTHER_HOOKS
         return self.guards.broken() or self.counting.broken(self.modules)
 
     @property

@@ -28,7 +28,7 @@ from autopar.attach.guards import guards_of, has_tensors, refuse_carried
 from autopar.attach.host_parameters import resident
 from autopar.attach.pipe import Pipe
 from autopar.attach.placing import as_user_class, known_places, lay_out_new, layouts, newcomers
-from autopar.attach.prepared import Prepared, Slot
+from autopar.attach.prepared import OTHER_HOOKS, Prepared, Slot
 from autopar.attach.run import Runner
 from autopar.attach.runners import runner_of
 from autopar.attach.staging import Staged
@@ -249,9 +249,11 @@ def _is_first_rank() -> bool:
 def _tell_of_traces(changed: str | None, count: int) -> None:
     """Warn that something keeps changing: correct, and slow."""
     if _is_first_rank():
+        advice = "what changes from step to step is better an argument of forward (a number will do) or a buffer"
+        if changed == OTHER_HOOKS:
+            advice = "register a hook once, in front of the loop, and let it look whether it is wanted"
         warnings.warn(
-            f"the model is traced and planned for the {count}th time for calls of one kind, as {changed}; "
-            "what changes from step to step is better an argument of forward (a number will do) or a buffer",
+            f"the model is traced and planned for the {count}th time for calls of one kind, as {changed}; {advice}",
             stacklevel=2,
         )
 

@@ -198,10 +198,9 @@ def capture(
 
     `precision`: parameters and inputs are cast as it says before they are used. `device_type`: what the program will
     run on; `under_its_autocast`: some of it runs under that device's autocast (found out where it is left out). Tensors
-    among the inputs give shapes and dtypes only; DTensors count with their global shape.
-    `every_tangent`: outputs beside a scalar loss get gradients, and scalars beside one that is called `loss`;
-    `loss_alone`: those that are no scalars are None. `counted`: numbers that modules hold, which are arguments of the
-    graph (`autopar.trace.counted`). Raises TraceError.
+    among the inputs give shapes and dtypes only; DTensors count with their global shape. `every_tangent`: outputs
+    beside a scalar loss get gradients, and scalars beside one that is called `loss`; `loss_alone`: those that are no
+    scalars are None. `counted`: numbers of modules that are arguments (`autopar.trace.counted`). Raises TraceError.
     """
     check_names(model)
     around = _autocast_around(device_type)

@@ -7,7 +7,7 @@ holds them a second time get those values too. A trained tensor from elsewhere w
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from autopar.errors import TraceError
 from autopar.trace.checks import Checks
 from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of
 from autopar.trace.covariance import corrcoef, cov
+from autopar.trace.independent import refuse_attributes
 from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.literals import Literals
 from autopar.trace.masked import Picked, rows_of
@@ -29,7 +30,7 @@ from autopar.trace.numbers import Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in
 from autopar.trace.places import with_masks
 from autopar.trace.tables import at_values, dense_lookup, one_hot, read_or_write
-from autopar.trace.written_out import WRITTEN_OUT
+from autopar.trace.written_out import WRITTEN_OUT, copied
 
 # They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
 CHECKING: dict[Any, str] = {
@@ -37,7 +38,8 @@ CHECKING: dict[Any, str] = {
     **dict.fromkeys((torch.cholesky, torch.Tensor.cholesky), "cholesky"),
     **dict.fromkeys((torch.inverse, torch.Tensor.inverse), "inv"),
 }
-REPLACED = {
+REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.__deepcopy__: copied,
     nn.functional.one_hot: one_hot,
     torch.cov: cov,
     torch.Tensor.cov: cov,
@@ -82,8 +84,10 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
             for name, value in values.items():
                 watch.literals.know(now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
+            had = {name: frozenset(vars(value)) for name, value in now.items()}
             with watch, counting.standing(numbers, modules):
                 returned = original(*args, **kwargs)
+                refuse_attributes(now, had)
                 now_there = _registered(model)
                 watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])
             if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):

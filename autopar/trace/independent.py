@@ -17,7 +17,7 @@ from autopar.trace.modules import HOOKS, REGISTERED
 from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads, refuse
-from autopar.trace.values import Change, held_in, is_of_torch, own_names
+from autopar.trace.values import Change, held_in, is_installed, is_torchs, own_names
 from autopar.trace.writes import number_of
 
 MOST = 10_000  # objects that hooks lead to are looked at, at most
@@ -79,6 +79,17 @@ def refuse_fakes(model: nn.Module, reads: Reads, originals: Collection[int]) -> 
         )
 
 
+def refuse_attributes(tensors: Mapping[str, Tensor], had: Mapping[str, Collection[str]]) -> None:
+    """Raise TraceError where a parameter or buffer has a traced tensor as an attribute that it had not."""
+    for name, tensor in tensors.items():
+        for attribute, value in [*vars(tensor).items()]:
+            if attribute not in had[name] and isinstance(value, (Tensor, Number)):
+                raise TraceError(
+                    f"forward, or a hook, keeps a tensor as {name}.{attribute}, on a parameter or a buffer, where a "
+                    "compiled step does not write to: keep it as an attribute of the module"
+                )
+
+
 def holds_fakes(left: list[Any], originals: Collection[int] = ()) -> bool:
     """Whether these values, or what they lead to, hold a traced tensor."""
     looked: dict[int, Any] = {}
@@ -94,9 +105,22 @@ def holds_fakes(left: list[Any], originals: Collection[int] = ()) -> bool:
 
 def _held_by(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
-        return [*parts_of(value), *map(value.__globals__.get, value.__code__.co_names)]
+        named = map(value.__globals__.get, value.__code__.co_names)
+        return [*parts_of(value), *vars(value).values(), *named, *_traced(value.__globals__)]
     if isinstance(value, nn.Module):
-        return [held for name, held in vars(value).items() if name not in REGISTERED]
-    if (parts := parts_of(value) or held_in(value)) or is_of_torch(type(value)):
+        held = [held for name, held in vars(value).items() if name not in REGISTERED]
+        return [*held, *value._buffers.values()]
+    if isinstance(value, types.ModuleType):
+        file = getattr(value, "__file__", None) or ""
+        return [] if is_torchs(file) or is_installed(file) else _traced(vars(value))
+    if isinstance(value, (type, Tensor)):
+        return _traced(vars(value))
+    if parts := parts_of(value) or held_in(value):
         return parts
+    if type(value).__module__.partition(".")[0] in ("torch", "autopar"):
+        return []
     return [*(own_names(value) or {}).values()]
+
+
+def _traced(names: Mapping[str, Any]) -> list[Any]:
+    return [value for value in [*names.values()] if issubclass(type(value), (FakeTensor, Number))]

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from autopar.errors import TraceError
@@ -23,41 +24,29 @@ from autopar.trace.values import MISSING
 
 @dataclass(frozen=True)
 class Hung:
-    """What hung on the modules before forward ran: hooks, by module and kind; forwards of their own; shapes of
-    buffers.
-    """
+    """What hung on the modules before forward ran: hooks, by module and kind; forwards of their own; buffers."""
 
     hooks: Mapping[tuple[str, str], Mapping[int, Any]]
     forwards: Mapping[str, Any]
-    buffers: Mapping[tuple[str, str], tuple[int, ...] | None]
+    buffers: Mapping[tuple[str, str], Tensor | None]
 
 
 def hung_on(modules: Mapping[str, nn.Module]) -> Hung:
     return Hung(
         {(path, kind): dict(getattr(module, kind)) for path, module in modules.items() for kind in HOOKS},
         {path: vars(module).get("forward", MISSING) for path, module in modules.items()},
-        {
-            (path, name): None if buffer is None else tuple(buffer.shape)
-            for path, module in modules.items()
-            for name, buffer in module._buffers.items()
-        },
+        {(path, name): buffer for path, module in modules.items() for name, buffer in module._buffers.items()},
     )
 
 
 def take_back(modules: Mapping[str, nn.Module], before: Hung, reads: Reads) -> None:
     """Leave the modules as they were before forward; `reads` forgets the flags that say that something is installed.
 
-    Raises TraceError for a buffer that is new, or of another shape, and for hooks without a flag, which would become
-    more at every call.
+    Raises TraceError for a buffer that is new, or of another shape or dtype, and for hooks without a flag, which would
+    become more at every call.
     """
     now = hung_on(modules)
-    for (path, name), shape in now.buffers.items():
-        if before.buffers.get((path, name)) != shape:
-            raise TraceError(
-                f"forward makes the buffer {'.'.join(filter(None, (path, name)))}, of shape {shape}, which a program "
-                "would not do again; make it in __init__, or call the model once with its largest inputs before it is "
-                "compiled"
-            )
+    _write_to_buffers(modules, before.buffers, now.buffers)
     installed = [path for (path, kind), hooks in now.hooks.items() if hooks.keys() - before.hooks[path, kind].keys()]
     replaced = [path for path, forward in now.forwards.items() if forward is not before.forwards[path]]
     for (path, kind), hooks in before.hooks.items():
@@ -81,6 +70,43 @@ def take_back(modules: Mapping[str, nn.Module], before: Hung, reads: Reads) -> N
     for path, name in flags:
         was, _, _ = reads.written.pop((path, name))
         _restore(modules[path], name, was)
+
+
+def _write_to_buffers(
+    modules: Mapping[str, nn.Module],
+    before: Mapping[tuple[str, str], Tensor | None],
+    now: Mapping[tuple[str, str], Tensor | None],
+) -> None:
+    """What forward has set buffers to (`self.mean = 0.9 * self.mean + ..`) is written to those that were there, which
+    torch sees of submodules too.
+    """
+    changed = {place: buffer for place, buffer in now.items() if before.get(place, MISSING) is not buffer}
+    owned = {id(buffer) for place, buffer in before.items() if place not in changed}
+    of_others = {id(buffer) for buffer in before.values()}
+    written: list[tuple[tuple[str, str], Tensor, Tensor]] = []
+    for (path, name), buffer in changed.items():
+        was, called = before.get((path, name)), ".".join(filter(None, (path, name)))
+        if was is None or buffer is None or was.shape != buffer.shape:
+            shape = None if buffer is None else tuple(buffer.shape)
+            raise TraceError(
+                f"forward makes the buffer {called}, of shape {shape}, which a program would not do again; make it in "
+                "__init__, or call the model once with its largest inputs before it is compiled"
+            )
+        if was.dtype != buffer.dtype:
+            raise TraceError(
+                f"forward sets the buffer {called} of {was.dtype} to one of {buffer.dtype}; write .to({was.dtype}), or "
+                "make it that in __init__"
+            )
+        if id(was) in owned:
+            raise TraceError(
+                f"forward sets the buffer {called} to another tensor, and a buffer that is the same one by now keeps "
+                "its own; make them two (clone)"
+            )
+        written.append(((path, name), was, buffer.clone() if id(buffer) in of_others else buffer))
+    with torch.no_grad():
+        for (path, name), was, buffer in written:
+            modules[path]._buffers[name] = was
+            was.copy_(buffer)
 
 
 def _is_flag(was: Any, is_: Any) -> bool:

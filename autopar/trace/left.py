@@ -161,8 +161,10 @@ class Left:
         return [pytree.tree_map(like, value) for value in self.like]
 
     def is_first(self, modules: Mapping[str, nn.Module]) -> bool:
-        """Whether nothing is there where it writes: no call has left anything, or the script has taken it away."""
-        return all(was is MISSING or was is None for was in (write.was(modules) for write in self.writes))
+        """Whether nothing is there where it writes, or numbers: no call has left anything, or the script has taken it
+        away.
+        """
+        return all(was is MISSING or is_plain(was) for was in (write.was(modules) for write in self.writes))
 
     def has_constants_alone(self) -> bool:
         """Whether no tensor is written, nor a number out of one."""
@@ -172,8 +174,9 @@ class Left:
         """What to say where forward reads what an earlier call has left."""
         names = ", ".join(dict.fromkeys(write.name for write in self.writes))
         return TraceError(
-            f"forward, or a hook, computes with what it has left in {names} at the last call, and each value would "
-            "need a program of its own; make it a buffer (register_buffer), or pass it as an argument"
+            f"forward, or a hook, computes with what is in {names} as the last call has left it, or moves it "
+            "there, and each value would need a program of its own; make it a buffer (register_buffer), pass it as an "
+            "argument, or take it out before each call"
         )
 
 

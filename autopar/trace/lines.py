@@ -24,7 +24,7 @@ FLEX = (
 LENGTHS = "Sequences of several lengths in one tensor are not built: pad them, and ignore what is padded in the loss."
 HELD = (
     "The model's code holds a tensor, in an attribute, a closure or a global, that it works on in place: make it a "
-    "buffer (register_buffer), or pass it as an argument."
+    "buffer of one of the model's modules (register_buffer), or pass it as an argument."
 )
 IN_PLACE = "Have forward clone the argument first."
 CAUSAL_BIAS = "Give scaled_dot_product_attention is_causal=True, or a boolean mask, in the place of a CausalBias."
@@ -58,7 +58,10 @@ NO_RUN = (
 )
 STILL_READ = "Compute with a clone of it, or write to it behind backward."
 MOVED = "Parameters lie where the plan has them, and are cast by precision=: leave that out of forward."
-NUMPY = "Control flow and shapes may not depend on tensor values: rewrite that line with functions of torch."
+NUMPY = (
+    "Keep or return the tensor, and make an array of it behind the call; what forward computes with, have functions "
+    "of torch compute."
+)
 HIDDEN_SIZE = (
     "torch's own code of a function in that line finds a size by looking at values: write it with what has one size "
     "(x[torch.triu_indices(n, n, 1)] for combinations, torch.where for what a mask picks)."
@@ -95,7 +98,7 @@ OWN_WORDS = {
     OBJECT: "it takes or gives an object of a class of its own",
     COLLECTIVE: "it calls a collective itself",
     STILL_READ: "it changes in place, maybe through .data, what backward reads",
-    HELD: "it changes a tensor in place that is no buffer",
+    HELD: "it changes a tensor in place that is no buffer of the model",
     MOVED: "it moves or casts a module (.to(), .cuda(), .half())",
     NUMPY: "it makes a numpy array of a tensor (.numpy())",
 }

@@ -74,7 +74,7 @@ def with_tensors(
     _fill_as_held(copy_of)
     copied = [(copy_of[id(one)], one) for one in copy_of.get(id(copy_of), ()) if id(one) in copy_of]
     for held in hooks:
-        copy_of[id(held)].update(held)
+        copy_of[id(held)].update({key: copy_of.get(id(hook), hook) for key, hook in held.items()})
     copied += look_at_copies(made, copy_of)
     if originals is not None:
         originals |= {id(copy): original for copy, original in copied}

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopar.trace.values import IN_PLACE, MISSING, SCALARS, few_in, is_installed, is_of_torch, is_torchs
+from autopar.trace.values import IN_PLACE, MISSING, SCALARS, few_in, file_of, is_installed, is_of_torch, is_torchs
 
 FUNCTIONS, HOLDERS = 2000, 2000  # of the user's code and objects are looked at, at most
 CODE = (types.FunctionType, types.MethodType, classmethod, staticmethod, property, cached_property, partial)
@@ -274,7 +274,7 @@ def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
 
 
 def _is_installed(kind: type) -> bool:
-    return is_installed(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+    return is_installed(file_of(kind))
 
 
 def _is_torchs(function: types.FunctionType) -> bool:
@@ -286,8 +286,7 @@ def is_users_class(value: Any) -> bool:
     """Whether it is a class of the user's that settings may be kept in."""
     if not isinstance(value, type) or issubclass(value, (nn.Module, Tensor, torch.autograd.Function, enum.Enum)):
         return False
-    file = getattr(sys.modules.get(value.__module__), "__file__", None) or "<"
-    return value.__module__ == "__main__" or not (is_torchs(file) or is_installed(file))
+    return value.__module__ == "__main__" or not (is_torchs(file_of(value)) or is_installed(file_of(value)))
 
 
 def _has_settings(value: Any) -> bool:

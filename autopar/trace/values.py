@@ -33,6 +33,7 @@ IN_PLACE = (list, dict, set, deque, array, bytearray, np.ndarray, Tensor, *DRAWI
 FEW = 1024  # objects in a list are looked at, at most
 DEEPEST = 100  # containers in containers, likewise
 KEEPERS = (argparse.Namespace, types.SimpleNamespace, UserDict, UserList, ChainMap)  # of Python's, for settings
+COMPILED = {*sys.stdlib_module_names, "torch", "numpy"}  # some of their modules have no file
 SITE = "site-packages", "dist-packages"  # where installed packages lie
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = str(Path(random.__file__).parent)
@@ -229,8 +230,8 @@ def is_installed(file: str) -> bool:
     """Whether a source file came with a package that pip has installed, whose tables nobody changes: among the others,
     or in a folder of its own (`pip install --target`), where what pip has noted of it lies beside it.
     """
-    if _is_in_site(file):
-        return True
+    if not file or _is_in_site(file):
+        return bool(file)
     top = Path(file)
     while (top.parent / "__init__.py").is_file():
         top = top.parent
@@ -243,4 +244,13 @@ def is_of_torch(kind: type) -> bool:
     """Whether it is a class of torch's, Python's own or ours, but for those that settings are kept in."""
     if kind.__module__ == "__main__" or kind in KEEPERS:
         return False
-    return is_torchs(getattr(sys.modules.get(kind.__module__), "__file__", None) or "<")
+    return is_torchs(file_of(kind))
+
+
+def file_of(kind: type) -> str:
+    """Where its module was read from; "<" for one of Python or torch that is compiled in, "" where nobody knows: a
+    module that was loaded by hand, or made of text.
+    """
+    if file := getattr(sys.modules.get(kind.__module__), "__file__", None):
+        return file
+    return "<" if kind.__module__.partition(".")[0] in COMPILED else ""

@@ -57,3 +57,10 @@ WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     torch.cosine_similarity: cosine_similarity,
     functional.cosine_similarity: cosine_similarity,
 }
+
+
+def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """As `copy.deepcopy` has it of what is detached; torch copies storages, which nothing that is traced has."""
+    if tensor.requires_grad:
+        return Tensor.__deepcopy__(tensor, memo)
+    return memo.setdefault(id(tensor), tensor.clone())

@@ -62,7 +62,7 @@ class Leaves(nn.Module):
         return made.square().sum()
 
 
-@pytest.mark.parametrize("what", ["a mask of the length", "the longest length", "a first batch", "grids"])
+@pytest.mark.parametrize("what", ["a mask of the length", "the longest length", "a first batch", "a counter", "grids"])
 def test_what_a_call_makes_and_later_ones_find_is_kept(one: DeviceMesh, what: str) -> None:
     plain = Leaves(what)
     parallel = autopar.compile(plain, one)
@@ -76,7 +76,6 @@ def test_what_a_call_makes_and_later_ones_find_is_kept(one: DeviceMesh, what: st
     [
         ("the last state", "state"),
         ("a decay", "state"),
-        ("a counter", "calls"),
         ("a counter of tensors", "mask"),
         ("a list that grows", "seen"),
     ],

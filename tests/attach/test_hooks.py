@@ -211,7 +211,7 @@ def total(model: Any) -> None:
 @pytest.mark.parametrize(
     ("recipe", "told"),
     [
-        (average, "computes with what it has left in found at the last call"),
+        (average, "computes with what is in found as the last call has left it"),
         (counter, "forward changes found, which"),
         (total, "forward changes found, which"),
     ],

@@ -288,7 +288,10 @@ def eigenvalues(h: Tensor) -> Tensor:
 
 REFUSED: list[tuple[nn.Module, str]] = [
     (WritesWhatIsRead(), r"changes in place, maybe through \.data, what backward reads\. .*clone"),
-    (WritesWhatIsNoBuffer(), r"changes a tensor in place that is no buffer\..* in an attribute, .* make it a buffer"),
+    (
+        WritesWhatIsNoBuffer(),
+        r"changes a tensor in place that is no buffer of the model\..* in an attribute, .* make it a buffer",
+    ),
     (Moves(), r"linear\.to\(x\.device\).* moves or casts a module .*: leave that out of forward"),
     (Model(branches), r"torch's own way, by torch\.cond at .*: compute both and choose by torch\.where"),
     (Model(sparse), r"makes a sparse tensor at .* as a dense matrix"),

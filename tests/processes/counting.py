@@ -43,7 +43,12 @@ def check_that_all_ranks_count(ranks: Ranks) -> None:
     """Where the batch is split, where layers are, in micro-batches, in stages, and of rows of each rank's own."""
     torch.manual_seed(0)
     flat = autopar.init_mesh("cpu")
-    given = ((flat, {}), (flat, {"micro_batches": 2}), (mesh_of(ranks), {"micro_batches": 2}), (flat, {"inputs": "local"}))
+    given = (
+        (flat, {}),
+        (flat, {"micro_batches": 2}),
+        (mesh_of(ranks), {"micro_batches": 2}),
+        (flat, {"inputs": "local"}),
+    )
     for mesh, options in given:
         plain = Annealed().double()
         parallel = autopar.compile(copy.deepcopy(plain), mesh, **options, **SMALL)
@@ -58,3 +63,38 @@ def check_that_all_ranks_count(ranks: Ranks) -> None:
             near(losses[0], losses[1], NEAR, f"{options}, step {step}: loss")
             assert counted(parallel) == counted(plain), f"{options}, step {step}"
             same_gradients(plain, parallel)
+
+
+class Centred(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.inner(x - self.mean)
+
+
+class Running(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Centred, self.layers))
+
+
+def check_buffers_that_parts_set(ranks: Ranks) -> None:
+    """To new tensors, of the whole batch: where it is split, where layers are, in stages, and of rows of each rank."""
+    torch.manual_seed(0)
+    flat = autopar.init_mesh("cpu")
+    for mesh, options in ((flat, {}), (mesh_of(ranks), {"micro_batches": 1}), (flat, {"inputs": "local"})):
+        plain = Running().double()
+        parallel = autopar.compile(copy.deepcopy(plain), mesh, **options, **SMALL)
+        for step in range(3):
+            inputs = inputs_of(8 * ranks.count)
+            rows = slice(8 * ranks.rank, 8 * ranks.rank + 8) if "inputs" in options else slice(None)
+            for model, of in ((parallel, rows), (plain, slice(None))):
+                model.zero_grad()
+                model(**{name: value[of] for name, value in inputs.items()}).backward()
+            same_gradients(plain, parallel)
+            for (name, buffer), (_, right) in zip(parallel.named_buffers(), plain.named_buffers(), strict=True):
+                near(buffer, right, NEAR, f"{options}, step {step}: {name}")
