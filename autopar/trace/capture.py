@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,9 +139,10 @@ class _Setting:
     def copy(self, originals: dict[int, Any] | None = None, left: Sequence[torch.Tensor] = ()) -> nn.Module:
         return fake_copy(self.model, self.mode, self.precision, self.device, originals, left)
 
-    def run_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def run_by_itself(self, inputs: _Inputs) -> object:
         """What a copy of the model returns to a call that nobody traces."""
-        called, kwargs = self.copy(), {name: value for name, value in kwargs.items() if name != ARGUMENT}
+        called, (args, named) = self.copy(), inputs.call()
+        kwargs = {name: value for name, value in named.items() if name != ARGUMENT}
         called.train(self.model.training if self.training is None else self.training)
         with self.mode, autocast_as(self.autocast), autocast_as_asked(self.device_type), torch.no_grad():
             return called(*args, **kwargs)
@@ -196,11 +198,10 @@ def capture(
     """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode, under the
     present autocast: the casts are in the forward, as if backward were called outside.
 
-    `precision`: parameters and inputs are cast as it says before they are used. `device_type`: what the program will
-    run on; `under_its_autocast`: some of it runs under that device's autocast (found out where it is left out). Tensors
-    among the inputs give shapes and dtypes only; DTensors count with their global shape. `every_tangent`: outputs
-    beside a scalar loss get gradients, and scalars beside one that is called `loss`; `loss_alone`: those that are no
-    scalars are None. `counted`: numbers of modules that are arguments (`autopar.trace.counted`). Raises TraceError.
+    `precision`: parameters and inputs are cast as it says before use; tensors among these give shapes and dtypes alone.
+    `device_type`: what the program will run on; `under_its_autocast`: some of it does under that device's autocast.
+    `every_tangent`: outputs beside a scalar loss get gradients, and scalars beside one that is called `loss`;
+    `loss_alone`: others are None. `counted`: numbers that are arguments (`autopar.trace.counted`). Raises TraceError.
     """
     check_names(model)
     around = _autocast_around(device_type)
@@ -211,10 +212,9 @@ def capture(
     leaves, spec = dense_inputs(model, args, with_counted(kwargs, model, counted))
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
     inputs = _fake_inputs(setting, leaves, spec)
-    naming = naming_the_line(shown(leaves), lambda: setting.run_by_itself(*inputs.call()))
     with (
-        _ONE_AT_A_TIME, without_torchs_log(), naming, ExitStack() as stack,
-        naming_autocast(device_type, setting.under_its_autocast),
+        _ONE_AT_A_TIME, without_torchs_log(), naming_the_line(shown(leaves), partial(setting.run_by_itself, inputs)),
+        ExitStack() as stack, naming_autocast(device_type, setting.under_its_autocast),
     ):  # fmt: skip
         stack.enter_context(one_tf32_setting())
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.

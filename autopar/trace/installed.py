@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -77,8 +76,8 @@ def _write_to_buffers(
     before: Mapping[tuple[str, str], Tensor | None],
     now: Mapping[tuple[str, str], Tensor | None],
 ) -> None:
-    """What forward has set buffers to (`self.mean = 0.9 * self.mean + ..`) is written to those that were there, which
-    torch sees of submodules too.
+    """What forward has set buffers of parts to (`self.mean = 0.9 * self.mean + ..`) is written to those that were
+    there, as torch.export does it for the whole model's own alone.
     """
     changed = {place: buffer for place, buffer in now.items() if before.get(place, MISSING) is not buffer}
     owned = {id(buffer) for place, buffer in before.items() if place not in changed}
@@ -102,11 +101,11 @@ def _write_to_buffers(
                 f"forward sets the buffer {called} to another tensor, and a buffer that is the same one by now keeps "
                 "its own; make them two (clone)"
             )
-        written.append(((path, name), was, buffer.clone() if id(buffer) in of_others else buffer))
-    with torch.no_grad():
-        for (path, name), was, buffer in written:
-            modules[path]._buffers[name] = was
-            was.copy_(buffer)
+        if path:
+            written.append(((path, name), was, buffer.clone() if id(buffer) in of_others else buffer))
+    for (path, name), was, buffer in written:
+        modules[path]._buffers[name] = was
+        was.copy_(buffer.detach())  # under no_grad torch would make a graph of its own of it
 
 
 def _is_flag(was: Any, is_: Any) -> bool:

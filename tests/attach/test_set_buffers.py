@@ -44,9 +44,25 @@ def at_a_hook(module: Any, given: tuple[Tensor, ...], made: Tensor | None = None
     module.mean = 0.9 * module.mean + 0.1 * given[0].detach().square().mean(0)
 
 
+class Queue(nn.Module):
+    """Reads what backward needs before it sets it anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = nn.Linear(8, 8)
+        self.register_buffer("queue", torch.randn(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = self.keys(x)
+        scores = keys @ self.queue
+        self.queue = torch.cat([self.queue[:, 4:], keys.detach()[:4].T], 1)
+        return scores
+
+
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "of the model itself": lambda: nn.Sequential(nn.Linear(8, 8), Centred())[1],
     "of a part": lambda: net(Centred),
+    "a queue of a part": lambda: nn.Sequential(nn.Linear(8, 8), Queue(), nn.Tanh()),
     "swapped": lambda: net(lambda: Centred("swap")),
     "in a hook": lambda: net(lambda: Centred("hook"), at_a_hook),
     "in a hook in front": lambda: net(lambda: Centred("hook"), at_a_hook, before=True),
