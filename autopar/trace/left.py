@@ -161,10 +161,9 @@ class Left:
         return [pytree.tree_map(like, value) for value in self.like]
 
     def is_first(self, modules: Mapping[str, nn.Module]) -> bool:
-        """Whether nothing is there where it writes, or numbers: no call has left anything, or the script has taken it
-        away.
-        """
-        return all(was is MISSING or is_plain(was) for was in (write.was(modules) for write in self.writes))
+        """Whether nothing is there where it writes, or 0: no call has left anything, or the script took it away."""
+        found = [write.was(modules) for write in self.writes]
+        return all(was is MISSING or (is_plain(was) and not was) for was in found)
 
     def has_constants_alone(self) -> bool:
         """Whether no tensor is written, nor a number out of one."""

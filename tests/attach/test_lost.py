@@ -178,3 +178,19 @@ def test_a_part_of_the_model_may_be_the_hook_of_another(one: DeviceMesh) -> None
     for model in (parallel, plain):
         model(x).backward()
     near(parallel.steer.by.grad, plain.steer.by.grad, 1e-6, "gradient of the part that is a hook")
+
+
+def test_an_average_of_numbers_that_goes_on_is_refused(one: DeviceMesh) -> None:
+    """It begins with 0, as a sum does that the loop begins anew; the second call finds what the first one left."""
+    average = {"size": 0.0}
+
+    def hook(module: nn.Module, given: Any, made: Tensor) -> None:
+        average["size"] = 0.9 * average["size"] + 0.1 * made.abs().mean().item()
+
+    model = net()
+    model[1].register_forward_hook(hook)
+    parallel = autopar.compile(model, one)
+    parallel(torch.randn(4, 8))
+    assert average["size"] > 0
+    with pytest.raises(TraceError, match="computes with what is in average as the last call has left it"):
+        parallel(torch.randn(4, 8))
