@@ -279,7 +279,7 @@ def refuse_carried(reads: Reads, before: Sequence[Mapping[tuple[str, str], tuple
     set.
     """
     for place, (was, after, line) in reads.written.items():
-        if place not in reads.attributes:
+        if place not in reads.attributes or place in reads.counting.places:
             continue
         carried = has_tensors(was) and has_tensors(after)
         for writes in before:

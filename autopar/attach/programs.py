@@ -286,6 +286,7 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
             loss_alone=state.outputs == "loss" and key.gradients,
             device_type=state.device_mesh.device_type,
             counted=state.counted,
+            tensors=state.inputs != "local",  # whose rows nobody knows
         )
 
     def trace() -> tuple[Captured, Graph]:

@@ -269,7 +269,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
     caches = settle(copy, notes) and may_cache
     drawn = random_state()
     if setting.counted:
-        reads.count(setting.counted, copy)
+        reads.count(setting.counted, setting.model)
     returning(copy, reads, notes)
     watch_forward(copy, small_buffers(setting.model), notes, reads.counting)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)

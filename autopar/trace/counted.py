@@ -5,6 +5,7 @@
 
 A program has them as arguments: 0-dim tensors, where something is computed with tensors. What is computed of such
 numbers alone is computed in Python before each call, as what is asked of them is: each answer has a program of its own.
+Tensors that forward finds and replaces (`self.state = new.detach()`) are arguments, too, a program for each shape.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ class Formula:
 
 @dataclass
 class Counting:
-    """`places`: of the numbers, in the order in which a formula has them; `kinds`: their types. `asked`: what forward
-    asks of them, and the answers that a program has.
+    """`places`: of the numbers, in the order in which a formula has them; `kinds`: as `kind_of` has them. `asked`: what
+    forward asks of them, and the answers that a program has.
     """
 
     places: tuple[Place, ...] = ()
-    kinds: tuple[type, ...] = ()
+    kinds: tuple[Any, ...] = ()
     asked: list[tuple[Formula, bool]] = field(default_factory=list[tuple[Formula, bool]])
 
     def values(self, modules: Mapping[str, nn.Module]) -> list[Any]:
@@ -68,8 +69,9 @@ class Counting:
         """Why a program is none for the numbers that are there; None where it is one."""
         values = self.values(modules)
         for place, value, kind in zip(self.places, values, self.kinds, strict=True):
-            if type(value) is not kind:
-                return f"{called(place)} is {'not there' if value is MISSING else repr(value)[:80]}"
+            if kind_of(value) != kind:
+                told = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+                return f"{called(place)} is {'not there' if value is MISSING else told}"
         if any(bool(formula.of(values)) != answer for formula, answer in self.asked):
             return f"what forward asks of {', '.join(map(called, self.places))} has another answer"
         return None
@@ -80,13 +82,20 @@ class Counting:
 
 
 def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module]) -> Counting:
-    """Of numbers that are there."""
+    """Of what is there."""
     counting = Counting(tuple(places))
-    counting.kinds = tuple(map(type, counting.values(modules)))
+    counting.kinds = tuple(map(kind_of, counting.values(modules)))
     return counting
 
 
-def as_tensor(value: float) -> Tensor:
+def kind_of(value: Any) -> Any:
+    """What is equal for all values that a program takes."""
+    return (value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else type(value)
+
+
+def as_tensor(value: float | Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 
@@ -117,14 +126,26 @@ def is_number(value: Any) -> bool:
 def counted_in(
     attributes: Mapping[Place, Any], written: Mapping[Place, tuple[Any, Any, str]], there: Mapping[str, nn.Module]
 ) -> list[Place]:
-    """Numbers among the attributes that forward reads, and makes anew."""
+    """Numbers, and tensors that are no buffers, among the attributes that forward reads, and makes anew."""
     return sorted(
-        (path, name)
-        for (path, name), (was, after, _) in written.items()
-        if (path, name) in attributes and is_number(was) and (isinstance(after, Number) or is_number(after))
-        if isinstance(after, Number) or was != after
-        if vars(there[path]).get(name, MISSING) is was
+        place
+        for place, (was, after, _) in written.items()
+        if place in attributes and may_be_counted(vars(there[place[0]]).get(place[1], MISSING))
+        if _is_another_number(was, after) or (_is_tensor(was) and _is_tensor(after) and was is not after)
     )
+
+
+def _is_another_number(was: Any, after: Any) -> bool:
+    return is_number(was) and (isinstance(after, Number) or (is_number(after) and was != after))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
+def may_be_counted(value: Any) -> bool:
+    """Whether a program may take it as an argument."""
+    return is_number(value) or _is_tensor(value)
 
 
 class Counted(Number):
@@ -197,12 +218,17 @@ class Counted(Number):
 
 def counted_from(
     given: Mapping[str, Tensor], counting: Counting, modules: Mapping[str, nn.Module], checks: Checks
-) -> list[Counted]:
-    """The numbers that are there, with `given` in their place where tensors are. What is asked is noted anew."""
+) -> list[Counted | Tensor]:
+    """The numbers that are there, with `given` in their place where tensors are, and in the place of tensors. What is
+    asked is noted anew.
+    """
     counting.asked.clear()
-    made: list[Counted] = []
+    made: list[Counted | Tensor] = []
     for at, (place, value) in enumerate(zip(counting.places, counting.values(modules), strict=True)):
         tensor = given[called(place)]
+        if isinstance(value, Tensor):
+            made.append(tensor)
+            continue
         made.append(
             Counted(
                 value,

@@ -62,7 +62,10 @@ class Leaves(nn.Module):
         return made.square().sum()
 
 
-@pytest.mark.parametrize("what", ["a mask of the length", "the longest length", "a first batch", "a counter", "grids"])
+CARRIED = ["a counter", "the last state", "a decay", "a counter of tensors"]
+
+
+@pytest.mark.parametrize("what", ["a mask of the length", "the longest length", "a first batch", "grids", *CARRIED])
 def test_what_a_call_makes_and_later_ones_find_is_kept(one: DeviceMesh, what: str) -> None:
     plain = Leaves(what)
     parallel = autopar.compile(plain, one)
@@ -74,9 +77,6 @@ def test_what_a_call_makes_and_later_ones_find_is_kept(one: DeviceMesh, what: st
 @pytest.mark.parametrize(
     ("what", "name"),
     [
-        ("the last state", "state"),
-        ("a decay", "state"),
-        ("a counter of tensors", "mask"),
         ("a list that grows", "seen"),
     ],
 )

@@ -65,6 +65,43 @@ def check_that_all_ranks_count(ranks: Ranks) -> None:
             same_gradients(plain, parallel)
 
 
+class HasState(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x if self.state is None else x + 0.5 * self.state)
+        self.state = made.detach()
+        return made
+
+
+class Stateful(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(HasState, self.layers))
+
+
+def check_states_that_are_carried(ranks: Ranks) -> None:
+    """Of rows: where the batch is split, where layers are, in micro-batches, in stages."""
+    torch.manual_seed(0)
+    flat, two = autopar.init_mesh("cpu"), {"micro_batches": 2}
+    for mesh, options in ((flat, {}), (flat, two), (mesh_of(ranks), two)):
+        plain = Stateful().double()
+        parallel = autopar.compile(copy.deepcopy(plain), mesh, **options, **SMALL)
+        for step in range(4):
+            inputs, losses = inputs_of(8 * ranks.count), list[Tensor]()
+            for model in (parallel, plain):
+                model.zero_grad()
+                losses.append(model(**inputs))
+                losses[-1].backward()
+            near(losses[0], losses[1], NEAR, f"{options}, step {step}: loss")
+            for number, (ours, theirs) in enumerate(zip(parallel.layers, plain.layers, strict=True)):
+                near(ours.state, theirs.state, NEAR, f"{options}, step {step}: state {number}")
+            same_gradients(plain, parallel)
+
+
 class Centred(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

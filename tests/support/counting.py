@@ -131,14 +131,63 @@ class Returns(Counts):
         return self.loss(x), self.step, {"progress": self.step / 4}
 
 
+class HasState(Counts):
+    """A state of the rows, which is there from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: Tensor | None = torch.zeros(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.state is None:
+            self.state = torch.zeros(len(x), 8)
+        hidden = torch.tanh(self.a(x) + 0.5 * self.state)
+        self.state = hidden.detach()
+        return self.b(hidden).square().mean()
+
+
+class MakesState(HasState):
+    """It is made in the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = None
+
+
+class Decays(Counts):
+    """A tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.rand(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weights = self.weights * 0.9 + 0.01 * x.detach().mean(0)
+        return self.loss(x * self.weights)
+
+
+class Masks(Counts):
+    """A mask that is kept for as long as batches are as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or self.mask.size(0) != len(x):
+            self.mask = torch.tril(torch.full((len(x), len(x)), 0.25))
+        return self.loss(self.mask @ x)
+
+
 MODELS = [Counts, OfItsClass, Anneals, Branches, Computes, Averages, InTraining, InParts, Returns]
+WITH_TENSORS = [HasState, MakesState, Decays]
 
 
 def counted(model: nn.Module) -> dict[str, object]:
-    """All numbers and lists that it and its parts hold."""
+    """All numbers, lists and plain tensors that it and its parts hold."""
     return {
         f"{path}.{name}": value
         for path, part in model.named_modules()
         for name, value in vars(part).items()
-        if isinstance(value, (int, float, list)) and not isinstance(value, bool) and not name.startswith("_")
+        if isinstance(value, (int, float, list, Tensor)) and not isinstance(value, bool) and not name.startswith("_")
     }
