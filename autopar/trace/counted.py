@@ -40,12 +40,14 @@ class Formula:
 @dataclass
 class Counting:
     """`places`: of the numbers, in the order in which a formula has them; `kinds`: as `kind_of` has them. `asked`: what
-    forward asks of them, and the answers that a program has.
+    forward asks of them, and the answers that a program has. `needed`: Python has asked for a number itself, whatever
+    the code did with the error.
     """
 
     places: tuple[Place, ...] = ()
     kinds: tuple[Any, ...] = ()
     asked: list[tuple[Formula, bool]] = field(default_factory=list[tuple[Formula, bool]])
+    needed: bool = False
 
     def values(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         """What is there now."""
@@ -120,7 +122,7 @@ def with_counted(kwargs: Mapping[str, Any], model: nn.Module, places: Sequence[P
 
 def is_number(value: Any) -> bool:
     """Whether something may count with it: a truth is a flag."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, (bool, Number))
 
 
 def counted_in(
@@ -150,13 +152,40 @@ def may_be_counted(value: Any) -> bool:
 
 class Counted(Number):
     """A number that is known when a call begins. `now`: what it is in the call that is traced; `formula`: what it is in
-    others; `made`: it as a tensor. Whoever asks for its truth is answered, and `asked` notes it.
+    others; `made`: it as a tensor. Whoever asks for its truth is answered, and `counting` notes it.
     """
 
-    def __init__(self, now: Any, of: Of, made: Callable[[], Number], asked: list[tuple[Formula, bool]]) -> None:
+    def __init__(self, now: Any, of: Of, made: Callable[[], Number], counting: Counting) -> None:
         self.now, self.formula = now, Formula(of)
-        self._made, self._asked = made, asked
+        self._made, self._counting = made, counting
         self._number: Number | None = None
+
+    @property
+    def __class__(self) -> type:  # what `isinstance` asks, of int and of numbers.Number too
+        return type(self.now)
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self.now), name):  # bit_length, is_integer
+            self._at_once()
+        raise AttributeError(name)
+
+    def _at_once(self, *_: Any) -> Any:
+        self._counting.needed = True
+        return super()._at_once()
+
+    __int__ = __float__ = __index__ = __complex__ = __trunc__ = __hash__ = _at_once
+
+    def __repr__(self) -> str:
+        return self._at_once()
+
+    def __format__(self, _: str) -> str:
+        return self._at_once()
+
+    def __copy__(self) -> Counted:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Counted:
+        return self
 
     @property
     def _as_number(self) -> Number:
@@ -189,12 +218,14 @@ class Counted(Number):
         now = python(theirs, self.now) if is_reversed else python(self.now, theirs)
         return Counted(
             now, lambda values: python(first(values), second(values)),
-            lambda: Number.of_two(self._as_number, name, other, is_reversed), self._asked,
+            lambda: Number.of_two(self._as_number, name, other, is_reversed), self._counting,
         )  # fmt: skip
 
     def _of_one(self, python: Callable[[Any], Any], made: Callable[[Number], Number]) -> Counted:
         of = self.formula.of
-        return Counted(python(self.now), lambda values: python(of(values)), lambda: made(self._as_number), self._asked)
+        return Counted(
+            python(self.now), lambda values: python(of(values)), lambda: made(self._as_number), self._counting
+        )
 
     def __abs__(self) -> Counted:
         return self._of_one(operator.abs, Number.__abs__)
@@ -209,11 +240,8 @@ class Counted(Number):
         return self._of_one(math.ceil, lambda number: Number(number.tensor.ceil().long(), number._checks))
 
     def __bool__(self) -> bool:
-        self._asked.append((self.formula, bool(self.now)))
+        self._counting.asked.append((self.formula, bool(self.now)))
         return bool(self.now)
-
-    def __hash__(self) -> int:
-        return self._at_once()
 
 
 def counted_from(
@@ -234,7 +262,7 @@ def counted_from(
                 value,
                 lambda values, at=at: values[at],
                 lambda tensor=tensor: Number(tensor, checks),
-                counting.asked,
+                counting,
             )
         )
     return made

@@ -256,8 +256,8 @@ def is_kept(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Whether it is a number or text, or a list, tuple or dict of such."""
-    return all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value))
+    return all(isinstance(leaf, SCALARS) and not isinstance(leaf, Number) for leaf in pytree.tree_leaves(value))
 
 
 def _constants(value: Any) -> list[Any]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, SCALARS)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, SCALARS) and not isinstance(leaf, Number)]

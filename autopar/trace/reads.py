@@ -58,7 +58,7 @@ class Reads:
     and classes of the user's see outside the instance: class attributes, globals, variables of enclosing functions,
     and what is in objects that are found there. `inside`: what is read of configurations and other objects that modules
     hold. `classes`: those of modules, and what each has. `left`: what forward writes to these. `counting`: numbers
-    that are arguments of the trace.
+    that are arguments of the trace; `asks_types`: code of the user's calls `type`, which nothing can stand in for.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -70,6 +70,7 @@ class Reads:
     classes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
     left: Left = field(default_factory=Left)
     counting: Counting = field(default_factory=Counting)
+    asks_types: bool = False
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see
@@ -150,6 +151,7 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
     for owner in settings.owners:
         if not hasattr(owner, "__dict__") or id(vars(owner)) not in path_of:
             reads.left.see_attributes(owner)
+    reads.asks_types = settings.asks_types
     reads.classes += [(kind, dict(vars(kind))) for kind in kinds]
     for found in settings.found:
         reads.see(*found)

@@ -48,6 +48,9 @@ def capture(
 
 def _counting(trace: partial[Captured], places: Iterable[Place]) -> Captured | None:
     try:
-        return trace(counted=sorted(places))
+        captured = trace(counted=sorted(places))
     except Exception:  # of whatever kind, for want of a number: a trace without says what else there is
         return None
+    reads = captured.reads
+    has_numbers = any(isinstance(kind, type) for kind in reads.counting.kinds)
+    return None if reads.counting.needed or (reads.asks_types and has_numbers) else captured

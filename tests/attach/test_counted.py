@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
+import numbers
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -165,3 +168,59 @@ def test_gradients_go_back_through_a_state_that_calls_hand_on(one: DeviceMesh) -
             losses[-1].backward()
         near(losses[0], losses[1], 1e-5, "loss")
         same_gradients(plain, parallel)
+
+
+WHAT_PYTHON_KNOWS: dict[str, Callable[[Any], Any]] = {
+    "its class": lambda model: 2 if type(model.step) is int else 1,
+    "its text": lambda model: 2 if str(model.step) == "1" else 1,
+    "a key": lambda model: {2: 2, 3: 3}.get(model.step, 1),
+    "a float": lambda model: math.exp(-model.step),
+    "a float, or else": lambda model: attempt(lambda: math.exp(-model.step)),
+    "its bits": lambda model: attempt(lambda: model.step.bit_length()),
+}
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception:
+        return 5
+
+
+@pytest.mark.parametrize("what", WHAT_PYTHON_KNOWS)
+def test_what_only_a_number_of_python_can_answer_is_none_of_it(one: DeviceMesh, what: str) -> None:
+    """Right in the first call, whatever the code makes of an error, and refused in the second."""
+
+    class Asks(Counts):
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            return self.loss(x) * WHAT_PYTHON_KNOWS[what](self)
+
+    plain = Asks()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    x = torch.randn(5, 8)
+    near(parallel(x), plain(x), 1e-6, "the first call")
+    with pytest.raises(TraceError, match=r"forward changes self\.step"):
+        parallel(x)
+
+
+def test_it_is_an_instance_of_its_class(one: DeviceMesh) -> None:
+    class Asks(Counts):
+        def forward(self, x: Tensor) -> Tensor:
+            self.step += 1
+            by = self.step if isinstance(self.step, int) and not isinstance(self.step, float) else 7
+            match self.step:
+                case 2:
+                    by = by * 3
+                case numbers.Number():
+                    by = by * 5
+                case _:
+                    by = by * 11
+            return self.loss(x) * copy.copy(by)
+
+    plain = Asks()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for step in range(4):
+        x = torch.randn(5, 8)
+        near(parallel(x), plain(x), 1e-6, f"step {step}")
+        same_numbers(parallel, plain)
