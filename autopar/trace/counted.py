@@ -40,13 +40,14 @@ class Formula:
 @dataclass
 class Counting:
     """`places`: of the numbers, in the order in which a formula has them; `kinds`: as `kind_of` has them. `asked`: what
-    forward asks of them, and the answers that a program has. `needed`: Python has asked for a number itself, whatever
-    the code did with the error.
+    forward asks of them, and the answers that a program has. `met`: what met tensors, or led to
+    it, and has to fit into one. `needed`: Python has asked for a number itself, whatever the code did with the error.
     """
 
     places: tuple[Place, ...] = ()
     kinds: tuple[Any, ...] = ()
     asked: list[tuple[Formula, bool]] = field(default_factory=list[tuple[Formula, bool]])
+    met: list[Formula] = field(default_factory=list[Formula])
     needed: bool = False
 
     def values(self, modules: Mapping[str, nn.Module]) -> list[Any]:
@@ -74,6 +75,8 @@ class Counting:
             if kind_of(value) != kind:
                 told = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
                 return f"{called(place)} is {'not there' if value is MISSING else told}"
+        if any(map(_is_large, (*values, *(formula.of(values) for formula in self.met)))):
+            return f"a number made of {', '.join(map(called, self.places))} is too large for a tensor"
         if any(bool(formula.of(values)) != answer for formula, answer in self.asked):
             return f"what forward asks of {', '.join(map(called, self.places))} has another answer"
         return None
@@ -88,6 +91,10 @@ def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module]) -> Co
     counting = Counting(tuple(places))
     counting.kinds = tuple(map(kind_of, counting.values(modules)))
     return counting
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) >= 2**63
 
 
 def kind_of(value: Any) -> Any:
@@ -190,6 +197,9 @@ class Counted(Number):
     @property
     def _as_number(self) -> Number:
         if self._number is None:
+            if _is_large(self.now):
+                self._at_once()
+            self._counting.met.append(self.formula)
             self._number = self._made()
         return self._number
 
@@ -231,7 +241,10 @@ class Counted(Number):
         return self._of_one(operator.abs, Number.__abs__)
 
     def __round__(self, digits: int | None = None) -> Counted:
-        return self._of_one(lambda value: round(value, digits), lambda number: Number.__round__(number, digits))
+        def made(number: Number) -> Number:
+            return Number.__round__(number) if digits is None else self._at_once()  # torch rounds to digits otherwise
+
+        return self._of_one(lambda value: round(value, digits), made)
 
     def __floor__(self) -> Counted:
         return self._of_one(math.floor, lambda number: Number(number.tensor.floor().long(), number._checks))
@@ -251,6 +264,7 @@ def counted_from(
     asked is noted anew.
     """
     counting.asked.clear()
+    counting.met.clear()
     made: list[Counted | Tensor] = []
     for at, (place, value) in enumerate(zip(counting.places, counting.values(modules), strict=True)):
         tensor = given[called(place)]

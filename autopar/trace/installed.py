@@ -96,10 +96,10 @@ def _write_to_buffers(
                 f"forward sets the buffer {called} of {was.dtype} to one of {buffer.dtype}; write .to({was.dtype}), or "
                 "make it that in __init__"
             )
-        if id(was) in owned:
+        if id(was) in owned or sum(other is was for other in before.values()) > 1:
             raise TraceError(
-                f"forward sets the buffer {called} to another tensor, and a buffer that is the same one by now keeps "
-                "its own; make them two (clone)"
+                f"forward sets the buffer {called} to another tensor, and another name has the one that it was; "
+                "make them two (clone)"
             )
         if path:
             written.append(((path, name), was, buffer.clone() if id(buffer) in of_others else buffer))

@@ -176,6 +176,7 @@ WHAT_PYTHON_KNOWS: dict[str, Callable[[Any], Any]] = {
     "a key": lambda model: {2: 2, 3: 3}.get(model.step, 1),
     "a float": lambda model: math.exp(-model.step),
     "a float, or else": lambda model: attempt(lambda: math.exp(-model.step)),
+    "rounded to digits": lambda model: round(model.step * 0.37, 1),
     "its bits": lambda model: attempt(lambda: model.step.bit_length()),
 }
 
@@ -224,3 +225,20 @@ def test_it_is_an_instance_of_its_class(one: DeviceMesh) -> None:
         x = torch.randn(5, 8)
         near(parallel(x), plain(x), 1e-6, f"step {step}")
         same_numbers(parallel, plain)
+
+
+def test_integers_that_no_tensor_holds_are_refused(one: DeviceMesh) -> None:
+    """Python's have no end; what a program makes of them would have one."""
+
+    class Grows(Counts):
+        def forward(self, x: Tensor) -> Tensor:
+            self.step = (self.step or 1) * 1_000_003
+            return self.loss(x) * (self.step % 7)
+
+    plain = Grows()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    x = torch.randn(5, 8)
+    with pytest.raises(TraceError, match=r"forward changes self\.step"):
+        for step in range(6):
+            near(parallel(x), plain(x), 1e-6, f"step {step}")
+    assert plain.step > 2**53

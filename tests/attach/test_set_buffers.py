@@ -105,8 +105,10 @@ def test_of_another_kind_they_are_refused(one: DeviceMesh, after: Callable[[Any,
         parallel(torch.randn(5, 8))
 
 
-def test_one_tensor_in_two_places_is_refused(one: DeviceMesh) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), Centred(), Centred("hook"))
+@pytest.mark.parametrize("of", ["hook", "forward"])
+def test_one_tensor_in_two_places_is_refused(one: DeviceMesh, of: str) -> None:
+    """Whether one of them sets it or both do, which would part them."""
+    model = nn.Sequential(nn.Linear(8, 8), Centred(), Centred(of))
     model[2].mean = model[1].mean
     parallel = autopar.compile(model, one)
     with pytest.raises(TraceError, match=r"the buffer 1\.mean .* make them two"):

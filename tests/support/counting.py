@@ -64,7 +64,7 @@ class Computes(Counts):
             count // 2,
             -count % 5,
             abs(count - 3),
-            round(count / 3, 2),
+            round(count / 3),
             math.floor(count / 2),
             math.ceil(count / 3),
         )
