@@ -21,6 +21,7 @@ import numpy as np
 from torch import nn
 
 from autopar.errors import TraceError
+from autopar.trace.counted import called, is_number
 from autopar.trace.modules import REGISTERED
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
@@ -284,11 +285,11 @@ def refuse_carried(reads: Reads, before: Sequence[Mapping[tuple[str, str], tuple
         carried = has_tensors(was) and has_tensors(after)
         for writes in before:
             earlier = writes.get(place)
-            if earlier is not None and _is_number(was) and _is_number(after):
+            if earlier is not None and is_number(was) and is_number(after):
                 carried = carried or (was != earlier[0] and after != earlier[1])
         if carried:
             raise TraceError(
-                f"forward changes {'.'.join(('self', *filter(None, place)))} from call to call at {line}, and each "
+                f"forward changes {called(place)} from call to call at {line}, and each "
                 "value would need a program of its own; make it a buffer (register_buffer) that forward writes with "
                 "copy_, change it outside forward, or pass it as an argument"
             )
@@ -296,7 +297,3 @@ def refuse_carried(reads: Reads, before: Sequence[Mapping[tuple[str, str], tuple
 
 def has_tensors(value: Any) -> bool:
     return bool(tensors_in(value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

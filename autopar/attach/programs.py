@@ -45,7 +45,7 @@ from autopar.plan import Plan
 from autopar.trace import Captured, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
 from autopar.trace.calls import Call, Caller
-from autopar.trace.counted import ARGUMENT, Counted, Place, called
+from autopar.trace.counted import Counted, Place, path_of
 from autopar.trace.interrupts import interruptible
 from autopar.trace.modules import aliases
 from autopar.trace.values import MISSING
@@ -310,7 +310,7 @@ def _prepared(
     plan, slots, buffers = runner.plan, _slots(parallel, "_parameters"), _slots(parallel, "_buffers")
     leaves, _ = flatten_inputs(call.args, call.kwargs)
     paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
-    paths += [f"['{ARGUMENT}']['{called(place)}']" for place in captured.reads.counting.places]
+    paths += map(path_of, captured.reads.counting.places)
     places = {path: place for place, path in enumerate(paths)}
     held = [slots[node.target] for node in runner.parameters]
     beside = [slots[name] for name in runner.beside]

@@ -40,8 +40,8 @@ class Formula:
 @dataclass
 class Counting:
     """`places`: of the numbers, in the order in which a formula has them; `kinds`: as `kind_of` has them. `asked`: what
-    forward asks of them, and the answers that a program has. `met`: what met tensors, or led to
-    it, and has to fit into one. `needed`: Python has asked for a number itself, whatever the code did with the error.
+    forward asks of them, and the answers that a program has. `met`: what met tensors, or led to it, and has to fit
+    into one. `needed`: Python has asked for a number itself, whatever the code did with the error.
     """
 
     places: tuple[Place, ...] = ()
@@ -111,6 +111,11 @@ def as_tensor(value: float | Tensor) -> Tensor:
 def called(place: Place) -> str:
     """In words."""
     return ".".join(("self", *filter(None, place)))
+
+
+def path_of(place: Place) -> str:
+    """Which flat input of a trace it is."""
+    return f"['{ARGUMENT}']['{called(place)}']"
 
 
 def is_counted(path: str) -> bool:

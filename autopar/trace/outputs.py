@@ -18,7 +18,7 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.calls import make_known
 from autopar.trace.closures import with_parts
-from autopar.trace.counted import Counted
+from autopar.trace.counted import Counted, called
 from autopar.trace.given import given_in, refuse_what_is_written
 from autopar.trace.independent import holds_fakes
 from autopar.trace.installed import hung_on, take_back
@@ -124,7 +124,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
                     attributes[name] = before
             elif any(map(is_made, pytree.tree_leaves(after))) or _keeps(after):
                 raise TraceError(
-                    f"forward keeps tensors in {'.'.join(('self', *filter(None, (path, name))))}, a "
+                    f"forward keeps tensors in {called((path, name))}, a "
                     f"{type(after).__name__}; return them, or keep each as an attribute of its own"
                 )
         outputs = pytree.tree_map(lambda leaf: leaf, outputs)  # they may be what is written to, which is undone now
