@@ -21,7 +21,7 @@ import numpy as np
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.trace.counted import called, is_number
+from autopar.trace.counted import called, is_number, kind_of
 from autopar.trace.modules import REGISTERED
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
@@ -38,6 +38,7 @@ from autopar.trace.values import (
     inside,
     own_names,
     snapshot,
+    told,
 )
 from autopar.trace.writes import Write, hidden, number_of
 
@@ -96,7 +97,7 @@ class Guards:
                 if now is not was:
                     if type(now) is not type(was) or snapshot(now) != snapshot(was):
                         place, key = self.fixed[number]
-                        return f"{self.named[id(place), key]} was {_told(was)} and is {_told(now)}"
+                        return f"{self.named[id(place), key]} was {told(was)} and is {told(now)}"
                     self.values[number] = now  # equal: found by identity the next time
         if [*map(type, self.modules)] != self.classes:
             return "the class of a module has changed"
@@ -270,17 +271,19 @@ def _may_change(value: Any) -> bool:
     return not isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type(np.sin)))
 
 
-def _told(value: Any) -> str:
-    return "not there" if value is MISSING else repr(value)[:80]
-
-
-def refuse_carried(reads: Reads, before: Sequence[Mapping[tuple[str, str], tuple[Any, Any, str]]]) -> None:
+def refuse_carried(
+    reads: Reads, before: Sequence[Mapping[tuple[str, str], tuple[Any, Any, str]]], in_a_row: bool
+) -> None:
     """Raise TraceError where forward builds on what an earlier call left: every call would need a program of its own.
     What it makes once and finds again, as a mask of a length, is no such thing. `before`: what programs of such calls
-    set.
+    set. `in_a_row`: the last of them were all for one call.
     """
     for place, (was, after, line) in reads.written.items():
-        if place not in reads.attributes or place in reads.counting.places:
+        if place not in reads.attributes:
+            continue
+        if place in reads.counting.places:
+            if in_a_row:
+                _refuse_each(place, line, reads.counting.asked.pinned, is_other_kind=kind_of(was) != kind_of(after))
             continue
         carried = has_tensors(was) and has_tensors(after)
         for writes in before:
@@ -293,6 +296,21 @@ def refuse_carried(reads: Reads, before: Sequence[Mapping[tuple[str, str], tuple
                 "value would need a program of its own; make it a buffer (register_buffer) that forward writes with "
                 "copy_, change it outside forward, or pass it as an argument"
             )
+
+
+def _refuse_each(place: tuple[str, str], line: str, pinned: Mapping[tuple[str, str], str], is_other_kind: bool) -> None:
+    """Raise TraceError where a number that each call changes is asked for itself, or a list grows in each."""
+    if place in pinned:
+        raise TraceError(
+            f"forward changes {called(place)} from call to call, and needs it as a number of Python's{pinned[place]}, "
+            "as sizes, range, int, float, text and some arguments of torch do: each value would need a program of its "
+            "own. Compute with it as it is (self.step / 10, math.exp), or as a tensor (torch.tensor(self.step))"
+        )
+    if is_other_kind:
+        raise TraceError(
+            f"what forward keeps in {called(place)} at {line} grows, or changes its shape, from call to call: each "
+            "would need a program of its own; let it have as many tensors, of as many rows, as before"
+        )
 
 
 def has_tensors(value: Any) -> bool:

@@ -30,8 +30,10 @@ from autopar.errors import CheckFailed, PlanMismatch
 from autopar.ir.graph import Node, output_types
 from autopar.plan import Plan
 from autopar.trace.calls import Call
-from autopar.trace.counted import Formula
+from autopar.trace.counted import copied, standing
+from autopar.trace.formulas import Place
 from autopar.trace.outputs import Returned, numbers_of
+from autopar.trace.writes import refill
 
 
 def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
@@ -40,7 +42,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     hooked, count = prepared.hooked
     if sum(map(len, hooked)) != count:
         refuse(parallel)
-    parameters, numbers = parameters_of(prepared), prepared.counting.values(prepared.modules)
+    parameters, numbers = parameters_of(prepared), prepared.counting.numbers(prepared.modules)
     step = _step(state, prepared, call)
     if not prepared.has_trained and key.gradients and prepared.runner.program.backward is not None:
         state.trains_with(prepared)
@@ -54,8 +56,8 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
         for name, value in written:
             tensors, leaf = prepared.buffers[name]
             tensors[leaf].copy_(value)
-    for path, name, value in prepared.sets:
-        vars(prepared.modules[path])[name] = value.of(numbers) if isinstance(value, Formula) else value
+    for place, value_of in prepared.sets:
+        _set(prepared, place, value_of(numbers))
     return _assemble_outputs(state, prepared, outputs, step)
 
 
@@ -127,11 +129,10 @@ def _with_every_tangent(parallel: Any, prepared: Prepared, call: Call, key: Key,
     changed = {result.target for result, _ in prepared.runner.program.results if result.kind == "buffer"}
     before = {name: prepared.buffers[name][0][prepared.buffers[name][1]].clone() for name in changed}
     drawing, hooks = state.drawing_calls - 1, prepared.hooks.held()
-    numbers = prepared.counting.values(prepared.modules)
+    attributes = {place: copied(value) for place, value in prepared.attributes().items()}
 
     def again() -> tuple[Any, Step, list[Tensor]]:
-        as_then = prepared.counting.standing(numbers, prepared.modules)
-        with torch.enable_grad(), prepared.hooks.back(hooks), as_then:
+        with torch.enable_grad(), prepared.hooks.back(hooks), standing(attributes, prepared.modules):
             state.wants_tangents.add(key)
             if (changed := prepared.fits()) is not None:
                 raise RuntimeError(
@@ -153,7 +154,7 @@ def _with_every_tangent(parallel: Any, prepared: Prepared, call: Call, key: Key,
         for name, value in before.items():
             full.buffers[name][0][full.buffers[name][1]] = value
         try:
-            with prepared.counting.standing(numbers, prepared.modules):
+            with standing(attributes, prepared.modules):
                 remade = _step(state, full, call)
         finally:
             state.drawing_calls = counted
@@ -192,6 +193,16 @@ def _lies_on(plan: Plan, parameter: str, device_mesh: DeviceMesh) -> str:
     return "cpu" if plan.residence.get(parameter) == "host" else device_mesh.device_type
 
 
+def _set(prepared: Prepared, place: Place, value: Any) -> None:
+    """Let an attribute of a module be what forward has set it to; a list or a dict that it writes to has it."""
+    path, name = place
+    attributes = vars(prepared.modules[path])
+    if place in prepared.counting.refilled:
+        refill(attributes[name], value)
+    else:
+        attributes[name] = value
+
+
 def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | None], step: Step) -> Any:
     """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure."""
     results = [(result, layout) for result, layout in prepared.runner.results if result.kind == "output"]
@@ -221,8 +232,8 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
     for told, wrong in made.checks.items():
         if wrong:
             raise CheckFailed(told)
-    for (path, name), value in made.kept.items():
-        setattr(prepared.modules[path], name, value)
+    for place, value in made.kept.items():
+        _set(prepared, place, value)
     for write, value in zip(prepared.left, made.left, strict=True):
         write.make(value, prepared.modules)
     return made.outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.layout import Layout
 from autopar.plan import Plan
 from autopar.trace.counted import Counting
+from autopar.trace.formulas import Place
+from autopar.trace.values import MISSING
 from autopar.trace.writes import Write
 from cost_models.steps import DEVICE
 
@@ -39,9 +41,9 @@ class Prepared:
     model has. `trained`: which parameters of the model, in any stage, required grad; `held`: which these were. `same`:
     slots that hold one tensor under two names. `hooked`: dicts of hooks that no program calls, and how many there were;
     `hooks`: those that it has. `without_tangent`: outputs whose gradient the program does not take. `writes`:
-    attributes that forward sets, as `Reads.written` has them; `sets`: those that are no tensors, and to what; `left`:
-    what it writes elsewhere. `counting`: numbers of modules that it takes. `told`: in words. `has_trained`: whether a
-    call with gradients ran it.
+    attributes that forward sets, as `Reads.written` has them; `sets`: those that are no tensors, and to what, of the
+    numbers that are there; `left`: what it writes elsewhere. `counting`: numbers of modules that it takes. `told`: in
+    words. `has_trained`: whether a call with gradients ran it.
     """
 
     plan: Plan
@@ -62,7 +64,7 @@ class Prepared:
     without_tangent: frozenset[str]
     writes: Mapping[tuple[str, str], tuple[Any, Any, str]]
     modules: Mapping[str, nn.Module]
-    sets: list[tuple[str, str, Any]]
+    sets: list[tuple[Place, Callable[[Sequence[Any]], Any]]]
     left: list[Write]
     checked: list[tuple[Any, Any]]
     counting: Counting
@@ -100,6 +102,11 @@ class Prepared:
         if self.hooks.changed():
             return OTHER_HOOKS
         return self.guards.broken() or self.counting.broken(self.modules)
+
+    def attributes(self) -> dict[Place, Any]:
+        """What is at the places that forward sets, or finds numbers at, now."""
+        places = (*self.writes, *self.counting.places)
+        return {(path, name): vars(self.modules[path]).get(name, MISSING) for path, name in places}
 
     @property
     def peak(self) -> int:

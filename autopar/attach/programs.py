@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -45,10 +45,12 @@ from autopar.plan import Plan
 from autopar.trace import Captured, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
 from autopar.trace.calls import Call, Caller
-from autopar.trace.counted import Counted, Place, path_of
+from autopar.trace.formulas import Counted, Place
 from autopar.trace.interrupts import interruptible
+from autopar.trace.left import is_kept
 from autopar.trace.modules import aliases
-from autopar.trace.values import MISSING
+from autopar.trace.reads import Reads
+from autopar.trace.values import MISSING, made_anew
 
 # How a graph becomes a plan: (graph, the training plan if there is one, layouts of the parameters then) -> plan;
 # `loosely=True`: of a step that nobody takes yet. `in_stages` gives the plans of a pipeline.
@@ -103,6 +105,7 @@ class State:
         self.programs: OrderedDict[Key, list[Prepared]] = OrderedDict()
         # shape of a call -> the numbers in it, and what comes back
         self.calls: dict[Hashable, tuple[dict[str, int | float], dict[str, Any]]] = {}
+        self.in_a_row: Counter[Key] = Counter()  # calls of which each was traced, and no program was there for it
         self.wants_tangents: set[Key] = set()
         self.counted: set[Place] = set()  # numbers of modules that programs take
 
@@ -166,6 +169,7 @@ def found(state: State, key: Key) -> Prepared | None:
     for prepared in () if state.has_new else state.programs.get(key, ()):
         if prepared.fits() is None:
             state.programs.move_to_end(key)
+            state.in_a_row[key] = 0
             return prepared
     return None
 
@@ -229,6 +233,7 @@ def prepare(
     if len(kept) + 1 in (TOLD_AT, STATES):
         _tell_of_traces(kept[0].fits(), len(kept) + 1)
     kept.insert(0, prepared)
+    state.in_a_row[key] += 1
     del kept[STATES:]
     state.calls.setdefault(call.shape, (dict(call.numbers), output_types(prepared.graph)))
     if len(state.programs) == KINDS_TOLD_AT and not kept[1:] and _is_first_rank():
@@ -297,7 +302,8 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
                 state.wants_tangents.add(key)  # backward could not trace it again, with what forward has left there
                 captured = captured_with()
         state.counted |= {*captured.reads.counting.places}
-        refuse_carried(captured.reads, [known.writes for known in state.programs.get(key, ())])
+        known = state.programs.get(key, ())
+        refuse_carried(captured.reads, [one.writes for one in known], state.in_a_row[key] >= STATES - 1)
         parts = parts_of(state.batch_norm, state.mesh)
         return captured, graph_of(captured, state.precision, parts=parts, rules=state.rules)
 
@@ -310,19 +316,15 @@ def _prepared(
     plan, slots, buffers = runner.plan, _slots(parallel, "_parameters"), _slots(parallel, "_buffers")
     leaves, _ = flatten_inputs(call.args, call.kwargs)
     paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
-    paths += map(path_of, captured.reads.counting.places)
+    # Weakly: who drops the module frees it, and what it holds of a device, without Python's search for circles.
+    modules = WeakValueDictionary(parallel.named_modules(remove_duplicate=False))
+    paths += captured.reads.counting.paths(modules)
     places = {path: place for place, path in enumerate(paths)}
     held = [slots[node.target] for node in runner.parameters]
     beside = [slots[name] for name in runner.beside]
     whole = [slots[node.target] for node in graph.nodes if node.op == "parameter"]
-    # Weakly: who drops the module frees it, and what it holds of a device, without Python's search for circles.
-    modules = WeakValueDictionary(parallel.named_modules(remove_duplicate=False))
     tensors = (*call.tensors, *captured.reads.counting.tensors(modules))
-    sets = [
-        (path, name, after.formula if isinstance(after, Counted) else after)
-        for (path, name), (_, after, _) in captured.reads.written.items()
-        if not has_tensors(after)
-    ]
+    sets = [(place, _setting(place, captured.reads)) for place in captured.reads.written]
     guards = guards_of(captured.reads, parallel)
     hooked = hooks.hooked(parallel)
     tied = {**slots, **buffers}
@@ -349,13 +351,23 @@ def _prepared(
         captured.without_tangent if runner.program.backward is not None else frozenset(),
         captured.reads.written,
         modules,
-        sets,
+        [(place, value) for place, value in sets if value is not None],
         captured.reads.left.writes,
         [(MISSING, None)] * len(held),
         captured.reads.counting,
         told_of(call, key),
         batch_dims_of(graph, tensors, places, state.device_mesh) if state.inputs == "local" else {},
     )
+
+
+def _setting(place: Place, reads: Reads) -> Callable[[Sequence[Any]], Any] | None:
+    """What forward sets an attribute to, of the numbers that are there; None where the program gives it."""
+    _, after, _ = reads.written[place]
+    if isinstance(after, Counted):
+        return after.formula.of
+    if has_tensors(after) or is_kept(after):
+        return None
+    return (lambda _: made_anew(after)) if place in reads.anew else (lambda _: after)
 
 
 def _slots(parallel: nn.Module, kind: str) -> dict[str, Slot]:

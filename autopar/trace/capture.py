@@ -37,7 +37,7 @@ from autopar.trace.apart import keep_apart
 from autopar.trace.attention import keep_attention
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
-from autopar.trace.counted import ARGUMENT, Place, is_counted, with_counted
+from autopar.trace.counted import ARGUMENT, Counting, is_counted, with_counted
 from autopar.trace.experts import experts_kept
 from autopar.trace.forward import check_exported, watch_forward
 from autopar.trace.functions import functions_kept, with_functions
@@ -129,7 +129,7 @@ class _Setting:
     autocast: AutocastState
     around: Autocast
     under_its_autocast: bool
-    counted: tuple[Place, ...]
+    counted: Counting
 
     @property
     def device(self) -> str:
@@ -193,7 +193,7 @@ def capture(
     loss_alone: bool = False,
     device_type: str = "cpu",
     under_its_autocast: bool = False,
-    counted: Sequence[Place] = (),
+    counted: Counting | None = None,
 ) -> Captured:
     """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode, under the
     present autocast: the casts are in the forward, as if backward were called outside.
@@ -207,9 +207,9 @@ def capture(
     around = _autocast_around(device_type)
     setting = _Setting(
         model, FakeTensorMode(allow_non_fake_inputs=True), training, precision, device_type, autocast_for(device_type),
-        around, under_its_autocast or (around.enabled and device_type != "cpu"), tuple(counted),
+        around, under_its_autocast or (around.enabled and device_type != "cpu"), counted or Counting(),
     )  # fmt: skip
-    leaves, spec = dense_inputs(model, args, with_counted(kwargs, model, counted))
+    leaves, spec = dense_inputs(model, args, with_counted(kwargs, model, setting.counted.places))
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
     inputs = _fake_inputs(setting, leaves, spec)
     with (
@@ -225,7 +225,7 @@ def capture(
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
             return capture(
                 model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
-                loss_alone=loss_alone, device_type=device_type, under_its_autocast=True, counted=counted,
+                loss_alone=loss_alone, device_type=device_type, under_its_autocast=True, counted=setting.counted,
             )  # fmt: skip
         if random_state() != copy.drawn:
             _refuse_drawing(copy.model, inputs.call(), setting.mode)
@@ -268,8 +268,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
         copy.train(setting.training)
     caches = settle(copy, notes) and may_cache
     drawn = random_state()
-    if setting.counted:
-        reads.count(setting.counted, setting.model)
+    reads.count(setting.counted)
     returning(copy, reads, notes)
     watch_forward(copy, small_buffers(setting.model), notes, reads.counting)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)
@@ -307,7 +306,7 @@ def _exported(
         ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
             exported = torch.export.export(copy.model, *inputs.call(), strict=False)
-        copy.reads.left.of(copy.originals)
+        copy.reads.of(copy.originals)
         changed = copy.reads.changed(copy.originals)
         return exported, functions, changed  # where nothing of ours is in the place of others' any more
 
@@ -343,6 +342,7 @@ def _see_what_hangs_on_it(
         return other.reads.left, exported, changed
 
     if copy.reads.left.writes:
+        copy.reads.counting.found |= copy.reads.left.attributes
         hangs_on_nothing(copy.reads.left, dict(setting.model.named_modules()), setting.mode, exported, again)
     refuse_fakes(setting.model, copy.reads, copy.originals)
 

@@ -5,15 +5,17 @@
 
 A program has them as arguments: 0-dim tensors, where something is computed with tensors. What is computed of such
 numbers alone is computed in Python before each call, as what is asked of them is: each answer has a program of its own.
-Tensors that forward finds and replaces (`self.state = new.detach()`) are arguments, too, a program for each shape.
+Tensors that forward finds and replaces (`self.state = new.detach()`) are arguments, too, a program for each shape, and
+so is what is in tuples, lists and dicts of such (`self.hidden = h, c`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import math
+import itertools
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,69 +23,103 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar._compat import pytree
 from autopar.trace.checks import Checks
-from autopar.trace.numbers import BINARY, COMPARED, Number
-from autopar.trace.values import MISSING
+from autopar.trace.formulas import Asked, Counted, Formula, Place, is_large
+from autopar.trace.left import is_kept
+from autopar.trace.numbers import Number
+from autopar.trace.values import MISSING, SCALARS, told
+from autopar.trace.writes import content
 
 ARGUMENT = "counted_"  # of forward, in a trace: a dict by what an attribute is called
-Place = tuple[str, str]  # path of a module, name of an attribute
-Of = Callable[[Sequence[Any]], Any]  # a number, of those that are there
-
-
-@dataclass(frozen=True)
-class Formula:
-    """What a number is, of those that are there when a call begins."""
-
-    of: Of
+MUTABLE = (list, dict, deque)
 
 
 @dataclass
 class Counting:
-    """`places`: of the numbers, in the order in which a formula has them; `kinds`: as `kind_of` has them. `asked`: what
-    forward asks of them, and the answers that a program has. `met`: what met tensors, or led to it, and has to fit
-    into one. `needed`: Python has asked for a number itself, whatever the code did with the error.
+    """`places`: where numbers are, in the order in which a formula has them; `kinds`: as `kind_of` has what is there.
+    `asked`: what forward asks of them. `found`: other places that may be such. `stood`: lists and dicts that forward
+    was given, and what was in them; `refilled`: where there is something else in them now.
     """
 
     places: tuple[Place, ...] = ()
     kinds: tuple[Any, ...] = ()
-    asked: list[tuple[Formula, bool]] = field(default_factory=list[tuple[Formula, bool]])
-    met: list[Formula] = field(default_factory=list[Formula])
-    needed: bool = False
+    asked: Asked = field(default_factory=Asked)
+    found: set[Place] = field(default_factory=set[Place])
+    stood: list[tuple[Place, Any, Any]] = field(default_factory=list[tuple[Place, Any, Any]])
+    refilled: frozenset[Place] = frozenset()
 
     def values(self, modules: Mapping[str, nn.Module]) -> list[Any]:
-        """What is there now."""
+        """What is at the places now."""
         return [vars(modules[path]).get(name, MISSING) for path, name in self.places]
 
-    @contextlib.contextmanager
-    def standing(self, values: Sequence[Any], modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Inside, these are there."""
-        before = self.values(modules)
-        self._put(values, modules)
-        try:
-            yield
-        finally:
-            self._put(before, modules)
+    def numbers(self, modules: Mapping[str, nn.Module]) -> list[Any]:
+        """The numbers and tensors in it, as a formula has them."""
+        return [number for value in self.values(modules) for number in numbers_in(value)]
 
-    def _put(self, values: Sequence[Any], modules: Mapping[str, nn.Module]) -> None:
-        for (path, name), value in zip(self.places, values, strict=True):
-            vars(modules[path])[name] = value
+    @property
+    def with_numbers(self) -> list[Place]:
+        """The places that are no tensors alone."""
+        pairs = zip(self.places, self.kinds, strict=True)
+        return [place for place, (_, kinds) in pairs if any(isinstance(kind, type) for kind in kinds)]
+
+    def paths(self, modules: Mapping[str, nn.Module]) -> list[str]:
+        """Which flat inputs of a trace these are."""
+        there = zip(self.places, self.values(modules), strict=True)
+        return [f"['{ARGUMENT}']['{name}']" for place, value in there for name in _named(place, value)]
+
+    def refill(self, modules: Mapping[str, nn.Module]) -> dict[Place, Any]:
+        """Lists and dicts in which forward has put something else: `refilled` are those from now on."""
+        there = dict(zip(self.places, self.values(modules), strict=True))
+        stood = ((place, held, had) for place, held, had in self.stood if there[place] is held)
+        found = {place: held for place, held, had in stood if not _is_same(content(held), had)}
+        self.refilled = frozenset(found)
+        return found
 
     def broken(self, modules: Mapping[str, nn.Module]) -> str | None:
         """Why a program is none for the numbers that are there; None where it is one."""
         values = self.values(modules)
         for place, value, kind in zip(self.places, values, self.kinds, strict=True):
             if kind_of(value) != kind:
-                told = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
-                return f"{called(place)} is {'not there' if value is MISSING else told}"
-        if any(map(_is_large, (*values, *(formula.of(values) for formula in self.met)))):
-            return f"a number made of {', '.join(map(called, self.places))} is too large for a tensor"
-        if any(bool(formula.of(values)) != answer for formula, answer in self.asked):
+                return f"{called(place)} is {told(value)}"
+        if not self.asked.holds(self.numbers(modules)):
+            for place, line in self.asked.pinned.items():
+                return f"forward needs {called(place)} as a number of Python's{line}, and it is another"
             return f"what forward asks of {', '.join(map(called, self.places))} has another answer"
         return None
 
     def tensors(self, modules: Mapping[str, nn.Module]) -> list[Tensor]:
         """What a program takes in their place."""
-        return [as_tensor(value) for value in self.values(modules)]
+        return [as_tensor(number) for number in self.numbers(modules)]
+
+
+@contextlib.contextmanager
+def standing(attributes: Mapping[Place, Any], modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, these are there."""
+    before = {(path, name): vars(modules[path]).get(name, MISSING) for path, name in attributes}
+    _put(attributes, modules)
+    try:
+        yield
+    finally:
+        _put(before, modules)
+
+
+def _put(attributes: Mapping[Place, Any], modules: Mapping[str, nn.Module]) -> None:
+    for (path, name), value in attributes.items():
+        if value is MISSING:
+            vars(modules[path]).pop(name, None)
+        else:
+            vars(modules[path])[name] = value
+
+
+def copied(value: Any) -> Any:
+    """A list or a dict with the same in it; anything else is itself."""
+    return pytree.tree_map(lambda leaf: leaf, value) if isinstance(value, MUTABLE) else value
+
+
+def _is_same(held: Any, had: Any) -> bool:
+    (now, spec), (was, before) = map(pytree.tree_flatten, (held, had))
+    return spec == before and all(map(operator.is_, now, was))
 
 
 def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module]) -> Counting:
@@ -93,18 +129,23 @@ def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module]) -> Co
     return counting
 
 
-def _is_large(value: Any) -> bool:
-    return isinstance(value, int) and abs(value) >= 2**63
-
-
 def kind_of(value: Any) -> Any:
     """What is equal for all values that a program takes."""
-    return (value.shape, value.dtype, value.requires_grad) if isinstance(value, Tensor) else type(value)
+    leaves, spec = pytree.tree_flatten(value)
+    return spec, [_kind(leaf) for leaf in leaves]
+
+
+def _kind(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.requires_grad
+    return type(leaf) if is_number(leaf) or not isinstance(leaf, SCALARS) else (type(leaf), leaf)
 
 
 def as_tensor(value: float | Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value
+    if is_large(value):
+        return torch.tensor(0)  # which no program reads that takes it
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 
@@ -113,14 +154,16 @@ def called(place: Place) -> str:
     return ".".join(("self", *filter(None, place)))
 
 
-def path_of(place: Place) -> str:
-    """Which flat input of a trace it is."""
-    return f"['{ARGUMENT}']['{called(place)}']"
-
-
 def is_counted(path: str) -> bool:
     """Whether a flat input of a trace is such a number."""
     return path.startswith(f"['{ARGUMENT}']")
+
+
+def _named(place: Place, value: Any) -> dict[str, Any]:
+    """What to call each number and tensor of what is there."""
+    if may_vary(value):
+        return {called(place): value}
+    return {f"{called(place)}[{number}]": part for number, part in enumerate(numbers_in(value))}
 
 
 def with_counted(kwargs: Mapping[str, Any], model: nn.Module, places: Sequence[Place]) -> dict[str, Any]:
@@ -128,8 +171,8 @@ def with_counted(kwargs: Mapping[str, Any], model: nn.Module, places: Sequence[P
     if not places:
         return dict(kwargs)
     modules = dict(model.named_modules(remove_duplicate=False))
-    numbers = {called(place): as_tensor(vars(modules[place[0]])[place[1]]) for place in places}
-    return {**kwargs, ARGUMENT: numbers}
+    named = [_named(place, vars(modules[place[0]])[place[1]]) for place in places]
+    return {**kwargs, ARGUMENT: {name: as_tensor(value) for one in named for name, value in one.items()}}
 
 
 def is_number(value: Any) -> bool:
@@ -137,153 +180,82 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, (bool, Number))
 
 
+def may_vary(value: Any) -> bool:
+    """Whether it is a number or a tensor that is another one in each call."""
+    return is_number(value) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+
+
+def numbers_in(value: Any) -> list[Any]:
+    """The numbers and tensors that a value is, or has in it."""
+    return [leaf for leaf in pytree.tree_leaves(value) if may_vary(leaf)]
+
+
+def may_be_counted(value: Any) -> bool:
+    """Whether a program may take it as an argument, or what is in it."""
+    leaves = pytree.tree_leaves(value)
+    return any(map(may_vary, leaves)) and all(may_vary(leaf) or isinstance(leaf, SCALARS) for leaf in leaves)
+
+
 def counted_in(
     attributes: Mapping[Place, Any], written: Mapping[Place, tuple[Any, Any, str]], there: Mapping[str, nn.Module]
 ) -> list[Place]:
-    """Numbers, and tensors that are no buffers, among the attributes that forward reads, and makes anew."""
+    """Numbers, and tensors that are no buffers, among the attributes that forward reads, and makes anew; tuples, lists
+    and dicts of some that are made anew with as many in them.
+    """
     return sorted(
         place
         for place, (was, after, _) in written.items()
         if place in attributes and may_be_counted(vars(there[place[0]]).get(place[1], MISSING))
-        if _is_another_number(was, after) or (_is_tensor(was) and _is_tensor(after) and was is not after)
+        if _is_carried(was, after)
     )
 
 
-def _is_another_number(was: Any, after: Any) -> bool:
-    return is_number(was) and (isinstance(after, Number) or (is_number(after) and was != after))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-
-
-def may_be_counted(value: Any) -> bool:
-    """Whether a program may take it as an argument."""
-    return is_number(value) or _is_tensor(value)
-
-
-class Counted(Number):
-    """A number that is known when a call begins. `now`: what it is in the call that is traced; `formula`: what it is in
-    others; `made`: it as a tensor. Whoever asks for its truth is answered, and `counting` notes it.
-    """
-
-    def __init__(self, now: Any, of: Of, made: Callable[[], Number], counting: Counting) -> None:
-        self.now, self.formula = now, Formula(of)
-        self._made, self._counting = made, counting
-        self._number: Number | None = None
-
-    @property
-    def __class__(self) -> type:  # what `isinstance` asks, of int and of numbers.Number too
-        return type(self.now)
-
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(type(self.now), name):  # bit_length, is_integer
-            self._at_once()
-        raise AttributeError(name)
-
-    def _at_once(self, *_: Any) -> Any:
-        self._counting.needed = True
-        return super()._at_once()
-
-    __int__ = __float__ = __index__ = __complex__ = __trunc__ = __hash__ = _at_once
-
-    def __repr__(self) -> str:
-        return self._at_once()
-
-    def __format__(self, _: str) -> str:
-        return self._at_once()
-
-    def __copy__(self) -> Counted:
-        return self
-
-    def __deepcopy__(self, _: Any) -> Counted:
-        return self
-
-    @property
-    def _as_number(self) -> Number:
-        if self._number is None:
-            if _is_large(self.now):
-                self._at_once()
-            self._counting.met.append(self.formula)
-            self._number = self._made()
-        return self._number
-
-    @property
-    def tensor(self) -> Tensor:  # type: ignore[override]
-        """It as an argument of the program, or made of some."""
-        return self._as_number.tensor
-
-    @property
-    def _checks(self) -> Checks:  # type: ignore[override]
-        return self._as_number._checks
-
-    @property
-    def like(self) -> bool | int | float:
-        """A number of the same type."""
-        return type(self.now)(1)
-
-    def of_two(self, name: str, other: Any, is_reversed: bool = False) -> Any:
-        """As of any number; of two that are known it is known, too."""
-        if not isinstance(other, (Counted, bool, int, float)):
-            return super().of_two(name, other, is_reversed)
-        python = {**BINARY, **COMPARED}[name][0]
-        of, other_of = self.formula.of, other.formula.of if isinstance(other, Counted) else lambda _: other
-        first, second = (other_of, of) if is_reversed else (of, other_of)
-        theirs = other.now if isinstance(other, Counted) else other
-        now = python(theirs, self.now) if is_reversed else python(self.now, theirs)
-        return Counted(
-            now, lambda values: python(first(values), second(values)),
-            lambda: Number.of_two(self._as_number, name, other, is_reversed), self._counting,
-        )  # fmt: skip
-
-    def _of_one(self, python: Callable[[Any], Any], made: Callable[[Number], Number]) -> Counted:
-        of = self.formula.of
-        return Counted(
-            python(self.now), lambda values: python(of(values)), lambda: made(self._as_number), self._counting
+def _is_carried(was: Any, after: Any) -> bool:
+    (had, of_had), (has, of_has) = map(pytree.tree_flatten, (was, after))
+    if of_had != of_has:  # a window that fills: a program for each length
+        return (
+            type(was) is type(after)
+            and isinstance(was, (tuple, *MUTABLE))
+            and any(map(may_vary, had))
+            and is_kept(after)
         )
+    pairs = [*zip(had, has, strict=True)]
+    return any(itertools.starmap(_is_another, pairs)) and all(
+        _is_another(one, other) or one is other or (isinstance(one, SCALARS) and one == other) for one, other in pairs
+    )
 
-    def __abs__(self) -> Counted:
-        return self._of_one(operator.abs, Number.__abs__)
 
-    def __round__(self, digits: int | None = None) -> Counted:
-        def made(number: Number) -> Number:
-            return Number.__round__(number) if digits is None else self._at_once()  # torch rounds to digits otherwise
-
-        return self._of_one(lambda value: round(value, digits), made)
-
-    def __floor__(self) -> Counted:
-        return self._of_one(math.floor, lambda number: Number(number.tensor.floor().long(), number._checks))
-
-    def __ceil__(self) -> Counted:
-        return self._of_one(math.ceil, lambda number: Number(number.tensor.ceil().long(), number._checks))
-
-    def __bool__(self) -> bool:
-        self._counting.asked.append((self.formula, bool(self.now)))
-        return bool(self.now)
+def _is_another(was: Any, after: Any) -> bool:
+    if is_number(was):
+        return isinstance(after, Number) or (is_number(after) and was != after)
+    return may_vary(was) and may_vary(after) and isinstance(after, Tensor) and was is not after
 
 
 def counted_from(
     given: Mapping[str, Tensor], counting: Counting, modules: Mapping[str, nn.Module], checks: Checks
-) -> list[Counted | Tensor]:
-    """The numbers that are there, with `given` in their place where tensors are, and in the place of tensors. What is
-    asked is noted anew.
+) -> dict[Place, Any]:
+    """What is at the places, with numbers of each call in the place of those that are there, and with `given` in the
+    place of tensors. What is asked is noted anew.
     """
-    counting.asked.clear()
-    counting.met.clear()
-    made: list[Counted | Tensor] = []
-    for at, (place, value) in enumerate(zip(counting.places, counting.values(modules), strict=True)):
-        tensor = given[called(place)]
-        if isinstance(value, Tensor):
-            made.append(tensor)
-            continue
-        made.append(
-            Counted(
-                value,
-                lambda values, at=at: values[at],
-                lambda tensor=tensor: Number(tensor, checks),
-                counting,
-            )
-        )
+    counting.asked = Asked()
+    counting.stood.clear()
+    at = itertools.count()
+
+    def counted(part: Any, tensor: Tensor, place: Place) -> Counted | Tensor:
+        number = next(at)
+        if isinstance(part, Tensor):
+            return tensor
+        formula = Formula(lambda values: values[number], frozenset((place,)))
+        return Counted(part, formula, lambda: Number(tensor, checks), counting.asked)
+
+    made: dict[Place, Any] = {}
+    for place, value in zip(counting.places, counting.values(modules), strict=True):
+        tensors = iter([given[name] for name in _named(place, value)])
+        leaves, spec = pytree.tree_flatten(value)
+        parts = [counted(leaf, next(tensors), place) if may_vary(leaf) else leaf for leaf in leaves]
+        made[place] = held = pytree.tree_unflatten(parts, spec)
+        if isinstance(held, MUTABLE):
+            counting.stood.append((place, held, content(held)))
     return made
 
 

@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
 from autopar.trace.checks import Checks
-from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of
+from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of, standing
 from autopar.trace.covariance import corrcoef, cov
+from autopar.trace.formulas import math_of_counted
 from autopar.trace.independent import refuse_attributes
 from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.literals import Literals
@@ -85,7 +86,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                 watch.literals.know(now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
             had = {name: frozenset(vars(value)) for name, value in now.items()}
-            with watch, counting.standing(numbers, modules):
+            with watch, standing(numbers, modules), math_of_counted():
                 returned = original(*args, **kwargs)
                 refuse_attributes(now, had)
                 now_there = _registered(model)

@@ -136,6 +136,11 @@ class Left:
         """Writes to what guards need not look at."""
         return self.writes if self.is_independent else []
 
+    @property
+    def attributes(self) -> set[tuple[str, str]]:
+        """The attributes of modules that are written to: the path of each, and the name."""
+        return {(write.place.path, write.name) for write in self.writes if isinstance(write.place, OfModule)}
+
     def told(self) -> list[tuple[Any, ...]]:
         """The writes, equal in two traces."""
         return [write.told for write in self.writes]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,12 @@ BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # of two n
 COMPARED = {name: (getattr(operator, name), getattr(torch, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 DIVIDES = ("truediv", "floordiv", "mod")
 ARITHMETIC = {*BINARY, "div", "true_divide", "floor_divide", "remainder", "rsub"}
-WITH_TENSORS = {*ARITHMETIC, *COMPARED, "clamp", "masked_fill", "where", "fill", "setitem"}
+LIMITS = ("clamp", "clamp_min", "clamp_max")
+WITH_TENSORS = {
+    *ARITHMETIC, *COMPARED, *LIMITS, "masked_fill", "where", "fill", "setitem", "lerp", "fmod", "broadcast_tensors"
+}  # fmt: skip
+FILLED = {"full": 1, "full_like": 1, "new_full": 2}  # function -> which argument of it is the number
+IN_PYTHON = ("torch.nn.functional", "torch.functional")  # functions there compute with what they are given
 NAMED = {"input", "other", "min", "max", "value", "exponent"}  # arguments that numbers may be
 DECIDES = ("__bool__", "is_nonzero")
 WRITES = ("__format__", "__repr__")
@@ -54,6 +60,14 @@ class Number:
     def like(self) -> bool | int | float:
         """A number of the same type."""
         return True if self.tensor.dtype == torch.bool else 1.0 if self.tensor.is_floating_point() else 1
+
+    def as_given(self) -> Any:
+        """It, or what stands for it in a trace: a number of Python that a program holds."""
+        return self
+
+    def at_once(self, told: str) -> Any:
+        """A number of Python where nothing else will do. Raises TraceError, which says `told`, where there is none."""
+        raise TraceError(f"{told}. {INSTEAD}")
 
     def of_two(self, name: str, other: Any, is_reversed: bool = False) -> Any:
         """`self name other`, of numbers or with a tensor; NotImplemented where it is something else."""
@@ -105,7 +119,7 @@ class Number:
         return repr(self)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         return with_numbers(func, args, kwargs or {})  # reached where no mode is in between
 
 
@@ -157,17 +171,24 @@ def with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     """What `func` gives of these, some of which are `Number`s, as torch treats numbers of Python: they have no say in
     the dtype, and are not rounded to it before something is computed. Raises TraceError where it takes none.
     """
+    args, kwargs = _given((args, kwargs))
+    if not any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
+        return func(*args, **kwargs)
     name = getattr(func, "__name__", "")
     in_place, known = writes_in_place(name, kwargs), name.strip("_")
     known = known if known in WITH_TENSORS or not name.startswith("__") else known[1:]  # __itruediv__, __rtruediv__
-    if known == "tensor":
-        return _tensor_of(*args, **kwargs)
+    if known in MADE:
+        return MADE[known](*args, **kwargs)
+    if known in FILLED:
+        return _filled(func, FILLED[known], args, kwargs)
     if known not in WITH_TENSORS or any(isinstance(one, Number) for key, one in kwargs.items() if key not in NAMED):
-        raise TraceError(f"a number out of a tensor is given to {name or func}{line_here()}. {INSTEAD}")
+        if isinstance(func, types.FunctionType) and func.__module__ in IN_PYTHON:
+            return func(*args, **kwargs)
+        return _at_once(func, f"a number out of a tensor is given to {name or func}{line_here()}", args, kwargs)
     mask = {"where": 0, "masked_fill": 1}.get(known)
     tensors = tensors_in([one for place, one in enumerate(args) if place != mask])
     if not tensors:
-        raise TraceError(f"{name} is given numbers out of tensors alone{line_here()}. {INSTEAD}")
+        return _at_once(func, f"{name} is given numbers out of tensors alone{line_here()}", args, kwargs)
     first = tensors[0]
     widened = known in ARITHMETIC and not in_place and first.dtype in (torch.bfloat16, torch.float16)
 
@@ -181,7 +202,35 @@ def with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     return made.to(first.dtype) if widened else made
 
 
-def _tensor_of(data: Any, *, dtype: torch.dtype | None = None, **others: Any) -> Tensor:
+def _given(value: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.as_given() if isinstance(leaf, Number) else leaf, value)
+
+
+def _at_once(func: Any, told: str, args: Any, kwargs: Any) -> Any:
+    """What it gives of numbers of Python's. Raises TraceError where nobody has them."""
+    known = pytree.tree_map(lambda leaf: leaf.at_once(told) if isinstance(leaf, Number) else leaf, (args, kwargs))
+    return func(*known[0], **known[1])
+
+
+def _filled(func: Any, place: int, args: Any, kwargs: Any) -> Tensor:
+    """As `torch.full(size, number)`."""
+    number = args[place] if len(args) > place else kwargs["fill_value"]
+    if not isinstance(number, Number):  # a size is one
+        return _at_once(func, f"a size is a number out of a tensor{line_here()}", args, kwargs)
+    args, kwargs = pytree.tree_map(lambda leaf: leaf.like if leaf is number else leaf, (args, kwargs))
+    made = func(*args, **kwargs)
+    return made.fill_(number.tensor.to(made.dtype))
+
+
+def _new_tensor(like: Tensor, data: Any, *, dtype: torch.dtype | None = None, **others: Any) -> Tensor:
+    return _tensor_of(data, dtype=dtype or like.dtype, **others)
+
+
+def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **others: Any) -> Tensor:
+    return _tensor_of(value, dtype=dtype or torch.get_default_dtype(), **others)
+
+
+def _tensor_of(data: Any, dtype: torch.dtype | None = None, *_: Any, **others: Any) -> Tensor:
     """As `torch.tensor(data, ..)`."""
     leaves = [one.like if isinstance(one, Number) else one for one in pytree.tree_leaves(data)]
     kind = dtype or torch.tensor(leaves).dtype
@@ -191,8 +240,10 @@ def _tensor_of(data: Any, *, dtype: torch.dtype | None = None, **others: Any) ->
             return torch.stack([*map(made, one)])
         return one.tensor.to(kind, copy=True) if isinstance(one, Number) else torch.tensor(one, dtype=kind)
 
-    others.pop("device", None)
-    return made(data).requires_grad_(others.pop("requires_grad", False))
+    return made(data).requires_grad_(others.get("requires_grad", False))
+
+
+MADE = {"tensor": _tensor_of, "as_tensor": _tensor_of, "new_tensor": _new_tensor, "scalar_tensor": _scalar_tensor}
 
 
 def refuse_text(values: Sequence[Any]) -> None:

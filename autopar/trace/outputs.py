@@ -18,7 +18,8 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.calls import make_known
 from autopar.trace.closures import with_parts
-from autopar.trace.counted import Counted, called
+from autopar.trace.counted import called
+from autopar.trace.formulas import Counted
 from autopar.trace.given import given_in, refuse_what_is_written
 from autopar.trace.independent import holds_fakes
 from autopar.trace.installed import hung_on, take_back
@@ -113,6 +114,8 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         refuse_text([after for _, after, _ in reads.written.values()])
         refuse_what_is_written(given, outputs)
         kept: dict[tuple[str, str], Any] = {}
+        for place, held in reads.counting.refill(modules).items():
+            reads.written[place] = held, held, ""
         for (path, name), (before, after, _) in reads.written.items():
             if isinstance(after, Counted):  # known without the program
                 continue

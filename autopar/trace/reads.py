@@ -12,7 +12,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.trace.configurations import Configurations
-from autopar.trace.counted import Counting, Place, counting_of
+from autopar.trace.counted import Counting
+from autopar.trace.formulas import Place
 from autopar.trace.left import Left
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
 from autopar.trace.settings import Of, Settings, methods_of
@@ -57,8 +58,9 @@ class Reads:
     of what may change in place, as it was first read. `names`: (where, name, value, a snapshot of it) of what functions
     and classes of the user's see outside the instance: class attributes, globals, variables of enclosing functions,
     and what is in objects that are found there. `inside`: what is read of configurations and other objects that modules
-    hold. `classes`: those of modules, and what each has. `left`: what forward writes to these. `counting`: numbers
-    that are arguments of the trace; `asks_types`: code of the user's calls `type`, which nothing can stand in for.
+    hold. `anew`: attributes of which forward makes another list, dict or set in each call. `classes`: those of modules,
+    and what each has. `left`: what forward writes to these. `counting`: numbers that are arguments of the trace;
+    `asks_types`: code of the user's calls `type`, which nothing can stand in for.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -71,6 +73,7 @@ class Reads:
     left: Left = field(default_factory=Left)
     counting: Counting = field(default_factory=Counting)
     asks_types: bool = False
+    anew: set[Place] = field(default_factory=set[Place])
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see
@@ -80,10 +83,19 @@ class Reads:
         names = self.inside.read(place.holder) if isinstance(place, Of) else None
         return names is None or name in names
 
-    def count(self, places: Sequence[Place], model: nn.Module) -> None:
-        """Have these numbers of a copy be arguments: that they are read is known, and guards need not look at them."""
-        self.counting = counting_of(places, dict(model.named_modules(remove_duplicate=False)))
-        self.attributes |= dict.fromkeys(places)
+    def count(self, counting: Counting) -> None:
+        """Have these numbers be arguments: that they are read is known, and guards need not look at them."""
+        self.counting = counting
+        self.attributes |= dict.fromkeys(counting.places)
+
+    def of(self, originals: Mapping[int, Any]) -> None:
+        """Let what is written be of the model, as `originals` tells of what was copied."""
+        self.left.of(originals)
+        for place, (was, after, line) in self.written.items():
+            if id(after) in originals:
+                self.written[place] = was, originals[id(after)], line
+            elif was is not after and not self.left.knows(after):
+                self.anew.add(place)
 
     def see(self, place: Mapping[str, Any], name: str, value: Any) -> None:
         """That this value is found outside the instances."""
@@ -97,6 +109,7 @@ class Reads:
         for (path, name), was in self.contents.items():
             held = self.attributes[path, name]
             if snapshot(held) != was and not (id(held) in originals and is_grown_table(was, held)):
+                self.counting.found.add((path, name))
                 told = f"{type(held).__name__}: draw with torch" if isinstance(held, DRAWING) else type(held).__name__
                 told = f"what is in self.{f'{path}.{name}' if path else name} ({told})"
                 return Change(told, is_grown_table(was, held))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autopar.errors import TraceError
 from autopar.trace.capture import Captured
 from autopar.trace.capture import capture as captured_with
-from autopar.trace.counted import Place, counted_in, is_number, may_be_counted
+from autopar.trace.counted import MUTABLE, Counting, Place, counted_in, counting_of, may_be_counted
+from autopar.trace.origins import tensors_in
+from autopar.trace.reads import OF_EVERY_MODULE
 from autopar.trace.values import MISSING
 
 
@@ -29,28 +33,55 @@ def capture(
     tensors: bool = True,
 ) -> Captured:
     """As `autopar.trace.capture.capture`, of numbers that forward finds as an earlier call left them (`counted`, of
-    other programs of the model; those of this one are found) too, and where `tensors` says so of tensors. Where Python
-    needs to know one of them, as for `range(self.step)`, all are constants of the trace.
+    other programs of the model; those of this one are found) too, and where `tensors` says so of tensors. Those that
+    Python needs to know, as for `range(self.step)`, are constants of the trace.
     """
     trace = partial(
         captured_with, model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
         loss_alone=loss_alone, device_type=device_type,
     )  # fmt: skip
     modules = dict(model.named_modules(remove_duplicate=False))
-    may_be = may_be_counted if tensors else is_number
-    there = [place for place in counted if may_be(vars(modules[place[0]]).get(place[1], MISSING))]
-    captured = (_counting(trace, there) if there else None) or trace()
-    known = captured.reads.counting.places
-    found = counted_in(captured.reads.attributes, captured.reads.written, modules)
-    more = [place for place in found if place not in known and may_be(vars(modules[place[0]])[place[1]])]
-    return (_counting(trace, [*known, *more]) if more else None) or captured
+    held = Counter(id(value) for part in model.modules() for value in vars(part).values() if isinstance(value, MUTABLE))
+
+    def may_be(place: Place) -> bool:
+        value = vars(modules[place[0]]).get(place[1], MISSING)
+        is_one = held.get(id(value), 1) == 1  # and no other attribute is the same list
+        return is_one and may_be_counted(value) and (tensors or not tensors_in(value))
+
+    first = Counting()
+    captured = _counting(trace, filter(may_be, counted), modules)
+    if captured is None:
+        try:
+            captured = trace(counted=first)
+        except TraceError:  # of what earlier calls have left, as it may be
+            captured = _counting(trace, filter(may_be, {*first.found, *_leading_back(modules)}), modules)
+            if captured is None:
+                raise
+    reads = captured.reads
+    found = {*counted_in(reads.attributes, reads.written, modules)} - {*reads.counting.places}
+    if more := {*filter(may_be, found)}:
+        return _counting(trace, more | {*reads.counting.places}, modules) or captured
+    return captured
 
 
-def _counting(trace: partial[Captured], places: Iterable[Place]) -> Captured | None:
+def _leading_back(modules: Mapping[str, nn.Module]) -> Iterator[Place]:
+    """Attributes with tensors that an earlier call has computed, and through which its backward may go."""
+    for path, part in modules.items():
+        for name, value in vars(part).items():
+            if name not in OF_EVERY_MODULE and any(one.grad_fn is not None for one in tensors_in(value)):
+                yield path, name
+
+
+def _counting(trace: partial[Captured], places: Iterable[Place], modules: Mapping[str, nn.Module]) -> Captured | None:
+    """The trace with these as arguments; None where there are none, or where it cannot be. Where code asks for types,
+    which are not those of numbers then, with tensors alone.
+    """
+    if not (counting := counting_of(sorted(places), modules)).places:
+        return None
     try:
-        captured = trace(counted=sorted(places))
+        captured = trace(counted=counting)
     except Exception:  # of whatever kind, for want of a number: a trace without says what else there is
         return None
-    reads = captured.reads
-    has_numbers = any(isinstance(kind, type) for kind in reads.counting.kinds)
-    return None if reads.counting.needed or (reads.asks_types and has_numbers) else captured
+    if captured.reads.asks_types and (numbers := counting.with_numbers):
+        return _counting(trace, {*counting.places} - {*numbers}, modules)
+    return captured

@@ -102,6 +102,21 @@ def put_in(value: list[Any] | dict[Any, Any], part_of: Callable[[Any], Any]) -> 
             base.__setitem__(value, place, made)
 
 
+def made_anew(value: Any) -> Any:
+    """A list, a dict, a set or a tuple of such with the same in it, for a call of its own; anything else is itself."""
+    return pytree.tree_map(lambda leaf: set[Any](leaf) if type(leaf) is set else leaf, value)
+
+
+def told(value: Any) -> str:
+    """What an attribute is, in words."""
+    if value is MISSING:
+        return "not there"
+    if isinstance(value, Tensor):
+        return f"a tensor {[*value.shape]}"
+    count = sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+    return f"a {type(value).__name__} with {count} tensors in it" if count else repr(value)[:80]
+
+
 def few_in(value: Any) -> list[Any]:
     """The same, of what holds few."""
     found = held_in(value)

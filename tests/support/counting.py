@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -179,15 +181,66 @@ class Masks(Counts):
         return self.loss(self.mask @ x)
 
 
-MODELS = [Counts, OfItsClass, Anneals, Branches, Computes, Averages, InTraining, InParts, Returns]
-WITH_TENSORS = [HasState, MakesState, Decays]
+class Schedules(Counts):
+    """Functions of Python's and of numpy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        cosine = 0.5 * (1 + math.cos(math.pi * self.step / 10))
+        self.scale = float_of(np.exp(-self.step / 5)) + math.log(self.step, 3) + math.pow(0.9, self.step)
+        noise = torch.full((8,), self.scale).lerp(x, self.step / 20)
+        gate = nn.functional.softmax(self.a(x) / math.sqrt(1 + self.step), -1).clamp_min(cosine / 10)
+        return self.loss(x + 0.1 * noise) * cosine + gate.log().mean() * divmod(self.step, 3)[1]
+
+
+def float_of(value: Any) -> Any:
+    """Of numpy's class Python's: a number of each call is neither here."""
+    return value * 1.0
+
+
+class Hidden(Counts):
+    """States of a recurrent layer, a tuple of two, and how many steps they are of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.hidden: tuple[Tensor, Tensor] | None = None
+        self.seen = {"steps": 0, "rows": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, hidden = self.lstm(x[:, None], self.hidden)
+        self.hidden = tuple(one.detach() for one in hidden)  # type: ignore[assignment]
+        self.seen["steps"] += 1
+        self.seen["rows"] += len(x)
+        return self.loss(made[:, 0]) / self.seen["steps"]
+
+
+class Memories(Counts):
+    """A list that is written to in place, and one of the last two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = [torch.zeros(5, 8), torch.zeros(5, 8)]
+        self.window: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.a(x) + self.memory[0] - 0.5 * self.memory[1])
+        self.memory[1] = self.memory[0]
+        self.memory[0] = hidden.detach()
+        self.window = [*self.window, hidden.mean(0).detach()][-2:]
+        return self.loss(hidden + sum(self.window))
+
+
+MODELS = [Counts, OfItsClass, Anneals, Branches, Computes, Averages, InTraining, InParts, Returns, Schedules]
+WITH_TENSORS = [HasState, MakesState, Decays, Hidden, Memories]
 
 
 def counted(model: nn.Module) -> dict[str, object]:
-    """All numbers, lists and plain tensors that it and its parts hold."""
+    """All numbers, lists, tuples, dicts and plain tensors that it and its parts hold."""
+    kinds = (int, float, list, tuple, Tensor)
     return {
         f"{path}.{name}": value
         for path, part in model.named_modules()
         for name, value in vars(part).items()
-        if isinstance(value, (int, float, list, Tensor)) and not isinstance(value, bool) and not name.startswith("_")
+        if (isinstance(value, kinds) or name == "seen") and not isinstance(value, bool) and not name.startswith("_")
     }
