@@ -57,12 +57,6 @@ class Counting:
         """The numbers and tensors in it, as a formula has them."""
         return [number for value in self.values(modules) for number in numbers_in(value)]
 
-    @property
-    def with_numbers(self) -> list[Place]:
-        """The places that are no tensors alone."""
-        pairs = zip(self.places, self.kinds, strict=True)
-        return [place for place, (_, kinds) in pairs if any(isinstance(kind, type) for kind in kinds)]
-
     def paths(self, modules: Mapping[str, nn.Module]) -> list[str]:
         """Which flat inputs of a trace these are."""
         there = zip(self.places, self.values(modules), strict=True)

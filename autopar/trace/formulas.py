@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -278,3 +278,47 @@ def _taking_counted(name: str, python: Callable[..., Any]) -> Callable[..., Any]
         return computed(python, args, made_by(name, args))
 
     return function
+
+
+class _Type:
+    """Stands for `type` in code that may ask it of a counted number: that is of Python's types."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(args[0].now) if len(args) == 1 and type(args[0]) is Counted else type(*args, **kwargs)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return issubclass(value, type)
+
+    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        return (type,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type, name)
+
+    def __getitem__(self, of: Any) -> Any:
+        return type[of]
+
+    def __or__(self, other: Any) -> Any:
+        return type | other
+
+    def __eq__(self, other: object) -> bool:
+        return other is type or isinstance(other, _Type)
+
+    def __hash__(self) -> int:
+        return hash(type)
+
+
+@contextlib.contextmanager
+def types_of_counted(asking: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Inside, functions with these globals that ask for the type of a counted number are told the one of Python's."""
+    shadowed = [names for names in {id(names): names for names in asking}.values() if "type" not in names]
+    for names in shadowed:
+        names["type"] = _Type()
+    try:
+        yield
+    finally:
+        for names in shadowed:
+            del names["type"]

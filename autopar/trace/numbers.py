@@ -32,6 +32,9 @@ LIMITS = ("clamp", "clamp_min", "clamp_max")
 WITH_TENSORS = {
     *ARITHMETIC, *COMPARED, *LIMITS, "masked_fill", "where", "fill", "setitem", "lerp", "fmod", "broadcast_tensors"
 }  # fmt: skip
+# Functions, and which argument scales one that is added; of two of them what is made.
+SCALED = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
+COMBINED = {"addcmul": torch.mul, "addcdiv": torch.div}
 FILLED = {"full": 1, "full_like": 1, "new_full": 2}  # function -> which argument of it is the number
 IN_PYTHON = ("torch.nn.functional", "torch.functional")  # functions there compute with what they are given
 NAMED = {"input", "other", "min", "max", "value", "exponent"}  # arguments that numbers may be
@@ -181,6 +184,8 @@ def with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
         return MADE[known](*args, **kwargs)
     if known in FILLED:
         return _filled(func, FILLED[known], args, kwargs)
+    if isinstance(kwargs.get(SCALED.get(known, "")), Number) and "out" not in kwargs:
+        return _scaled(known, args, {**kwargs}, in_place)
     if known not in WITH_TENSORS or any(isinstance(one, Number) for key, one in kwargs.items() if key not in NAMED):
         if isinstance(func, types.FunctionType) and func.__module__ in IN_PYTHON:
             return func(*args, **kwargs)
@@ -220,6 +225,18 @@ def _filled(func: Any, place: int, args: Any, kwargs: Any) -> Tensor:
     args, kwargs = pytree.tree_map(lambda leaf: leaf.like if leaf is number else leaf, (args, kwargs))
     made = func(*args, **kwargs)
     return made.fill_(number.tensor.to(made.dtype))
+
+
+def _scaled(name: str, args: Any, kwargs: Any, in_place: bool) -> Tensor:
+    """As `torch.add(first, other, alpha=number)` and `torch.addcmul(first, one, other, value=number)`."""
+    first, *others = *args, *(kwargs[key] for key in ("other", "tensor1", "tensor2") if key in kwargs)
+    number = kwargs[SCALED[name]]
+    is_half = first.dtype in (torch.bfloat16, torch.float16)
+    wide, *others = [one.float() if is_half and isinstance(one, Tensor) else one for one in (first, *others)]
+    scaled = number * others[0] if len(others) == 1 else number * (COMBINED[name](*others))
+    made = torch.sub(wide, scaled) if name == "sub" else torch.add(wide, scaled)
+    made = made.to(first.dtype) if is_half else made
+    return first.copy_(made) if in_place else made
 
 
 def _new_tensor(like: Tensor, data: Any, *, dtype: torch.dtype | None = None, **others: Any) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autopar.errors import TraceError
 from autopar.trace.configurations import Configurations
 from autopar.trace.counted import Counting
-from autopar.trace.formulas import Place
+from autopar.trace.formulas import Place, types_of_counted
 from autopar.trace.left import Left
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
 from autopar.trace.settings import Of, Settings, methods_of
@@ -59,8 +59,7 @@ class Reads:
     and classes of the user's see outside the instance: class attributes, globals, variables of enclosing functions,
     and what is in objects that are found there. `inside`: what is read of configurations and other objects that modules
     hold. `anew`: attributes of which forward makes another list, dict or set in each call. `classes`: those of modules,
-    and what each has. `left`: what forward writes to these. `counting`: numbers that are arguments of the trace;
-    `asks_types`: code of the user's calls `type`, which nothing can stand in for.
+    and what each has. `left`: what forward writes to these. `counting`: numbers that are arguments of the trace.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -72,7 +71,6 @@ class Reads:
     classes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
     left: Left = field(default_factory=Left)
     counting: Counting = field(default_factory=Counting)
-    asks_types: bool = False
     anew: set[Place] = field(default_factory=set[Place])
 
     def __post_init__(self) -> None:
@@ -164,7 +162,6 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
     for owner in settings.owners:
         if not hasattr(owner, "__dict__") or id(vars(owner)) not in path_of:
             reads.left.see_attributes(owner)
-    reads.asks_types = settings.asks_types
     reads.classes += [(kind, dict(vars(kind))) for kind in kinds]
     for found in settings.found:
         reads.see(*found)
@@ -178,7 +175,8 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
             # Of a mapping of a class of its own all counts; some of transformers' are ours while a model is traced.
             if not isinstance(value, COLLECTIONS) and not reads.inside.is_known(value):
                 reads.inside.notes_reads_of(value, lambda: reads.is_open)
-        yield
+        with types_of_counted(settings.asking if reads.counting.places else ()):
+            yield
     finally:
         reads.inside.release()
         stand_ins.restore()

@@ -109,7 +109,7 @@ class Settings:
     def __init__(self, methods: Mapping[str, list[Any]]) -> None:
         self.found: list[tuple[Mapping[str, Any], str, Any]] = []
         self.owners: list[Any] = []  # objects that hooks are methods of, and modules that functions name
-        self.asks_types = False  # of some value: a function names `type`
+        self.asking: list[dict[str, Any]] = []  # globals of functions that ask for the type of something
         self._methods = methods
         self._known: dict[tuple[int, str], Any] = {}  # (id of a place, name) -> the place, so that its id stays its own
         self._classes: dict[type, Mapping[str, Any]] = {}  # the place of each: `vars` makes a new one every time
@@ -185,9 +185,9 @@ class Settings:
         if function.__code__ in self._done:  # of another function, with other variables
             return
         self._done.add(function.__code__)
-        if "type" in function.__code__.co_names:
-            self.asks_types |= "type" in _globals_of(function.__code__)
         names = set(_names_of(function.__code__))
+        if "type" in names and "type" in _globals_of(function.__code__):
+            self.asking.append(function.__globals__)
         self._names |= names
         # In one order on all ranks: what is found first names what is found.
         self._left += (call for name in sorted(names & self._methods.keys()) for call in self._methods[name])

@@ -73,15 +73,10 @@ def _leading_back(modules: Mapping[str, nn.Module]) -> Iterator[Place]:
 
 
 def _counting(trace: partial[Captured], places: Iterable[Place], modules: Mapping[str, nn.Module]) -> Captured | None:
-    """The trace with these as arguments; None where there are none, or where it cannot be. Where code asks for types,
-    which are not those of numbers then, with tensors alone.
-    """
+    """The trace with these as arguments; None where there are none, or where it cannot be."""
     if not (counting := counting_of(sorted(places), modules)).places:
         return None
     try:
-        captured = trace(counted=counting)
+        return trace(counted=counting)
     except Exception:  # of whatever kind, for want of a number: a trace without says what else there is
         return None
-    if captured.reads.asks_types and (numbers := counting.with_numbers):
-        return _counting(trace, {*counting.places} - {*numbers}, modules)
-    return captured

@@ -73,6 +73,8 @@ def test_a_model_that_counts_trains_as_on_one_process(one: DeviceMesh, kind: typ
         assert losses[0][1] == losses[1][1]
         same_numbers(parallel, plain)
         same_gradients(plain, parallel)
+        for (name, buffer), (_, right) in zip(parallel.named_buffers(), plain.named_buffers(), strict=True):
+            near(buffer, right, 1e-5 if right.dtype == torch.float32 else 1e-2, name)
     assert len(parallel._autopar.prepared()) <= PROGRAMS.get(kind, 3)
 
 
@@ -248,19 +250,22 @@ def test_what_only_a_number_of_python_can_answer_has_a_program_of_its_own(one: D
     assert len(parallel._autopar.prepared()) <= 3
 
 
-def test_code_that_asks_for_its_class_has_the_one_of_python(one: DeviceMesh) -> None:
-    """Nothing can stand for it in `type`: right in the first call, and refused in the second."""
-
+def test_code_that_asks_for_its_class_is_told_the_one_of_python(one: DeviceMesh) -> None:
     class Asks(Counts):
         def forward(self, x: Tensor) -> Tensor:
             self.step += 1
-            return self.loss(x) * (2 if type(self.step) is int else 1)
+            by = 2 if type(self.step) is int and isinstance(type(self), type) and type(x) is not type else 1
+            made = type("Made", (object,), {"by": by})
+            return self.loss(x) * made.by / self.step
 
     plain = Asks()
-    parallel, x = autopar.compile(copy.deepcopy(plain), one), torch.randn(5, 8)
-    near(parallel(x), plain(x), 1e-6, "the first call")
-    with pytest.raises(TraceError, match=r"forward changes self\.step"):
-        parallel(x)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for step in range(3):
+        x = torch.randn(5, 8)
+        near(parallel(x), plain(x), 1e-6, f"step {step}")
+        same_numbers(parallel, plain)
+    assert "type" not in globals()
+    assert len(parallel._autopar.prepared()) == 1
 
 
 def test_it_is_an_instance_of_its_class(one: DeviceMesh) -> None:

@@ -198,6 +198,25 @@ def float_of(value: Any) -> Any:
     return value * 1.0
 
 
+class Scales(Counts):
+    """A running average whose decay grows, as averages of weights have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.rand(8))
+        self.register_buffer("rough", torch.rand(8).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        self.step += 1
+        decay = min(0.9, (1 + self.step) / (10 + self.step))
+        with torch.no_grad():
+            self.mean.mul_(decay).add_(hidden.mean(0), alpha=1 - decay)
+            self.rough.sub_(hidden.mean(0).bfloat16(), alpha=decay / 10)
+        spread = torch.addcmul(hidden, hidden, x, value=decay).addcdiv(x, 2 + hidden.abs(), value=-decay)
+        return self.loss(torch.sub(hidden, self.mean + self.rough, alpha=decay)) + spread.square().mean()
+
+
 class Hidden(Counts):
     """States of a recurrent layer, a tuple of two, and how many steps they are of."""
 
@@ -231,7 +250,7 @@ class Memories(Counts):
         return self.loss(hidden + sum(self.window))
 
 
-MODELS = [Counts, OfItsClass, Anneals, Branches, Computes, Averages, InTraining, InParts, Returns, Schedules]
+MODELS = [Counts, OfItsClass, Anneals, Branches, Computes, Averages, InTraining, InParts, Returns, Schedules, Scales]
 WITH_TENSORS = [HasState, MakesState, Decays, Hidden, Memories]
 
 
