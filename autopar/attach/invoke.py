@@ -32,7 +32,7 @@ from autopar.plan import Plan
 from autopar.trace.calls import Call
 from autopar.trace.counted import copied, standing
 from autopar.trace.formulas import Place
-from autopar.trace.outputs import Returned, numbers_of
+from autopar.trace.outputs import Returned, arrays_of, numbers_of
 from autopar.trace.writes import refill
 
 
@@ -208,12 +208,13 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
     results = [(result, layout) for result, layout in prepared.runner.results if result.kind == "output"]
     leaves: dict[int, Any] = dict(prepared.output_constants)
     types = output_types(prepared.graph)
-    is_local, numbers = state.inputs == "local", numbers_of(prepared.out_spec)
+    is_local, numbers, arrays = state.inputs == "local", numbers_of(prepared.out_spec), arrays_of(prepared.out_spec)
     for (result, layout), value in zip(results, outputs, strict=True):
         if value is None or (type := types[result.target]) is None:
             continue
         shape, dim = type.shape, prepared.batch_dims.get(result.target)
-        if shape and state.outputs == "sharded":
+        place = int(result.target)
+        if shape and state.outputs == "sharded" and place not in arrays:
             made = as_dtensor(value, shape, layout, state.device_mesh)
         elif dim is not None and is_by_rows(layout, dim):
             made = value
@@ -224,7 +225,7 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
             made = whole_when_read(value, shape, layout, state.mesh, state.device_mesh, averages=is_local)
             if is_local and made is value:
                 step.of_all_ranks.add(result.target)
-        leaves[int(result.target)] = made.item() if int(result.target) in numbers else made
+        leaves[place] = made.item() if place in numbers else made.detach().cpu().numpy() if place in arrays else made
         if made.requires_grad and result.target in prepared.graph.leads_to:
             step.handed.append((result.target, weakref.ref(made)))
     made = pytree.tree_unflatten([leaves[i] for i in range(prepared.out_spec.num_leaves)], prepared.out_spec)

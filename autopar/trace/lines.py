@@ -74,7 +74,7 @@ ADVICE = (
     (re.compile("entirely functional graph|mutating a non-functional tensor"), HELD),
     (re.compile("modified by an inplace operation"), STILL_READ),
     (re.compile(r"_apply\(\): Couldn't swap"), MOVED),
-    (re.compile(r"\.numpy\(\) is not supported"), NUMPY),
+    (re.compile(r"\.numpy\(\) is not supported|expected np.ndarray \(got Array"), NUMPY),
     (re.compile("unbacked symbols"), HIDDEN_SIZE),
     (re.compile("a leaf Variable that requires grad is being used in an in-place"), IN_PLACE),
     (re.compile("CausalBias"), CAUSAL_BIAS),

@@ -11,13 +11,14 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
 from autopar.trace.checks import Checks
-from autopar.trace.lines import line_here
+from autopar.trace.lines import NUMPY, line_here
 from autopar.trace.origins import tensors_in, writes_in_place
 
 BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # of two numbers, and where one is a tensor
@@ -40,7 +41,9 @@ IN_PYTHON = ("torch.nn.functional", "torch.functional")  # functions there compu
 NAMED = {"input", "other", "min", "max", "value", "exponent"}  # arguments that numbers may be
 DECIDES = ("__bool__", "is_nonzero")
 WRITES = ("__format__", "__repr__")
-TAKES_OUT = frozenset(("item", "tolist", "__int__", "__float__", "__index__", "__complex__", *WRITES, *DECIDES))
+TAKES_OUT = frozenset(
+    ("item", "tolist", "__int__", "__float__", "__index__", "__complex__", "numpy", *WRITES, *DECIDES)
+)
 MOST = 64  # numbers of one tolist()
 INSTEAD = (
     "Leave what is asked a tensor (torch.where for if, .clamp(min=1) for max(.., 1)). What .item() gives may be "
@@ -126,6 +129,45 @@ class Number:
         return with_numbers(func, args, kwargs or {})  # reached where no mode is in between
 
 
+class Array(Number):
+    """An array of numpy of each call, which a tensor is made to be: it is kept or returned, and nothing else."""
+
+    def __init__(self, tensor: Tensor, checks: Checks) -> None:
+        self.tensor, self._checks = tensor, checks
+
+    @property
+    def like(self) -> Any:
+        """One of the same shape."""
+        return np.zeros(tuple(self.tensor.shape))
+
+    def copy(self) -> Array:
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def of_two(self, name: str, other: Any, is_reversed: bool = False) -> Any:
+        raise _array()
+
+    def _at_once(self, *_: Any) -> Any:
+        raise _array()
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(np.ndarray, name):
+            raise _array()
+        raise AttributeError(name)
+
+    __array__ = __array_ufunc__ = __array_function__ = __len__ = __iter__ = __getitem__ = __setitem__ = _at_once
+    __bool__ = __float__ = __int__ = __index__ = __repr__ = __format__ = __round__ = __abs__ = __matmul__ = _at_once
+
+
+def _array() -> TraceError:
+    return TraceError(
+        f"forward computes with a numpy array of a tensor{line_here()}, and a trace has no values. {NUMPY}"
+    )
+
+
 def _operators(name: str) -> None:
     def method(self: Number, other: Any) -> Any:
         return self.of_two(name, other)
@@ -154,6 +196,8 @@ def taken_out(func: Any, args: Sequence[Any], checks: Checks) -> Any:
     tensor: Tensor = args[0].detach()
     if name in WRITES:
         return _written(checks)
+    if name == "numpy":
+        return None if args[0].requires_grad else Array(tensor, checks)  # torch says what to do
     if name not in ("item", "tolist") or tensor.is_complex() or tensor.numel() > MOST:
         raise _needed_now()
     return Number(tensor.reshape(()), checks) if name == "item" else _listed(tensor, checks)
@@ -174,6 +218,8 @@ def with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     """What `func` gives of these, some of which are `Number`s, as torch treats numbers of Python: they have no say in
     the dtype, and are not rounded to it before something is computed. Raises TraceError where it takes none.
     """
+    if any(isinstance(leaf, Array) for leaf in pytree.tree_leaves((args, kwargs))):
+        raise _array()
     args, kwargs = _given((args, kwargs))
     if not any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
         return func(*args, **kwargs)

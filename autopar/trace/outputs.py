@@ -25,7 +25,7 @@ from autopar.trace.independent import holds_fakes
 from autopar.trace.installed import hung_on, take_back
 from autopar.trace.left import is_kept, is_made
 from autopar.trace.modules import HOOKS
-from autopar.trace.numbers import Number, refuse_text
+from autopar.trace.numbers import Array, Number, refuse_text
 from autopar.trace.reads import Reads
 from autopar.trace.settings import CODE
 from autopar.trace.values import MISSING
@@ -35,13 +35,15 @@ from autopar.trace.values import MISSING
 class Returned:
     """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules, or
     lists, tuples and dicts of some. `left`: what it writes elsewhere, as `autopar.trace.left.Left.writes`. `numbers`:
-    which leaves of these are numbers to whoever calls. `checks`: as `autopar.trace.checks.Checks.wrong`.
+    which leaves of these are numbers to whoever calls; `arrays`: which are arrays of numpy. `checks`: as
+    `autopar.trace.checks.Checks.wrong`.
     """
 
     outputs: Any
     kept: dict[tuple[str, str], Any]
     left: list[Any]
     numbers: frozenset[int] = frozenset()
+    arrays: frozenset[int] = frozenset()
     checks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
@@ -52,9 +54,9 @@ class Returned:
 
 def _together(parts: Any, names: Any) -> Returned:
     outputs, kept, left, holds = parts
-    of_kept, of_checks, numbers = names
+    of_kept, of_checks, numbers, arrays = names
     checks = dict(zip(of_checks, holds, strict=True))
-    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), [*left], numbers, checks)
+    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), [*left], numbers, arrays, checks)
 
 
 def numbers_of(spec: pytree.TreeSpec) -> frozenset[int]:
@@ -62,11 +64,16 @@ def numbers_of(spec: pytree.TreeSpec) -> frozenset[int]:
     return spec.context[2]
 
 
+def arrays_of(spec: pytree.TreeSpec) -> frozenset[int]:
+    """`Returned.arrays`, likewise."""
+    return spec.context[3]
+
+
 pytree.register_pytree_node(
     Returned,
     lambda one: (
         [one.outputs, [*one.kept.values()], one.left, [*one.checks.values()]],
-        ([*one.kept], [*one.checks], one.numbers),
+        ([*one.kept], [*one.checks], one.numbers, one.arrays),
     ),
     _together,
     serialized_type_name="autopar.Returned",
@@ -148,8 +155,9 @@ def _with_tensors(returned: Returned) -> Returned:
     numbers = frozenset(place for place, leaf in enumerate(leaves) if isinstance(leaf, Number))
     if not numbers:
         return returned
+    arrays = frozenset(place for place in numbers if isinstance(leaves[place], Array))
     leaves = [leaf.tensor if isinstance(leaf, Number) else leaf for leaf in leaves]
-    return replace(pytree.tree_unflatten(leaves, spec), numbers=numbers)
+    return replace(pytree.tree_unflatten(leaves, spec), numbers=numbers - arrays, arrays=arrays)
 
 
 def _without_caches(value: Any, notes: list[str]) -> Any:
