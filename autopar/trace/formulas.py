@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,16 +161,17 @@ class Counted(Number):
             python, pair, (lambda: Number.of_two(self._as_number, name, other, is_reversed)) if is_known else None
         )
 
-    def _of_one(self, python: Callable[[Any], Any], made: Callable[[Number], Number]) -> Counted:
+    def of_one(self, python: Callable[[Any], Any], made: Callable[[Number], Number]) -> Counted:
+        """What Python makes of it, and what a program does."""
         return computed(python, (self,), lambda: made(self._as_number))
 
     def __abs__(self) -> Counted:
-        return self._of_one(operator.abs, Number.__abs__)
+        return self.of_one(operator.abs, Number.__abs__)
 
     def __round__(self, digits: int | None = None) -> Counted:
         if digits is not None:  # to which torch rounds otherwise
             return computed(round, (self, digits), None)
-        return self._of_one(round, Number.__round__)
+        return self.of_one(round, Number.__round__)
 
     def __divmod__(self, other: Any) -> tuple[Any, Any]:
         return self // other, self % other
@@ -186,10 +187,10 @@ class Counted(Number):
         return getattr(ufunc, method)(*args, **kwargs)
 
     def __floor__(self) -> Counted:
-        return self._of_one(math.floor, lambda number: Number(number.tensor.floor().long(), number._checks))
+        return self.of_one(math.floor, lambda number: Number(number.tensor.floor().long(), number._checks))
 
     def __ceil__(self) -> Counted:
-        return self._of_one(math.ceil, lambda number: Number(number.tensor.ceil().long(), number._checks))
+        return self.of_one(math.ceil, lambda number: Number(number.tensor.ceil().long(), number._checks))
 
     def __bool__(self) -> bool:
         self.asked.answers.append((lambda values: bool(self.formula.of(values)), bool(self.now)))
@@ -280,45 +281,73 @@ def _taking_counted(name: str, python: Callable[..., Any]) -> Callable[..., Any]
     return function
 
 
-class _Type:
-    """Stands for `type` in code that may ask it of a counted number: that is of Python's types."""
+class _StandsFor:
+    """Stands for `type`, `int` or `float` in code that may ask them of a counted number."""
+
+    def __init__(self, kind: Any, of_counted: Callable[[Counted], Any]) -> None:
+        self._kind, self._of_counted = kind, of_counted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(args[0].now) if len(args) == 1 and type(args[0]) is Counted else type(*args, **kwargs)
+        if len(args) == 1 and not kwargs and type(args[0]) is Counted:
+            return self._of_counted(args[0])
+        return self._kind(*args, **kwargs)
 
     def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, type)
+        return isinstance(value, self._kind)
 
     def __subclasscheck__(self, value: Any) -> bool:
-        return issubclass(value, type)
+        return issubclass(value, self._kind)
 
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
-        return (type,)
+        return (self._kind,)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(type, name)
+        return getattr(self._kind, name)
 
     def __getitem__(self, of: Any) -> Any:
-        return type[of]
+        return self._kind[of]
 
     def __or__(self, other: Any) -> Any:
-        return type | other
+        return self._kind | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._kind
 
     def __eq__(self, other: object) -> bool:
-        return other is type or isinstance(other, _Type)
+        return other is self._kind or (isinstance(other, _StandsFor) and other._kind is self._kind)
 
     def __hash__(self) -> int:
-        return hash(type)
+        return hash(self._kind)
+
+
+STAND_IN = {
+    "type": _StandsFor(type, lambda number: type(number.now)),
+    "float": _StandsFor(
+        float, lambda number: number.of_one(float, lambda one: Number(one.tensor.double(), one._checks))
+    ),
+    "int": _StandsFor(
+        int,
+        lambda number: number.of_one(int, lambda one: Number(one.tensor.trunc().long(), one._checks)),
+    ),
+}
 
 
 @contextlib.contextmanager
-def types_of_counted(asking: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Inside, functions with these globals that ask for the type of a counted number are told the one of Python's."""
-    shadowed = [names for names in {id(names): names for names in asking}.values() if "type" not in names]
-    for names in shadowed:
-        names["type"] = _Type()
+def types_of_counted(asking: Iterable[tuple[dict[str, Any], Set[str]]]) -> Iterator[None]:
+    """Inside, functions with these globals that ask for the type of a counted number are told the one of Python's, and
+    those that make it an int or a float get a formula. Where one compares types with `is`, `int` and `float` are
+    those of Python: what comes of them is a number of Python's.
+    """
+    wanted, compared = dict[tuple[int, str], dict[str, Any]](), set[tuple[int, str]]()
+    for names, asked in asking:
+        wanted |= {(id(names), name): names for name in asked & STAND_IN.keys() - names.keys()}
+        if "is" in asked:
+            compared |= {(id(names), name) for name in ("int", "float")}
+    shadowed = [(names, place[1]) for place, names in wanted.items() if place not in compared]
+    for names, name in shadowed:
+        names[name] = STAND_IN[name]
     try:
         yield
     finally:
-        for names in shadowed:
-            del names["type"]
+        for names, name in shadowed:
+            del names[name]

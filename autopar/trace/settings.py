@@ -16,7 +16,7 @@ import inspect
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -103,13 +103,16 @@ class _Holder:
     tried: set[str] = field(default_factory=set[str])
 
 
+ASKED = frozenset(("type", "int", "float"))  # of numbers
+
+
 class Settings:
     """What is found. `found`: (place, name, value), each once."""
 
     def __init__(self, methods: Mapping[str, list[Any]]) -> None:
         self.found: list[tuple[Mapping[str, Any], str, Any]] = []
         self.owners: list[Any] = []  # objects that hooks are methods of, and modules that functions name
-        self.asking: list[dict[str, Any]] = []  # globals of functions that ask for the type of something
+        self.asking: list[tuple[dict[str, Any], Set[str]]] = []  # globals of functions, and what they name of `ASKED`
         self._methods = methods
         self._known: dict[tuple[int, str], Any] = {}  # (id of a place, name) -> the place, so that its id stays its own
         self._classes: dict[type, Mapping[str, Any]] = {}  # the place of each: `vars` makes a new one every time
@@ -186,8 +189,11 @@ class Settings:
             return
         self._done.add(function.__code__)
         names = set(_names_of(function.__code__))
-        if "type" in names and "type" in _globals_of(function.__code__):
-            self.asking.append(function.__globals__)
+        if asked := names & ASKED:
+            asked &= {*_globals_of(function.__code__)}
+            self.asking.append(
+                (function.__globals__, asked | ({"is"} if _compares_types(function.__code__) else set()))
+            )
         self._names |= names
         # In one order on all ranks: what is found first names what is found.
         self._left += (call for name in sorted(names & self._methods.keys()) for call in self._methods[name])
@@ -360,6 +366,18 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
+
+
+def _compares_types(code: types.CodeType) -> bool:
+    """Whether it may compare types by identity with one of `ASKED`: `type(x) is int`, `case float():`."""
+    for part in _codes(code):
+        instructions = [*dis.get_instructions(part)]
+        for place, one in enumerate(instructions):
+            if one.opname == "LOAD_GLOBAL" and one.argval in ASKED:
+                near = {other.opname for other in instructions[place : place + 4]}
+                if near & {"IS_OP", "MATCH_CLASS"}:
+                    return True
+    return False
 
 
 def _asks_for_nothing(value: Any) -> bool:

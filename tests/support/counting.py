@@ -188,7 +188,8 @@ class Schedules(Counts):
         self.step += 1
         cosine = 0.5 * (1 + math.cos(math.pi * self.step / 10))
         self.scale = float_of(np.exp(-self.step / 5)) + math.log(self.step, 3) + math.pow(0.9, self.step)
-        noise = torch.full((8,), self.scale).lerp(x, self.step / 20)
+        gate = float(self.step) / 10 + int(self.step / 2) * 0.1
+        noise = gate * torch.full((8,), self.scale).lerp(x, self.step / 20)
         gate = nn.functional.softmax(self.a(x) / math.sqrt(1 + self.step), -1).clamp_min(cosine / 10)
         return self.loss(x + 0.1 * noise) * cosine + gate.log().mean() * divmod(self.step, 3)[1]
 
