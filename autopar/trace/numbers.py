@@ -158,8 +158,12 @@ class Array(Number):
             raise _array()
         raise AttributeError(name)
 
-    __array__ = __array_ufunc__ = __array_function__ = __len__ = __iter__ = __getitem__ = __setitem__ = _at_once
-    __bool__ = __float__ = __int__ = __index__ = __repr__ = __format__ = __round__ = __abs__ = __matmul__ = _at_once
+
+for _name in (
+    "array", "array_ufunc", "array_function", "len", "iter", "getitem", "setitem", "bool", "float", "int", "index",
+    "complex", "repr", "format", "round", "abs", "matmul", "neg", "pos",
+):  # fmt: skip
+    setattr(Array, f"__{_name}__", Array._at_once)
 
 
 def _array() -> TraceError:
