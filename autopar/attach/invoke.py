@@ -30,10 +30,8 @@ from autopar.errors import CheckFailed, PlanMismatch
 from autopar.ir.graph import Node, output_types
 from autopar.plan import Plan
 from autopar.trace.calls import Call
-from autopar.trace.counted import copied, standing
-from autopar.trace.formulas import Place
+from autopar.trace.counted import copied, put_back, standing
 from autopar.trace.outputs import Returned, arrays_of, numbers_of
-from autopar.trace.writes import refill
 
 
 def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
@@ -56,9 +54,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
         for name, value in written:
             tensors, leaf = prepared.buffers[name]
             tensors[leaf].copy_(value)
-    for place, value_of in prepared.sets:
-        _set(prepared, place, value_of(numbers))
-    return _assemble_outputs(state, prepared, outputs, step)
+    return _assemble_outputs(state, prepared, outputs, step, numbers)
 
 
 def parameters_of(prepared: Prepared) -> list[Tensor]:
@@ -193,18 +189,28 @@ def _lies_on(plan: Plan, parameter: str, device_mesh: DeviceMesh) -> str:
     return "cpu" if plan.residence.get(parameter) == "host" else device_mesh.device_type
 
 
-def _set(prepared: Prepared, place: Place, value: Any) -> None:
-    """Let an attribute of a module be what forward has set it to; a list or a dict that it writes to has it."""
-    path, name = place
-    attributes = vars(prepared.modules[path])
-    if place in prepared.counting.refilled:
-        refill(attributes[name], value)
-    else:
-        attributes[name] = value
+def _keep(prepared: Prepared, made: Returned, numbers: list[Any]) -> None:
+    """Let attributes of modules, and what is elsewhere, be what forward has set it to. `numbers`: as `Counting.numbers`
+    had them when the call began.
+    """
+    modules, lists = prepared.modules, prepared.counting.lists(prepared.modules)
+    holders = [write.holder(modules) for write in prepared.left]  # before attributes are others
+    kept, known = {place: value_of(numbers) for place, value_of in prepared.sets} | made.kept, dict[int, Any]()
+    for (path, name), value in kept.items():
+        _, after, _ = prepared.writes[path, name]
+        if id(after) not in known:  # else another attribute is the same
+            known[id(after)] = put_back(after, value, lists)
+        vars(modules[path])[name] = known[id(after)]
+    for write, holder, value in zip(prepared.left, holders, made.left, strict=True):
+        write.make_in(holder, value)
 
 
-def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | None], step: Step) -> Any:
-    """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure."""
+def _assemble_outputs(
+    state: State, prepared: Prepared, outputs: list[Tensor | None], step: Step, counted: list[Any]
+) -> Any:
+    """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure. `counted`: as
+    `Counting.numbers` had them when the call began.
+    """
     results = [(result, layout) for result, layout in prepared.runner.results if result.kind == "output"]
     leaves: dict[int, Any] = dict(prepared.output_constants)
     types = output_types(prepared.graph)
@@ -233,8 +239,5 @@ def _assemble_outputs(state: State, prepared: Prepared, outputs: list[Tensor | N
     for told, wrong in made.checks.items():
         if wrong:
             raise CheckFailed(told)
-    for place, value in made.kept.items():
-        _set(prepared, place, value)
-    for write, value in zip(prepared.left, made.left, strict=True):
-        write.make(value, prepared.modules)
+    _keep(prepared, made, counted)
     return made.outputs

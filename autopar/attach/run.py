@@ -289,6 +289,11 @@ def _delivered(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | No
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     runner, step, parameters = ctx.runner, ctx.step, ctx.parameters
+    names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
+    names |= step.through
+    if all(gradient is None for gradient in gradients):
+        # Of a later call, which was given what this one has made, and reads it without its gradient (`.detach()`).
+        return tuple(None for _ in names)
     if runner.program.backward is None:
         raise RuntimeError("this call ran the inference program, which has no backward; call the module in grad mode")
     if torch.is_grad_enabled():
@@ -321,8 +326,6 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         )
     runner.updates.finish()  # of parameters whose next gradients are made now
     saved, ctx.saved = ctx.saved, None
-    names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
-    names |= step.through
     if ctx.added_up is not None:
         return _to_parameters(runner, names, _delivered(ctx, gradients))
     if step.without_tangent & given.keys():

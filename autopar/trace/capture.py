@@ -220,7 +220,7 @@ def capture(
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
         copy, exported, functions = _as_noted(setting, copy, inputs)
-        check_exported(exported)
+        check_exported(exported, copy.reads.with_gradient)
         check_device(exported.graph_module, device_type)
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
             return capture(
@@ -295,7 +295,7 @@ def _exported(
     with (
         autocast_as(setting.autocast),
         autocast_as_asked(setting.device_type),
-        watching(copy.model, copy.reads),
+        watching(copy.model, copy.reads, copy.originals),
     ):
         with (
             functions_kept() as functions,

@@ -18,6 +18,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from autopar.trace.formulas import Asked, Counted, Formula, Place, is_large
 from autopar.trace.left import is_kept
 from autopar.trace.numbers import Number
 from autopar.trace.values import MISSING, SCALARS, told
-from autopar.trace.writes import content
+from autopar.trace.writes import content, refill
 
 ARGUMENT = "counted_"  # of forward, in a trace: a dict by what an attribute is called
 MUTABLE = (list, dict, deque)
@@ -38,16 +39,18 @@ MUTABLE = (list, dict, deque)
 @dataclass
 class Counting:
     """`places`: where numbers are, in the order in which a formula has them; `kinds`: as `kind_of` has what is there.
-    `asked`: what forward asks of them. `found`: other places that may be such. `stood`: lists and dicts that forward
-    was given, and what was in them; `refilled`: where there is something else in them now.
+    `asked`: what forward asks of them. `found`: other places that may be such; `elsewhere`: ids of what variables and
+    objects hold, too. `stood`: what forward was given, and its leaves and tree; `nodes`: id of each list and dict there
+    -> where it is found.
     """
 
     places: tuple[Place, ...] = ()
     kinds: tuple[Any, ...] = ()
     asked: Asked = field(default_factory=Asked)
     found: set[Place] = field(default_factory=set[Place])
+    elsewhere: set[int] = field(default_factory=set[int])
     stood: list[tuple[Place, Any, Any]] = field(default_factory=list[tuple[Place, Any, Any]])
-    refilled: frozenset[Place] = frozenset()
+    nodes: dict[int, tuple[Place, tuple[Any, ...]]] = field(default_factory=dict[int, tuple[Place, tuple[Any, ...]]])
 
     def values(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         """What is at the places now."""
@@ -63,12 +66,14 @@ class Counting:
         return [f"['{ARGUMENT}']['{name}']" for place, value in there for name in _named(place, value)]
 
     def refill(self, modules: Mapping[str, nn.Module]) -> dict[Place, Any]:
-        """Lists and dicts in which forward has put something else: `refilled` are those from now on."""
+        """What is still at its place, and has something else in it."""
         there = dict(zip(self.places, self.values(modules), strict=True))
-        stood = ((place, held, had) for place, held, had in self.stood if there[place] is held)
-        found = {place: held for place, held, had in stood if not _is_same(content(held), had)}
-        self.refilled = frozenset(found)
-        return found
+        return {place: held for place, held, had in self.stood if there[place] is held and not _is_same(held, had)}
+
+    def lists(self, modules: Mapping[str, nn.Module]) -> dict[int, Any]:
+        """Id of each list and dict that forward was given -> the user's, in the place of which it stood."""
+        there = dict(zip(self.places, self.values(modules), strict=True))
+        return {number: reduce(_part, within, there[place]) for number, (place, within) in self.nodes.items()}
 
     def broken(self, modules: Mapping[str, nn.Module]) -> str | None:
         """Why a program is none for the numbers that are there; None where it is one."""
@@ -107,13 +112,43 @@ def _put(attributes: Mapping[Place, Any], modules: Mapping[str, nn.Module]) -> N
 
 
 def copied(value: Any) -> Any:
-    """A list or a dict with the same in it; anything else is itself."""
-    return pytree.tree_map(lambda leaf: leaf, value) if isinstance(value, MUTABLE) else value
+    """Lists, dicts and tuples with the same in them; anything else is itself."""
+    return pytree.tree_map(lambda leaf: leaf, value) if isinstance(value, (tuple, *MUTABLE)) else value
 
 
 def _is_same(held: Any, had: Any) -> bool:
-    (now, spec), (was, before) = map(pytree.tree_flatten, (held, had))
+    (now, spec), (was, before) = pytree.tree_flatten(held), had
     return spec == before and all(map(operator.is_, now, was))
+
+
+def nodes_in(value: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The lists and dicts that a value is, or has in it, each with the keys that lead there."""
+    if isinstance(value, MUTABLE):
+        yield within, value
+    parts = content(value) if isinstance(value, (tuple, *MUTABLE)) else ()
+    for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
+        yield from nodes_in(part, (*within, key))
+
+
+def _part(held: Any, key: Any) -> Any:
+    return content(held)[key]
+
+
+def put_back(after: Any, value: Any, lists: Mapping[int, Any]) -> Any:
+    """`value`, of the structure of `after`, with the user's lists and dicts (by ids of those in `after`) in their
+    places, refilled.
+    """
+    if not isinstance(after, (tuple, *MUTABLE)) or not any(id(node) in lists for _, node in nodes_in(after)):
+        return value
+    parts, given = content(after), content(value)
+    if isinstance(parts, dict):
+        made: Any = {key: put_back(part, given[key], lists) for key, part in parts.items()}
+    else:
+        made = [put_back(part, one, lists) for part, one in zip(parts, given, strict=True)]
+    if isinstance(value, tuple):
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    refill(held := lists.get(id(after), value), made)
+    return held
 
 
 def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module]) -> Counting:
@@ -233,6 +268,7 @@ def counted_from(
     """
     counting.asked = Asked()
     counting.stood.clear()
+    counting.nodes.clear()
     at = itertools.count()
 
     def counted(part: Any, tensor: Tensor, place: Place) -> Counted | Tensor:
@@ -248,8 +284,9 @@ def counted_from(
         leaves, spec = pytree.tree_flatten(value)
         parts = [counted(leaf, next(tensors), place) if may_vary(leaf) else leaf for leaf in leaves]
         made[place] = held = pytree.tree_unflatten(parts, spec)
-        if isinstance(held, MUTABLE):
-            counting.stood.append((place, held, content(held)))
+        if isinstance(held, (tuple, *MUTABLE)):
+            counting.stood.append((place, held, pytree.tree_flatten(held)))
+            counting.nodes |= {id(node): (place, within) for within, node in nodes_in(held)}
     return made
 
 

@@ -16,6 +16,8 @@ from autopar._compat import pytree
 from autopar.trace.checks import Checks
 from autopar.trace.lines import line_here
 from autopar.trace.numbers import BINARY, COMPARED, Number
+from autopar.trace.values import held_in
+from autopar.trace.writes import refill
 
 Place = tuple[str, str]  # path of a module, name of an attribute
 Of = Callable[[Sequence[Any]], Any]  # a number, of those that are there
@@ -238,6 +240,19 @@ def _raises(of: Callable[[Any], Any], of_what: Any) -> bool:
     except Exception:  # of whatever kind
         return True
     return False
+
+
+def with_plain_keys(value: Any) -> Any:
+    """The same, in whose dicts numbers of Python are the keys that counted ones were: asked for, they are known."""
+    for part in held_in(value):
+        with_plain_keys(part)
+    if isinstance(value, dict) and any(type(key) is Counted for key in dict.keys(value)):
+        refill(value, {plain_key(key): part for key, part in dict.items(value)})
+    return value
+
+
+def plain_key(key: Any) -> Any:
+    return key.now if type(key) is Counted else key
 
 
 def made_by(name: str, args: Sequence[Any]) -> Made:

@@ -7,7 +7,7 @@ holds them a second time get those values too. A trained tensor from elsewhere w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.formulas import math_of_counted
 from autopar.trace.independent import refuse_attributes
+from autopar.trace.installed import refuse_gradients_between_calls
 from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.literals import Literals
 from autopar.trace.masked import Picked, rows_of
@@ -270,8 +271,11 @@ def _with_states_as_given(func: Any, args: Any, result: Any) -> Any:
     return output, *(made.reshape(given.shape) for made, given in zip(states, args[1], strict=True))
 
 
-def check_exported(exported: torch.export.ExportedProgram) -> None:
-    """Raises TraceError for what torch exports and a program does not do."""
+def check_exported(exported: torch.export.ExportedProgram, with_gradient: Set[str]) -> None:
+    """Raises TraceError for what torch exports and a program does not do. `with_gradient`: buffers that forward sets to
+    a tensor with one.
+    """
+    refuse_gradients_between_calls(exported, with_gradient)
     _no_unknown_constants(exported)
     _no_collectives(exported)
     _no_numbers(exported)

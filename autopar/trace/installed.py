@@ -8,10 +8,11 @@ they are refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -45,7 +46,7 @@ def take_back(modules: Mapping[str, nn.Module], before: Hung, reads: Reads) -> N
     become more at every call.
     """
     now = hung_on(modules)
-    _write_to_buffers(modules, before.buffers, now.buffers)
+    _write_to_buffers(modules, before.buffers, now.buffers, reads.with_gradient)
     installed = [path for (path, kind), hooks in now.hooks.items() if hooks.keys() - before.hooks[path, kind].keys()]
     replaced = [path for path, forward in now.forwards.items() if forward is not before.forwards[path]]
     for (path, kind), hooks in before.hooks.items():
@@ -75,9 +76,10 @@ def _write_to_buffers(
     modules: Mapping[str, nn.Module],
     before: Mapping[tuple[str, str], Tensor | None],
     now: Mapping[tuple[str, str], Tensor | None],
+    with_gradient: set[str],
 ) -> None:
     """What forward has set buffers of parts to (`self.mean = 0.9 * self.mean + ..`) is written to those that were
-    there, as torch.export does it for the whole model's own alone.
+    there, as torch.export does it for the whole model's own alone. `with_gradient`: what is set to a tensor with one.
     """
     changed = {place: buffer for place, buffer in now.items() if before.get(place, MISSING) is not buffer}
     owned = {id(buffer) for place, buffer in before.items() if place not in changed}
@@ -101,11 +103,34 @@ def _write_to_buffers(
                 f"forward sets the buffer {called} to another tensor, and another name has the one that it was; "
                 "make them two (clone)"
             )
+        if buffer.requires_grad:
+            with_gradient.add(called)
         if path:
             written.append(((path, name), was, buffer.clone() if id(buffer) in of_others else buffer))
     for (path, name), was, buffer in written:
         modules[path]._buffers[name] = was
         was.copy_(buffer.detach())  # under no_grad torch would make a graph of its own of it
+
+
+def refuse_gradients_between_calls(exported: torch.export.ExportedProgram, with_gradient: Set[str]) -> None:
+    """Raise TraceError where one of these buffers would hand a gradient on: what forward returns is made of it, too."""
+    names = exported.graph_signature.inputs_to_buffers
+    returned = {*exported.graph_signature.user_outputs}
+    for node in exported.graph.nodes:
+        if node.op != "placeholder" or names.get(node.name) not in with_gradient:
+            continue
+        made, left = {node}, [node]
+        while left:
+            users = {user for user in left.pop().users if "detach" not in str(user.target)} - made
+            made |= users
+            left += users
+        if any(one.name in returned for one in made):
+            name = names[node.name]
+            raise TraceError(
+                f"forward sets the buffer {name} to a tensor with a gradient that goes on into the next call, and "
+                "buffers of a program have none: detach it (.detach()), or keep it as a plain attribute, without "
+                "register_buffer"
+            )
 
 
 def _is_flag(was: Any, is_: Any) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
+from autopar.trace.formulas import plain_key, with_plain_keys
 from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in
 from autopar.trace.settings import Of
@@ -119,7 +120,8 @@ class Left:
                     f"forward, or a hook, keeps a parameter or a buffer in {write.name}, where it would be a copy: "
                     "take it from its module"
                 )
-        found = [(of_modules(write, modules), value) for write, value in found]
+        found = [(of_modules(write, modules), with_plain_keys(value)) for write, value in found]
+        found = [(replace(write, key=plain_key(write.key)), value) for write, value in found]
         found.sort(key=lambda one: (one[0].comes, self._order.get(number_of(one[0].place), 0)))
         self.writes, self.like = [write for write, _ in found], [value for _, value in found]
         return self.like

@@ -19,7 +19,7 @@ from autopar.errors import TraceError
 from autopar.trace.calls import make_known
 from autopar.trace.closures import with_parts
 from autopar.trace.counted import called
-from autopar.trace.formulas import Counted
+from autopar.trace.formulas import Counted, with_plain_keys
 from autopar.trace.given import given_in, refuse_what_is_written
 from autopar.trace.independent import holds_fakes
 from autopar.trace.installed import hung_on, take_back
@@ -107,6 +107,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
     @functools.wraps(forward)
     def returned(*args: Any, **kwargs: Any) -> Returned:
         before, given = hung_on(modules), given_in(args, kwargs)
+        had = {path: dict(vars(module)) for path, module in modules.items()}
         reads.is_open = True
         try:
             outputs = _without_caches(forward(*args, **kwargs), notes)
@@ -117,6 +118,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
             raise
         finally:
             reads.is_open = False
+        reads.see_what_is_set_otherwise(had, modules)
         take_back(modules, before, reads)
         refuse_text([after for _, after, _ in reads.written.values()])
         refuse_what_is_written(given, outputs)
@@ -127,7 +129,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
             if isinstance(after, Counted):  # known without the program
                 continue
             if is_kept(after):
-                kept[path, name] = after
+                kept[path, name] = with_plain_keys(after)
                 attributes = vars(modules[path])  # the trace shall not see that it was set
                 attributes.pop(name, None)
                 if before is not MISSING:
@@ -137,7 +139,9 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
                     f"forward keeps tensors in {called((path, name))}, a "
                     f"{type(after).__name__}; return them, or keep each as an attribute of its own"
                 )
-        outputs = pytree.tree_map(lambda leaf: leaf, outputs)  # they may be what is written to, which is undone now
+        outputs = pytree.tree_map(
+            lambda leaf: leaf, with_plain_keys(outputs)
+        )  # they may be what is written to, which is undone now
         return _with_tensors(Returned(outputs, kept, reads.left.take(modules)))
 
     model.forward = returned

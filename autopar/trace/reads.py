@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.configurations import Configurations
-from autopar.trace.counted import Counting
+from autopar.trace.counted import Counting, nodes_in
 from autopar.trace.formulas import Place, types_of_counted
 from autopar.trace.left import Left
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
@@ -60,6 +61,7 @@ class Reads:
     and what is in objects that are found there. `inside`: what is read of configurations and other objects that modules
     hold. `anew`: attributes of which forward makes another list, dict or set in each call. `classes`: those of modules,
     and what each has. `left`: what forward writes to these. `counting`: numbers that are arguments of the trace.
+    `with_gradient`: buffers that forward sets to a tensor with one.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -72,6 +74,7 @@ class Reads:
     left: Left = field(default_factory=Left)
     counting: Counting = field(default_factory=Counting)
     anew: set[Place] = field(default_factory=set[Place])
+    with_gradient: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see
@@ -85,6 +88,20 @@ class Reads:
         """Have these numbers be arguments: that they are read is known, and guards need not look at them."""
         self.counting = counting
         self.attributes |= dict.fromkeys(counting.places)
+
+    def see_what_is_set_otherwise(self, had: Mapping[str, Mapping[str, Any]], modules: Mapping[str, nn.Module]) -> None:
+        """Attributes that forward has set past `__setattr__` (`vars(self)["n"] = 1`): numbers, text and what holds
+        such alone. `had`: what was there. They are written, and may have been read.
+        """
+        for path, module in modules.items():
+            for name, value in vars(module).items():
+                was = had[path].get(name, MISSING)
+                if value is was or name in OF_EVERY_MODULE or (path, name) in self.written or name == "forward":
+                    continue
+                if not all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)):
+                    continue  # recurrent layers keep lists of their weights
+                self.written[path, name] = was, value, f"a line that sets {name} in the module's __dict__"
+                self.attributes.setdefault((path, name), was)
 
     def of(self, originals: Mapping[int, Any]) -> None:
         """Let what is written be of the model, as `originals` tells of what was copied."""
@@ -149,8 +166,10 @@ def _put_back(place: Any, name: str, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
-    """Note in `reads` what is read of the modules of `model`, which is nobody else's, while the body runs."""
+def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> Iterator[None]:
+    """Note in `reads` what is read of the modules of `model`, which is nobody else's, while the body runs.
+    `originals`: id of what was copied for it -> that.
+    """
     # Of a module under several names torch's tracer gives objects that stand for it, and have its attributes.
     path_of = {id(vars(module)): path for path, module in model.named_modules()}
     modules = list(model.modules())
@@ -165,6 +184,8 @@ def watching(model: nn.Module, reads: Reads) -> Iterator[None]:
     reads.classes += [(kind, dict(vars(kind))) for kind in kinds]
     for found in settings.found:
         reads.see(*found)
+    held = (node for _, _, value in settings.found for _, node in nodes_in(value))
+    reads.counting.elsewhere |= {id(originals.get(id(node), node)) for node in held}
     stand_ins, seen = StandIns(("__getattribute__", "__setattr__", "__delattr__")), set[tuple[type, str]]()
     in_python = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # into those all is compiled
     methods = [_noting(kind, path_of, reads, seen) for kind in in_python]  # before any of them stands anywhere
@@ -229,13 +250,14 @@ def _noting(
     def __setattr__(self: Any, name: str, value: Any) -> None:
         own = getting(self, "__dict__")
         path = path_of.get(id(own))
-        if path is not None and reads.is_open:
-            is_tensor_slot = any(name in own.get(kept, ()) for kept in REGISTERED)
-            is_new = own.get(name, MISSING) is not value
-            if is_new and not (name in OF_EVERY_MODULE or is_tensor_slot or _looks_at_parameters(value)):
-                before, _, _ = reads.written.get((path, name), (own.get(name, MISSING), None, ""))
-                reads.written[path, name] = before, value, _line_outside_torch()
+        was = own.get(name, MISSING)
         setting(self, name, value)
+        if path is not None and reads.is_open and own.get(name, MISSING) is value:  # no property's
+            is_tensor_slot = any(name in own.get(kept, ()) for kept in REGISTERED)
+            is_new = was is not value
+            if is_new and not (name in OF_EVERY_MODULE or is_tensor_slot or _looks_at_parameters(value)):
+                before, _, _ = reads.written.get((path, name), (was, None, ""))
+                reads.written[path, name] = before, value, _line_outside_torch()
 
     def __delattr__(self: Any, name: str) -> None:
         deleting(self, name)

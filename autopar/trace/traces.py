@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autopar.errors import TraceError
 from autopar.trace.capture import Captured
 from autopar.trace.capture import capture as captured_with
-from autopar.trace.counted import MUTABLE, Counting, Place, counted_in, counting_of, may_be_counted
+from autopar.trace.counted import Counting, counted_in, counting_of, may_be_counted, nodes_in
+from autopar.trace.formulas import Place
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import OF_EVERY_MODULE
 from autopar.trace.values import MISSING
@@ -41,11 +42,12 @@ def capture(
         loss_alone=loss_alone, device_type=device_type,
     )  # fmt: skip
     modules = dict(model.named_modules(remove_duplicate=False))
-    held = Counter(id(value) for part in model.modules() for value in vars(part).values() if isinstance(value, MUTABLE))
+    values = (value for part in model.modules() for value in vars(part).values())
+    held = Counter(id(node) for value in values for _, node in nodes_in(value))
 
     def may_be(place: Place) -> bool:
         value = vars(modules[place[0]]).get(place[1], MISSING)
-        is_one = held.get(id(value), 1) == 1  # and no other attribute is the same list
+        is_one = all(held[id(node)] == 1 for _, node in nodes_in(value))  # and nothing else is the same list
         return is_one and may_be_counted(value) and (tensors or not tensors_in(value))
 
     first = Counting()
@@ -77,6 +79,9 @@ def _counting(trace: partial[Captured], places: Iterable[Place], modules: Mappin
     if not (counting := counting_of(sorted(places), modules)).places:
         return None
     try:
-        return trace(counted=counting)
+        captured = trace(counted=counting)
     except Exception:  # of whatever kind, for want of a number: a trace without says what else there is
-        return None
+        captured = None
+    there = zip(counting.places, counting.values(modules), strict=True)
+    alone = {place for place, value in there if not {id(node) for _, node in nodes_in(value)} & counting.elsewhere}
+    return captured if len(alone) == len(counting.places) else _counting(trace, alone, modules)

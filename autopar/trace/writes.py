@@ -83,7 +83,10 @@ class Write:
 
     def make(self, value: Any, modules: Mapping[str, nn.Module]) -> None:
         """Write."""
-        holder = self.holder(modules)
+        self.make_in(self.holder(modules), value)
+
+    def make_in(self, holder: Any, value: Any) -> None:
+        """Write to what was found before."""
         if self.way == "end":
             holder.append(value)
         elif self.way == "all":
