@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,12 @@ def in_a_table_by_count(model: Any, h: Tensor) -> Tensor:
     return (h * model.kept[model.count]).square().mean()
 
 
+def reordered(model: Any, h: Tensor) -> Tensor:
+    model.kept.move_to_end(next(iter(model.kept)))
+    model.kept["a"] = h.detach().mean(0) + 0.5 * model.kept["a"]
+    return (h * model.kept["a"] + model.kept["b"] * model.kept["c"]).square().mean()
+
+
 WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
     "dicts in dicts": (lambda: {"a": {"n": [0], "t": torch.ones(8) / 3}}, nested),
     "lists in tuples": (lambda: ([0], [torch.ones(8)]), in_tuples),
@@ -85,6 +92,7 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
     "written to, then made anew": (dict, filtered),
     "detached at the end": (lambda: [None, None], detached_at_the_end),
     "detached at the start": (lambda: None, detached_at_the_start),
+    "in another order": (lambda: OrderedDict(a=torch.ones(8), b=0.5, c=2), reordered),
     "by a count": (lambda: {0: torch.ones(8), 1: torch.ones(8) / 2}, in_a_table_by_count),
 }
 
@@ -92,6 +100,7 @@ WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Tensor]]] = {
 def same_kept(ours: Any, theirs: Any, told: str) -> None:
     (made, spec), (wanted, as_wanted) = pytree.tree_flatten(ours), pytree.tree_flatten(theirs)
     assert spec == as_wanted, told
+    assert not isinstance(theirs, dict) or [*ours] == [*theirs], told
     for one, other in zip(made, wanted, strict=True):
         assert type(one) is type(other), told
         if isinstance(other, Tensor):
