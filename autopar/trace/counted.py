@@ -39,16 +39,16 @@ MUTABLE = (list, dict, deque)
 @dataclass
 class Counting:
     """`places`: where numbers are, in the order in which a formula has them; `kinds`: as `kind_of` has what is there.
-    `asked`: what forward asks of them. `found`: other places that may be such; `elsewhere`: ids of what variables and
-    objects hold, too. `stood`: what forward was given, and its leaves and tree; `nodes`: id of each list and dict there
-    -> where it is found.
+    `asked`: what forward asks of them. `found`: other places that may be such; `elsewhere`: ids of lists and dicts that
+    variables and objects hold. `stood`: what forward was given, and its leaves and tree; `nodes`: id of each list and
+    dict there -> where it is found.
     """
 
     places: tuple[Place, ...] = ()
     kinds: tuple[Any, ...] = ()
     asked: Asked = field(default_factory=Asked)
     found: set[Place] = field(default_factory=set[Place])
-    elsewhere: set[int] = field(default_factory=set[int])
+    elsewhere: Callable[[], set[int]] = set[int]
     stood: list[tuple[Place, Any, Any]] = field(default_factory=list[tuple[Place, Any, Any]])
     nodes: dict[int, tuple[Place, tuple[Any, ...]]] = field(default_factory=dict[int, tuple[Place, tuple[Any, ...]]])
 
@@ -121,13 +121,21 @@ def _is_same(held: Any, had: Any) -> bool:
     return spec == before and all(map(operator.is_, now, was))
 
 
-def nodes_in(value: Any, within: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The lists and dicts that a value is, or has in it, each with the keys that lead there."""
+def nodes_in(value: Any, within: tuple[Any, ...] = (), above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """The lists and dicts that a value is, or has in it, each with the keys that lead there. `above`: what it is in."""
+    if not isinstance(value, (tuple, *MUTABLE)) or any(value is one for one in above):
+        return
     if isinstance(value, MUTABLE):
         yield within, value
-    parts = content(value) if isinstance(value, (tuple, *MUTABLE)) else ()
+    parts = content(value)
     for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
-        yield from nodes_in(part, (*within, key))
+        if isinstance(part, (tuple, *MUTABLE)):
+            yield from nodes_in(part, (*within, key), (*above, value))
+
+
+def ids_in(value: Any) -> Iterator[int]:
+    """Of its lists and dicts."""
+    return (id(node) for _, node in nodes_in(value))
 
 
 def _part(held: Any, key: Any) -> Any:

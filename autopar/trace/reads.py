@@ -184,8 +184,10 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
     reads.classes += [(kind, dict(vars(kind))) for kind in kinds]
     for found in settings.found:
         reads.see(*found)
-    held = (node for _, _, value in settings.found for _, node in nodes_in(value))
-    reads.counting.elsewhere |= {id(originals.get(id(node), node)) for node in held}
+    found = [value for _, _, value in settings.found]
+    reads.counting.elsewhere = lambda: {
+        id(originals.get(id(node), node)) for value in found for _, node in nodes_in(value)
+    }
     stand_ins, seen = StandIns(("__getattribute__", "__setattr__", "__delattr__")), set[tuple[type, str]]()
     in_python = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # into those all is compiled
     methods = [_noting(kind, path_of, reads, seen) for kind in in_python]  # before any of them stands anywhere

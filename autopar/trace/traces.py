@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from autopar.errors import TraceError
 from autopar.trace.capture import Captured
 from autopar.trace.capture import capture as captured_with
-from autopar.trace.counted import Counting, counted_in, counting_of, may_be_counted, nodes_in
+from autopar.trace.counted import Counting, counted_in, counting_of, ids_in, may_be_counted
 from autopar.trace.formulas import Place
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import OF_EVERY_MODULE
@@ -35,20 +35,24 @@ def capture(
 ) -> Captured:
     """As `autopar.trace.capture.capture`, of numbers that forward finds as an earlier call left them (`counted`, of
     other programs of the model; those of this one are found) too, and where `tensors` says so of tensors. Those that
-    Python needs to know, as for `range(self.step)`, are constants of the trace.
+    cannot be arguments, as of lists that two attributes hold, are constants of the trace.
     """
     trace = partial(
         captured_with, model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
         loss_alone=loss_alone, device_type=device_type,
     )  # fmt: skip
     modules = dict(model.named_modules(remove_duplicate=False))
-    values = (value for part in model.modules() for value in vars(part).values())
-    held = Counter(id(node) for value in values for _, node in nodes_in(value))
+
+    @cache
+    def held() -> Counter[int]:
+        values = (value for part in model.modules() for value in vars(part).values())
+        return Counter(number for value in values for number in ids_in(value))
 
     def may_be(place: Place) -> bool:
         value = vars(modules[place[0]]).get(place[1], MISSING)
-        is_one = all(held[id(node)] == 1 for _, node in nodes_in(value))  # and nothing else is the same list
-        return is_one and may_be_counted(value) and (tensors or not tensors_in(value))
+        if not may_be_counted(value) or not (tensors or not tensors_in(value)):
+            return False
+        return all(held()[number] == 1 for number in ids_in(value))  # and no other attribute has the same list
 
     first = Counting()
     captured = _counting(trace, filter(may_be, counted), modules)
@@ -62,7 +66,8 @@ def capture(
     reads = captured.reads
     found = {*counted_in(reads.attributes, reads.written, modules)} - {*reads.counting.places}
     if more := {*filter(may_be, found)}:
-        return _counting(trace, more | {*reads.counting.places}, modules) or captured
+        captured = _counting(trace, more | {*reads.counting.places}, modules) or captured
+    captured.reads.counting.elsewhere = set[int]  # it holds what was traced
     return captured
 
 
@@ -76,12 +81,14 @@ def _leading_back(modules: Mapping[str, nn.Module]) -> Iterator[Place]:
 
 def _counting(trace: partial[Captured], places: Iterable[Place], modules: Mapping[str, nn.Module]) -> Captured | None:
     """The trace with these as arguments; None where there are none, or where it cannot be."""
-    if not (counting := counting_of(sorted(places), modules)).places:
+    counting = counting_of(sorted(places), modules)
+    if not (places := counting.places):
         return None
     try:
         captured = trace(counted=counting)
     except Exception:  # of whatever kind, for want of a number: a trace without says what else there is
         captured = None
-    there = zip(counting.places, counting.values(modules), strict=True)
-    alone = {place for place, value in there if not {id(node) for _, node in nodes_in(value)} & counting.elsewhere}
-    return captured if len(alone) == len(counting.places) else _counting(trace, alone, modules)
+    lists = {place: {*ids_in(value)} for place, value in zip(places, counting.values(modules), strict=True)}
+    elsewhere = counting.elsewhere() if any(lists.values()) else set[int]()
+    alone = [place for place, numbers in lists.items() if not numbers & elsewhere]
+    return captured if len(alone) == len(places) else _counting(trace, alone, modules)

@@ -163,7 +163,7 @@ def place_of(place: Any, originals: Mapping[int, Any]) -> Any:
 
 def content(held: Any) -> Any:
     """What is in a container, in one of Python's own."""
-    ordered = OrderedDict if isinstance(held, OrderedDict) else dict  # which knows another order than dict's
+    ordered: Any = OrderedDict if isinstance(held, OrderedDict) else dict  # which knows another order than dict's
     return dict(ordered.items(held)) if isinstance(held, dict) else held_in(held)
 
 
