@@ -31,6 +31,7 @@ from autopar.ir.graph import Node, output_types
 from autopar.plan import Plan
 from autopar.trace.calls import Call
 from autopar.trace.counted import copied, put_back, standing
+from autopar.trace.formulas import Computed
 from autopar.trace.outputs import Returned, arrays_of, numbers_of
 
 
@@ -40,7 +41,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     hooked, count = prepared.hooked
     if sum(map(len, hooked)) != count:
         refuse(parallel)
-    parameters, numbers = parameters_of(prepared), prepared.counting.numbers(prepared.modules)
+    parameters, computed = parameters_of(prepared), prepared.counting.computed(prepared.modules)
     step = _step(state, prepared, call)
     if not prepared.has_trained and key.gradients and prepared.runner.program.backward is not None:
         state.trains_with(prepared)
@@ -54,7 +55,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
         for name, value in written:
             tensors, leaf = prepared.buffers[name]
             tensors[leaf].copy_(value)
-    return _assemble_outputs(state, prepared, outputs, step, numbers)
+    return _assemble_outputs(state, prepared, outputs, step, computed)
 
 
 def parameters_of(prepared: Prepared) -> list[Tensor]:
@@ -189,13 +190,11 @@ def _lies_on(plan: Plan, parameter: str, device_mesh: DeviceMesh) -> str:
     return "cpu" if plan.residence.get(parameter) == "host" else device_mesh.device_type
 
 
-def _keep(prepared: Prepared, made: Returned, numbers: list[Any]) -> None:
-    """Let attributes of modules, and what is elsewhere, be what forward has set it to. `numbers`: as `Counting.numbers`
-    had them when the call began.
-    """
+def _keep(prepared: Prepared, made: Returned, computed: Computed) -> None:
+    """Let attributes of modules, and what is elsewhere, be what forward has set it to."""
     modules, lists = prepared.modules, prepared.counting.lists(prepared.modules)
     holders = [write.holder(modules) for write in prepared.left]  # before attributes are others
-    kept, known = {place: value_of(numbers) for place, value_of in prepared.sets} | made.kept, dict[int, Any]()
+    kept, known = {place: value_of(computed) for place, value_of in prepared.sets} | made.kept, dict[int, Any]()
     for (path, name), value in kept.items():
         _, after, _ = prepared.writes[path, name]
         if id(after) not in known:  # else another attribute is the same
@@ -206,10 +205,10 @@ def _keep(prepared: Prepared, made: Returned, numbers: list[Any]) -> None:
 
 
 def _assemble_outputs(
-    state: State, prepared: Prepared, outputs: list[Tensor | None], step: Step, counted: list[Any]
+    state: State, prepared: Prepared, outputs: list[Tensor | None], step: Step, computed: Computed
 ) -> Any:
-    """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure. `counted`: as
-    `Counting.numbers` had them when the call began.
+    """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure. `computed`: of the
+    numbers that were there when the call began.
     """
     results = [(result, layout) for result, layout in prepared.runner.results if result.kind == "output"]
     leaves: dict[int, Any] = dict(prepared.output_constants)
@@ -239,5 +238,5 @@ def _assemble_outputs(
     for told, wrong in made.checks.items():
         if wrong:
             raise CheckFailed(told)
-    _keep(prepared, made, counted)
+    _keep(prepared, made, computed)
     return made.outputs

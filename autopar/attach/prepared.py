@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.layout import Layout
 from autopar.plan import Plan
 from autopar.trace.counted import Counting
-from autopar.trace.formulas import Place
+from autopar.trace.formulas import Computed, Place
 from autopar.trace.values import MISSING
 from autopar.trace.writes import Write
 from cost_models.steps import DEVICE
@@ -64,7 +64,7 @@ class Prepared:
     without_tangent: frozenset[str]
     writes: Mapping[tuple[str, str], tuple[Any, Any, str]]
     modules: Mapping[str, nn.Module]
-    sets: list[tuple[Place, Callable[[Sequence[Any]], Any]]]
+    sets: list[tuple[Place, Callable[[Computed], Any]]]
     left: list[Write]
     checked: list[tuple[Any, Any]]
     counting: Counting

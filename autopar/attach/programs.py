@@ -11,7 +11,7 @@ import contextlib
 import copy
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -45,7 +45,7 @@ from autopar.plan import Plan
 from autopar.trace import Captured, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
 from autopar.trace.calls import Call, Caller
-from autopar.trace.formulas import Counted, Place
+from autopar.trace.formulas import Computed, Counted, Place
 from autopar.trace.interrupts import interruptible
 from autopar.trace.left import is_kept
 from autopar.trace.modules import aliases
@@ -360,11 +360,12 @@ def _prepared(
     )
 
 
-def _setting(place: Place, reads: Reads) -> Callable[[Sequence[Any]], Any] | None:
+def _setting(place: Place, reads: Reads) -> Callable[[Computed], Any] | None:
     """What forward sets an attribute to, of the numbers that are there; None where the program gives it."""
     _, after, _ = reads.written[place]
     if isinstance(after, Counted):
-        return after.formula.of
+        number = after.formula.number
+        return lambda made: made.of(number)
     if has_tensors(after) or is_kept(after):
         return None
     return (lambda _: made_anew(after)) if place in reads.anew else (lambda _: after)

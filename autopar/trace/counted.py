@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.trace.checks import Checks
-from autopar.trace.formulas import Asked, Counted, Formula, Place, is_large
+from autopar.trace.formulas import Asked, Computed, Counted, Formula, Place, is_large
 from autopar.trace.left import is_kept
 from autopar.trace.numbers import Number
 from autopar.trace.values import MISSING, SCALARS, told
@@ -86,6 +86,10 @@ class Counting:
                 return f"forward needs {called(place)} as a number of Python's{line}, and it is another"
             return f"what forward asks of {', '.join(map(called, self.places))} has another answer"
         return None
+
+    def computed(self, modules: Mapping[str, nn.Module]) -> Computed:
+        """What steps give for what is there now."""
+        return Computed(self.asked.steps, self.numbers(modules))
 
     def tensors(self, modules: Mapping[str, nn.Module]) -> list[Tensor]:
         """What a program takes in their place."""
@@ -283,7 +287,7 @@ def counted_from(
         number = next(at)
         if isinstance(part, Tensor):
             return tensor
-        formula = Formula(lambda values: values[number], frozenset((place,)))
+        formula = Formula(counting.asked.step(None, (number,)), frozenset((place,)))
         return Counted(part, formula, lambda: Number(tensor, checks), counting.asked)
 
     made: dict[Place, Any] = {}

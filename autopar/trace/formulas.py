@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from autopar.trace.values import held_in
 from autopar.trace.writes import refill
 
 Place = tuple[str, str]  # path of a module, name of an attribute
-Of = Callable[[Sequence[Any]], Any]  # a number, of those that are there
 Made = Callable[[], Number] | None  # a number in a program; None: no program computes it
 # Functions of Python's `math`, and of numpy, and what computes them in a program.
 COMPUTED = {
@@ -32,30 +30,77 @@ COMPUTED = {
     "log": lambda value, *base: torch.log(value) / torch.log(base[0]) if base else torch.log(value),
 }  # fmt: skip
 NEVER_RAISE = {operator.add, operator.sub, operator.mul, operator.abs, *(python for python, _ in COMPARED.values())}
-BY_METHODS = ("floor", "ceil", "trunc")  # of numbers
 
 
 @dataclass(frozen=True)
 class Formula:
-    """What a number is, of those that are there when a call begins: `places` of them."""
+    """What a number is: the step of that `number` gives it, of what is at `places`."""
 
-    of: Of
+    number: int
     places: frozenset[Place]
+
+
+class Step(NamedTuple):
+    """Stands for what an earlier step gives."""
+
+    number: int
+
+
+class Computed:
+    """What steps give for the numbers that are there when a call begins: each once, where it is asked for."""
+
+    def __init__(self, steps: Sequence[tuple[Callable[..., Any] | None, tuple[Any, ...]]], numbers: Sequence[Any]):
+        self._steps, self._numbers = steps, numbers
+        self._made: list[tuple[Any, Exception | None]] = []
+
+    def fails(self, number: int) -> bool:
+        """Whether that step raises an error."""
+        while len(self._made) <= number:  # one behind the other: a loop in forward may be thousands of them
+            self._made.append(self._outcome(*self._steps[len(self._made)]))
+        return self._made[number][1] is not None
+
+    def of(self, number: int) -> Any:
+        """What it gives. Raises the error."""
+        self.fails(number)
+        value, error = self._made[number]
+        if error is not None:
+            raise error
+        return value
+
+    def _outcome(self, python: Callable[..., Any] | None, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+        if python is None:
+            return self._numbers[args[0]], None
+        if error := next(
+            (error for one in args if isinstance(one, Step) and (error := self._made[one.number][1])), None
+        ):
+            return None, error
+        try:
+            return python(*(self._made[one.number][0] if isinstance(one, Step) else one for one in args)), None
+        except Exception as error:  # of whatever kind: code may have caught it
+            return None, error
 
 
 @dataclass
 class Asked:
-    """`answers`: what forward asks of numbers, in order, and the answers that a program has; also whether those that
-    met tensors, or led to it, are too large for one, and whether it is an error. `pinned`: where numbers are that
-    forward needs as numbers of Python, and which line does: a program is for one value.
+    """`steps`: what Python computes of numbers, in order: a function and its arguments, or None and the place of a
+    number that is there. `answers`: what forward asks of them, in order, and the answers that a program has; also
+    whether those that met tensors, or led to it, are too large for one, and whether it is an error. `pinned`: where
+    numbers are that forward needs as numbers of Python, and which line does: a program is for one value.
     """
 
-    answers: list[tuple[Of, Any]] = field(default_factory=list[tuple[Of, Any]])
+    steps: list[tuple[Callable[..., Any] | None, tuple[Any, ...]]] = field(default_factory=list[Any])
+    answers: list[tuple[Callable[[Computed], Any], Any]] = field(default_factory=list[Any])
     pinned: dict[Place, str] = field(default_factory=dict[Place, str])
+
+    def step(self, python: Callable[..., Any] | None, args: Sequence[Any]) -> int:
+        """The number of a new one."""
+        self.steps.append((python, tuple(Step(one.formula.number) if type(one) is Counted else one for one in args)))
+        return len(self.steps) - 1
 
     def holds(self, numbers: Sequence[Any]) -> bool:
         """Whether all is answered so for these, too."""
-        return all(of(numbers) == answer for of, answer in self.answers)
+        made = Computed(self.steps, numbers)
+        return all(of(made) == answer for of, answer in self.answers)
 
 
 def is_large(value: Any) -> bool:
@@ -65,11 +110,11 @@ def is_large(value: Any) -> bool:
 
 class Counted(Number):
     """A number that is known when a call begins. `now`: what it is in the call that is traced; `formula`: what it is in
-    others; `made`: it in the program. Whoever asks for its truth is answered, and `asked` notes it.
+    others; `made`: it in the program, of its `parts`. Whoever asks for its truth is answered, and `asked` notes it.
     """
 
-    def __init__(self, now: Any, formula: Formula, made: Made, asked: Asked) -> None:
-        self.now, self.formula = now, formula
+    def __init__(self, now: Any, formula: Formula, made: Made, asked: Asked, parts: Sequence[Counted] = ()) -> None:
+        self.now, self.formula, self.parts = now, formula, parts
         self.made, self.asked = made, asked
         self._number: Number | None = None
 
@@ -84,10 +129,10 @@ class Counted(Number):
 
     def pinned(self, python: Callable[[Any], Any] = lambda now: now) -> Any:
         """What Python makes of it, for which a program is then made: it is equal in all calls of that."""
-        of, is_error = self.formula.of, _raises(python, self.now)
-        self.asked.answers.append((lambda values: _raises(python, of(values)), is_error))
+        number, is_error = self.formula.number, _raises(python, self.now)
+        self.asked.answers.append((lambda made: _raises(python, made.of(number)), is_error))
         now = python(self.now)
-        self.asked.answers.append((lambda values: repr(python(of(values))), repr(now)))
+        self.asked.answers.append((lambda made: repr(python(made.of(number))), repr(now)))
         for place in self.formula.places:
             self.asked.pinned.setdefault(place, line_here())
         return now
@@ -130,11 +175,23 @@ class Counted(Number):
 
     @property
     def _as_number(self) -> Number:
-        if self._number is None:
-            assert self.made is not None
-            self.asked.answers.append((lambda values: is_large(self.formula.of(values)), False))
-            self._number = self.made()
+        left = [self]
+        while left:  # what it is made of first, one behind the other: a loop in forward may be thousands of steps
+            one = left[-1]
+            if missing := [other for other in one.parts if other._number is None]:
+                left += missing
+                continue
+            left.pop()
+            if one._number is None:
+                one._number = one._made_now()
+        assert self._number is not None
         return self._number
+
+    def _made_now(self) -> Number:
+        assert self.made is not None
+        number = self.formula.number
+        self.asked.answers.append((lambda made: is_large(made.of(number)), False))
+        return self.made()
 
     @property
     def tensor(self) -> Tensor:  # type: ignore[override]
@@ -195,7 +252,7 @@ class Counted(Number):
         return self.of_one(math.ceil, lambda number: Number(number.tensor.ceil().long(), number._checks))
 
     def __bool__(self) -> bool:
-        self.asked.answers.append((lambda values: bool(self.formula.of(values)), bool(self.now)))
+        self.asked.answers.append((lambda made: bool(made.of(self.formula.number)), bool(self.now)))
         return bool(self.now)
 
 
@@ -219,19 +276,17 @@ for _name in ("and", "or", "xor", "lshift", "rshift"):
 def computed(python: Callable[..., Any], args: Sequence[Any], made: Made) -> Counted:
     """What Python computes of numbers, one of which is counted. `made`: it in the program."""
     counted = [one for one in args if isinstance(one, Counted)]
-    ofs = [one.formula.of if isinstance(one, Counted) else (lambda _, one=one: one) for one in args]
-    formula = Formula(
-        lambda values: python(*(of(values) for of in ofs)),
-        frozenset[Place]().union(*(one.formula.places for one in counted)),
-    )
+    asked = counted[0].asked
+    places = frozenset[Place]().union(*(one.formula.places for one in counted))
+    formula = Formula(asked.step(python, args), places)
     known = tuple(one.now if isinstance(one, Counted) else one for one in args)
     if python not in NEVER_RAISE:  # code may go on from there
         is_error = _raises(lambda given: python(*given), known)
-        counted[0].asked.answers.append((lambda values: _raises(formula.of, values), is_error))
+        asked.answers.append((lambda made: made.fails(formula.number), is_error))
     now = python(*known)
     if any(one.made is None or is_large(one.now) for one in counted):
         made = None
-    return Counted(now, formula, made, counted[0].asked)
+    return Counted(now, formula, made, asked, counted)
 
 
 def _raises(of: Callable[[Any], Any], of_what: Any) -> bool:
@@ -268,101 +323,3 @@ def made_by(name: str, args: Sequence[Any]) -> Made:
         return Number(COMPUTED[name](*doubles), counted[0]._checks)
 
     return made
-
-
-@contextlib.contextmanager
-def math_of_counted() -> Iterator[None]:
-    """Inside, Python's `math` takes them, too."""
-    functions = {
-        name: function
-        for name, function in vars(math).items()
-        if callable(function) and not name.startswith("_") and name not in BY_METHODS
-    }
-    for name, function in functions.items():
-        setattr(math, name, _taking_counted(name, function))
-    try:
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(math, name, function)
-
-
-def _taking_counted(name: str, python: Callable[..., Any]) -> Callable[..., Any]:
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or not any(type(one) is Counted for one in args):
-            return python(*args, **kwargs)
-        return computed(python, args, made_by(name, args))
-
-    return function
-
-
-class _StandsFor:
-    """Stands for `type`, `int` or `float` in code that may ask them of a counted number."""
-
-    def __init__(self, kind: Any, of_counted: Callable[[Counted], Any]) -> None:
-        self._kind, self._of_counted = kind, of_counted
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and type(args[0]) is Counted:
-            return self._of_counted(args[0])
-        return self._kind(*args, **kwargs)
-
-    def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, self._kind)
-
-    def __subclasscheck__(self, value: Any) -> bool:
-        return issubclass(value, self._kind)
-
-    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
-        return (self._kind,)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kind, name)
-
-    def __getitem__(self, of: Any) -> Any:
-        return self._kind[of]
-
-    def __or__(self, other: Any) -> Any:
-        return self._kind | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | self._kind
-
-    def __eq__(self, other: object) -> bool:
-        return other is self._kind or (isinstance(other, _StandsFor) and other._kind is self._kind)
-
-    def __hash__(self) -> int:
-        return hash(self._kind)
-
-
-STAND_IN = {
-    "type": _StandsFor(type, lambda number: type(number.now)),
-    "float": _StandsFor(
-        float, lambda number: number.of_one(float, lambda one: Number(one.tensor.double(), one._checks))
-    ),
-    "int": _StandsFor(
-        int,
-        lambda number: number.of_one(int, lambda one: Number(one.tensor.trunc().long(), one._checks)),
-    ),
-}
-
-
-@contextlib.contextmanager
-def types_of_counted(asking: Iterable[tuple[dict[str, Any], Set[str]]]) -> Iterator[None]:
-    """Inside, functions with these globals that ask for the type of a counted number are told the one of Python's, and
-    those that make it an int or a float get a formula. Where one compares types with `is`, `int` and `float` are
-    those of Python: what comes of them is a number of Python's.
-    """
-    wanted, compared = dict[tuple[int, str], dict[str, Any]](), set[tuple[int, str]]()
-    for names, asked in asking:
-        wanted |= {(id(names), name): names for name in asked & STAND_IN.keys() - names.keys()}
-        if "is" in asked:
-            compared |= {(id(names), name) for name in ("int", "float")}
-    shadowed = [(names, place[1]) for place, names in wanted.items() if place not in compared]
-    for names, name in shadowed:
-        names[name] = STAND_IN[name]
-    try:
-        yield
-    finally:
-        for names, name in shadowed:
-            del names[name]

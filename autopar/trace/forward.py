@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
+from autopar.trace.builtin import math_of_counted
 from autopar.trace.checks import Checks
 from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of, standing
 from autopar.trace.covariance import corrcoef, cov
-from autopar.trace.formulas import math_of_counted
 from autopar.trace.independent import refuse_attributes
 from autopar.trace.installed import refuse_gradients_between_calls
 from autopar.trace.lines import COLLECTIVE, line_here, line_of_node

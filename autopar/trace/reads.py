@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
+from autopar.trace.builtin import types_of_counted
 from autopar.trace.configurations import Configurations
 from autopar.trace.counted import Counting, nodes_in
-from autopar.trace.formulas import Place, types_of_counted
+from autopar.trace.formulas import Place
 from autopar.trace.left import Left
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
 from autopar.trace.settings import Of, Settings, methods_of

@@ -218,6 +218,17 @@ class Scales(Counts):
         return self.loss(torch.sub(hidden, self.mean + self.rough, alpha=decay)) + spread.square().mean()
 
 
+class Steps(Counts):
+    """Hundreds of steps in a call, as loops over time have them; numbers of some of them meet tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(600):
+            self.step += 1
+        for _ in range(20):
+            self.scale = self.scale * 0.99
+        return self.loss(x) * self.scale * (1 if self.step % 7 else 2)
+
+
 class Hidden(Counts):
     """States of a recurrent layer, a tuple of two, and how many steps they are of."""
 
@@ -251,7 +262,20 @@ class Memories(Counts):
         return self.loss(hidden + sum(self.window))
 
 
-MODELS = [Counts, OfItsClass, Anneals, Branches, Computes, Averages, InTraining, InParts, Returns, Schedules, Scales]
+MODELS = [
+    Counts,
+    OfItsClass,
+    Anneals,
+    Branches,
+    Computes,
+    Averages,
+    InTraining,
+    InParts,
+    Returns,
+    Schedules,
+    Scales,
+    Steps,
+]
 WITH_TENSORS = [HasState, MakesState, Decays, Hidden, Memories]
 
 

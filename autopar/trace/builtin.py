@@ -1,0 +1,111 @@
+"""Python's own functions and types, of which code may ask what a counted number is, while a model is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any
+
+from autopar.trace.formulas import Counted, computed, made_by
+from autopar.trace.numbers import Number
+
+BY_METHODS = ("floor", "ceil", "trunc")  # of numbers
+
+
+@contextlib.contextmanager
+def math_of_counted() -> Iterator[None]:
+    """Inside, Python's `math` takes them, too."""
+    functions = {
+        name: function
+        for name, function in vars(math).items()
+        if callable(function) and not name.startswith("_") and name not in BY_METHODS
+    }
+    for name, function in functions.items():
+        setattr(math, name, _taking_counted(name, function))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(math, name, function)
+
+
+def _taking_counted(name: str, python: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or not any(type(one) is Counted for one in args):
+            return python(*args, **kwargs)
+        return computed(python, args, made_by(name, args))
+
+    return function
+
+
+class _StandsFor:
+    """Stands for `type`, `int` or `float` in code that may ask them of a counted number."""
+
+    def __init__(self, kind: Any, of_counted: Callable[[Counted], Any]) -> None:
+        self._kind, self._of_counted = kind, of_counted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and type(args[0]) is Counted:
+            return self._of_counted(args[0])
+        return self._kind(*args, **kwargs)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return isinstance(value, self._kind)
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return issubclass(value, self._kind)
+
+    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        return (self._kind,)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kind, name)
+
+    def __getitem__(self, of: Any) -> Any:
+        return self._kind[of]
+
+    def __or__(self, other: Any) -> Any:
+        return self._kind | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._kind
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._kind or (isinstance(other, _StandsFor) and other._kind is self._kind)
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
+
+
+STAND_IN = {
+    "type": _StandsFor(type, lambda number: type(number.now)),
+    "float": _StandsFor(
+        float, lambda number: number.of_one(float, lambda one: Number(one.tensor.double(), one._checks))
+    ),
+    "int": _StandsFor(
+        int,
+        lambda number: number.of_one(int, lambda one: Number(one.tensor.trunc().long(), one._checks)),
+    ),
+}
+
+
+@contextlib.contextmanager
+def types_of_counted(asking: Iterable[tuple[dict[str, Any], Set[str]]]) -> Iterator[None]:
+    """Inside, functions with these globals that ask for the type of a counted number are told the one of Python's, and
+    those that make it an int or a float get a formula. Where one compares types with `is`, `int` and `float` are
+    those of Python: what comes of them is a number of Python's.
+    """
+    wanted, compared = dict[tuple[int, str], dict[str, Any]](), set[tuple[int, str]]()
+    for names, asked in asking:
+        wanted |= {(id(names), name): names for name in asked & STAND_IN.keys() - names.keys()}
+        if "is" in asked:
+            compared |= {(id(names), name) for name in ("int", "float")}
+    shadowed = [(names, place[1]) for place, names in wanted.items() if place not in compared]
+    for names, name in shadowed:
+        names[name] = STAND_IN[name]
+    try:
+        yield
+    finally:
+        for names, name in shadowed:
+            del names[name]
