@@ -14,12 +14,12 @@ BY_METHODS = ("floor", "ceil", "trunc")  # of numbers
 
 
 @contextlib.contextmanager
-def math_of_counted() -> Iterator[None]:
-    """Inside, Python's `math` takes them, too."""
+def math_of_counted(are_there: bool) -> Iterator[None]:
+    """Inside, Python's `math` takes them, too, where there are any."""
     functions = {
         name: function
         for name, function in vars(math).items()
-        if callable(function) and not name.startswith("_") and name not in BY_METHODS
+        if are_there and callable(function) and not name.startswith("_") and name not in BY_METHODS
     }
     for name, function in functions.items():
         setattr(math, name, _taking_counted(name, function))

@@ -87,7 +87,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                 watch.literals.know(now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
             had = {name: frozenset(vars(value)) for name, value in now.items()}
-            with watch, standing(numbers, modules), math_of_counted():
+            with watch, standing(numbers, modules), math_of_counted(bool(counting.places)):
                 returned = original(*args, **kwargs)
                 refuse_attributes(now, had)
                 now_there = _registered(model)
