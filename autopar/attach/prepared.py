@@ -17,9 +17,8 @@ from autopar.attach.run import Runner
 from autopar.ir.graph import Graph, Node
 from autopar.ir.layout import Layout
 from autopar.plan import Plan
-from autopar.trace.counted import Counting
+from autopar.trace.counted import Counting, held_at
 from autopar.trace.formulas import Computed, Place
-from autopar.trace.values import MISSING
 from autopar.trace.writes import Write
 from cost_models.steps import DEVICE
 
@@ -105,8 +104,7 @@ class Prepared:
 
     def attributes(self) -> dict[Place, Any]:
         """What is at the places that forward sets, or finds numbers at, now."""
-        places = (*self.writes, *self.counting.places)
-        return {(path, name): vars(self.modules[path]).get(name, MISSING) for path, name in places}
+        return held_at((*self.writes, *self.counting.places), self.modules)
 
     @property
     def peak(self) -> int:

@@ -16,7 +16,7 @@ import inspect
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -54,7 +54,7 @@ class Counting:
 
     def values(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         """What is at the places now."""
-        return [vars(modules[path]).get(name, MISSING) for path, name in self.places]
+        return [*held_at(self.places, modules).values()]
 
     def numbers(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         """The numbers and tensors in it, as a formula has them."""
@@ -67,12 +67,12 @@ class Counting:
 
     def refill(self, modules: Mapping[str, nn.Module]) -> dict[Place, Any]:
         """What is still at its place, and has something else in it."""
-        there = dict(zip(self.places, self.values(modules), strict=True))
+        there = held_at(self.places, modules)
         return {place: held for place, held, had in self.stood if there[place] is held and not _is_same(held, had)}
 
     def lists(self, modules: Mapping[str, nn.Module]) -> dict[int, Any]:
         """Id of each list and dict that forward was given -> the user's, in the place of which it stood."""
-        there = dict(zip(self.places, self.values(modules), strict=True))
+        there = held_at(self.places, modules)
         return {number: reduce(_part, within, there[place]) for number, (place, within) in self.nodes.items()}
 
     def broken(self, modules: Mapping[str, nn.Module]) -> str | None:
@@ -96,10 +96,15 @@ class Counting:
         return [as_tensor(number) for number in self.numbers(modules)]
 
 
+def held_at(places: Iterable[Place], modules: Mapping[str, nn.Module]) -> dict[Place, Any]:
+    """What is there now; MISSING where there is nothing."""
+    return {(path, name): vars(modules[path]).get(name, MISSING) for path, name in places}
+
+
 @contextlib.contextmanager
 def standing(attributes: Mapping[Place, Any], modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Inside, these are there."""
-    before = {(path, name): vars(modules[path]).get(name, MISSING) for path, name in attributes}
+    before = held_at(attributes, modules)
     _put(attributes, modules)
     try:
         yield

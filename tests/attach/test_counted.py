@@ -125,6 +125,14 @@ def test_a_gradient_that_plans_the_step_again_finds_the_numbers_of_its_forward(o
         same_gradients(plain, parallel)
 
 
+def right_with_a_program_for_each(parallel: nn.Module, plain: nn.Module, x: Tensor, calls: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the model is traced and planned for the")
+        for step in range(calls):
+            near(parallel(x), plain(x), 1e-6, f"step {step}")
+            same_numbers(parallel, plain)
+
+
 def test_a_number_that_python_needs_anew_in_each_call_is_refused(one: DeviceMesh) -> None:
     """Right with a program for each, as there may be few values; not for ever."""
 
@@ -135,10 +143,7 @@ def test_a_number_that_python_needs_anew_in_each_call_is_refused(one: DeviceMesh
 
     plain = Sizes()
     parallel, x = autopar.compile(copy.deepcopy(plain), one), torch.randn(5, 8)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the model is traced and planned for the")
-        for step in range(8):
-            near(parallel(x), plain(x), 1e-5, f"step {step}")
+    right_with_a_program_for_each(parallel, plain, x, calls=8)
     told = r"forward changes self\.step from call to call, and needs it as a number of Python's at .*test_counted.py"
     with pytest.raises(TraceError, match=told):
         parallel(x)
@@ -157,10 +162,7 @@ def test_a_list_that_grows_in_each_call_is_refused(one: DeviceMesh) -> None:
 
     plain = Grows()
     parallel, x = autopar.compile(copy.deepcopy(plain), one), torch.randn(5, 8)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the model is traced and planned for the")
-        for step in range(8):
-            near(parallel(x), plain(x), 1e-5, f"step {step}")
+    right_with_a_program_for_each(parallel, plain, x, calls=8)
     with pytest.raises(TraceError, match=r"what forward keeps in self\.kept at .*test_counted.py.* grows"):
         parallel(x)
 
@@ -304,12 +306,7 @@ def test_integers_may_be_larger_than_a_tensor_holds(one: DeviceMesh) -> None:
 
     plain = Grows()
     parallel = autopar.compile(copy.deepcopy(plain), one)
-    x = torch.randn(5, 8)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the model is traced and planned for the")
-        for step in range(6):
-            near(parallel(x), plain(x), 1e-6, f"step {step}")
-            same_numbers(parallel, plain)
+    right_with_a_program_for_each(parallel, plain, torch.randn(5, 8), calls=6)
     assert plain.step > 2**63
 
 

@@ -239,8 +239,8 @@ class Hidden(Counts):
         self.seen = {"steps": 0, "rows": 0}
 
     def forward(self, x: Tensor) -> Tensor:
-        made, hidden = self.lstm(x[:, None], self.hidden)
-        self.hidden = tuple(one.detach() for one in hidden)  # type: ignore[assignment]
+        made, (hidden, cell) = self.lstm(x[:, None], self.hidden)
+        self.hidden = hidden.detach(), cell.detach()
         self.seen["steps"] += 1
         self.seen["rows"] += len(x)
         return self.loss(made[:, 0]) / self.seen["steps"]
