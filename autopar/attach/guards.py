@@ -278,6 +278,13 @@ def refuse_carried(
     What it makes once and finds again, as a mask of a length, is no such thing. `before`: what programs of such calls
     set. `in_a_row`: the last of them were all for one call.
     """
+    if in_a_row and not reads.left.is_independent:
+        names = ", ".join(dict.fromkeys(write.called for write in reads.left.writes))
+        raise TraceError(
+            f"forward asks for {names}, as the last calls have left it, or how much that is, and writes there in each "
+            "call: each would need a program of its own; keep what it asks for in an attribute (self.count += 1, "
+            "self.total = self.total + loss.item()), or look at it outside of forward"
+        )
     for place, (was, after, line) in reads.written.items():
         if place not in reads.attributes:
             continue

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +24,7 @@ from autopar.attach.tensors import (
     as_dtensor,
     is_whole,
     layout_of,
+    piece_as,
     placements_of,
 )
 from autopar.errors import CheckFailed, PlanMismatch
@@ -54,7 +55,8 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     with torch.no_grad():
         for name, value in written:
             tensors, leaf = prepared.buffers[name]
-            tensors[leaf].copy_(value)
+            held = tensors[leaf]  # a buffer, or a parameter that does not train
+            held.copy_(piece_as(value, held) if isinstance(held, DTensor) else value)
     return _assemble_outputs(state, prepared, outputs, step, computed)
 
 
@@ -77,9 +79,10 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
     for node in prepared.runner.own_inputs:
         if node.op == "buffer":
             tensors, leaf = prepared.buffers[node.target]
-            if isinstance(tensors[leaf], DTensor):  # a mask that was made of a parameter, say
-                tensors[leaf] = tensors[leaf].detach().full_tensor()
-            others.append(_checked_buffer(tensors[leaf], node))
+            held = tensors[leaf]
+            if isinstance(held, DTensor) and not isinstance(held, nn.Parameter):  # a mask made of a parameter, say
+                tensors[leaf] = held = cast(DTensor, held.detach()).full_tensor()
+            others.append(_checked_buffer(_whole(held), node))
         elif node.op == "constant":
             others.append(prepared.constants[node.target.rpartition(":")[0]])
     watched, through = list[Tensor](), dict[str, Tensor]()
@@ -108,6 +111,13 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
         assert state.seed is not None
         drawn.append(prepared.runner.seeds(state.seed, drawing))
     return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh, through)
+
+
+def _whole(held: Tensor) -> Tensor:
+    if not isinstance(held, DTensor):
+        return held.detach() if isinstance(held, nn.Parameter) else held
+    value = cast(DTensor, held.detach())
+    return value.to_local() if is_whole(layout_of(held)) else value.full_tensor()
 
 
 def _checked_buffer(buffer: Tensor, node: Node) -> Tensor:

@@ -31,7 +31,7 @@ from autopar.attach.tensors import (
     take_plain_tensors,
     whole_parameter,
 )
-from autopar.errors import PlanMismatch
+from autopar.errors import PlanMismatch, TraceError
 from autopar.ir.layout import Layout, replicated
 from autopar.trace.modules import replace_tensors, tensors_by_name
 
@@ -163,7 +163,13 @@ def lay_out(parallel: nn.Module, state: State, runner: Runner) -> None:
     adopt(parallel)
     parameters = tensors_by_name(parallel)[0]
     _tell_written([name for name, held in parameters.items() if is_written(held)])
-    named = {name: parameters[name] for name in runner.plan.parameters}
+    written = [node.target for node in runner.graph.nodes if node.op == "buffer" and node.target in parameters]
+    if written and isinstance(runner, StageRunner):
+        raise TraceError(
+            f"forward changes parameter {written[0]}, which does not train, and a pipeline's stages do not: plan the "
+            "step without stages, or change it after optimizer.step(), under torch.no_grad()"
+        )
+    named = {name: parameters[name] for name in (*runner.plan.parameters, *written)}
     _place(state, runner, named)
     done = {*map(id, named.values())}
     for name, parameter in parameters.items():
@@ -215,7 +221,7 @@ def _check_places(parallel: nn.Module, runner: StageRunner, new: Mapping[str, nn
 def _place(state: State, runner: Runner, parameters: Mapping[str, nn.Parameter]) -> None:
     holders = runner.staged.holders if isinstance(runner, StageRunner) else {}
     for name, held in parameters.items():
-        layout = runner.plan.parameters[name]
+        layout = runner.plan.parameters.get(name) or replicated(state.mesh)  # forward writes to it
         if isinstance(runner, StageRunner) and runner.pipe.place not in holders[name]:
             made = runner.pipe.given_to_others(held, layout, holders[name][0])
         else:

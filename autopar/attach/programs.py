@@ -314,6 +314,7 @@ def _prepared(
     parallel: nn.Module, state: State, call: Call, key: Key, captured: Captured, graph: Graph, runner: Runner
 ) -> Prepared:
     plan, slots, buffers = runner.plan, _slots(parallel, "_parameters"), _slots(parallel, "_buffers")
+    written = {node.target for node in graph.nodes if node.op == "buffer"} & slots.keys()  # that do not train
     leaves, _ = flatten_inputs(call.args, call.kwargs)
     paths = [path for path, leaf in leaves if isinstance(leaf, Tensor)]
     # Weakly: who drops the module frees it, and what it holds of a device, without Python's search for circles.
@@ -322,12 +323,13 @@ def _prepared(
     places = {path: place for place, path in enumerate(paths)}
     held = [slots[node.target] for node in runner.parameters]
     beside = [slots[name] for name in runner.beside]
-    whole = [slots[node.target] for node in graph.nodes if node.op == "parameter"]
+    whole = [slots[node.target] for node in graph.nodes if node.op == "parameter" or node.target in written]
     tensors = (*call.tensors, *captured.reads.counting.tensors(modules))
     sets = [(place, _setting(place, captured.reads)) for place in captured.reads.written]
     guards = guards_of(captured.reads, parallel)
     hooked = hooks.hooked(parallel)
     tied = {**slots, **buffers}
+    buffers |= {name: slots[name] for name in written}
     return Prepared(
         plan,
         runner,

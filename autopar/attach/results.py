@@ -21,12 +21,12 @@ def told_apart(
     told: Sequence[tuple[Result, Layout]], results: Sequence[Tensor | None], differentiable: Set[str]
 ) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
     """(results, those of them that have no gradient): where one tensor is both (`loss` and `loss.detach()`), what has
-    no gradient looks at it.
+    no gradient looks at it. So does a view (`h.detach()[-1]`): autograd gives views the history of what they look at.
     """
     has = [result.kind == "output" and result.target in differentiable for result, _ in told]
     with_gradient = {id(value) for value, one in zip(results, has, strict=True) if one}
     made = tuple(
-        value.detach() if value is not None and not one and id(value) in with_gradient else value
+        value.detach() if value is not None and not one and (id(value) in with_gradient or value._is_view()) else value
         for value, one in zip(results, has, strict=True)
     )
     return made, [value for value, one in zip(made, has, strict=True) if value is not None and not one]

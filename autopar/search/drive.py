@@ -195,7 +195,7 @@ class _Again:
         return solve(
             priced.assembled.problem, time_limit_s=limit_s, gap=max(self.solved.gap, LOOSE), start=self.start,
             start_prices=self.prices, stop=stop,
-            generations=GENERATIONS if self.solved.tied else None,
+            generations=GENERATIONS,
             reductions=worthwhile(priced.assembled.problem),
         )  # fmt: skip
 

@@ -112,7 +112,7 @@ def _solved(
     if begins is None:
         solution = solve(
             problem, time_limit_s=wanted.time_limit_s, gap=gap, quick=wanted.quick, stop=wanted.stop,
-            generations=GENERATIONS if wanted.simulated and tied else None, reductions=worthwhile(problem),
+            generations=GENERATIONS if wanted.simulated else None, reductions=worthwhile(problem),
         )  # fmt: skip
         left_s = min(wanted.time_limit_s - solution.seconds, max(LEAST_S, AGAIN * solution.seconds))
         if wanted.quick and solution.status == "unknown" and left_s > 0 and not wanted.stop():

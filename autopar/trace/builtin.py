@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
+from torch import Tensor
+
 from autopar.trace.formulas import Counted, computed, made_by
 from autopar.trace.numbers import Number
 
@@ -46,8 +48,12 @@ class _StandsFor:
         self._kind, self._of_counted = kind, of_counted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and type(args[0]) is Counted:
-            return self._of_counted(args[0])
+        if len(args) == 1 and not kwargs:
+            of = args[0]
+            if isinstance(of, Tensor) and self._kind is not type and of.numel() == 1:
+                of = of.item()  # which says what is in a buffer that is counted
+            if type(of) is Counted:
+                return self._of_counted(of)
         return self._kind(*args, **kwargs)
 
     def __instancecheck__(self, value: Any) -> bool:
@@ -91,19 +97,20 @@ STAND_IN = {
 
 
 @contextlib.contextmanager
-def types_of_counted(asking: Iterable[tuple[dict[str, Any], Set[str]]]) -> Iterator[None]:
+def types_of_counted(asking: Iterable[tuple[dict[str, Any], Set[str]]], length: Callable[[Any], Any]) -> Iterator[None]:
     """Inside, functions with these globals that ask for the type of a counted number are told the one of Python's, and
     those that make it an int or a float get a formula. Where one compares types with `is`, `int` and `float` are
-    those of Python: what comes of them is a number of Python's.
+    those of Python: what comes of them is a number of Python's. `length` stands for `len`.
     """
+    stand_in = {**STAND_IN, "len": length}
     wanted, compared = dict[tuple[int, str], dict[str, Any]](), set[tuple[int, str]]()
     for names, asked in asking:
-        wanted |= {(id(names), name): names for name in asked & STAND_IN.keys() - names.keys()}
+        wanted |= {(id(names), name): names for name in asked & stand_in.keys() - names.keys()}
         if "is" in asked:
             compared |= {(id(names), name) for name in ("int", "float")}
     shadowed = [(names, place[1]) for place, names in wanted.items() if place not in compared]
     for names, name in shadowed:
-        names[name] = STAND_IN[name]
+        names[name] = stand_in[name]
     try:
         yield
     finally:

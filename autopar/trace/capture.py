@@ -343,7 +343,7 @@ def _see_what_hangs_on_it(
 
     if copy.reads.left.writes:
         copy.reads.counting.found |= copy.reads.left.attributes
-        hangs_on_nothing(copy.reads.left, dict(setting.model.named_modules()), setting.mode, exported, again)
+        hangs_on_nothing(copy.reads.left, setting.model, setting.mode, exported, again, setting.counted)
     refuse_fakes(setting.model, copy.reads, copy.originals)
 
 

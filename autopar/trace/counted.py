@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import pytree
+from autopar.trace.beside import Beside, Spot, beside_of
 from autopar.trace.checks import Checks
 from autopar.trace.formulas import Asked, Computed, Counted, Formula, Place, is_large
 from autopar.trace.left import is_kept
@@ -41,23 +42,43 @@ class Counting:
     """`places`: where numbers are, in the order in which a formula has them; `kinds`: as `kind_of` has what is there.
     `asked`: what forward asks of them. `found`: other places that may be such; `elsewhere`: ids of lists and dicts that
     variables and objects hold. `stood`: what forward was given, and its leaves and tree; `nodes`: id of each list and
-    dict there -> where it is found.
+    dict there -> where it is found. `beside`: what forward asks of places, which no program takes;
+    `asked_for`: lists and dicts that it writes to, and may ask what is in them.
     """
 
     places: tuple[Place, ...] = ()
     kinds: tuple[Any, ...] = ()
     asked: Asked = field(default_factory=Asked)
     found: set[Place] = field(default_factory=set[Place])
+    beside: Beside = field(default_factory=Beside)
+    asked_for: set[Place] = field(default_factory=set[Place])
     elsewhere: Callable[[], set[int]] = set[int]
     stood: list[tuple[Place, Any, Any]] = field(default_factory=list[tuple[Place, Any, Any]])
     nodes: dict[int, tuple[Place, tuple[Any, ...]]] = field(default_factory=dict[int, tuple[Place, tuple[Any, ...]]])
+
+    @property
+    def are_there(self) -> bool:
+        """Whether anything is counted."""
+        return bool(self.places or self.beside.spots)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, another trace may be made with it: what it has of the last one comes back."""
+        asked, stood, nodes = self.asked, [*self.stood], {**self.nodes}
+        try:
+            yield
+        finally:
+            self.asked, self.stood, self.nodes = asked, stood, nodes
 
     def values(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         """What is at the places now."""
         return [*held_at(self.places, modules).values()]
 
     def numbers(self, modules: Mapping[str, nn.Module]) -> list[Any]:
-        """The numbers and tensors in it, as a formula has them."""
+        """The numbers and tensors in it, as a formula has them, and those beside."""
+        return [*self._taken(modules), *self.beside.values(modules)]
+
+    def _taken(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         return [number for value in self.values(modules) for number in numbers_in(value)]
 
     def paths(self, modules: Mapping[str, nn.Module]) -> list[str]:
@@ -81,10 +102,14 @@ class Counting:
         for place, value, kind in zip(self.places, values, self.kinds, strict=True):
             if kind_of(value) != kind:
                 return f"{called(place)} is {told(value)}"
+        for place, value in zip(self.beside.spots, self.beside.values(modules), strict=True):
+            if value is MISSING:
+                return f"{called(place)} is another"
         if not self.asked.holds(self.numbers(modules)):
             for place, line in self.asked.pinned.items():
                 return f"forward needs {called(place)} as a number of Python's{line}, and it is another"
-            return f"what forward asks of {', '.join(map(called, self.places))} has another answer"
+            asked = *self.places, *self.beside.spots
+            return f"what forward asks of {', '.join(map(called, asked))} has another answer"
         return None
 
     def computed(self, modules: Mapping[str, nn.Module]) -> Computed:
@@ -93,7 +118,7 @@ class Counting:
 
     def tensors(self, modules: Mapping[str, nn.Module]) -> list[Tensor]:
         """What a program takes in their place."""
-        return [as_tensor(number) for number in self.numbers(modules)]
+        return [as_tensor(number) for number in self._taken(modules)]
 
 
 def held_at(places: Iterable[Place], modules: Mapping[str, nn.Module]) -> dict[Place, Any]:
@@ -168,9 +193,9 @@ def put_back(after: Any, value: Any, lists: Mapping[int, Any]) -> Any:
     return held
 
 
-def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module]) -> Counting:
+def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module], beside: Sequence[Spot] = ()) -> Counting:
     """Of what is there."""
-    counting = Counting(tuple(places))
+    counting = Counting(tuple(places), beside=beside_of(beside, modules))
     counting.kinds = tuple(map(kind_of, counting.values(modules)))
     return counting
 
@@ -184,6 +209,8 @@ def kind_of(value: Any) -> Any:
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.requires_grad
+    if type(leaf) is Counted:
+        return type(leaf.now)
     return type(leaf) if is_number(leaf) or not isinstance(leaf, SCALARS) else (type(leaf), leaf)
 
 
@@ -195,9 +222,10 @@ def as_tensor(value: float | Tensor) -> Tensor:
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 
-def called(place: Place) -> str:
+def called(place: Spot) -> str:
     """In words."""
-    return ".".join(("self", *filter(None, place)))
+    path, name, *within = place
+    return ".".join(("self", *filter(None, (path, name)))) + "".join(f"[{key!r}]" for key in within)
 
 
 def is_counted(path: str) -> bool:
@@ -304,6 +332,7 @@ def counted_from(
         if isinstance(held, (tuple, *MUTABLE)):
             counting.stood.append((place, held, pytree.tree_flatten(held)))
             counting.nodes |= {id(node): (place, within) for within, node in nodes_in(held)}
+    counting.beside.begin(counting.asked, next(at), modules, checks)
     return made
 
 

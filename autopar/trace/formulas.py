@@ -18,7 +18,7 @@ from autopar.trace.numbers import BINARY, COMPARED, Number
 from autopar.trace.values import held_in
 from autopar.trace.writes import refill
 
-Place = tuple[str, str]  # path of a module, name of an attribute
+Place = tuple[Any, ...]  # path of a module, name of an attribute; and keys that lead to a list in it
 Made = Callable[[], Number] | None  # a number in a program; None: no program computes it
 # Functions of Python's `math`, and of numpy, and what computes them in a program.
 COMPUTED = {

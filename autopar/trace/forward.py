@@ -21,6 +21,7 @@ from autopar.errors import TraceError
 from autopar.trace.builtin import math_of_counted
 from autopar.trace.checks import Checks
 from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of, standing
+from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.independent import refuse_attributes
 from autopar.trace.installed import refuse_gradients_between_calls
@@ -31,7 +32,7 @@ from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.numbers import Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in
 from autopar.trace.places import with_masks
-from autopar.trace.tables import at_values, dense_lookup, one_hot, read_or_write
+from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.written_out import WRITTEN_OUT, copied
 
 # They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
@@ -81,15 +82,16 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         now = _registered(model)
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         try:
-            watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes)
+            watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, counting)
             watch.known |= set(map(id, tensors_in((args, kwargs))))
             for name, value in values.items():
-                watch.literals.know(now[name], value)
+                watch.literals.know(name, now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
             had = {name: frozenset(vars(value)) for name, value in now.items()}
-            with watch, standing(numbers, modules), math_of_counted(bool(counting.places)):
+            with watch, standing(numbers, modules), math_of_counted(counting.are_there):
                 returned = original(*args, **kwargs)
                 refuse_attributes(now, had)
+                watch.reads_at.check(vars(returned))
                 now_there = _registered(model)
                 watch.literals.may_be_written([now[name] for name in values if now_there.get(name) is not now[name]])
             if any(isinstance(value, Picked) for value in pytree.tree_leaves(returned)):
@@ -135,10 +137,12 @@ class _Watch(TorchFunctionMode):
     the functions gave; another tensor that requires grad is none that would be trained.
     """
 
-    def __init__(self, known: set[int], buffers: frozenset[int], notes: list[str]) -> None:
+    def __init__(self, known: set[int], buffers: frozenset[int], notes: list[str], counting: Counting) -> None:
         super().__init__()
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
-        self.origins, self.literals, self.checks = Origins(), Literals(), Checks(notes)
+        self.origins, self.literals, self.checks = Origins(), Literals(counting.beside), Checks(notes)
+        self.beside = counting.beside
+        self.reads_at = ReadsAt()
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.uniform = set[int]()  # ids of what torch.rand drew
         self.data: dict[int, int] = {}  # id of what is detached -> id of what it is of
@@ -163,6 +167,9 @@ class _Watch(TorchFunctionMode):
             return args[0]  # a zero that losses are added to (quantizers have one): nobody reads its gradient
         if func == DATA.__set__ and self.data.get(id(args[1])) == id(args[0]):
             return None  # behind `x.data += y`
+        if func == DATA.__set__ and self._is_frozen(*args):
+            self.reads_at.set_anew({made for made, of in self.data.items() if of == id(args[0])})
+            func, kwargs = torch.Tensor.copy_, {}
         self._refuse_what_is_not_traced(func, args, kwargs)
         args, kwargs = dense_lookup(func, with_masks(func, args), kwargs)
         func = REPLACED.get(func, func)
@@ -171,10 +178,9 @@ class _Watch(TorchFunctionMode):
         if func in WRITTEN_OUT and not any(isinstance(leaf, Picked) for leaf in leaves):
             with self:
                 return WRITTEN_OUT[func](*args, **kwargs)
-        args, sizes = self.literals.sizes(func, self.literals.places(func, args))
-        for size, number in sizes:
-            if self.literals.asks_buffers(size):
-                self.checks.answered(None, (size,), {}, number)
+        args = self._with_places(func, args)
+        if (answer := self.beside.answer(func, args)) is not None:
+            return answer
         if (answer := self.literals.answer(func, args, kwargs)) is not None:
             if self.literals.asks_buffers((args, kwargs)):
                 self.checks.answered(func, args, kwargs, answer)
@@ -183,7 +189,7 @@ class _Watch(TorchFunctionMode):
             return expected
         if (number := taken_out(func, args, self.checks)) is not None:
             return number
-        if any(isinstance(leaf, Number) for leaf in leaves):
+        if any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
             return with_numbers(func, args, kwargs)
         result = self._result(func, args, kwargs)
         if func is torch.Tensor.detach:
@@ -234,11 +240,16 @@ class _Watch(TorchFunctionMode):
             return rows
         if func in LESS and id(args[0]) in self.uniform and isinstance(args[1], int | float) and args[1] <= 0:
             return torch.tensor(False)  # of what is drawn from [0, 1): a layer that is skipped with chance 0
+        self.reads_at.see(getattr(func, "__name__", ""), args, kwargs)
         if (found := at_values(func, args)) is not None:
-            return read_or_write(func, args, found)
+            result = read_or_write(func, args, found)
+            if len(args) == 2:
+                self.reads_at.read(result, args[0])
+            return result
         result = _with_states_as_given(func, args, func(*args, **kwargs))
         self.origins.made(func, args, kwargs, result)
         self.literals.made(func, args, kwargs, result)
+        self.beside.made(func, args, result)
         self.checks.made(func, args, kwargs, result)
         if func is torch.rand and not result.ndim:
             self.uniform.add(id(result))
@@ -250,6 +261,20 @@ class _Watch(TorchFunctionMode):
                     f"shape; {INSTEAD.get(name, X_OF_MASK if name in OF_MASKS else A_SIZE)}"
                 )
         return result
+
+    def _with_places(self, func: Any, args: Any) -> Any:
+        """The arguments of `func` with what is known of an index, and of sizes, in them."""
+        args = with_counted_places(func, args)
+        args, sizes = self.literals.sizes(func, self.literals.places(func, args))
+        for size, number in sizes:
+            if self.literals.asks_buffers(size):
+                self.checks.answered(None, (size,), {}, number)
+        return args
+
+    def _is_frozen(self, held: torch.Tensor, value: torch.Tensor) -> bool:
+        """Whether that is a parameter that does not train, and `value` may be what it holds."""
+        is_parameter = id(held) in self.registered and id(held) not in self.buffers and not held.requires_grad
+        return is_parameter and value.shape == held.shape and value.dtype == held.dtype and not value.requires_grad
 
     def _is_strange(self, value: torch.Tensor) -> bool:
         return id(value) not in self.known and value.requires_grad and value.is_leaf

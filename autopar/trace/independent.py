@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from autopar._compat import FakeTensor, FakeTensorMode
 from autopar.errors import TraceError
 from autopar.trace.closures import parts_of
+from autopar.trace.counted import Counting
 from autopar.trace.left import Left
+from autopar.trace.lists import Asking
 from autopar.trace.modules import HOOKS, REGISTERED
 from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in
@@ -26,30 +28,36 @@ Again = Callable[[Sequence[Tensor]], tuple[Left, torch.export.ExportedProgram, C
 
 def hangs_on_nothing(
     left: Left,
-    modules: Mapping[str, nn.Module],
+    model: nn.Module,
     mode: FakeTensorMode,
     exported: torch.export.ExportedProgram,
     again: Again,
+    counting: Counting,
 ) -> None:
     """Find it out, by a second trace (`again`) with something there that an earlier call may have left. Where it is the
-    same, guards need not look at it; where it is not, each state has a program of its own. `modules`: of the model,
-    whose containers and objects are as they were behind that. `mode`: of fake tensors.
+    same, guards need not look at it; where it is not, each state has a program of its own. `model`: its containers and
+    objects are as they were behind that. `mode`: of fake tensors. `counting` is told which lists were asked.
 
     Raises TraceError where each call would leave another state.
     """
+    modules = dict(model.named_modules())
     with mode:
         values = left.as_before()
     is_first = left.is_first(modules)
     undo = [write.as_it_is(modules) for write in left.writes]
     for write, value in zip(left.writes, values, strict=True):
         write.make_often(value, modules)
+    asking = Asking()
+    undo.append(asking.stand(left.writes, modules))
     counter, error = None, None
     try:
-        writes, other, changed = again(tensors_in(values))
+        with counting.kept():
+            writes, other, changed = again(tensors_in(values))
     except Exception as raised:  # the first trace had none: it comes of what is left, which forward reads then
         reads_it, error = True, raised
     else:
-        left.is_independent = left.told() == writes.told()
+        left.is_independent = left.told() == writes.told() and not asking.asked
+        counting.beside.found |= {spot for spot, is_length in asking.of_attributes(left.writes) if is_length}
         counter = left.counted(writes) if left.is_independent else None
         taken = other.graph_signature.inputs_to_lifted_tensor_constants.values()
         reads_it = changed is not None or any(isinstance(other.constants[name], FakeTensor) for name in taken)
@@ -58,6 +66,8 @@ def hangs_on_nothing(
         for take_back in reversed(undo):
             take_back()
     left.is_independent = left.is_independent and not reads_it
+    if not left.is_independent:
+        counting.asked_for |= left.attributes
     if counter is None and reads_it and left.has_constants_alone():
         counter = left.writes[0]
     if counter is not None:

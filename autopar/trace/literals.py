@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar._compat import outside_modes, pytree
 from autopar.errors import TraceError
+from autopar.trace.beside import Beside, Spot
 from autopar.trace.lines import line_here
 from autopar.trace.origins import PURE, tensors_in, writes_in_place
 from autopar.trace.rows import ELEMENTWISE
@@ -50,15 +51,21 @@ class Literals:
     the same tensors of numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beside: Beside) -> None:
+        self._beside = beside
+        self._names: dict[int, Spot] = {}  # id of a buffer -> where it is
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor of the trace, and what it is
         # id -> what it is made of: ids of buffers, and for each tensor that is made of numbers alone a number below 0
         self._made_of: dict[int, frozenset[int]] = {}
         self._roots = 0
         self._asked: dict[int, str] = {}  # id of a buffer -> the line that asks for something made of it
 
-    def know(self, buffer: Tensor, value: Tensor) -> None:
+    def know(self, name: str, buffer: Tensor, value: Tensor) -> None:
         """That this buffer of the trace has that value now."""
+        path, _, leaf = name.rpartition(".")
+        if (path, leaf) in self._beside.spots:
+            return
+        self._names[id(buffer)] = path, leaf
         self._known[id(buffer)] = buffer, value
         self._made_of[id(buffer)] = frozenset((id(buffer),))
 
@@ -180,7 +187,9 @@ class Literals:
         """Raises TraceError where that is a buffer, or made of one, that was asked. `line`: which writes; looked up
         only then, as most writes are to others.
         """
+        self._beside.written(written)
         for buffer in self._buffers_in(written) & self._asked.keys():
+            self._beside.found |= {self._names[one] for one in self._asked if one in self._names}
             raise TraceError(
                 f"forward asks for what is in a buffer{self._asked[buffer]}, and changes it{line()}, and a "
                 "program has one answer: count outside of forward and pass the number as an argument, or leave it a "

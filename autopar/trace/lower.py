@@ -7,6 +7,7 @@ import itertools
 import math
 import operator
 import re
+from collections.abc import Set
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -41,10 +42,11 @@ def lower(captured: Captured) -> Graph:
     in_backward: set[str] = set()
     results: list[Result] = []
     taken = {node.name for node in captured.joint.graph.nodes if node.op != "placeholder"}
+    frozen = _written_frozen(captured)
     for fx_node in captured.joint.graph.nodes:
         match fx_node.op:
             case "placeholder":
-                _add_source(fx_node, captured, nodes, ref_of, taken)
+                _add_source(fx_node, captured, nodes, ref_of, taken, frozen)
                 in_backward.update(node.name for node in nodes[-1:] if node.op == "tangent")
             case "get_attr":
                 value = captured.constants[str(fx_node.target)]
@@ -67,7 +69,7 @@ def lower(captured: Captured) -> Graph:
                 home_of[node.name] = len(nodes), node.module
                 ref_of[fx_node] = Ref(fx_node.name)
             case "output":
-                results = _results(fx_node, ref_of, captured)
+                results = _results(fx_node, ref_of, captured, frozen)
             case _:
                 raise AssertionError(f"a captured graph has no {fx_node.op} nodes")
     return Graph(tuple(_forward_first(nodes)), tuple(results))
@@ -81,8 +83,27 @@ def _forward_first(nodes: list[Node]) -> list[Node]:
     return sorted(nodes, key=lambda node: node.phase == "backward" and not node.is_source)
 
 
+def _written_frozen(captured: Captured) -> Set[str]:
+    """Parameters that forward writes to, and that have no gradient: a teacher that follows its student. To a program
+    they are buffers, which are whole on every rank.
+    """
+    (output,) = captured.joint.graph.find_nodes(op="output")
+    with_gradient, written = set[str](), set[str]()
+    for desc in output.meta["desc"]:
+        if type(desc).__name__ == "GradAOTOutput" and type(desc.grad_of).__name__ == "ParamAOTInput":
+            with_gradient.add(desc.grad_of.target)
+        if type(desc).__name__ == "InputMutationAOTOutput" and type(desc.mutated_input).__name__ == "ParamAOTInput":
+            written.add(desc.mutated_input.target)
+    return {captured.aliases.get(name, name) for name in written - with_gradient}
+
+
 def _add_source(
-    fx_node: torch.fx.Node, captured: Captured, nodes: list[Node], ref_of: dict[torch.fx.Node, Any], taken: set[str]
+    fx_node: torch.fx.Node,
+    captured: Captured,
+    nodes: list[Node],
+    ref_of: dict[torch.fx.Node, Any],
+    taken: set[str],
+    frozen: Set[str],
 ) -> None:
     value = fx_node.meta.get("val")
     if not isinstance(value, torch.Tensor):
@@ -93,6 +114,7 @@ def _add_source(
     op, target = _describe_source(fx_node.meta["desc"], captured)
     if op in ("parameter", "buffer"):
         target = captured.aliases.get(target, target)  # a tied tensor is one node, under its first name
+        op = "buffer" if target in frozen else op
         if known := next((node for node in nodes if (node.op, node.target) == (op, target)), None):
             ref_of[fx_node] = Ref(known.name)
             return
@@ -142,7 +164,7 @@ def _written(desc: Any, captured: Captured) -> TraceError:
     op, target = _describe_source(desc, captured)
     if op == "parameter":
         return TraceError(
-            f"forward changes parameter {target} in place, which a program does not; "
+            f"forward changes parameter {target} in place, which trains, and a program does not; "
             "change it after optimizer.step(), under torch.no_grad()"
         )
     return TraceError(
@@ -151,7 +173,9 @@ def _written(desc: Any, captured: Captured) -> TraceError:
     )
 
 
-def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], captured: Captured) -> list[Result]:
+def _results(
+    fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], captured: Captured, frozen: Set[str]
+) -> list[Result]:
     results: dict[tuple[str, str], Result] = {}
 
     def add(kind: Literal["output", "gradient", "buffer"], target: str, ref: Any) -> None:
@@ -172,10 +196,11 @@ def _results(fx_node: torch.fx.Node, ref_of: dict[torch.fx.Node, Any], captured:
         match type(desc).__name__:
             case "PlainAOTOutput":
                 add("output", str(desc.idx), ref)
-            case "InputMutationAOTOutput" if type(desc.mutated_input).__name__ != "BufferAOTInput":
-                raise _written(desc.mutated_input, captured)
             case "InputMutationAOTOutput":
-                add("buffer", desc.mutated_input.target, ref)
+                op, target = _describe_source(desc.mutated_input, captured)
+                if op != "buffer" and captured.aliases.get(target, target) not in frozen:
+                    raise _written(desc.mutated_input, captured)
+                add("buffer", target, ref)
             case "GradAOTOutput" if type(desc.grad_of).__name__ == "ParamAOTInput":
                 add("gradient", desc.grad_of.target, ref)
             case "GradAOTOutput" if type(desc.grad_of).__name__ == "PlainAOTInput":

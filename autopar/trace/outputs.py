@@ -107,6 +107,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
     @functools.wraps(forward)
     def returned(*args: Any, **kwargs: Any) -> Returned:
         before, given = hung_on(modules), given_in(args, kwargs)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         had = {path: dict(vars(module)) for path, module in modules.items()}
         reads.is_open = True
         try:
@@ -118,6 +119,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
             raise
         finally:
             reads.is_open = False
+        _refuse_parameters(parameters, model, reads)
         reads.see_what_is_set_otherwise(had, modules)
         take_back(modules, before, reads)
         refuse_text([after for _, after, _ in reads.written.values()])
@@ -145,6 +147,22 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         return _with_tensors(Returned(outputs, kept, reads.left.take(modules)))
 
     model.forward = returned
+
+
+def _refuse_parameters(before: Mapping[str, nn.Parameter], model: nn.Module, reads: Reads) -> None:
+    """Raises TraceError where forward gives a module a parameter, or keeps one in an attribute."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    known = set(map(id, before.values()))
+    kept = [
+        called(place)
+        for place, (_, after, _) in reads.written.items()
+        if not isinstance(after, nn.Module) and any(id(leaf) in known for leaf in pytree.tree_leaves(after))
+    ]
+    if found := [*(f"self.{name}" for name in now if name not in before), *kept]:
+        raise TraceError(
+            f"forward sets {found[0]} to a parameter, or to what holds one, which a program does not do at every call: "
+            "set it in __init__, or take the parameter from its module"
+        )
 
 
 def _keeps(value: Any) -> bool:

@@ -199,7 +199,7 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
             # Of a mapping of a class of its own all counts; some of transformers' are ours while a model is traced.
             if not isinstance(value, COLLECTIONS) and not reads.inside.is_known(value):
                 reads.inside.notes_reads_of(value, lambda: reads.is_open)
-        with types_of_counted(settings.asking if reads.counting.places else ()):
+        with types_of_counted(settings.asking if reads.counting.are_there else (), reads.counting.beside.length):
             yield
     finally:
         reads.inside.release()

@@ -103,7 +103,8 @@ class _Holder:
     tried: set[str] = field(default_factory=set[str])
 
 
-ASKED = frozenset(("type", "int", "float"))  # of numbers
+TYPES = frozenset(("type", "int", "float"))
+ASKED = TYPES | {"len"}  # of numbers, and of lists that forward appends to
 
 
 class Settings:
@@ -369,11 +370,11 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _compares_types(code: types.CodeType) -> bool:
-    """Whether it may compare types by identity with one of `ASKED`: `type(x) is int`, `case float():`."""
+    """Whether it may compare types by identity with one of `TYPES`: `type(x) is int`, `case float():`."""
     for part in _codes(code):
         instructions = [*dis.get_instructions(part)]
         for place, one in enumerate(instructions):
-            if one.opname == "LOAD_GLOBAL" and one.argval in ASKED:
+            if one.opname == "LOAD_GLOBAL" and one.argval in TYPES:
                 near = {other.opname for other in instructions[place : place + 4]}
                 if near & {"IS_OP", "MATCH_CLASS"}:
                     return True

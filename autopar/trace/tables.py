@@ -5,7 +5,7 @@ that are values.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional
 from autopar._compat import FakeTensor
 from autopar.errors import TraceError
 from autopar.trace.lines import line_here
+from autopar.trace.origins import tensors_in, writes_in_place
 
 LOOKUPS = (functional.embedding, functional.embedding_bag)
 SPARSE_AT = {torch.embedding: 4, torch.embedding_bag: 5}  # where torch takes `sparse`
@@ -65,6 +66,52 @@ def at_values(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Any, int] | Non
         (*parts[:at], part.reshape(1), *parts[at + 1 :]),
         sum(widths.get(type(one), 0) for one in parts[:at]),
     )
+
+
+class ReadsAt:
+    """What forward reads at places that are values: `x[t]` is a copy in a program, and with torch the same memory. A
+    write to it has to get to `x` by `x[t] = ..`, which is what Python makes of `x[t] += y`; and once `x` is written to,
+    it is no longer what it was.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[Tensor, Tensor]] = {}  # by id, and of what
+        self._written: dict[int, str] = {}  # id of what was read -> the line that writes to it
+        self._old = set[int]()  # ids of what was read, and written to in `x` since
+
+    def read(self, result: Tensor, of: Tensor) -> None:
+        self._read[id(result)] = result, of
+
+    def set_anew(self, numbers: Set[int]) -> None:
+        """What these ids are of was set to another tensor."""
+        self._old |= numbers
+
+    def see(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note what a function of that name does to such. Raises TraceError where that goes wrong."""
+        self._refuse_old((args, kwargs))
+        if name == "__setitem__":
+            self._written.pop(id(args[2]), None)
+        if args and writes_in_place(name, kwargs):
+            if id(args[0]) in self._read:
+                self._written.setdefault(id(args[0]), line_here())
+            self._old |= {id(result) for result, of in self._read.values() if of is args[0]}
+
+    def check(self, returned: Any) -> None:
+        """Raises TraceError where a write would be lost, or what forward returns is no longer what it was."""
+        self._refuse_old(returned)
+        for line in self._written.values():
+            raise TraceError(
+                f"forward writes in place to what it has read at a place that is a value{line}, and that is a copy "
+                "in a program: write x[i] = y"
+            )
+
+    def _refuse_old(self, value: Any) -> None:
+        if self._old and any(id(one) in self._old for one in tensors_in(value)):
+            raise TraceError(
+                "forward goes on with what it has read of a tensor (x[i] at a place that is a value, x.data) that it "
+                f"has written to since{line_here()}, where a program has what it was: read x[i].clone(), or read it "
+                "anew"
+            )
 
 
 def is_unknown_integer(part: Any) -> bool:

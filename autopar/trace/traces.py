@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.errors import TraceError
+from autopar.trace.beside import Spot, may_be_asked
 from autopar.trace.capture import Captured
 from autopar.trace.capture import capture as captured_with
 from autopar.trace.counted import Counting, counted_in, counting_of, ids_in, may_be_counted
@@ -60,13 +61,16 @@ def capture(
         try:
             captured = trace(counted=first)
         except TraceError:  # of what earlier calls have left, as it may be
-            captured = _counting(trace, filter(may_be, {*first.found, *_leading_back(modules)}), modules)
+            places = {*first.found, *_leading_back(modules)}
+            captured = _counting(trace, filter(may_be, places), modules, first.beside.found)
             if captured is None:
                 raise
-    reads = captured.reads
-    found = {*counted_in(reads.attributes, reads.written, modules)} - {*reads.counting.places}
-    if more := {*filter(may_be, found)}:
-        captured = _counting(trace, more | {*reads.counting.places}, modules) or captured
+    reads, counting = captured.reads, captured.reads.counting
+    found = {*counted_in(reads.attributes, reads.written, modules), *counting.asked_for} - {*counting.places}
+    more, beside = {*filter(may_be, found)}, counting.beside.found - {*counting.beside.spots}
+    if more or beside:
+        places, beside = more | {*counting.places}, beside | {*counting.beside.spots}
+        captured = _counting(trace, places, modules, beside) or captured
     captured.reads.counting.elsewhere = set[int]  # it holds what was traced
     return captured
 
@@ -79,16 +83,22 @@ def _leading_back(modules: Mapping[str, nn.Module]) -> Iterator[Place]:
                 yield path, name
 
 
-def _counting(trace: partial[Captured], places: Iterable[Place], modules: Mapping[str, nn.Module]) -> Captured | None:
-    """The trace with these as arguments; None where there are none, or where it cannot be."""
-    counting = counting_of(sorted(places), modules)
-    if not (places := counting.places):
+def _counting(
+    trace: partial[Captured], places: Iterable[Place], modules: Mapping[str, nn.Module], beside: Iterable[Spot] = ()
+) -> Captured | None:
+    """The trace with these as arguments, and of those `beside` what it asks; None where there are none, or where it
+    cannot be.
+    """
+    beside = sorted((spot for spot in beside if may_be_asked(spot, modules)), key=repr)
+    counting = counting_of(sorted(places), modules, beside)
+    if not counting.are_there:
         return None
     try:
         captured = trace(counted=counting)
     except Exception:  # of whatever kind, for want of a number: a trace without says what else there is
         captured = None
+    places = counting.places
     lists = {place: {*ids_in(value)} for place, value in zip(places, counting.values(modules), strict=True)}
     elsewhere = counting.elsewhere() if any(lists.values()) else set[int]()
     alone = [place for place, numbers in lists.items() if not numbers & elsewhere]
-    return captured if len(alone) == len(places) else _counting(trace, alone, modules)
+    return captured if len(alone) == len(places) else _counting(trace, alone, modules, beside)

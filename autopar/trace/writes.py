@@ -68,6 +68,30 @@ class Write:
                 held = held[key] if isinstance(held, (list, tuple, deque)) and key < len(held) else None
         return held
 
+    def exchange(self, made: Any, modules: Mapping[str, nn.Module]) -> Callable[[], None]:
+        """Let this be the container, wherever modules hold the one that is there; gives what brings that back."""
+        held = self.container(modules)
+        slots: list[tuple[Any, Any]] = [
+            (vars(part), name) for part in modules.values() for name, value in vars(part).items() if value is held
+        ]
+        if self.within:
+            *within, key = self.within
+            outer = replace(self, within=tuple(within))
+            parts = outer.container(modules)
+            if isinstance(parts, tuple):
+                changed = [made if place == key else part for place, part in enumerate(parts)]
+                return outer.exchange(type(parts)(*changed) if hasattr(parts, "_fields") else tuple(changed), modules)
+            slots.append((parts, key))
+        elif not isinstance(self.place, OfModule):
+            slots.append((self.place, self.name))
+
+        def let(value: Any) -> None:
+            for holder, key in slots:
+                put(holder, key, value)
+
+        let(made)
+        return lambda: let(held)
+
     def was(self, modules: Mapping[str, nn.Module]) -> Any:
         """What is there now, in the place of which it comes; MISSING where that is nothing."""
         holder = self.holder(modules)

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import types
-from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
@@ -264,7 +263,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "calls of the class Model": (of_its_class, lambda: None),
     "step of an object of class Schedule": (lambda model: model.settings.counted(), Schedule),
     "what is in an object of class SimpleNamespace": (put_into, types.SimpleNamespace),
-    "what is in self.settings, which": (lambda model: model.settings.append(1) or len(model.settings), deque),
     r"self.settings \(count\)": (lambda model: next(model.settings), lambda: itertools.count(1)),
     r"self.settings \(Random: draw with torch\)": (lambda model: model.settings.random(), lambda: random.Random(3)),
     r"self.settings \(Generator: draw with": (lambda model: model.settings.random(), lambda: np.random.default_rng(3)),
