@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.precision import CAST, TO_REDUCE_DTYPE
 
@@ -65,13 +66,19 @@ def insert_casts(
     """Give an exported module, traced in the compute precision, its stored parameters and inputs back, with casts
     behind them.
 
-    `stored`: parameters in their own precision, by name; `inputs`: the flat inputs as the caller passes them.
+    `stored`: parameters in their own precision, by name; `inputs`: the flat inputs as the caller passes them. Raises
+    TraceError where a parameter is written to, as its cast would be.
     """
     for node in module.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name not in stored or _is_of_norms_with_statistics(node):
             continue
         if precision.param_dtype is not None and stored[name].is_floating_point():
+            if _is_written(module, node):
+                raise TraceError(
+                    f"forward changes parameter {name}, which with precision= is stored in another dtype than the one "
+                    "it computes in, and a program does not: change it after optimizer.step(), under torch.no_grad()"
+                )
             _cast_after(module, node, stored[name].dtype, precision.param_dtype)
     for name, tensor in stored.items():
         owner, _, leaf = name.rpartition(".")
@@ -99,6 +106,29 @@ def _is_of_norms_with_statistics(node: fx.Node) -> bool:
     """
     norms = (torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default)
     return bool(node.users) and all(user.target in norms and user.args[3] is not None for user in node.users)
+
+
+def _is_written(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether an operator writes to it, or to a look at it, also in a region without gradients or of autocast."""
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        if schema is None:
+            inner = next(
+                (getattr(module, str(one.target)) for one in user.all_input_nodes if _is_region(module, one)), None
+            )
+            if inner is not None:
+                place = [one for one in user.all_input_nodes if not _is_region(module, one)].index(node)
+                if _is_written(inner, inner.graph.find_nodes(op="placeholder")[place]):
+                    return True
+            continue
+        aliased = schema.arguments[0].alias_info if user.args and user.args[0] is node else None
+        if aliased is not None and (aliased.is_write or _is_written(module, user)):
+            return True
+    return False
+
+
+def _is_region(module: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), fx.GraphModule)
 
 
 def _is_floating(value: Any) -> bool:

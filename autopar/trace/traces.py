@@ -62,7 +62,9 @@ def capture(
             captured = trace(counted=first)
         except TraceError:  # of what earlier calls have left, as it may be
             places = {*first.found, *_leading_back(modules)}
-            captured = _counting(trace, filter(may_be, places), modules, first.beside.found)
+            captured = _counting(
+                trace, filter(may_be, places), modules, first.beside.found, tells=bool(first.beside.found)
+            )
             if captured is None:
                 raise
     reads, counting = captured.reads, captured.reads.counting
@@ -84,10 +86,15 @@ def _leading_back(modules: Mapping[str, nn.Module]) -> Iterator[Place]:
 
 
 def _counting(
-    trace: partial[Captured], places: Iterable[Place], modules: Mapping[str, nn.Module], beside: Iterable[Spot] = ()
+    trace: partial[Captured],
+    places: Iterable[Place],
+    modules: Mapping[str, nn.Module],
+    beside: Iterable[Spot] = (),
+    *,
+    tells: bool = False,
 ) -> Captured | None:
     """The trace with these as arguments, and of those `beside` what it asks; None where there are none, or where it
-    cannot be.
+    cannot be. `tells`: where that is known, it raises the TraceError.
     """
     beside = sorted((spot for spot in beside if may_be_asked(spot, modules)), key=repr)
     counting = counting_of(sorted(places), modules, beside)
@@ -95,10 +102,12 @@ def _counting(
         return None
     try:
         captured = trace(counted=counting)
-    except Exception:  # of whatever kind, for want of a number: a trace without says what else there is
+    except Exception as error:  # of whatever kind, for want of a number: a trace without says what else there is
+        if tells and isinstance(error, TraceError):
+            raise
         captured = None
     places = counting.places
     lists = {place: {*ids_in(value)} for place, value in zip(places, counting.values(modules), strict=True)}
     elsewhere = counting.elsewhere() if any(lists.values()) else set[int]()
     alone = [place for place, numbers in lists.items() if not numbers & elsewhere]
-    return captured if len(alone) == len(places) else _counting(trace, alone, modules, beside)
+    return captured if len(alone) == len(places) else _counting(trace, alone, modules, beside, tells=tells)

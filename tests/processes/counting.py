@@ -14,6 +14,7 @@ from tests.processes.hooked import NEAR, SMALL, inputs_of
 from tests.processes.pipelines import Blocks, mesh_of
 from tests.processes.worker import Ranks
 from tests.support.counting import counted
+from tests.support.teachers import Contrast
 
 
 class Part(nn.Module):
@@ -148,3 +149,23 @@ def check_buffers_that_parts_set(ranks: Ranks) -> None:
             same_gradients(plain, parallel)
             for (name, buffer), (_, right) in zip(parallel.named_buffers(), plain.named_buffers(), strict=True):
                 near(buffer, right, NEAR, f"{options}, step {step}: {name}")
+
+
+def check_a_teacher_and_a_queue(ranks: Ranks) -> None:
+    """Where the batch is split, where layers are, and of rows of each rank's own; in calls without training, too."""
+    torch.manual_seed(0)
+    flat, grid = autopar.init_mesh("cpu"), autopar.init_mesh("cpu", tensor=ranks.count)
+    for mesh, options in ((flat, {}), (grid, {"allow": ()}), (flat, {"inputs": "local"})):
+        plain = Contrast().double()
+        parallel = autopar.compile(copy.deepcopy(plain), mesh, **options, **SMALL)
+        for step in range(5):
+            inputs = inputs_of(4 * ranks.count)
+            rows = slice(4 * ranks.rank, 4 * ranks.rank + 4) if "inputs" in options else slice(None)
+            for model, of in ((parallel, rows), (plain, slice(None))):
+                model.train(step != 2).zero_grad()
+                model(**{name: value[of] for name, value in inputs.items()}).backward()
+            same_gradients(plain, parallel)
+            ours, theirs = parallel.full_state_dict(rank0_only=False), plain.state_dict()
+            assert [*ours] == [*theirs]
+            for name, right in theirs.items():
+                near(ours[name], right, NEAR, f"{options}, step {step}: {name}")

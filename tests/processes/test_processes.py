@@ -55,7 +55,7 @@ FIRST = {
         "a_piece_that_backward_reads_must_not_be",
         "gradients_made_by_hand",
     ],
-    "counting": ["that_all_ranks_count", "buffers_that_parts_set", "states_that_are_carried"],
+    "counting": ["that_all_ranks_count", "buffers_that_parts_set", "states_that_are_carried", "a_teacher_and_a_queue"],
     "hooked": ["what_hooks_keep"],
     "losses": [
         "losses_of_what_is_split",
@@ -121,7 +121,7 @@ ON_FOUR = {
         "parts_change_in_stages",
         "averages_that_begin_behind_a_change",
     ],
-    "counting": ["that_all_ranks_count", "buffers_that_parts_set", "states_that_are_carried"],
+    "counting": ["that_all_ranks_count", "buffers_that_parts_set", "states_that_are_carried", "a_teacher_and_a_queue"],
     "hooked": ["what_hooks_keep"],
     "micro_batches": ["policies", "parts_of_each_rank"],
     "norms": ["local_ones_are_those_of_ddp", "a_cumulative_average", "synced_norms_are_global_always"],
