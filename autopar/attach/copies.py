@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -93,3 +94,16 @@ def unshareable(module: nn.Module) -> TypeError:
         f"share_memory: parameters of a parallel module ({type(module).__name__}) lie in pieces in the processes that "
         "run it; load parallel.full_state_dict() into the plain model and share that one's"
     )
+
+
+def enlist(parallel: nn.Module, originals: Mapping[int, Any]) -> None:
+    """Let copies of modules be in the lists of their classes that have the originals: libraries find all modules of a
+    kind by such, to reset their states. `originals`: id of a copy -> what it is of.
+    """
+    for part in parallel.modules():
+        if (original := originals.get(id(part))) is None:
+            continue
+        lists = [held for kind in type(original).__mro__ for held in vars(kind).values() if isinstance(held, list)]
+        for held in lists:
+            if any(one is original for one in held) and not any(one is part for one in held):
+                held.append(part)

@@ -14,7 +14,7 @@ from autopar._compat import is_transforming, pytree
 from autopar.attach import batches
 from autopar.attach.agree import text_from
 from autopar.attach.collectives import mend_collectives
-from autopar.attach.copies import alike, copied, copied_shallowly, hand_on, unpicklable, unshareable
+from autopar.attach.copies import alike, copied, copied_shallowly, enlist, hand_on, unpicklable, unshareable
 from autopar.attach.draws import draw_whole
 from autopar.attach.dtensors import mend_dtensors
 from autopar.attach.edits import mend_edits
@@ -302,7 +302,8 @@ def attach(
     for buffer in model.buffers():
         fresh[id(buffer)] = buffer.detach().clone().to(device_mesh.device_type if not buffer.is_meta else "meta")
     fresh |= {id(tensor): tensor.detach().clone() for tensor in computed_tensors(model)}
-    beside = with_tensors(model, fresh)
+    beside = with_tensors(model, fresh, originals := dict[int, Any]())
+    enlist(beside, originals)
     model_class = type(model)
     beside.__class__ = parallel_class(model_class, ParallelModule)
     take_plain_tensors(beside)

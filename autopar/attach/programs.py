@@ -46,6 +46,7 @@ from autopar.trace import Captured, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
 from autopar.trace.calls import Call, Caller
 from autopar.trace.formulas import Computed, Counted, Place
+from autopar.trace.installed import let_be_attributes
 from autopar.trace.interrupts import interruptible
 from autopar.trace.left import is_kept
 from autopar.trace.modules import aliases
@@ -301,6 +302,7 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
             if captured.without_tangent and not captured.reads.left.is_independent:
                 state.wants_tangents.add(key)  # backward could not trace it again, with what forward has left there
                 captured = captured_with()
+        let_be_attributes(captured.reads.unregistered, dict(parallel.named_modules(remove_duplicate=False)))
         state.counted |= {*captured.reads.counting.places}
         known = state.programs.get(key, ())
         refuse_carried(captured.reads, [one.writes for one in known], state.in_a_row[key] >= STATES - 1)

@@ -8,7 +8,8 @@ they are refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,45 @@ def hung_on(modules: Mapping[str, nn.Module]) -> Hung:
         {path: vars(module).get("forward", MISSING) for path, module in modules.items()},
         {(path, name): buffer for path, module in modules.items() for name, buffer in module._buffers.items()},
     )
+
+
+class Rebound(TraceError):
+    """Forward sets buffers, at `places`, to what buffers of a program cannot be."""
+
+    def __init__(self, message: str, places: Set[tuple[str, str]]) -> None:
+        super().__init__(message)
+        self.places = places
+
+
+def may_be_attribute(place: tuple[str, str], modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a buffer is none to those who save the model, so that it may as well be a plain attribute."""
+    path, name = place
+    return name in modules[path]._buffers and name in modules[path]._non_persistent_buffers_set
+
+
+def let_be_attributes(places: Iterable[tuple[str, str]], modules: Mapping[str, nn.Module]) -> None:
+    """Let these buffers be plain attributes."""
+    for path, name in places:
+        if may_be_attribute((path, name), modules):
+            value = modules[path]._buffers[name]
+            delattr(modules[path], name)
+            vars(modules[path])[name] = value
+
+
+@contextlib.contextmanager
+def attributes_in_place_of(places: Iterable[tuple[str, str]], modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, they are."""
+    had = {path: (dict(part._buffers), set(part._non_persistent_buffers_set)) for path, part in modules.items()}
+    let_be_attributes(places, modules)
+    try:
+        yield
+    finally:
+        for path, name in places:
+            vars(modules[path]).pop(name, None)
+            buffers, not_saved = had[path]
+            modules[path]._buffers.clear()
+            modules[path]._buffers.update(buffers)
+            modules[path]._non_persistent_buffers_set |= not_saved
 
 
 def take_back(modules: Mapping[str, nn.Module], before: Hung, reads: Reads) -> None:
@@ -89,9 +129,10 @@ def _write_to_buffers(
         was, called = before.get((path, name)), ".".join(filter(None, (path, name)))
         if was is None or buffer is None or was.shape != buffer.shape:
             shape = None if buffer is None else tuple(buffer.shape)
-            raise TraceError(
+            raise Rebound(
                 f"forward makes the buffer {called}, of shape {shape}, which a program would not do again; make it in "
-                "__init__, or call the model once with its largest inputs before it is compiled"
+                "__init__, or call the model once with its largest inputs before it is compiled",
+                {*changed},
             )
         if was.dtype != buffer.dtype:
             raise TraceError(
@@ -126,10 +167,11 @@ def refuse_gradients_between_calls(exported: torch.export.ExportedProgram, with_
             left += users
         if any(one.name in returned for one in made):
             name = names[node.name]
-            raise TraceError(
+            raise Rebound(
                 f"forward sets the buffer {name} to a tensor with a gradient that goes on into the next call, and "
-                "buffers of a program have none: detach it (.detach()), or keep it as a plain attribute, without "
-                "register_buffer"
+                "buffers of a program have none: detach it (.detach()), keep it as a plain attribute, or register it "
+                "with persistent=False",
+                {tuple(one.rpartition(".")[::2]) for one in with_gradient},
             )
 
 

@@ -62,7 +62,8 @@ class Reads:
     and what is in objects that are found there. `inside`: what is read of configurations and other objects that modules
     hold. `anew`: attributes of which forward makes another list, dict or set in each call. `classes`: those of modules,
     and what each has. `left`: what forward writes to these. `counting`: numbers that are arguments of the trace.
-    `with_gradient`: buffers that forward sets to a tensor with one.
+    `with_gradient`: buffers that forward sets to a tensor with one. `unregistered`: buffers that are none any more, as
+    forward sets them to tensors of other shapes, or with a gradient that goes on.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -76,6 +77,7 @@ class Reads:
     counting: Counting = field(default_factory=Counting)
     anew: set[Place] = field(default_factory=set[Place])
     with_gradient: set[str] = field(default_factory=set[str])
+    unregistered: set[Place] = field(default_factory=set[Place])
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see

@@ -16,6 +16,7 @@ from autopar.trace.capture import Captured
 from autopar.trace.capture import capture as captured_with
 from autopar.trace.counted import Counting, counted_in, counting_of, ids_in, may_be_counted
 from autopar.trace.formulas import Place
+from autopar.trace.installed import Rebound, attributes_in_place_of, may_be_attribute
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import OF_EVERY_MODULE
 from autopar.trace.values import MISSING
@@ -42,6 +43,21 @@ def capture(
         captured_with, model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
         loss_alone=loss_alone, device_type=device_type,
     )  # fmt: skip
+    modules, attributes = dict(model.named_modules(remove_duplicate=False)), set[Place]()
+    while True:
+        try:
+            with attributes_in_place_of(attributes, modules):
+                captured = _captured(trace, model, counted, tensors=tensors)
+            captured.reads.unregistered |= attributes
+            return captured
+        except Rebound as error:
+            more = {place for place in error.places - attributes if may_be_attribute(place, modules)}
+            if not more:
+                raise
+            attributes |= more
+
+
+def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Place], *, tensors: bool) -> Captured:
     modules = dict(model.named_modules(remove_duplicate=False))
 
     @cache

@@ -116,6 +116,44 @@ def check_states_that_are_carried(ranks: Ranks) -> None:
             same_gradients(plain, parallel)
 
 
+class Membrane(nn.Module):
+    """A buffer that forward sets to what has a gradient, of as many rows as the batch has."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("membrane", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        self.membrane = (0.5 * self.membrane if len(self.membrane) else 0.0) + made
+        return torch.tanh(self.membrane)
+
+
+class Spiking(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Membrane, self.layers))
+
+
+def check_membranes(ranks: Ranks) -> None:
+    """Through two calls, where the batch is split, and where layers are."""
+    torch.manual_seed(0)
+    for mesh in (autopar.init_mesh("cpu"), autopar.init_mesh("cpu", tensor=ranks.count)):
+        plain = Spiking().double()
+        parallel = autopar.compile(copy.deepcopy(plain), mesh, **SMALL)
+        for sequence in range(3):
+            calls = [inputs_of(8 * ranks.count) for _ in range(2)]
+            for model in (parallel, plain):
+                model.zero_grad()
+                for layer in model.layers:
+                    layer.membrane = layer.membrane.detach() * 0
+                sum(model(**inputs) for inputs in calls).backward()
+            same_gradients(plain, parallel)
+            for number, (ours, theirs) in enumerate(zip(parallel.layers, plain.layers, strict=True)):
+                near(ours.membrane, theirs.membrane, NEAR, f"{mesh}, sequence {sequence}: layer {number}")
+
+
 class Centred(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
