@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar._compat import pytree
@@ -78,7 +78,8 @@ def _set_item(held: DTensor, index: Any, value: Any) -> None:
         held.requires_grad or (isinstance(value, torch.Tensor) and value.requires_grad)
     )
     if follows or terms_in(held):
-        SET_ITEM(held, index, value)
+        parts = index if isinstance(index, tuple) else (index,)
+        SET_ITEM(held, tuple(one for part in parts for one in _on_all_ranks(part, held)), value)
         return
     part = _copied_from(held)
     if is_elsewhere(held):
@@ -90,6 +91,15 @@ def _set_item(held: DTensor, index: Any, value: Any) -> None:
         _count_change(held)
     if part is not None:
         _set_item(*part, held)
+
+
+def _on_all_ranks(part: Any, held: DTensor) -> list[Any]:
+    """A part of an index as torch takes it beside a DTensor: for a mask its places, which are the same on all ranks."""
+    if not _is_plain(part) or not part.ndim:
+        return [part]
+    places = part.nonzero(as_tuple=True) if part.dtype == torch.bool else [part]
+    mesh = held.device_mesh
+    return [DTensor.from_local(one, mesh, [Replicate()] * mesh.ndim, run_check=False) for one in places]
 
 
 def _whole(value: Any) -> Any:

@@ -66,7 +66,24 @@ def check_parts_that_are_written_to(ranks: Ranks) -> None:
     for policy in ("fsdp", "tensor-parallel", "data-parallel"):
         graph, mesh = graph_of(capture(Net(), (), {"x": x})), Mesh(("data",), (ranks.count,))
         plan = search(graph, mesh, machine(), Request(policy=policy))
-        _edit_all(plain, autopar.compile(copy.deepcopy(plain), ranks.mesh(), plan=plan), x)
+        parallel = autopar.compile(copy.deepcopy(plain), ranks.mesh(), plan=plan)
+        _edit_all(plain, parallel, x)
+        _write_with_gradients(parallel)
+
+
+def _write_with_gradients(parallel: Any) -> None:
+    """Rows of a zero tensor to parameters, by plain masks and places, as loralib merges."""
+    for index in (BESIDE.flatten()[:12] > -0.5, torch.tensor([5, 0, 2, 9, 11, 3, 7, 1])):
+        count = int(index.sum()) if index.dtype == torch.bool else len(index)
+        grads: list[Tensor] = []
+        for weight in (parallel.first.weight, whole(parallel.first.weight).detach().requires_grad_()):
+            weight.grad = None
+            made = weight.new_zeros((12, 8))
+            made[index] = weight[:count]
+            (whole(made) * torch.arange(96.0).view(12, 8)).sum().backward()
+            grads.append(whole(weight.grad))
+            weight.grad = None
+        near(grads[0], grads[1], 1e-6, f"rows at {index}")
 
 
 MASK = (torch.arange(8) > 4).float()[:, None]
