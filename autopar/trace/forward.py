@@ -33,7 +33,7 @@ from autopar.trace.numbers import Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in
 from autopar.trace.places import with_masks
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
-from autopar.trace.written_out import WRITTEN_OUT, copied
+from autopar.trace.written_out import WRITTEN_OUT, copied, with_limits
 
 # They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
 CHECKING: dict[Any, str] = {
@@ -171,9 +171,9 @@ class _Watch(TorchFunctionMode):
             self.reads_at.set_anew({made for made, of in self.data.items() if of == id(args[0])})
             func, kwargs = torch.Tensor.copy_, {}
         self._refuse_what_is_not_traced(func, args, kwargs)
-        args, kwargs = dense_lookup(func, with_masks(func, args), kwargs)
+        args, kwargs = with_limits(func, *dense_lookup(func, with_masks(func, args), kwargs))
         func = REPLACED.get(func, func)
-        if func == DATA.__get__ and id(args[0]) in self.registered:
+        if func == DATA.__get__ and (id(args[0]) in self.registered or id(args[0]) not in self.known):
             func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
         if func in WRITTEN_OUT and not any(isinstance(leaf, Picked) for leaf in leaves):
             with self:

@@ -171,7 +171,7 @@ def refuse_gradients_between_calls(exported: torch.export.ExportedProgram, with_
                 f"forward sets the buffer {name} to a tensor with a gradient that goes on into the next call, and "
                 "buffers of a program have none: detach it (.detach()), keep it as a plain attribute, or register it "
                 "with persistent=False",
-                {tuple(one.rpartition(".")[::2]) for one in with_gradient},
+                {(path, leaf) for path, _, leaf in (one.rpartition(".") for one in with_gradient)},
             )
 
 

@@ -124,6 +124,9 @@ class Number:
     def __format__(self, _: str) -> str:
         return repr(self)
 
+    def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
+        raise _needed_now()
+
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         return with_numbers(func, args, kwargs or {})  # reached where no mode is in between
@@ -150,7 +153,7 @@ class Array(Number):
     def of_two(self, name: str, other: Any, is_reversed: bool = False) -> Any:
         raise _array()
 
-    def _at_once(self, *_: Any) -> Any:
+    def _at_once(self, *_: Any, **__: Any) -> Any:
         raise _array()
 
     def __getattr__(self, name: str) -> Any:

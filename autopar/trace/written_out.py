@@ -52,6 +52,26 @@ def _at_least(value: Tensor, least: float) -> Tensor:
     return value + (value.clamp(min=least) - value).detach()
 
 
+def with_limits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `torch.clamp(x, 0, limit)`, both limits of which are tensors, where one is: torch takes a number
+    out of it.
+    """
+    if getattr(func, "__name__", "") not in ("clamp", "clip", "clamp_", "clip_") or not isinstance(args[0], Tensor):
+        return args, kwargs
+    limits = {**dict(zip(("min", "max"), args[1:], strict=False)), **kwargs}
+    tensors = [one for name in ("min", "max") if isinstance(one := limits.get(name), Tensor)]
+    numbers = [one for name in ("min", "max") if isinstance(one := limits.get(name), (int, float))]
+    if len(tensors) != 1 or len(numbers) != 1 or tensors[0].ndim or tensors[0].requires_grad:
+        return args, kwargs
+    dtype = args[0].dtype
+
+    def limit(value: Any) -> Tensor:
+        made = value.detach().reshape(()) if isinstance(value, Tensor) else torch.full((), value)
+        return made.to(dtype)
+
+    return args[:1], {name: limit(value) if name in ("min", "max") else value for name, value in limits.items()}
+
+
 WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     functional.gaussian_nll_loss: gaussian_nll_loss,
     torch.cosine_similarity: cosine_similarity,

@@ -163,6 +163,20 @@ def test_a_mask_of_values_still_picks_rows_of_which_none_knows_how_many(one: Dev
         autopar.compile(Model(lambda h: h[h > 0].view(2, -1).mean()), one)(torch.randn(4, 8))
 
 
+LIMIT = torch.tensor([0.5])  # as those capacities are that annealed autoencoders have
+CLAMPS: dict[str, Loss] = {
+    "a number and a tensor": lambda h: (torch.clamp(h, -0.1, LIMIT.data[0]) * h).square().mean(),
+    "a tensor and a number": lambda h: h.clip(min=-LIMIT[0], max=0.3).square().mean(),
+    "its own largest": lambda h: torch.clamp(h, 0, h.detach().max() / 2).square().mean(),
+}
+
+
+@pytest.mark.parametrize("told", CLAMPS)
+def test_limits_of_which_one_is_a_tensor(one: DeviceMesh, told: str) -> None:
+    """torch takes the number out of it: no gradient goes there."""
+    alike(Model(CLAMPS[told]), one, 6)
+
+
 VARIANCES: list[Loss] = [Tensor.exp, lambda h: h.square().mean(1), lambda h: h.square().mean(1, keepdim=True)]
 
 
