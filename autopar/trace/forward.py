@@ -29,7 +29,7 @@ from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.literals import Literals
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
-from autopar.trace.numbers import Number, taken_out, with_numbers
+from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in
 from autopar.trace.places import with_masks
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
@@ -256,7 +256,7 @@ class _Watch(TorchFunctionMode):
         for value in tensors_in(result):
             if any(isinstance(size, torch.SymInt) for size in value.shape):
                 name = getattr(func, "__name__", str(func))
-                raise TraceError(
+                raise HangsOnValues(
                     f"the shape of what {name.lstrip('_')} gives depends on values{line_here()}, and a program has one "
                     f"shape; {INSTEAD.get(name, X_OF_MASK if name in OF_MASKS else A_SIZE)}"
                 )

@@ -54,6 +54,10 @@ WRITTEN = "forward writes a value into text{}: that is done once, while it is tr
 DIVIDED = "forward divides by a number{} that is 0 in this call: Python raises ZeroDivisionError there"
 
 
+class HangsOnValues(TraceError):
+    """What forward does hangs on values, which a trace has not."""
+
+
 class Number:
     """A number of each call. `tensor`: what it is, 0-dim and of bool, int64 or float64, as Python computes."""
 
@@ -326,10 +330,10 @@ def refuse_text(values: Sequence[Any]) -> None:
 
 
 def _hangs() -> TraceError:
-    return TraceError(f"which way forward goes depends on values{line_here()}, and a program goes one way. {INSTEAD}")
+    return HangsOnValues(f"which way forward goes depends on values{line_here()}, and a program goes one way. {INSTEAD}")
 
 
 def _needed_now() -> TraceError:
-    return TraceError(
+    return HangsOnValues(
         f"forward needs a number out of a tensor at once{line_here()}, and a trace has no values. {INSTEAD}"
     )

@@ -17,6 +17,7 @@ from autopar.trace.capture import capture as captured_with
 from autopar.trace.counted import Counting, counted_in, counting_of, ids_in, may_be_counted
 from autopar.trace.formulas import Place
 from autopar.trace.installed import Rebound, attributes_in_place_of, may_be_attribute
+from autopar.trace.numbers import HangsOnValues
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import OF_EVERY_MODULE
 from autopar.trace.values import MISSING
@@ -110,7 +111,7 @@ def _counting(
     tells: bool = False,
 ) -> Captured | None:
     """The trace with these as arguments, and of those `beside` what it asks; None where there are none, or where it
-    cannot be. `tells`: where that is known, it raises the TraceError.
+    cannot be. `tells`: raises the TraceError of something else than these numbers.
     """
     beside = sorted((spot for spot in beside if may_be_asked(spot, modules)), key=repr)
     counting = counting_of(sorted(places), modules, beside)
@@ -119,7 +120,7 @@ def _counting(
     try:
         captured = trace(counted=counting)
     except Exception as error:  # of whatever kind, for want of a number: a trace without says what else there is
-        if tells and isinstance(error, TraceError):
+        if tells and isinstance(error, TraceError) and not isinstance(error, HangsOnValues):
             raise
         captured = None
     places = counting.places

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
 from autopar.errors import TraceError
+from autopar.trace.beside import Beside
 from autopar.trace.literals import Literals
 from tests.processes.compare import both_backward, same_gradients
 
@@ -107,7 +108,7 @@ def test_what_was_written_to_is_no_literal(one: DeviceMesh, write: Callable[[Ten
 
 
 def test_only_what_is_made_of_numbers_is_known() -> None:
-    literals, made, other = Literals(), torch.empty(3), torch.empty(3)
+    literals, made, other = Literals(Beside()), torch.empty(3), torch.empty(3)
     literals.made(torch.linspace, (0, 1, 3), {"device": "cuda"}, made)
     literals.made(torch.Tensor.to, (made, "cuda:1"), {}, moved := torch.empty(3))
     literals.made(torch.Tensor.to, (moved, torch.device("meta")), {}, again := torch.empty(3))
