@@ -330,7 +330,9 @@ def refuse_text(values: Sequence[Any]) -> None:
 
 
 def _hangs() -> TraceError:
-    return HangsOnValues(f"which way forward goes depends on values{line_here()}, and a program goes one way. {INSTEAD}")
+    return HangsOnValues(
+        f"which way forward goes depends on values{line_here()}, and a program goes one way. {INSTEAD}"
+    )
 
 
 def _needed_now() -> TraceError:
