@@ -185,3 +185,25 @@ def distributions_as_they_come() -> Iterator[None]:
         yield
     finally:
         torch.distributions.Distribution.set_default_validate_args(checks)
+
+
+@contextlib.contextmanager
+def inference_without_gradients() -> Iterator[None]:
+    """Inside, code within `torch.inference_mode()` is traced as within `torch.no_grad()`: exported programs have no
+    regions of inference, and gradients would go through what is in there.
+    """
+    kind: Any = torch.inference_mode
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def begins(self: Any) -> None:
+        self.without = torch.no_grad() if self.mode else contextlib.nullcontext()
+        self.without.__enter__()
+
+    def ends(self: Any, *error: Any) -> None:
+        self.without.__exit__(*error)
+
+    kind.__enter__, kind.__exit__ = begins, ends
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave

@@ -16,26 +16,31 @@ length meets tensors as a number of Python's, and what is in a buffer is read th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.trace.checks import Checks
 from autopar.trace.formulas import Asked, Counted, Formula
 from autopar.trace.numbers import BINARY, COMPARED, Number
+from autopar.trace.origins import tensors_in, writes_in_place
+from autopar.trace.rows import ELEMENTWISE
 from autopar.trace.values import MISSING
 from autopar.trace.writes import content
 
 # Path of a module, name of an attribute, and keys that lead from there to a list.
 Spot = tuple[Any, ...]
 
-# What these give of one element is that element.
+# What these give of one element is that element, and may be the same memory; a clone is not.
 LOOKS = frozenset((
-    "__getitem__", "view", "reshape", "squeeze", "unsqueeze", "flatten", "detach", "clone", "cpu", "cuda", "to", "long",
+    "__getitem__", "view", "reshape", "squeeze", "unsqueeze", "flatten", "detach", "cpu", "cuda", "to", "long",
     "contiguous", "select",
 ))  # fmt: skip
+SETS = frozenset(("__setitem__", "fill_", "copy_"))  # of one element, to their last argument
+WHOLE = (torch.int64, torch.int32)  # what is written to others may be rounded, or wrapped
 _PYTHONS = {name: python for name, (python, _) in (*BINARY.items(), *COMPARED.items())}
 OPERATORS = _PYTHONS | {f"__{name}__": python for name, python in _PYTHONS.items()}
 
@@ -50,7 +55,8 @@ class Beside:
     now: tuple[Any, ...] = ()
     found: set[Spot] = field(default_factory=set[Spot])
     _lists: list[tuple[Any, Counted, int]] = field(default_factory=list[Any])
-    _tensors: dict[int, tuple[Tensor, Counted]] = field(default_factory=dict[int, Any])
+    # id -> a tensor of one element, what it is, and the id of the first one that has the same memory
+    _tensors: dict[int, tuple[Tensor, Counted | int, int]] = field(default_factory=dict[int, Any])
 
     def values(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         """The numbers that are there now; MISSING where there is none."""
@@ -65,7 +71,8 @@ class Beside:
             formula = Formula(asked.step(None, (at,)), frozenset((spot,)))
             if isinstance(held, Tensor):
                 was = held.detach().clone().reshape(())  # it may be written to before the number meets a tensor
-                self._tensors[id(held)] = held, Counted(now, formula, lambda was=was: Number(was, checks), asked)
+                counted = Counted(now, formula, lambda was=was: Number(was, checks), asked)
+                self._tensors[id(held)] = held, counted, id(held)
             else:
                 self._lists.append((held, Counted(now, formula, None, asked), len(content(held))))
 
@@ -76,44 +83,72 @@ class Beside:
                 return counted.of_two("add", len(content(held)) - had)
         return len(held)
 
-    def counts(self, tensor: Any) -> bool:
-        """Whether it is such a buffer, or made of one."""
-        return id(tensor) in self._tensors
-
     def answer(self, func: Any, args: Sequence[Any]) -> Any:
         """What `func` asks of such a tensor; None where it asks nothing, or of another."""
         if not self._tensors or not args or id(args[0]) not in self._tensors:
             return None
-        _, counted = self._tensors[id(args[0])]
+        counted = self._tensors[id(args[0])][1]
+        is_truth = args[0].dtype == torch.bool  # which code may compare with `is`
         match getattr(func, "__name__", ""):
-            case "item":
-                return counted
-            case "tolist":
-                return counted if not args[0].ndim else None
+            case "item" | "tolist" as name if name == "item" or not args[0].ndim:
+                return bool(counted) if is_truth else counted
             case "__bool__" | "is_nonzero":
                 return bool(counted)
-            case "__int__" | "__index__" | "__float__" as name:
-                return getattr(counted, name)()
+            case "__int__" | "__index__":
+                return int(counted)
+            case "__float__":
+                return float(counted)
             case _:
                 return None
 
-    def made(self, func: Any, args: Sequence[Any], result: Any) -> None:
+    def made(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
-        if not self._tensors or not isinstance(result, Tensor) or result.numel() != 1:
+        if not self._tensors:
             return
-        name = getattr(func, "__name__", "")
-        if name in LOOKS and id(args[0]) in self._tensors and result.dtype == args[0].dtype:
-            self._tensors[id(result)] = result, self._tensors[id(args[0])][1]
-        elif name in OPERATORS and len(args) == 2 and any(id(one) in self._tensors for one in args):
-            parts = [self._tensors[id(one)][1] if id(one) in self._tensors else one for one in args]
-            kinds = {type(one.now if type(one) is Counted else one) for one in parts}
-            if kinds <= {int, bool}:  # of others torch computes in another precision than Python
-                self._tensors[id(result)] = result, OPERATORS[name](*parts)
+        name, given = getattr(func, "__name__", ""), tensors_in((args, kwargs))
+        if writes_in_place(name, kwargs):
+            self._written(name, args, tensors_in((args[:1], kwargs.get("out"))))
+        elif isinstance(result, Tensor) and any(id(one) in self._tensors for one in given):
+            self._made(name, args, result)
 
-    def written(self, tensors: Sequence[Tensor]) -> None:
-        """These were written to: what they are, and what looks at them, is no longer known."""
-        if any(id(one) in self._tensors for one in tensors):
-            self._tensors.clear()
+    def _made(self, name: str, args: Sequence[Any], result: Tensor) -> None:
+        known = self._tensors.get(id(args[0])) if args else None
+        if known is not None and result.numel() == 1 and name in LOOKS and result.dtype == known[0].dtype:
+            self._tensors[id(result)] = result, *known[1:]
+        elif known is not None and name == "clone":
+            self._tensors[id(result)] = result, known[1], id(result)
+        elif name in OPERATORS and result.numel() == 1 and len(args) == 2:
+            if (made := self._computed(OPERATORS[name], args)) is not None:
+                self._tensors[id(result)] = result, made, id(result)
+        elif name.strip("_") not in ELEMENTWISE:  # it may be a look at the same memory, through which forward writes
+            self._forget({self._tensors[id(one)][2] for one in tensors_in(args) if id(one) in self._tensors})
+
+    def _computed(self, python: Any, args: Sequence[Any]) -> Any:
+        """What Python makes of whole numbers; None of others, which torch computes in another precision."""
+        parts = [self._tensors[id(one)][1] if id(one) in self._tensors else one for one in args]
+        kinds = {type(one.now if type(one) is Counted else one) for one in parts}
+        return python(*parts) if kinds <= {int, bool} else None
+
+    def _written(self, name: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        """Let what has that memory be what it was set to, where that is known."""
+        roots = {self._tensors[id(one)][2] for one in tensors if id(one) in self._tensors}
+        made: Any = None
+        if len(roots) == 1 and len(tensors) == 1 and tensors[0].dtype in WHOLE:
+            operator = OPERATORS.get(name.strip("_")) or OPERATORS.get(f"__{name.strip('_').removeprefix('i')}__")
+            if name in SETS and id(args[-1]) in self._tensors:
+                made = self._tensors[id(args[-1])][1]
+            elif name in SETS and type(args[-1]) in (Counted, int):
+                made = args[-1]
+            elif operator is not None and len(args) == 2:
+                made = self._computed(operator, args)
+        if made is None:
+            return self._forget(roots)
+        for number, (tensor, _, root) in [*self._tensors.items()]:
+            if root in roots:
+                self._tensors[number] = tensor, made, root
+
+    def _forget(self, roots: Set[int]) -> None:
+        self._tensors = {number: one for number, one in self._tensors.items() if one[2] not in roots}
 
 
 def beside_of(spots: Sequence[Spot], modules: Mapping[str, nn.Module]) -> Beside:

@@ -209,8 +209,8 @@ def kind_of(value: Any) -> Any:
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.requires_grad
-    if type(leaf) is Counted:
-        return type(leaf.now)
+    if isinstance(leaf, Number):
+        return type(leaf.now if type(leaf) is Counted else leaf.like)
     return type(leaf) if is_number(leaf) or not isinstance(leaf, SCALARS) else (type(leaf), leaf)
 
 

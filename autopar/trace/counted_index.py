@@ -12,25 +12,36 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from autopar._compat import pytree
 from autopar.trace.formulas import Counted, computed, is_large
 from autopar.trace.numbers import Number
 
 
 def with_counted_places(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of `x[index] = y`, with a tensor in the place of the one number or slice in it that is counted."""
-    if getattr(func, "__name__", "") != "__setitem__" or not isinstance(args[0], Tensor):
+    """The arguments of `x[index] = y`, with a tensor in the place of the one number or slice in it that is counted; of
+    other indices such numbers are Python's.
+    """
+    name = getattr(func, "__name__", "")
+    if name not in ("__getitem__", "__setitem__") or not isinstance(args[0], Tensor):
         return args
+    if name == "__setitem__" and (found := _with_a_tensor(args)) is not None:
+        return found
+    index = pytree.tree_map(lambda part: part.pinned() if type(part) is Counted else part, args[1])
+    return args[0], index, *args[2:]
+
+
+def _with_a_tensor(args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     parts = args[1] if isinstance(args[1], tuple) else (args[1],)
     counted = [place for place, part in enumerate(parts) if _is_number(part) or _is_slice(part)]
     if len(counted) != 1 or not all(_is_plain(part) for place, part in enumerate(parts) if place not in counted):
-        return args
+        return None
     (place,) = counted
     if Ellipsis in parts[:place]:
         dim = args[0].ndim - sum(part is not None for part in parts[place:])
     else:
         dim = sum(part is not None for part in parts[:place])
     if dim not in range(args[0].ndim):
-        return args
+        return None
     part, size, device = parts[place], args[0].shape[dim], args[0].device
     made = _of_slice(part, size, device) if isinstance(part, slice) else _of_number(part, size)
     value = args[2].as_given() if isinstance(args[2], Number) else args[2]

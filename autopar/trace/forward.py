@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
+from autopar.trace.ambient import inference_without_gradients
 from autopar.trace.builtin import math_of_counted
 from autopar.trace.checks import Checks
 from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of, standing
@@ -30,7 +31,7 @@ from autopar.trace.literals import Literals
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
-from autopar.trace.origins import Origins, tensors_in
+from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.places import with_masks
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.written_out import WRITTEN_OUT, copied, with_limits
@@ -88,7 +89,8 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                 watch.literals.know(name, now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
             had = {name: frozenset(vars(value)) for name, value in now.items()}
-            with watch, standing(numbers, modules), math_of_counted(counting.are_there):
+            stand_ins = math_of_counted(counting.are_there), inference_without_gradients()
+            with watch, standing(numbers, modules), stand_ins[0], stand_ins[1]:
                 returned = original(*args, **kwargs)
                 refuse_attributes(now, had)
                 watch.reads_at.check(vars(returned))
@@ -173,7 +175,8 @@ class _Watch(TorchFunctionMode):
         self._refuse_what_is_not_traced(func, args, kwargs)
         args, kwargs = with_limits(func, *dense_lookup(func, with_masks(func, args), kwargs))
         func = REPLACED.get(func, func)
-        if func == DATA.__get__ and (id(args[0]) in self.registered or id(args[0]) not in self.known):
+        is_data = func == DATA.__get__
+        if is_data:
             func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
         if func in WRITTEN_OUT and not any(isinstance(leaf, Picked) for leaf in leaves):
             with self:
@@ -190,13 +193,20 @@ class _Watch(TorchFunctionMode):
         if (number := taken_out(func, args, self.checks)) is not None:
             return number
         if any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
-            return with_numbers(func, args, kwargs)
+            return self._with_numbers(func, args, kwargs)
         result = self._result(func, args, kwargs)
+        self._see(func, args, result, is_data)
+        return result
+
+    def _see(self, func: Any, args: Any, result: Any, is_data: bool) -> None:
+        """`is_data`: it stands for `.data`."""
         if func is torch.Tensor.detach:
             self.data[id(result)] = id(args[0])
+        if is_data and id(args[0]) in self.known - self.registered:
+            self.reads_at.read_data(result)
+        self.reads_at.look(getattr(func, "__name__", ""), args, result)
         self.results.append(result)
         self.known |= set(map(id, tensors_in(result)))
-        return result
 
     def _refuse_what_is_not_traced(self, func: Any, args: Any, kwargs: Any) -> None:
         """A program has no hooks, and its parameters train or do not train as they did before the call."""
@@ -249,7 +259,7 @@ class _Watch(TorchFunctionMode):
         result = _with_states_as_given(func, args, func(*args, **kwargs))
         self.origins.made(func, args, kwargs, result)
         self.literals.made(func, args, kwargs, result)
-        self.beside.made(func, args, result)
+        self.beside.made(func, args, kwargs, result)
         self.checks.made(func, args, kwargs, result)
         if func is torch.rand and not result.ndim:
             self.uniform.add(id(result))
@@ -262,6 +272,13 @@ class _Watch(TorchFunctionMode):
                 )
         return result
 
+    def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = with_numbers(func, args, kwargs)
+        if writes_in_place(getattr(func, "__name__", ""), kwargs):
+            self.literals.set_by_number(tensors_in(args[:1]))
+        self.beside.made(func, args, kwargs, result)
+        return result
+
     def _with_places(self, func: Any, args: Any) -> Any:
         """The arguments of `func` with what is known of an index, and of sizes, in them."""
         args = with_counted_places(func, args)
@@ -272,9 +289,9 @@ class _Watch(TorchFunctionMode):
         return args
 
     def _is_frozen(self, held: torch.Tensor, value: torch.Tensor) -> bool:
-        """Whether that is a parameter that does not train, and `value` may be what it holds."""
-        is_parameter = id(held) in self.registered and id(held) not in self.buffers and not held.requires_grad
-        return is_parameter and value.shape == held.shape and value.dtype == held.dtype and not value.requires_grad
+        """Whether that is a buffer, or a parameter that does not train, and `value` may be what it holds."""
+        is_held = id(held) in self.registered and not held.requires_grad
+        return is_held and value.shape == held.shape and value.dtype == held.dtype and not value.requires_grad
 
     def _is_strange(self, value: torch.Tensor) -> bool:
         return id(value) not in self.known and value.requires_grad and value.is_leaf

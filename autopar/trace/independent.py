@@ -56,12 +56,14 @@ def hangs_on_nothing(
     except Exception as raised:  # the first trace had none: it comes of what is left, which forward reads then
         reads_it, error = True, raised
     else:
-        left.is_independent = left.told() == writes.told() and not asking.asked
-        counting.beside.found |= {spot for spot, is_length in asking.of_attributes(left.writes) if is_length}
-        counter = left.counted(writes) if left.is_independent else None
+        is_alike = left.told() == writes.told()
+        left.is_independent = is_alike and not asking.asked
+        counting.beside.found |= {*asking.of_attributes(left.writes)}
+        counter = left.counted(writes) if is_alike else None
         taken = other.graph_signature.inputs_to_lifted_tensor_constants.values()
         reads_it = changed is not None or any(isinstance(other.constants[name], FakeTensor) for name in taken)
-        reads_it = reads_it or (left.is_independent and str(other.graph) != str(exported.graph))
+        # (what is asked of a list has programs of its own)
+        reads_it = reads_it or (is_alike and not asking.asks_lists and str(other.graph) != str(exported.graph))
     finally:
         for take_back in reversed(undo):
             take_back()

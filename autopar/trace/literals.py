@@ -178,6 +178,11 @@ class Literals:
         elif name.strip("_") not in FRESH and tensors_in(result):
             self._forget(tensors_in(args[0]) if name == "__getitem__" else given)  # it looks at no index
 
+    def set_by_number(self, written: list[Tensor]) -> None:
+        """A number of each call was written there."""
+        self.may_be_written(written, line_here)
+        self._forget(written)
+
     def _forget(self, given: list[Tensor]) -> None:
         unknown = self._origins_of(given)
         for one in [one for one, origins in self._made_of.items() if origins & unknown]:
@@ -187,7 +192,6 @@ class Literals:
         """Raises TraceError where that is a buffer, or made of one, that was asked. `line`: which writes; looked up
         only then, as most writes are to others.
         """
-        self._beside.written(written)
         for buffer in self._buffers_in(written) & self._asked.keys():
             self._beside.found |= {self._names[one] for one in self._asked if one in self._names}
             raise TraceError(

@@ -27,6 +27,10 @@ BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # of two n
     "mod": (operator.mod, torch.remainder), "pow": (operator.pow, torch.pow),
 }  # fmt: skip
 COMPARED = {name: (getattr(operator, name), getattr(torch, name)) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+BY_UFUNC = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "true_divide": operator.truediv,
+    "divide": operator.truediv, "power": operator.pow,
+}  # fmt: skip
 DIVIDES = ("truediv", "floordiv", "mod")
 ARITHMETIC = {*BINARY, "div", "true_divide", "floor_divide", "remainder", "rsub"}
 LIMITS = ("clamp", "clamp_min", "clamp_max")
@@ -128,8 +132,12 @@ class Number:
     def __format__(self, _: str) -> str:
         return repr(self)
 
-    def __array_ufunc__(self, *_: Any, **__: Any) -> Any:
-        raise _needed_now()
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        """What numpy computes of it, as `np.mean` of a list does: operators of Python's."""
+        python = BY_UFUNC.get(ufunc.__name__)
+        if method != "__call__" or python is None:
+            raise _needed_now()
+        return python(*(one.item() if isinstance(one, np.generic) else one for one in args))
 
     @classmethod
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:

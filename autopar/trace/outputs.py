@@ -131,7 +131,8 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
             if isinstance(after, Counted):  # known without the program
                 continue
             if is_kept(after):
-                kept[path, name] = with_plain_keys(after)
+                # a list may be one that is written to, which is undone behind this
+                kept[path, name] = pytree.tree_map(lambda leaf: leaf, with_plain_keys(after))
                 attributes = vars(modules[path])  # the trace shall not see that it was set
                 attributes.pop(name, None)
                 if before is not MISSING:

@@ -68,6 +68,12 @@ def at_values(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, Any, int] | Non
     )
 
 
+VIEWS = frozenset((
+    "__getitem__", "view", "reshape", "flatten", "squeeze", "unsqueeze", "transpose", "t", "permute", "narrow",
+    "select", "detach", "view_as", "expand", "__get__",
+))  # fmt: skip
+
+
 class ReadsAt:
     """What forward reads at places that are values: `x[t]` is a copy in a program, and with torch the same memory. A
     write to it has to get to `x` by `x[t] = ..`, which is what Python makes of `x[t] += y`; and once `x` is written to,
@@ -78,9 +84,21 @@ class ReadsAt:
         self._read: dict[int, tuple[Tensor, Tensor]] = {}  # by id, and of what
         self._written: dict[int, str] = {}  # id of what was read -> the line that writes to it
         self._old = set[int]()  # ids of what was read, and written to in `x` since
+        self._data: dict[int, Tensor] = {}  # `.data` of what forward has made, and looks at it
 
     def read(self, result: Tensor, of: Tensor) -> None:
         self._read[id(result)] = result, of
+
+    def read_data(self, result: Tensor) -> None:
+        """That this is the `.data` of a tensor that forward has made. Written to, it changes what backward reads, and
+        autograd does not see it.
+        """
+        self._data[id(result)] = result
+
+    def look(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """That a function of that name gave `result`."""
+        if self._data and name in VIEWS and isinstance(result, Tensor) and args and id(args[0]) in self._data:
+            self._data[id(result)] = result
 
     def set_anew(self, numbers: Set[int]) -> None:
         """What these ids are of was set to another tensor."""
@@ -89,6 +107,11 @@ class ReadsAt:
     def see(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what a function of that name does to such. Raises TraceError where that goes wrong."""
         self._refuse_old((args, kwargs))
+        if self._data and args and id(args[0]) in self._data and writes_in_place(name, kwargs):
+            raise TraceError(
+                f"forward writes to .data of a tensor that it has made{line_here()}, which backward would read: write "
+                "to the tensor under torch.no_grad(), or make another one"
+            )
         if name == "__setitem__":
             self._written.pop(id(args[2]), None)
         if args and writes_in_place(name, kwargs):

@@ -84,12 +84,13 @@ def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Plac
             )
             if captured is None:
                 raise
+    counting = captured.reads.counting
+    if more := counting.beside.found - {*counting.beside.spots}:
+        captured = _counting(trace, counting.places, modules, more | {*counting.beside.spots}) or captured
     reads, counting = captured.reads, captured.reads.counting
     found = {*counted_in(reads.attributes, reads.written, modules), *counting.asked_for} - {*counting.places}
-    more, beside = {*filter(may_be, found)}, counting.beside.found - {*counting.beside.spots}
-    if more or beside:
-        places, beside = more | {*counting.places}, beside | {*counting.beside.spots}
-        captured = _counting(trace, places, modules, beside) or captured
+    if more := {*filter(may_be, found)}:
+        captured = _counting(trace, more | {*counting.places}, modules, counting.beside.spots) or captured
     captured.reads.counting.elsewhere = set[int]  # it holds what was traced
     return captured
 
@@ -120,6 +121,8 @@ def _counting(
     try:
         captured = trace(counted=counting)
     except Exception as error:  # of whatever kind, for want of a number: a trace without says what else there is
+        if more := counting.beside.found - {*beside}:
+            return _counting(trace, counting.places, modules, more | {*beside}, tells=tells)
         if tells and isinstance(error, TraceError) and not isinstance(error, HangsOnValues):
             raise
         captured = None

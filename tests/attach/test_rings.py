@@ -171,6 +171,95 @@ class Refills(Keeps):
         return float(len(self.log))
 
 
+class Pushes(Keeps):
+    """Twice in each call, at a place that is a buffer: what it asks the second time is what it has set."""
+
+    programs = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def keep(self, hidden: Tensor) -> float:
+        for row in hidden.detach():
+            at = int(self.at)
+            self.queue[:, at : at + 2] = row[:, None]
+            self.at[0] = (at + 2) % 8
+        return 1.0 + self.at.item() / 10
+
+
+class WarmsUp(Keeps):
+    """By a truth and a number in buffers, that it sets and asks again."""
+
+    programs = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("left", torch.tensor(2))
+        self.register_buffer("started", torch.tensor(False))
+
+    def keep(self, hidden: Tensor) -> float:
+        scale = 1.0
+        if self.started.item() is False:
+            self.started.fill_(True)
+            scale = 5.0
+        if self.left > 0:
+            self.left -= 1
+        return scale if self.left > 0 else 3 * scale
+
+
+class Moves(Keeps):
+    """A full list goes into another one, or to another attribute, and an empty one comes in its place."""
+
+    def keep(self, hidden: Tensor) -> float:
+        self.log.append(hidden.detach().mean())
+        if len(self.log) == 2:
+            self.tables["loss"].append(self.log)
+            self.seen = self.log
+            self.log = []
+        return 1.0
+
+
+class Least(Keeps):
+    programs = 2
+
+    def keep(self, hidden: Tensor) -> float:
+        self.of_step[0] = min(self.of_step.get(0, 99.0), self.step * 0.5)
+        self.step += 1
+        return 1.0 + self.of_step[0]
+
+
+class FullAtTen(Keeps):
+    programs, calls = 2, 22
+
+    def keep(self, hidden: Tensor) -> float:
+        self.log.append(hidden.mean().item())
+        if len(self.log) >= 10:
+            self.seen = sum(self.log) / len(self.log)
+            self.log.clear()
+        return 1.0
+
+
+class TwoPlaces(Keeps):
+    calls = 7
+
+    def keep(self, hidden: Tensor) -> float:
+        self.queue[self.step % 2, self.step % 3] = hidden.detach().mean()
+        self.ring[[(self.step + more) % 5 for more in range(2)]] = hidden.detach()
+        self.step += 1
+        return 1.0
+
+
+class InInference(Keeps):
+    """What is computed there has no gradient, as under no_grad."""
+
+    def keep(self, hidden: Tensor) -> float:
+        with torch.inference_mode():
+            taught = self.layer(hidden) + hidden.data
+        self.ring[0] = taught.mean(0)
+        return (hidden - taught).square().mean()
+
+
 class OfEachStep(Keeps):
     calls = 7
 
@@ -182,7 +271,7 @@ class OfEachStep(Keeps):
 
 MODELS = (
     Ring, RingOfParts, Columns, Wraps, FromItsEnd, InMadeOnes, EveryThird, OfAnother, InATable, InAPair, Sums, TheLast,
-    Refills, OfEachStep,
+    Refills, Pushes, WarmsUp, Moves, Least, FullAtTen, TwoPlaces, InInference, OfEachStep,
 )  # fmt: skip
 
 
