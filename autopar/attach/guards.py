@@ -290,7 +290,8 @@ def refuse_carried(
             continue
         if place in reads.counting.places:
             if in_a_row:
-                _refuse_each(place, line, reads.counting.asked.pinned, is_other_kind=kind_of(was) != kind_of(after))
+                had = reads.counting.kinds[reads.counting.places.index(place)]
+                _refuse_each(place, line, reads.counting.asked.pinned, is_other_kind=had != kind_of(after))
             continue
         carried = has_tensors(was) and has_tensors(after)
         for writes in before:

@@ -210,6 +210,9 @@ class Counted(Number):
     def of_two(self, name: str, other: Any, is_reversed: bool = False) -> Any:
         """As of any number; of two that are known it is known, too."""
         if not isinstance(other, (Counted, bool, int, float)):
+            if isinstance(other, Number) and (now := self.as_given()) is not self:  # no program computes it
+                python = {**BINARY, **COMPARED}[name][0]
+                return python(other, now) if is_reversed else python(now, other)
             return super().of_two(name, other, is_reversed)
         python = {**BINARY, **COMPARED}[name][0]
         pair = (other, self) if is_reversed else (self, other)

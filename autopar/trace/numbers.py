@@ -90,6 +90,7 @@ class Number:
             return of_tensors(*((other, self) if is_reversed else (self, other)))  # which comes to `given` below
         if not isinstance(other, (Number, bool, int, float)):
             return NotImplemented
+        other = other.as_given() if isinstance(other, Number) else other
         is_int = isinstance(other.like if isinstance(other, Number) else other, int)
         is_float = not is_int or isinstance(self.like, float) or name == "truediv"
         if name == "pow" and not is_float and (is_reversed or not isinstance(other, int) or other < 0):

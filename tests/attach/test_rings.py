@@ -240,6 +240,18 @@ class FullAtTen(Keeps):
         return 1.0
 
 
+class Averages(Keeps):
+    """Of the last six, which are as many from the sixth call on."""
+
+    programs = 7
+
+    def keep(self, hidden: Tensor) -> float:
+        self.log.append(hidden.mean().item())
+        self.log = self.log[-6:]
+        self.seen = sum(self.log) / len(self.log)
+        return 1.0
+
+
 class TwoPlaces(Keeps):
     calls = 7
 
@@ -271,7 +283,7 @@ class OfEachStep(Keeps):
 
 MODELS = (
     Ring, RingOfParts, Columns, Wraps, FromItsEnd, InMadeOnes, EveryThird, OfAnother, InATable, InAPair, Sums, TheLast,
-    Refills, Pushes, WarmsUp, Moves, Least, FullAtTen, TwoPlaces, InInference, OfEachStep,
+    Refills, Pushes, WarmsUp, Moves, Least, FullAtTen, Averages, TwoPlaces, InInference, OfEachStep,
 )  # fmt: skip
 
 
