@@ -15,6 +15,7 @@ length meets tensors as a number of Python's, and what is in a buffer is read th
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -54,7 +55,8 @@ class Beside:
     spots: tuple[Spot, ...] = ()
     now: tuple[Any, ...] = ()
     found: set[Spot] = field(default_factory=set[Spot])
-    _lists: list[tuple[Any, Counted, int]] = field(default_factory=list[Any])
+    was_changed: bool = False  # whether forward asked how long a list is that it had not only appended to
+    _lists: list[tuple[Any, Counted, list[Any]]] = field(default_factory=list[Any])
     # id -> a tensor of one element, what it is, and the id of the first one that has the same memory
     _tensors: dict[int, tuple[Tensor, Counted | int, int]] = field(default_factory=dict[int, Any])
 
@@ -66,6 +68,7 @@ class Beside:
         """Note what stands in a trace. `first`: the place of the first of these numbers among all."""
         self._lists.clear()
         self._tensors.clear()
+        self.was_changed = False
         for at, (spot, now) in enumerate(zip(self.spots, self.now, strict=True), first):
             held = _held(spot, modules)
             formula = Formula(asked.step(None, (at,)), frozenset((spot,)))
@@ -74,13 +77,17 @@ class Beside:
                 counted = Counted(now, formula, lambda was=was: Number(was, checks), asked)
                 self._tensors[id(held)] = held, counted, id(held)
             else:
-                self._lists.append((held, Counted(now, formula, None, asked), len(content(held))))
+                self._lists.append((held, Counted(now, formula, None, asked), content(held)))
 
     def length(self, held: Any) -> Any:
         """`len` of it, as forward is told."""
         for one, counted, had in self._lists:
-            if one is held and len(content(held)) >= had:
-                return counted.of_two("add", len(content(held)) - had)
+            if one is held:
+                now = content(held)
+                if len(now) >= len(had) and all(map(operator.is_, now, had)):
+                    return counted.of_two("add", len(now) - len(had))
+                self.was_changed = True
+                counted.pinned()
         return len(held)
 
     def answer(self, func: Any, args: Sequence[Any]) -> Any:
@@ -134,13 +141,13 @@ class Beside:
         roots = {self._tensors[id(one)][2] for one in tensors if id(one) in self._tensors}
         made: Any = None
         if len(roots) == 1 and len(tensors) == 1 and tensors[0].dtype in WHOLE:
-            operator = OPERATORS.get(name.strip("_")) or OPERATORS.get(f"__{name.strip('_').removeprefix('i')}__")
+            python = OPERATORS.get(name.strip("_")) or OPERATORS.get(f"__{name.strip('_').removeprefix('i')}__")
             if name in SETS and id(args[-1]) in self._tensors:
                 made = self._tensors[id(args[-1])][1]
             elif name in SETS and type(args[-1]) in (Counted, int):
                 made = args[-1]
-            elif operator is not None and len(args) == 2:
-                made = self._computed(operator, args)
+            elif python is not None and len(args) == 2:
+                made = self._computed(python, args)
         if made is None:
             return self._forget(roots)
         for number, (tensor, _, root) in [*self._tensors.items()]:

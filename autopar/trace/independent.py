@@ -57,7 +57,7 @@ def hangs_on_nothing(
         reads_it, error = True, raised
     else:
         is_alike = left.told() == writes.told()
-        left.is_independent = is_alike and not asking.asked
+        left.is_independent = is_alike and not asking.asked and not counting.beside.was_changed
         counting.beside.found |= {*asking.of_attributes(left.writes)}
         counter = left.counted(writes) if is_alike else None
         taken = other.graph_signature.inputs_to_lifted_tensor_constants.values()

@@ -263,6 +263,21 @@ class InInference(Keeps):
         return (hidden - taught).square().mean()
 
 
+class CountsWhatItRefills(Keeps):
+    """How long a list is is asked before it is emptied, and behind that."""
+
+    calls = 7
+
+    def keep(self, hidden: Tensor) -> float:
+        scale = 2.0 if len(self.log) > 2 else 1.0
+        if self.step % 3 == 2:
+            self.log.clear()
+        self.log.append(hidden.mean().item())
+        self.seen = len(self.log)
+        self.step += 1
+        return scale
+
+
 class OfEachStep(Keeps):
     calls = 7
 
@@ -274,5 +289,6 @@ class OfEachStep(Keeps):
 
 MODELS = (
     Ring, RingOfParts, Columns, Wraps, FromItsEnd, InMadeOnes, EveryThird, OfAnother, InATable, InAPair, Sums, TheLast,
-    Refills, Pushes, WarmsUp, Moves, Least, FullAtTen, Averages, TwoPlaces, InInference, OfEachStep,
+    Refills, Pushes, WarmsUp, Moves, Least, FullAtTen, Averages, TwoPlaces, InInference, CountsWhatItRefills,
+    OfEachStep,
 )  # fmt: skip
