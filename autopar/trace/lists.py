@@ -30,7 +30,7 @@ ASKS = (
     "popleft", "remove", "reverse", "rotate", "sort", "get", "items", "keys", "values", "popitem", "setdefault",
 )  # fmt: skip
 OF_A_KEY = ("__contains__", "__getitem__", "__delitem__", "get", "pop", "setdefault")
-OF_A_PLACE = ("__getitem__", "__setitem__", "__delitem__", "pop")
+OF_A_PLACE = ("__getitem__", "__delitem__", "pop")
 
 
 @dataclass
@@ -90,7 +90,7 @@ def _noting(kind: Any) -> Any:
     """A kind of list or dict: of a list the first `found` elements, of a dict those keys, were there before forward."""
     made = type(kind.__name__, (kind,), {})
     for name in ASKS:
-        if hasattr(kind, name) and not (kind is list and name == "__setitem__"):
+        if hasattr(kind, name):
             setattr(made, name, _method(kind, name))
 
     def clear(held: Any) -> None:
@@ -98,15 +98,13 @@ def _noting(kind: Any) -> Any:
         held.stood.found = set[Any]() if kind is dict else 0
 
     def put(held: Any, key: Any, value: Any) -> None:
-        if is_torchs(sys._getframe(1).f_code.co_filename):
-            pass  # who copies it
-        elif kind is dict:
+        if not is_torchs(sys._getframe(1).f_code.co_filename):  # nobody who copies it
             held.stood.found = held.stood.found - {key}
-        elif not _is_new(kind, "__setitem__", held, (key,)):
-            _note(held, "__setitem__")
         kind.__setitem__(held, key, value)
 
-    made.clear, made.__setitem__ = clear, put
+    made.clear = clear
+    if kind is dict:
+        made.__setitem__ = put
     return made
 
 

@@ -54,8 +54,10 @@ def capture(
         except Rebound as error:
             more = {place for place in error.places - attributes if may_be_attribute(place, modules)}
             if not more:
-                raise
+                raise TraceError(str(error)) from error  # the kinds of it are for us alone
             attributes |= more
+        except HangsOnValues as error:
+            raise TraceError(str(error)) from error
 
 
 def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Place], *, tensors: bool) -> Captured:
