@@ -123,7 +123,7 @@ def _counting(
     try:
         captured = trace(counted=counting)
     except Exception as error:  # of whatever kind, for want of a number: a trace without says what else there is
-        if more := counting.beside.found - {*beside}:
+        if more := {spot for spot in counting.beside.found - {*beside} if may_be_asked(spot, modules)}:
             return _counting(trace, counting.places, modules, more | {*beside}, tells=tells)
         if tells and isinstance(error, TraceError) and not isinstance(error, HangsOnValues):
             raise

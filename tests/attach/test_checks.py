@@ -159,6 +159,25 @@ def test_a_buffer_that_is_asked_and_then_changed_is_refused(one: DeviceMesh) -> 
         autopar.compile(Strided(counts=True), one)(torch.rand(4, 2, 17, dtype=torch.float64))
 
 
+def test_a_buffer_of_two_elements_that_is_asked_and_then_changed_is_refused(one: DeviceMesh) -> None:
+    """Also where another one, of one element, may be."""
+
+    class Both(Counting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("pair", torch.zeros(2, dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = super().forward(x)
+            if int(self.pair[0]) < 2:
+                made = made * 2
+            self.pair += 1
+            return made
+
+    with pytest.raises(TraceError, match=r"asks for what is in a buffer at .*, and changes it at .*self\.pair \+= 1"):
+        autopar.compile(Both(), one)(batch())
+
+
 class OnlyTrained(nn.Module):
     def __init__(self) -> None:
         super().__init__()
