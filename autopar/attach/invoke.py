@@ -31,9 +31,10 @@ from autopar.errors import CheckFailed, PlanMismatch
 from autopar.ir.graph import Node, output_types
 from autopar.plan import Plan
 from autopar.trace.calls import Call
-from autopar.trace.counted import copied, put_back, standing
+from autopar.trace.counted import put_back, standing
 from autopar.trace.formulas import Computed
 from autopar.trace.outputs import Returned, arrays_of, numbers_of
+from autopar.trace.values import copied
 
 
 def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:

@@ -25,15 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from autopar.trace.checks import Checks
-from autopar.trace.formulas import Asked, Counted, Formula
+from autopar.trace.formulas import Asked, Counted, Formula, Place
 from autopar.trace.numbers import BINARY, COMPARED, Number
 from autopar.trace.origins import tensors_in, writes_in_place
 from autopar.trace.rows import ELEMENTWISE
 from autopar.trace.values import MISSING
 from autopar.trace.writes import content
-
-# Path of a module, name of an attribute, and keys that lead from there to a list.
-Spot = tuple[Any, ...]
 
 # What these give of one element is that element, and may be the same memory; a clone is not.
 LOOKS = frozenset((
@@ -52,9 +49,9 @@ class Beside:
     where others may stand for it. `found`: further ones that forward asks.
     """
 
-    spots: tuple[Spot, ...] = ()
+    spots: tuple[Place, ...] = ()
     now: tuple[Any, ...] = ()
-    found: set[Spot] = field(default_factory=set[Spot])
+    found: set[Place] = field(default_factory=set[Place])
     was_changed: bool = False  # whether forward asked how long a list is that it had not only appended to
     _lists: list[tuple[Any, Counted, list[Any]]] = field(default_factory=list[Any])
     # id -> a tensor of one element, what it is, and the id of the first one that has the same memory
@@ -158,18 +155,18 @@ class Beside:
         self._tensors = {number: one for number, one in self._tensors.items() if one[2] not in roots}
 
 
-def beside_of(spots: Sequence[Spot], modules: Mapping[str, nn.Module]) -> Beside:
+def beside_of(spots: Sequence[Place], modules: Mapping[str, nn.Module]) -> Beside:
     """Of what is there."""
     made = Beside(tuple(spots))
     made.now = tuple(made.values(modules))
     return made
 
 
-def may_be_asked(spot: Spot, modules: Mapping[str, nn.Module]) -> bool:
+def may_be_asked(spot: Place, modules: Mapping[str, nn.Module]) -> bool:
     return _number(_held(spot, modules)) is not MISSING
 
 
-def _held(spot: Spot, modules: Mapping[str, nn.Module]) -> Any:
+def _held(spot: Place, modules: Mapping[str, nn.Module]) -> Any:
     path, name, *within = spot
     held = vars(modules[path]).get(name, modules[path]._buffers.get(name, MISSING))
     for key in within:

@@ -15,7 +15,6 @@ import contextlib
 import inspect
 import itertools
 import operator
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -25,16 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import pytree
-from autopar.trace.beside import Beside, Spot, beside_of
+from autopar.trace.beside import Beside, beside_of
 from autopar.trace.checks import Checks
 from autopar.trace.formulas import Asked, Computed, Counted, Formula, Place, is_large
 from autopar.trace.left import is_kept
 from autopar.trace.numbers import Number
-from autopar.trace.values import MISSING, SCALARS, told
+from autopar.trace.values import MISSING, MUTABLE, SCALARS, told
 from autopar.trace.writes import content, refill
 
 ARGUMENT = "counted_"  # of forward, in a trace: a dict by what an attribute is called
-MUTABLE = (list, dict, deque)
 
 
 @dataclass
@@ -145,11 +143,6 @@ def _put(attributes: Mapping[Place, Any], modules: Mapping[str, nn.Module]) -> N
             vars(modules[path])[name] = value
 
 
-def copied(value: Any) -> Any:
-    """Lists, dicts and tuples with the same in them; anything else is itself."""
-    return pytree.tree_map(lambda leaf: leaf, value) if isinstance(value, (tuple, *MUTABLE)) else value
-
-
 def _is_same(held: Any, had: Any) -> bool:
     (now, spec), (was, before) = pytree.tree_flatten(held), had
     return spec == before and all(map(operator.is_, now, was))
@@ -193,7 +186,7 @@ def put_back(after: Any, value: Any, lists: Mapping[int, Any]) -> Any:
     return held
 
 
-def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module], beside: Sequence[Spot] = ()) -> Counting:
+def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module], beside: Sequence[Place] = ()) -> Counting:
     """Of what is there."""
     counting = Counting(tuple(places), beside=beside_of(beside, modules))
     counting.kinds = tuple(map(kind_of, counting.values(modules)))
@@ -222,7 +215,7 @@ def as_tensor(value: float | Tensor) -> Tensor:
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
 
 
-def called(place: Spot) -> str:
+def called(place: Place) -> str:
     """In words."""
     path, name, *within = place
     return ".".join(("self", *filter(None, (path, name)))) + "".join(f"[{key!r}]" for key in within)

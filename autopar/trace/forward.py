@@ -89,8 +89,9 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                 watch.literals.know(name, now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
             had = {name: frozenset(vars(value)) for name, value in now.items()}
-            stand_ins = math_of_counted(counting.are_there), inference_without_gradients()
-            with watch, standing(numbers, modules), stand_ins[0], stand_ins[1]:
+            with (
+                watch, standing(numbers, modules), math_of_counted(counting.are_there), inference_without_gradients(),
+            ):  # fmt: skip
                 returned = original(*args, **kwargs)
                 refuse_attributes(now, had)
                 watch.reads_at.check(vars(returned))
@@ -169,7 +170,7 @@ class _Watch(TorchFunctionMode):
             return args[0]  # a zero that losses are added to (quantizers have one): nobody reads its gradient
         if func == DATA.__set__ and self.data.get(id(args[1])) == id(args[0]):
             return None  # behind `x.data += y`
-        if func == DATA.__set__ and self._is_frozen(*args):
+        if func == DATA.__set__ and self._may_be_set(*args):
             self.reads_at.set_anew({made for made, of in self.data.items() if of == id(args[0])})
             func, kwargs = torch.Tensor.copy_, {}
         self._refuse_what_is_not_traced(func, args, kwargs)
@@ -288,7 +289,7 @@ class _Watch(TorchFunctionMode):
                 self.checks.answered(None, (size,), {}, number)
         return args
 
-    def _is_frozen(self, held: torch.Tensor, value: torch.Tensor) -> bool:
+    def _may_be_set(self, held: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether that is a buffer, or a parameter that does not train, and `value` may be what it holds."""
         is_held = id(held) in self.registered and not held.requires_grad
         return is_held and value.shape == held.shape and value.dtype == held.dtype and not value.requires_grad

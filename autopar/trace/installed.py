@@ -9,7 +9,7 @@ they are refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +64,10 @@ def let_be_attributes(places: Iterable[tuple[str, str]], modules: Mapping[str, n
 
 
 @contextlib.contextmanager
-def attributes_in_place_of(places: Iterable[tuple[str, str]], modules: Mapping[str, nn.Module]) -> Iterator[None]:
+def attributes_in_place_of(places: Collection[tuple[str, str]], modules: Mapping[str, nn.Module]) -> Iterator[None]:
     """Inside, they are."""
-    had = {path: (dict(part._buffers), set(part._non_persistent_buffers_set)) for path, part in modules.items()}
+    parts = {path: modules[path] for path, _ in places}
+    had = {path: (dict(part._buffers), set(part._non_persistent_buffers_set)) for path, part in parts.items()}
     let_be_attributes(places, modules)
     try:
         yield

@@ -26,7 +26,7 @@ from autopar.trace.formulas import plain_key, with_plain_keys
 from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in
 from autopar.trace.settings import Of
-from autopar.trace.values import FEW, MISSING, SCALARS, held_in
+from autopar.trace.values import FEW, MISSING, SCALARS, copied, held_in
 from autopar.trace.writes import OfModule, Write, content, key_of, number_of, of_modules, place_of, put, refill
 
 DEEPEST = 4  # containers in containers
@@ -112,7 +112,7 @@ class Left:
             if not _is_same(now, was, registered) and is_kept(now):
                 found.append((Write(place, name, (), "value"), now))
                 undo.append(lambda place=place, name=name, was=was: put(place, name, was))
-        found = [(write, _as_it_is(value)) for write, value in found]  # which may be what is undone now
+        found = [(write, copied(value)) for write, value in found]  # which may be what is undone now
         for take_back in undo:
             take_back()
         for write, value in found:
@@ -185,10 +185,6 @@ class Left:
             "there, and each value would need a program of its own; make it a buffer (register_buffer), pass it as an "
             "argument, or take it out before each call"
         )
-
-
-def _as_it_is(value: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf, value) if isinstance(value, (list, tuple, dict, deque)) else value
 
 
 def _of_dict(seen: _Seen, undo: list[Callable[[], None]], registered: Set[int]) -> list[tuple[Write, Any]]:

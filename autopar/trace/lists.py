@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from autopar._compat import pytree
-from autopar.trace.beside import Spot
+from autopar.trace.formulas import Place
 from autopar.trace.values import is_torchs
 from autopar.trace.writes import OfModule, Write, content
 
@@ -78,7 +78,7 @@ class Asking:
     def asks_lists(self) -> bool:
         return bool(self._lists & self.asked.keys())
 
-    def of_attributes(self, writes: Sequence[Write]) -> Iterator[Spot]:
+    def of_attributes(self, writes: Sequence[Write]) -> Iterator[Place]:
         """The lists among them that attributes hold, and that were asked how long they are."""
         for number, methods in self.asked.items():
             place = writes[number].place

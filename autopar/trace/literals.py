@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from autopar._compat import outside_modes, pytree
 from autopar.errors import TraceError
-from autopar.trace.beside import Beside, Spot
+from autopar.trace.beside import Beside
+from autopar.trace.formulas import Place
 from autopar.trace.lines import line_here
 from autopar.trace.origins import PURE, tensors_in, writes_in_place
 from autopar.trace.rows import ELEMENTWISE
@@ -53,7 +54,7 @@ class Literals:
 
     def __init__(self, beside: Beside) -> None:
         self._beside = beside
-        self._names: dict[int, Spot] = {}  # id of a buffer -> where it is
+        self._names: dict[int, Place] = {}  # id of a buffer -> where it is
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor of the trace, and what it is
         # id -> what it is made of: ids of buffers, and for each tensor that is made of numbers alone a number below 0
         self._made_of: dict[int, frozenset[int]] = {}

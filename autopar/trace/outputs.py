@@ -28,7 +28,7 @@ from autopar.trace.modules import HOOKS
 from autopar.trace.numbers import Array, Number, refuse_text
 from autopar.trace.reads import Reads
 from autopar.trace.settings import CODE
-from autopar.trace.values import MISSING
+from autopar.trace.values import MISSING, copied
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
                 continue
             if is_kept(after):
                 # a list may be one that is written to, which is undone behind this
-                kept[path, name] = pytree.tree_map(lambda leaf: leaf, with_plain_keys(after))
+                kept[path, name] = copied(with_plain_keys(after))
                 attributes = vars(modules[path])  # the trace shall not see that it was set
                 attributes.pop(name, None)
                 if before is not MISSING:

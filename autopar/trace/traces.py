@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.errors import TraceError
-from autopar.trace.beside import Spot, may_be_asked
+from autopar.trace.beside import may_be_asked
 from autopar.trace.capture import Captured
 from autopar.trace.capture import capture as captured_with
 from autopar.trace.counted import Counting, counted_in, counting_of, ids_in, may_be_counted
@@ -109,7 +109,7 @@ def _counting(
     trace: partial[Captured],
     places: Iterable[Place],
     modules: Mapping[str, nn.Module],
-    beside: Iterable[Spot] = (),
+    beside: Iterable[Place] = (),
     *,
     tells: bool = False,
 ) -> Captured | None:

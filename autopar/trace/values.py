@@ -26,6 +26,7 @@ MISSING = object()
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, np.ndarray)
+MUTABLE = (list, dict, deque)
 COLLECTIONS = (Mapping, Sequence, Set)  # also those of classes of a user's or a library's
 DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 # What may change and stay the same object.
@@ -100,6 +101,11 @@ def put_in(value: list[Any] | dict[Any, Any], part_of: Callable[[Any], Any]) -> 
     for place, held in zip(places, held_in(value), strict=True):
         if (made := part_of(held)) is not held:
             base.__setitem__(value, place, made)
+
+
+def copied(value: Any) -> Any:
+    """Lists, dicts and tuples with the same in them; anything else is itself."""
+    return pytree.tree_map(lambda leaf: leaf, value) if isinstance(value, (tuple, *MUTABLE)) else value
 
 
 def made_anew(value: Any) -> Any:

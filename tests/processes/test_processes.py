@@ -16,6 +16,13 @@ from tests.processes.launch import ROOT, run_checks
 COMPILED_S = 500  # inductor takes its time, and each rank compiles: 228 s where both have one core
 
 # Of each file the checks that `make test` runs; `make test-all` runs all of them.
+COUNTING = [
+    "that_all_ranks_count",
+    "buffers_that_parts_set",
+    "states_that_are_carried",
+    "a_teacher_and_a_queue",
+    "membranes",
+]
 FIRST = {
     "api": ["accumulation", "dropout", "inputs_and_outputs", "state_dicts"],
     "beside": ["losses_beside_the_module", "outputs_that_are_no_rows"],
@@ -55,13 +62,7 @@ FIRST = {
         "a_piece_that_backward_reads_must_not_be",
         "gradients_made_by_hand",
     ],
-    "counting": [
-        "that_all_ranks_count",
-        "buffers_that_parts_set",
-        "states_that_are_carried",
-        "a_teacher_and_a_queue",
-        "membranes",
-    ],
+    "counting": COUNTING,
     "hooked": ["what_hooks_keep"],
     "losses": [
         "losses_of_what_is_split",
@@ -127,13 +128,7 @@ ON_FOUR = {
         "parts_change_in_stages",
         "averages_that_begin_behind_a_change",
     ],
-    "counting": [
-        "that_all_ranks_count",
-        "buffers_that_parts_set",
-        "states_that_are_carried",
-        "a_teacher_and_a_queue",
-        "membranes",
-    ],
+    "counting": COUNTING,
     "hooked": ["what_hooks_keep"],
     "micro_batches": ["policies", "parts_of_each_rank"],
     "norms": ["local_ones_are_those_of_ddp", "a_cumulative_average", "synced_norms_are_global_always"],
