@@ -33,7 +33,7 @@ from autopar.plan import Plan
 from autopar.trace.calls import Call
 from autopar.trace.counted import put_back, standing
 from autopar.trace.formulas import Computed
-from autopar.trace.outputs import Returned, arrays_of, numbers_of
+from autopar.trace.outputs import Returned, arrays_of, memory_of, numbers_of
 from autopar.trace.values import copied
 
 
@@ -53,12 +53,16 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
             step.again = _with_every_tangent(parallel, prepared, call, key, step)
     beside = [tensors[name] for tensors, name in prepared.beside]
     outputs, written = prepared.runner(step, parameters, beside)
+    rebound = memory_of(prepared.out_spec).rebound
     with torch.no_grad():
         for name, value in written:
             tensors, leaf = prepared.buffers[name]
             held = tensors[leaf]  # a buffer, or a parameter that does not train
-            held.copy_(piece_as(value, held) if isinstance(held, DTensor) else value)
-    return _assemble_outputs(state, prepared, outputs, step, computed)
+            if name in rebound and not isinstance(held, DTensor):
+                tensors[leaf] = value
+            else:
+                held.copy_(piece_as(value, held) if isinstance(held, DTensor) else value)
+    return _assemble_outputs(state, prepared, outputs, call, step, computed)
 
 
 def parameters_of(prepared: Prepared) -> list[Tensor]:
@@ -215,8 +219,19 @@ def _keep(prepared: Prepared, made: Returned, computed: Computed) -> None:
         write.make_in(holder, value)
 
 
+def _given(prepared: Prepared, call: Call, leaf: int) -> Tensor | None:
+    """What forward gives at this leaf, where it lies where a plain tensor of the call or a buffer does."""
+    if leaf not in prepared.given:
+        return None
+    where, look = prepared.given[leaf]
+    base = call.tensors[where] if isinstance(where, int) else where[0][where[1]]
+    if isinstance(base, DTensor):
+        return None
+    return base if look is None else look.at(base)
+
+
 def _assemble_outputs(
-    state: State, prepared: Prepared, outputs: list[Tensor | None], step: Step, computed: Computed
+    state: State, prepared: Prepared, outputs: list[Tensor | None], call: Call, step: Step, computed: Computed
 ) -> Any:
     """Scalars as plain tensors, the rest as `outputs=` has it; in the model's own structure. `computed`: of the
     numbers that were there when the call began.
@@ -230,6 +245,9 @@ def _assemble_outputs(
             continue
         shape, dim = type.shape, prepared.batch_dims.get(result.target)
         place = int(result.target)
+        if (given := _given(prepared, call, place)) is not None and type_of(given) == type:
+            leaves[place] = given
+            continue
         if shape and state.outputs == "sharded" and place not in arrays:
             made = as_dtensor(value, shape, layout, state.device_mesh)
         elif dim is not None and is_by_rows(layout, dim):

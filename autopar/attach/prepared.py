@@ -19,6 +19,7 @@ from autopar.ir.layout import Layout
 from autopar.plan import Plan
 from autopar.trace.counted import Counting, held_at
 from autopar.trace.formulas import Computed, Place
+from autopar.trace.sharing import Look
 from autopar.trace.writes import Write
 from cost_models.steps import DEVICE
 
@@ -42,7 +43,8 @@ class Prepared:
     `hooks`: those that it has. `without_tangent`: outputs whose gradient the program does not take. `writes`:
     attributes that forward sets, as `Reads.written` has them; `sets`: those that are no tensors, and to what, of the
     numbers that are there; `left`: what it writes elsewhere. `counting`: numbers of modules that it takes. `told`: in
-    words. `has_trained`: whether a call with gradients ran it.
+    words. `given`: leaves of what forward gives that lie where a tensor of the call (its place) or a buffer does.
+    `has_trained`: whether a call with gradients ran it.
     """
 
     plan: Plan
@@ -69,6 +71,7 @@ class Prepared:
     counting: Counting
     told: str
     batch_dims: Mapping[str, int]
+    given: Mapping[int, tuple[int | Slot, Look | None]]
     has_trained: bool = False
 
     @property

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -50,6 +50,7 @@ from autopar.trace.installed import let_be_attributes
 from autopar.trace.interrupts import interruptible
 from autopar.trace.left import is_kept
 from autopar.trace.modules import aliases
+from autopar.trace.outputs import memory_of
 from autopar.trace.reads import Reads
 from autopar.trace.values import MISSING, made_anew
 
@@ -323,6 +324,9 @@ def _prepared(
     modules = WeakValueDictionary(parallel.named_modules(remove_duplicate=False))
     paths += captured.reads.counting.paths(modules)
     places = {path: place for place, path in enumerate(paths)}
+    handed_on: dict[str, Mapping[str, Any]] = {"input": {} if state.inputs == "local" else places, "buffer": buffers}
+    if state.outputs == "sharded":
+        handed_on = {"input": {}, "buffer": {}}
     held = [slots[node.target] for node in runner.parameters]
     beside = [slots[name] for name in runner.beside]
     whole = [slots[node.target] for node in graph.nodes if node.op == "parameter" or node.target in written]
@@ -361,6 +365,11 @@ def _prepared(
         captured.reads.counting,
         told_of(call, key),
         batch_dims_of(graph, tensors, places, state.device_mesh) if state.inputs == "local" else {},
+        {
+            one.leaf: (where[one.name], one.look)
+            for one in memory_of(captured.out_spec).given
+            if one.name in (where := handed_on[one.kind])
+        },
     )
 
 

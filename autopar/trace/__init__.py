@@ -11,7 +11,9 @@ from autopar.trace.capture import Captured
 from autopar.trace.local_norm import local_statistics
 from autopar.trace.lower import lower
 from autopar.trace.normalise import normalise
+from autopar.trace.outputs import memory_of
 from autopar.trace.precision import casts_in_place, reduce_after_cast
+from autopar.trace.sharing import in_memory_of_its_own
 from autopar.trace.traces import capture
 from autopar.trace.written import kept_as_it_was
 
@@ -26,6 +28,7 @@ def graph_of(captured: Captured, precision: Any = None, *, parts: int = 1, rules
     Raises TraceError where the batch has no such parts.
     """
     graph = local_statistics(normalise(lower(captured)), parts, captured.synced)
+    graph = in_memory_of_its_own(graph, dict(memory_of(captured.out_spec).groups))
     if precision is not None:
         graph = casts_in_place(graph)
         if precision.reduce_dtype is not None:

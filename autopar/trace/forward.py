@@ -20,6 +20,7 @@ from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import inference_without_gradients
 from autopar.trace.builtin import math_of_counted
+from autopar.trace.calls import flatten_inputs
 from autopar.trace.checks import Checks
 from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of, standing
 from autopar.trace.counted_index import with_counted_places
@@ -33,6 +34,7 @@ from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.places import with_masks
+from autopar.trace.sharing import seen
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.written_out import WRITTEN_OUT, copied, with_limits
 
@@ -88,6 +90,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
             for name, value in values.items():
                 watch.literals.know(name, now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
+            arguments, _ = flatten_inputs(args, kwargs)
             had = {name: frozenset(vars(value)) for name, value in now.items()}
             with (
                 watch, standing(numbers, modules), math_of_counted(counting.are_there), inference_without_gradients(),
@@ -102,7 +105,8 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                     "forward returns rows that a boolean mask picks, and how many there are depends on values; return "
                     "all rows, and the mask beside them"
                 )
-            return replace(returned, checks=watch.checks.wrong)
+            memory = seen(returned, returned.outputs, arguments, now, now_there)
+            return replace(returned, checks=watch.checks.wrong, memory=memory)
         finally:
             replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
 

@@ -28,6 +28,7 @@ from autopar.trace.modules import HOOKS
 from autopar.trace.numbers import Array, Number, refuse_text
 from autopar.trace.reads import Reads
 from autopar.trace.settings import CODE
+from autopar.trace.sharing import NOWHERE, Memory
 from autopar.trace.values import MISSING, copied
 
 
@@ -35,8 +36,8 @@ from autopar.trace.values import MISSING, copied
 class Returned:
     """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules, or
     lists, tuples and dicts of some. `left`: what it writes elsewhere, as `autopar.trace.left.Left.writes`. `numbers`:
-    which leaves of these are numbers to whoever calls; `arrays`: which are arrays of numpy. `checks`: as
-    `autopar.trace.checks.Checks.wrong`.
+    which leaves of these are numbers to whoever calls; `arrays`: which are arrays of numpy. `memory`: where they lie.
+    `checks`: as `autopar.trace.checks.Checks.wrong`.
     """
 
     outputs: Any
@@ -44,6 +45,7 @@ class Returned:
     left: list[Any]
     numbers: frozenset[int] = frozenset()
     arrays: frozenset[int] = frozenset()
+    memory: Memory = NOWHERE
     checks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
@@ -54,9 +56,9 @@ class Returned:
 
 def _together(parts: Any, names: Any) -> Returned:
     outputs, kept, left, holds = parts
-    of_kept, of_checks, numbers, arrays = names
+    of_kept, of_checks, numbers, arrays, memory = names
     checks = dict(zip(of_checks, holds, strict=True))
-    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), [*left], numbers, arrays, checks)
+    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), [*left], numbers, arrays, memory, checks)
 
 
 def numbers_of(spec: pytree.TreeSpec) -> frozenset[int]:
@@ -69,11 +71,16 @@ def arrays_of(spec: pytree.TreeSpec) -> frozenset[int]:
     return spec.context[3]
 
 
+def memory_of(spec: pytree.TreeSpec) -> Memory:
+    """`Returned.memory`, likewise."""
+    return spec.context[4]
+
+
 pytree.register_pytree_node(
     Returned,
     lambda one: (
         [one.outputs, [*one.kept.values()], one.left, [*one.checks.values()]],
-        ([*one.kept], [*one.checks], one.numbers, one.arrays),
+        ([*one.kept], [*one.checks], one.numbers, one.arrays, one.memory),
     ),
     _together,
     serialized_type_name="autopar.Returned",

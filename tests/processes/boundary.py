@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from autopar.measure.twin import traced
 from autopar.search import Request, search
 from tests.processes.compare import near, same_gradients, whole
 from tests.processes.worker import Ranks
+from tests.support.handed import HandsOn
 
 POLICIES = ("data-parallel", "fsdp", "tensor-parallel")
 
@@ -271,6 +273,22 @@ def check_parts_of_each_rank_are_the_whole_batch(ranks: Ranks) -> None:
         local.zero_grad()
         functional.cross_entropy(local(*mine)[1], mine[1]).backward()  # the loss that DDP averages
         same_gradients(plain, local)
+
+
+def check_arguments_and_buffers_are_handed_on(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    plain = HandsOn()
+    parallel: Any = autopar.compile(copy.deepcopy(plain), ranks.mesh())
+    for call in range(3):
+        torch.manual_seed(call)
+        x, mask = torch.randn(3, 4), torch.ones(2, dtype=torch.bool)
+        (_, there, looks, *_), (_, expected, *_) = parallel(x, mask), plain(x, mask)
+        for ours, theirs, held in zip(there, expected, (x, mask, *parallel.buffers()), strict=True):
+            assert ours is held
+            near(ours.double(), theirs.double(), 1e-5, f"call {call}")
+        assert [one.untyped_storage()._cdata for one in looks[:2]] == [x.untyped_storage()._cdata] * 2
+        for row in (looks[2], plain.memory[0]):
+            row.mul_(2)
 
 
 def check_seeds_of_ranks_do_not_matter(ranks: Ranks) -> None:
