@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -50,6 +51,31 @@ def groups_like(name: str) -> list[list[int]]:
     """The ranks of each group that stands for the group of that name where one process plays all ranks."""
     ranks, offsets, _ = _prepare_collective_groups(group_named(name))
     return [[offset + rank for rank in ranks] for offset in offsets]
+
+
+class _Answer:
+    """Stands for a flag, and says yes to whom `to` says so, by the file of whoever asks."""
+
+    def __init__(self, to: Callable[[str], bool]) -> None:
+        self._to = to
+
+    def __bool__(self) -> bool:
+        return self._to(sys._getframe(1).f_code.co_filename)
+
+
+@contextlib.contextmanager
+def told_of_export(to: Callable[[str], bool]) -> Iterator[None]:
+    """Within `torch.export`: inside, code of those files alone is told that it is compiled, or exported."""
+    flags = "_is_compiling_flag", "_is_exporting_flag"
+    before = {name: getattr(torch.compiler, name) for name in flags}
+    for name, flag in before.items():
+        if flag is True:
+            setattr(torch.compiler, name, _Answer(to))
+    try:
+        yield
+    finally:
+        for name, flag in before.items():
+            setattr(torch.compiler, name, flag)
 
 
 def is_transforming() -> bool:
@@ -139,6 +165,7 @@ __all__ = [
     "replace_distribute_tensors",
     "replace_named_dims",
     "replace_total_norm",
+    "told_of_export",
     "total_norm",
     "wrap_dtensor_dispatch",
 ]

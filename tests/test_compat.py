@@ -256,6 +256,21 @@ def check_groups_like() -> None:
         dist.destroy_process_group()
 
 
+def check_told_of_export() -> None:
+    asked = list[bool]()
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for names in ((), (__file__,)):
+                with _compat.told_of_export(lambda file, names=names: file in names):
+                    asked.extend(map(bool, (torch.compiler.is_compiling(), torch.compiler.is_exporting())))
+            asked.append(torch.compiler.is_compiling())
+            return x + 1
+
+    torch.export.export(Asks(), (torch.ones(2),), strict=False)
+    assert asked[:5] == [False, False, True, True, True]
+
+
 def test_each_name_does_what_we_use_it_for():
     for name in _compat.__all__:
         globals()[f"check_{name}"]()

@@ -315,8 +315,9 @@ def _refuse_each(place: tuple[str, str], line: str, pinned: Mapping[tuple[str, s
             "own. Compute with it as it is (self.step / 10, math.exp), or as a tensor (torch.tensor(self.step))"
         )
     if is_other_kind:
+        where = f"{called(place)} at {line}" if line else called(place)
         raise TraceError(
-            f"what forward keeps in {called(place)} at {line} grows, or changes its shape, from call to call: each "
+            f"what forward keeps in {where} grows, or changes its shape, from call to call: each "
             "would need a program of its own; let it have as many tensors, of as many rows, as before"
         )
 

@@ -15,7 +15,7 @@ from autopar._compat import pytree
 from autopar.attach.generators import refuse_to_repeat
 from autopar.attach.hooks import refuse
 from autopar.attach.inputs import local_input, type_of
-from autopar.attach.outputs import is_by_rows, own_rows, whole_when_read
+from autopar.attach.outputs import hooks_of, is_by_rows, own_rows, whole_when_read
 from autopar.attach.placing import refuse_without_values
 from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, State, prepare
@@ -261,7 +261,7 @@ def _assemble_outputs(
                 step.of_all_ranks.add(result.target)
         leaves[place] = made.item() if place in numbers else made.detach().cpu().numpy() if place in arrays else made
         if made.requires_grad and result.target in prepared.graph.leads_to:
-            step.handed.append((result.target, weakref.ref(made)))
+            step.handed.append((result.target, weakref.ref(made), hooks_of(made)))
     made = pytree.tree_unflatten([leaves[i] for i in range(prepared.out_spec.num_leaves)], prepared.out_spec)
     assert isinstance(made, Returned)
     for told, wrong in made.checks.items():

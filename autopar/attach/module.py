@@ -54,6 +54,7 @@ from autopar.search.pipeline import Pipeline
 from autopar.trace import flatten_inputs
 from autopar.trace.ambient import ambient_state
 from autopar.trace.calls import Call, Caller
+from autopar.trace.looks import mark_looks
 from autopar.trace.modules import aliases, check_tensors, computed_tensors, tensors_by_name, with_tensors
 
 NEW = "the first forward of its kind"  # ranks compare what they pass then, and each gets an error of its own
@@ -303,6 +304,7 @@ def attach(
         fresh[id(buffer)] = buffer.detach().clone().to(device_mesh.device_type if not buffer.is_meta else "meta")
     fresh |= {id(tensor): tensor.detach().clone() for tensor in computed_tensors(model)}
     beside = with_tensors(model, fresh, originals := dict[int, Any]())
+    mark_looks(model, beside)
     enlist(beside, originals)
     model_class = type(model)
     beside.__class__ = parallel_class(model_class, ParallelModule)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,15 @@ class _WholeWhenRead(torch.autograd.Function):
             gradient = averaged(gradient, ctx.device_mesh)
         piece = piece_of(gradient, ctx.layout, ctx.mesh, ctx.device_mesh.get_coordinate())
         return piece, None, None, None, None, None
+
+
+def hooks_of(value: Tensor) -> Mapping[int, Any]:
+    """Where torch keeps the hooks of an output, also when nobody has that any more."""
+    if value._backward_hooks is None:
+        value._backward_hooks = OrderedDict[int, Any]()
+        if value.grad_fn is not None:
+            value.grad_fn._register_hook_dict(value)  # as `register_hook` does for the first of them
+    return value._backward_hooks
 
 
 def is_by_rows(layout: Layout, dim: int) -> bool:

@@ -49,6 +49,7 @@ from autopar.trace.formulas import Computed, Counted, Place
 from autopar.trace.installed import let_be_attributes
 from autopar.trace.interrupts import interruptible
 from autopar.trace.left import is_kept
+from autopar.trace.looks import refuse_overlaps
 from autopar.trace.modules import aliases
 from autopar.trace.outputs import memory_of
 from autopar.trace.reads import Reads
@@ -298,17 +299,19 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
 
     def trace() -> tuple[Captured, Graph]:
         hooks.refuse(parallel)
-        with state.watch.working(), as_user_class(parallel), torch.inference_mode(False), torch.enable_grad():
+        with state.watch.working(), as_user_class(parallel), torch.inference_mode(False), torch.set_grad_enabled(key.gradients):
             captured = captured_with()
             if captured.without_tangent and not captured.reads.left.is_independent:
                 state.wants_tangents.add(key)  # backward could not trace it again, with what forward has left there
                 captured = captured_with()
         let_be_attributes(captured.reads.unregistered, dict(parallel.named_modules(remove_duplicate=False)))
-        state.counted |= {*captured.reads.counting.places}
+        state.counted |= captured.reads.counting.filled
         known = state.programs.get(key, ())
         refuse_carried(captured.reads, [one.writes for one in known], state.in_a_row[key] >= STATES - 1)
         parts = parts_of(state.batch_norm, state.mesh)
-        return captured, graph_of(captured, state.precision, parts=parts, rules=state.rules)
+        graph = graph_of(captured, state.precision, parts=parts, rules=state.rules)
+        refuse_overlaps(parallel, graph)
+        return captured, graph
 
     return agreed(trace, state.device_mesh)
 

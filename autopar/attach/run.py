@@ -176,7 +176,7 @@ class Runner:
 class Step:
     """One call: what the program reads besides parameters. `again`: gives the same call as a step with the gradients
     of `without_tangent`, outputs whose gradients this program does not take; parameters by name come with it. `seeds`:
-    of each micro-batch. `handed`: outputs that others are made of, as the caller got them. `averaged`: those of which
+    of each micro-batch. `handed`: outputs that others are made of, as the caller got them, and their hooks. `averaged`: those of which
     each rank has its own rows, and whose gradients count as DDP has it; `of_all_ranks`: those that each has whole, and
     makes gradients for of its own rows.
     """
@@ -190,7 +190,7 @@ class Step:
     again: Callable[[], tuple[Runner, Step, Sequence[Tensor]]] | None = None
     averaged: set[str] = field(default_factory=set[str])
     of_all_ranks: set[str] = field(default_factory=set[str])
-    handed: list[tuple[str, weakref.ref[Tensor]]] = field(default_factory=list[tuple[str, "weakref.ref[Tensor]"]])
+    handed: list[tuple[str, weakref.ref[Tensor], Mapping[int, Any]]] = field(default_factory=list[Any])
 
 
 class _Step(torch.autograd.Function):
@@ -347,9 +347,9 @@ def _no_hooks_between(runner: Runner, step: Step, given: Set[str]) -> None:
     """Raises RuntimeError where somebody wants to see, or to change, a gradient that autograd does not have: of an
     output, from others that are made of it. `given`: the outputs whose gradients arrive.
     """
-    for target, held in step.handed:
+    for target, held, hooks in step.handed:
         output, others = held(), runner.graph.leads_to[target] & given
-        if output is not None and others and (output._backward_hooks or output.retains_grad):
+        if others and (hooks or (output is not None and output.retains_grad)):
             raise RuntimeError(
                 f"output {target} of the module has a hook, or retains its gradient, and output {min(others)}, whose "
                 "gradient arrives, was made of it: between them gradients stay inside the program, which calls no "

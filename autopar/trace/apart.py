@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from autopar.trace.sharing import has_storage, storage_of
 
 
 def keep_apart(module: torch.fx.GraphModule) -> None:
@@ -34,12 +35,12 @@ def pass_outputs(module: torch.fx.GraphModule, through: Callable[..., list[Any]]
 
 def _apart(values: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
     """What is run in the place of the outputs. One that is returned twice stays one."""
-    given = {_storage(one) for one in sources if _has_storage(one)}
-    tensors = {id(one): one for one in values if _has_storage(one)}
-    trained = {_storage(one): one for one in reversed(tensors.values()) if one.requires_grad}  # its first, of each
+    given = {storage_of(one) for one in sources if has_storage(one)}
+    tensors = {id(one): one for one in values if has_storage(one)}
+    trained = {storage_of(one): one for one in reversed(tensors.values()) if one.requires_grad}  # its first, of each
     made = dict(tensors)
     for key, one in tensors.items():
-        storage = _storage(one)
+        storage = storage_of(one)
         if one.requires_grad and one._is_view() and sum(one is other for other in values) > 1:
             made[key] = one.clone()  # two views of one base to AOTAutograd, which it makes behind the program
             continue
@@ -48,11 +49,3 @@ def _apart(values: Sequence[Any], sources: Sequence[Any]) -> list[Any]:
         if one.requires_grad or storage not in given:
             made[key] = one.clone()
     return [made.get(id(one), one) for one in values]
-
-
-def _has_storage(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def _storage(value: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(value.untyped_storage())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.trace.modules import check_dense, check_tensors
+from autopar.trace.records import make_known
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 NUMBERS = (int, float)
@@ -131,54 +131,6 @@ def _key(value: Any, path: str, reading: _Reading) -> Hashable:
             "pass tensors, numbers, text, and lists, tuples or dicts of these (or make it a dataclass)"
         )
     return type(value), value
-
-
-def make_known(value: Any) -> None:
-    """Let dataclasses of the user's be taken apart and put together, as the tensors in them have to be."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for part in value:
-            make_known(part)
-    elif is_record(value):
-        kind = type(value)
-        if kind not in pytree.SUPPORTED_NODES:
-            pytree.register_pytree_node(
-                kind, _taken_apart, partial(_put_together, kind), flatten_with_keys_fn=_by_attribute,
-                serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
-            )  # fmt: skip
-        for part in attributes(value).values():
-            make_known(part)
-
-
-def is_record(value: Any) -> bool:
-    """Whether it is an object of a dataclass, which is taken apart; a module is not, whatever it is besides."""
-    return is_dataclass(value) and not isinstance(value, (type, nn.Module))
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """What an object of a dataclass holds: its fields, and what was set beside them."""
-    there = (one.name for one in fields(value) if hasattr(value, one.name))
-    beside = (name for name in getattr(value, "__dict__", {}) if not name.startswith("__"))  # as typing.Generic does
-    return {name: getattr(value, name) for name in dict.fromkeys((*there, *beside))}
-
-
-def _taken_apart(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-    held = attributes(value)
-    return [*held.values()], tuple(held)
-
-
-def _by_attribute(value: Any) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-    parts, names = _taken_apart(value)
-    return [(pytree.GetAttrKey(name), part) for name, part in zip(names, parts, strict=True)], names
-
-
-def _put_together(kind: type[Any], parts: Iterable[Any], names: Iterable[str]) -> Any:
-    """As it was, without what its constructor does, which was done already (`__post_init__`)."""
-    made = object.__new__(kind)
-    for name, part in zip(names, parts, strict=True):
-        object.__setattr__(made, name, part)
-    return made
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:

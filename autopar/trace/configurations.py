@@ -14,6 +14,7 @@ from autopar.trace.settings import Of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
     MISSING,
+    SCALARS,
     Change,
     few_in,
     inside,
@@ -80,22 +81,24 @@ class Configurations:
         """Classes are as they were."""
         self._classes.restore()
 
-    def changed(self, originals: Collection[int]) -> Change | None:
-        """An attribute that the trace changed, but for tables of which the user's are others (`originals`: by ids)."""
+    def changed(self, originals: Collection[int]) -> tuple[Change | None, Any]:
+        """An attribute that the trace changed, and of what, but for tables of which the user's are others (`originals`:
+        by ids).
+        """
         for (_, name), (value, was, before) in self._before.items():
-            now = vars(value).get(name, MISSING)
+            now = vars(value)[name] if name in vars(value) else _of_class(type(value), name)
             if snapshot(now) != before and not is_noted_once(was, now):
                 is_table = now is was and is_grown_table(before, now)
                 if not is_table or id(now) not in originals:
-                    return Change(f"{name} of {_named(value)}", is_table)
-        changed = (f"what is in {_named(value)}" for value, was in self._whole if inside(value) != was)
-        return next(map(Change, changed), None)
+                    return Change(f"{name} of {_named(value)}", is_table), value
+        changed = ((Change(f"what is in {_named(value)}"), value) for value, was in self._whole if inside(value) != was)
+        return next(changed, (None, MISSING))
 
     def before(self, value: Any, name: str) -> None:
         """That an attribute is read or written, as it is still."""
         if not name.startswith("__"):
             own = object.__getattribute__(value, "__dict__")
-            was = own.get(name, MISSING)
+            was = own[name] if name in own else _of_class(type(value), name)
             if (id(value), name) not in self._before:
                 self._before[id(value), name] = value, was, snapshot(was)
                 self.sees(Of(value), name, was)
@@ -134,6 +137,12 @@ def _noting(kind: type, configurations: Configurations, is_open: Callable[[], bo
         setting(self, name, value)
 
     return [__getattribute__, __setattr__]
+
+
+def _of_class(kind: type, name: str) -> Any:
+    """The number or text that objects of a class have by that name, until they are given another."""
+    found = next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), MISSING)
+    return found if isinstance(found, SCALARS) else MISSING
 
 
 def _named(value: Any) -> str:

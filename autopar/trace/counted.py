@@ -29,7 +29,11 @@ from autopar.trace.checks import Checks
 from autopar.trace.formulas import Asked, Computed, Counted, Formula, Place, is_large
 from autopar.trace.left import is_kept
 from autopar.trace.numbers import Number
-from autopar.trace.values import MISSING, MUTABLE, SCALARS, told
+from autopar.trace.origins import tensors_in, writes_in_place
+from autopar.trace.records import has_parts, is_frozen, is_mutable, put_together, tensors_within
+from autopar.trace.sharing import has_storage, storage_of
+from autopar.trace.tables import VIEWS
+from autopar.trace.values import MISSING, SCALARS, told
 from autopar.trace.writes import content, refill
 
 ARGUMENT = "counted_"  # of forward, in a trace: a dict by what an attribute is called
@@ -39,9 +43,10 @@ ARGUMENT = "counted_"  # of forward, in a trace: a dict by what an attribute is 
 class Counting:
     """`places`: where numbers are, in the order in which a formula has them; `kinds`: as `kind_of` has what is there.
     `asked`: what forward asks of them. `found`: other places that may be such; `elsewhere`: ids of lists and dicts that
-    variables and objects hold. `stood`: what forward was given, and its leaves and tree; `nodes`: id of each list and
-    dict there -> where it is found. `beside`: what forward asks of places, which no program takes;
-    `asked_for`: lists and dicts that it writes to, and may ask what is in them.
+    variables and objects hold. `stood`: what forward was given, and what `_now` says of it; `nodes`: id of each list,
+    dict and object there -> where it is found. `beside`: what forward asks of places, which no program takes;
+    `asked_for`: lists and dicts that it writes to, and may ask what is in them. `plain`: memory of each tensor that an
+    attribute holds, and forward has read -> where that is; None: at several places.
     """
 
     places: tuple[Place, ...] = ()
@@ -50,6 +55,7 @@ class Counting:
     found: set[Place] = field(default_factory=set[Place])
     beside: Beside = field(default_factory=Beside)
     asked_for: set[Place] = field(default_factory=set[Place])
+    plain: dict[int, Place | None] = field(default_factory=dict[int, Any])
     elsewhere: Callable[[], set[int]] = set[int]
     stood: list[tuple[Place, Any, Any]] = field(default_factory=list[tuple[Place, Any, Any]])
     nodes: dict[int, tuple[Place, tuple[Any, ...]]] = field(default_factory=dict[int, tuple[Place, tuple[Any, ...]]])
@@ -58,6 +64,30 @@ class Counting:
     def are_there(self) -> bool:
         """Whether anything is counted."""
         return bool(self.places or self.beside.spots)
+
+    def reads(self, place: Place, value: Any) -> None:
+        """That forward reads an attribute, in which it may write to tensors."""
+        for memory in {storage_of(one) for one in tensors_within(value) if has_storage(one)}:
+            if (known := self.plain.setdefault(memory, place)) != place:  # what is written to one is read in both
+                self.found -= {known}
+                self.plain[memory] = None
+
+    def sees(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """That forward calls a function of torch, which may write to them in place."""
+        if self.plain and writes_in_place(getattr(func, "__name__", ""), kwargs):
+            written = (one for one in tensors_in((args[:1], kwargs.get("out"))) if has_storage(one))
+            self.found |= {*filter(None, (self.plain.get(storage_of(one)) for one in written))}
+
+    def look(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        """That a function of torch gave what may look at one of them (a constant to torch, which copies it then)."""
+        looks = bool(self.plain) and getattr(func, "__name__", "") in VIEWS and has_storage(result)
+        if looks and has_storage(args[0]) and (place := self.plain.get(storage_of(args[0]))) is not None:
+            self.plain[storage_of(result)] = place
+
+    @property
+    def filled(self) -> set[Place]:
+        """The places at which numbers or tensors were."""
+        return {place for place, (_, leaves) in zip(self.places, self.kinds, strict=True) if leaves}
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -144,19 +174,25 @@ def _put(attributes: Mapping[Place, Any], modules: Mapping[str, nn.Module]) -> N
 
 
 def _is_same(held: Any, had: Any) -> bool:
-    (now, spec), (was, before) = pytree.tree_flatten(held), had
-    return spec == before and all(map(operator.is_, now, was))
+    (now, spec, writes), (was, before, written) = _now(held), had
+    return spec == before and all(map(operator.is_, now, was)) and writes == written
+
+
+def _now(held: Any) -> tuple[list[Any], Any, list[int]]:
+    """What is in it, of what structure, and how often each tensor has been written to."""
+    leaves, spec = pytree.tree_flatten(held)
+    return leaves, spec, [one._version for one in tensors_in(leaves)]
 
 
 def nodes_in(value: Any, within: tuple[Any, ...] = (), above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
     """The lists and dicts that a value is, or has in it, each with the keys that lead there. `above`: what it is in."""
-    if not isinstance(value, (tuple, *MUTABLE)) or any(value is one for one in above):
+    if not has_parts(value) or any(value is one for one in above):
         return
-    if isinstance(value, MUTABLE):
+    if is_mutable(value):
         yield within, value
     parts = content(value)
     for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
-        if isinstance(part, (tuple, *MUTABLE)):
+        if has_parts(part):
             yield from nodes_in(part, (*within, key), (*above, value))
 
 
@@ -173,13 +209,15 @@ def put_back(after: Any, value: Any, lists: Mapping[int, Any]) -> Any:
     """`value`, of the structure of `after`, with the user's lists and dicts (by ids of those in `after`) in their
     places, refilled.
     """
-    if not isinstance(after, (tuple, *MUTABLE)) or not any(id(node) in lists for _, node in nodes_in(after)):
+    if not has_parts(after) or not any(id(node) in lists for _, node in nodes_in(after)):
         return value
     parts, given = content(after), content(value)
     if isinstance(parts, dict):
         made: Any = {key: put_back(part, given[key], lists) for key, part in parts.items()}
     else:
         made = [put_back(part, one, lists) for part, one in zip(parts, given, strict=True)]
+    if is_frozen(value):
+        return put_together(type(value), made.values(), made)
     if isinstance(value, tuple):
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     refill(held := lists.get(id(after), value), made)
@@ -260,7 +298,10 @@ def numbers_in(value: Any) -> list[Any]:
 def may_be_counted(value: Any) -> bool:
     """Whether a program may take it as an argument, or what is in it."""
     leaves = pytree.tree_leaves(value)
-    return any(map(may_vary, leaves)) and all(may_vary(leaf) or isinstance(leaf, SCALARS) for leaf in leaves)
+    is_empty = is_mutable(value) and not leaves  # which fills in the first call
+    return (is_empty or any(map(may_vary, leaves))) and all(
+        may_vary(leaf) or isinstance(leaf, SCALARS) for leaf in leaves
+    )
 
 
 def counted_in(
@@ -280,12 +321,7 @@ def counted_in(
 def _is_carried(was: Any, after: Any) -> bool:
     (had, of_had), (has, of_has) = map(pytree.tree_flatten, (was, after))
     if of_had != of_has:  # a window that fills: a program for each length
-        return (
-            type(was) is type(after)
-            and isinstance(was, (tuple, *MUTABLE))
-            and any(map(may_vary, had))
-            and is_kept(after)
-        )
+        return type(was) is type(after) and has_parts(was) and any(map(may_vary, had)) and is_kept(after)
     pairs = [*zip(had, has, strict=True)]
     return any(itertools.starmap(_is_another, pairs)) and all(
         _is_another(one, other) or one is other or (isinstance(one, SCALARS) and one == other) for one, other in pairs
@@ -312,7 +348,7 @@ def counted_from(
     def counted(part: Any, tensor: Tensor, place: Place) -> Counted | Tensor:
         number = next(at)
         if isinstance(part, Tensor):
-            return tensor
+            return tensor.clone()  # it may be written to
         formula = Formula(counting.asked.step(None, (number,)), frozenset((place,)))
         return Counted(part, formula, lambda: Number(tensor, checks), counting.asked)
 
@@ -322,8 +358,8 @@ def counted_from(
         leaves, spec = pytree.tree_flatten(value)
         parts = [counted(leaf, next(tensors), place) if may_vary(leaf) else leaf for leaf in leaves]
         made[place] = held = pytree.tree_unflatten(parts, spec)
-        if isinstance(held, (tuple, *MUTABLE)):
-            counting.stood.append((place, held, pytree.tree_flatten(held)))
+        counting.stood.append((place, held, _now(held)))
+        if has_parts(held):
             counting.nodes |= {id(node): (place, within) for within, node in nodes_in(held)}
     counting.beside.begin(counting.asked, next(at), modules, checks)
     return made

@@ -25,10 +25,12 @@ from autopar.trace.checks import Checks
 from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of, standing
 from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
+from autopar.trace.eager import as_it_runs
 from autopar.trace.independent import refuse_attributes
 from autopar.trace.installed import refuse_gradients_between_calls
 from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
 from autopar.trace.literals import Literals
+from autopar.trace.looks import as_looks, looks_in
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import replace_tensors, tensors_by_name
 from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
@@ -84,16 +86,20 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
     def forward(*args: Any, **kwargs: Any) -> Any:
         now = _registered(model)
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
+        replace_tensors(model, looks := as_looks(looks_in(model), now), registered=False)
         try:
             watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, counting)
             watch.known |= set(map(id, tensors_in((args, kwargs))))
             for name, value in values.items():
                 watch.literals.know(name, now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
+            watch.known |= set(map(id, looks.values()))
+            watch.registered |= set(map(id, tensors_in([*numbers.values()])))  # whose memory may be written to, too
             arguments, _ = flatten_inputs(args, kwargs)
             had = {name: frozenset(vars(value)) for name, value in now.items()}
             with (
                 watch, standing(numbers, modules), math_of_counted(counting.are_there), inference_without_gradients(),
+                as_it_runs(),
             ):  # fmt: skip
                 returned = original(*args, **kwargs)
                 refuse_attributes(now, had)
@@ -148,7 +154,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.origins, self.literals, self.checks = Origins(), Literals(counting.beside), Checks(notes)
-        self.beside = counting.beside
+        self.beside, self.counting = counting.beside, counting
         self.reads_at = ReadsAt()
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.uniform = set[int]()  # ids of what torch.rand drew
@@ -170,6 +176,7 @@ class _Watch(TorchFunctionMode):
                 "the model without autopar"
             )
         kwargs = kwargs or {}
+        self.counting.sees(func, args, kwargs)
         if func is torch.Tensor.requires_grad_ and id(args[0]) in self.buffers and not args[0].ndim:
             return args[0]  # a zero that losses are added to (quantizers have one): nobody reads its gradient
         if func == DATA.__set__ and self.data.get(id(args[1])) == id(args[0]):
@@ -209,6 +216,7 @@ class _Watch(TorchFunctionMode):
             self.data[id(result)] = id(args[0])
         if is_data and id(args[0]) in self.known - self.registered:
             self.reads_at.read_data(result)
+        self.counting.look(func, args, result)
         self.reads_at.look(getattr(func, "__name__", ""), args, result)
         self.results.append(result)
         self.known |= set(map(id, tensors_in(result)))

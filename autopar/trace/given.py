@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from autopar.errors import TraceError
-from autopar.trace.calls import attributes, is_record
+from autopar.trace.records import attributes, is_record
 
 
 @dataclass(frozen=True)

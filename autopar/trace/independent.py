@@ -13,12 +13,15 @@ from autopar._compat import FakeTensor, FakeTensorMode
 from autopar.errors import TraceError
 from autopar.trace.closures import parts_of
 from autopar.trace.counted import Counting
+from autopar.trace.formulas import Place
 from autopar.trace.left import Left
 from autopar.trace.lists import Asking
 from autopar.trace.modules import HOOKS, REGISTERED
 from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in
-from autopar.trace.reads import Reads, refuse
+from autopar.trace.reads import OF_EVERY_MODULE, Reads, refuse
+from autopar.trace.records import leads_to
+from autopar.trace.settings import Of
 from autopar.trace.values import Change, held_in, is_installed, is_torchs, own_names
 from autopar.trace.writes import number_of
 
@@ -69,13 +72,24 @@ def hangs_on_nothing(
             take_back()
     left.is_independent = left.is_independent and not reads_it
     if not left.is_independent:
-        counting.asked_for |= left.attributes
+        counting.asked_for |= left.attributes | _leading_to(left, modules)
     if counter is None and reads_it and left.has_constants_alone():
         counter = left.writes[0]
     if counter is not None:
         refuse(Change(counter.called))
     if reads_it and not is_first:
         raise left.refused() from error
+
+
+def _leading_to(left: Left, modules: Mapping[str, nn.Module]) -> set[Place]:
+    """The attributes of modules that lead to objects which forward writes to."""
+    objects = [write.place.holder for write in left.writes if isinstance(write.place, Of)]
+    return {
+        (path, name)
+        for path, part in modules.items()
+        for name, value in (vars(part).items() if objects else ())
+        if name not in OF_EVERY_MODULE and any(leads_to(value, one) for one in objects)
+    }
 
 
 def refuse_fakes(model: nn.Module, reads: Reads, originals: Collection[int]) -> None:

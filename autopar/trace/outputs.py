@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
-from autopar.trace.calls import make_known
 from autopar.trace.closures import with_parts
 from autopar.trace.counted import called
 from autopar.trace.formulas import Counted, with_plain_keys
@@ -27,6 +26,7 @@ from autopar.trace.left import is_kept, is_made
 from autopar.trace.modules import HOOKS
 from autopar.trace.numbers import Array, Number, refuse_text
 from autopar.trace.reads import Reads
+from autopar.trace.records import make_known
 from autopar.trace.settings import CODE
 from autopar.trace.sharing import NOWHERE, Memory
 from autopar.trace.values import MISSING, copied

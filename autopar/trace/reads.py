@@ -28,6 +28,7 @@ from autopar.trace.counted import Counting, nodes_in
 from autopar.trace.formulas import Place
 from autopar.trace.left import Left
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
+from autopar.trace.records import is_state, leads_to
 from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
@@ -81,6 +82,15 @@ class Reads:
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """Inside, it is we who look."""
+        self.is_open, was = False, self.is_open
+        try:
+            yield
+        finally:
+            self.is_open = was
 
     def is_read(self, place: Mapping[str, Any], name: str) -> bool:
         """Whether a setting is read, or may be: of objects that were watched, one knows."""
@@ -152,7 +162,10 @@ class Reads:
                 for name in written:
                     type.__setattr__(kind, name, had[name]) if name in had else type.__delattr__(kind, name)
                 return Change(f"{written[0]} of the class {kind.__name__}")
-        return self.inside.changed(originals)
+        change, of = self.inside.changed(originals)
+        if change is not None:
+            self.counting.found |= {place for place, held in self.attributes.items() if leads_to(held, of)}
+        return change
 
 
 def refuse(change: Change) -> NoReturn:
@@ -180,7 +193,9 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
     held = dict.fromkeys(type(value) for module in modules for value in vars(module).values())
     settings = Settings(methods_of([*kinds, *held]))
     hooks = [hook for module in modules for kind in FORWARD_HOOKS for hook in getattr(module, kind).values()]
-    settings.look([*(kind.forward for kind in kinds), *_held_by(modules), *hooks], kinds, hooks)
+    states = [value for value in reads.counting.values(dict(model.named_modules())) if is_state(value)]
+    of_parts = [value for value in _held_by(modules) if not any(value is one for one in states)]
+    settings.look([*(kind.forward for kind in kinds), *of_parts, *hooks], [*kinds, *map(type, states)], hooks)
     for owner in settings.owners:
         if not hasattr(owner, "__dict__") or id(vars(owner)) not in path_of:
             reads.left.see_attributes(owner)
@@ -238,6 +253,8 @@ def _noting(
             elif (path, name) not in reads.attributes and (path, name) not in reads.written:
                 reads.inside.watch(own[name], lambda: reads.is_open)
                 reads.attributes[path, name] = own[name]
+                with reads.closed():
+                    reads.counting.reads((path, name), own[name])
                 is_content = isinstance(own[name], (*IN_PLACE, tuple)) and not isinstance(own[name], Tensor)
                 if is_content and not reads.left.knows(own[name]):  # by another name, from before
                     reads.contents[path, name] = snapshot(own[name])

@@ -79,15 +79,15 @@ def seen(
     stay = {name: value for name, value in before.items() if behind.get(name) is value}
     of_call: list[tuple[Kind, str, Any]] = [("input", path, value) for path, value in arguments]
     of_model: list[tuple[Kind, str, Any]] = [("buffer", name, value) for name, value in stay.items()]
-    there = (one for one in (*of_call, *of_model) if _has_storage(one[-1]))
-    held: dict[int, tuple[Kind, str, Any]] = {_storage(one[-1]): one for one in there}
+    there = (one for one in (*of_call, *of_model) if has_storage(one[-1]))
+    held: dict[int, tuple[Kind, str, Any]] = {storage_of(one[-1]): one for one in there}
     of_caller = len(pytree.tree_leaves(outputs))
     given, groups, first = list[Given](), list[tuple[int, int]](), dict[int, int]()
     for leaf, value in enumerate(pytree.tree_leaves(returned)):
-        if not _has_storage(value):
+        if not has_storage(value):
             continue
-        if (found := held.get(_storage(value))) is None:
-            groups.append((leaf, first.setdefault(_storage(value), leaf)))
+        if (found := held.get(storage_of(value))) is None:
+            groups.append((leaf, first.setdefault(storage_of(value), leaf)))
             continue
         kind, name, base = found
         if leaf >= of_caller or isinstance(base, nn.Parameter):
@@ -100,11 +100,13 @@ def seen(
     return Memory(tuple(given), tuple(groups), frozenset(before.keys() - stay.keys()))
 
 
-def _has_storage(value: Any) -> bool:
+def has_storage(value: Any) -> bool:
+    """Whether it is a tensor that lies in a memory of its own, or looks at one."""
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def _storage(value: Tensor) -> int:
+def storage_of(value: Tensor) -> int:
+    """A number of the memory where it lies, while that is there."""
     return StorageWeakRef(value.untyped_storage()).cdata
 
 

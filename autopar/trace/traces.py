@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -17,9 +18,11 @@ from autopar.trace.capture import capture as captured_with
 from autopar.trace.counted import Counting, counted_in, counting_of, ids_in, may_be_counted
 from autopar.trace.formulas import Place
 from autopar.trace.installed import Rebound, attributes_in_place_of, may_be_attribute
+from autopar.trace.looks import MARK
 from autopar.trace.numbers import HangsOnValues
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import OF_EVERY_MODULE
+from autopar.trace.records import make_states_known
 from autopar.trace.values import MISSING
 
 
@@ -41,7 +44,7 @@ def capture(
     cannot be arguments, as of lists that two attributes hold, are constants of the trace.
     """
     trace = partial(
-        captured_with, model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
+        _traced, model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
         loss_alone=loss_alone, device_type=device_type,
     )  # fmt: skip
     modules, attributes = dict(model.named_modules(remove_duplicate=False)), set[Place]()
@@ -60,6 +63,12 @@ def capture(
             raise TraceError(str(error)) from error
 
 
+def _traced(*args: Any, **kwargs: Any) -> Captured:
+    """A trace, behind which gradients are computed as before: torch leaves that as it is where one ends in an error."""
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        return captured_with(*args, **kwargs)
+
+
 def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Place], *, tensors: bool) -> Captured:
     modules = dict(model.named_modules(remove_duplicate=False))
 
@@ -70,29 +79,32 @@ def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Plac
 
     def may_be(place: Place) -> bool:
         value = vars(modules[place[0]]).get(place[1], MISSING)
-        if not may_be_counted(value) or not (tensors or not tensors_in(value)):
+        make_states_known(value)
+        there = tensors_in(value)
+        if not may_be_counted(value) or (there and not tensors) or any(hasattr(one, MARK) for one in there):
             return False
         return all(held()[number] == 1 for number in ids_in(value))  # and no other attribute has the same list
 
     first = Counting()
-    captured = _counting(trace, filter(may_be, counted), modules)
+    counting = partial(_counting, trace, modules=modules, may_be=may_be)
+    captured = counting(filter(may_be, counted))
     if captured is None:
         try:
             captured = trace(counted=first)
         except TraceError:  # of what earlier calls have left, as it may be
-            places = {*first.found, *_leading_back(modules)}
-            captured = _counting(
-                trace, filter(may_be, places), modules, first.beside.found, tells=bool(first.beside.found)
-            )
+            places = {*first.found, *first.asked_for, *_leading_back(modules)}
+            captured = counting(filter(may_be, places), beside=first.beside.found, tells=bool(first.beside.found))
             if captured is None:
                 raise
-    counting = captured.reads.counting
-    if more := counting.beside.found - {*counting.beside.spots}:
-        captured = _counting(trace, counting.places, modules, more | {*counting.beside.spots}) or captured
-    reads, counting = captured.reads, captured.reads.counting
-    found = {*counted_in(reads.attributes, reads.written, modules), *counting.asked_for} - {*counting.places}
+    noted = captured.reads.counting
+    if more := noted.beside.found - {*noted.beside.spots}:
+        captured = counting(noted.places, beside=more | {*noted.beside.spots}) or captured
+    reads, noted = captured.reads, captured.reads.counting
+    for path, name in reads.written:
+        make_states_known(vars(modules[path]).get(name))
+    found = {*counted_in(reads.attributes, reads.written, modules), *noted.asked_for} - {*noted.places}
     if more := {*filter(may_be, found)}:
-        captured = _counting(trace, more | {*counting.places}, modules, counting.beside.spots) or captured
+        captured = counting(more | {*noted.places}, beside=noted.beside.spots) or captured
     captured.reads.counting.elsewhere = set[int]  # it holds what was traced
     return captured
 
@@ -108,14 +120,17 @@ def _leading_back(modules: Mapping[str, nn.Module]) -> Iterator[Place]:
 def _counting(
     trace: partial[Captured],
     places: Iterable[Place],
-    modules: Mapping[str, nn.Module],
-    beside: Iterable[Place] = (),
     *,
+    modules: Mapping[str, nn.Module],
+    may_be: Callable[[Place], bool],
+    beside: Iterable[Place] = (),
     tells: bool = False,
 ) -> Captured | None:
     """The trace with these as arguments, and of those `beside` what it asks; None where there are none, or where it
-    cannot be. `tells`: raises the TraceError of something else than these numbers.
+    cannot be. `may_be`: whether what is at a place may be one. `tells`: raises the TraceError of something else than
+    these numbers.
     """
+    again = partial(_counting, trace, modules=modules, may_be=may_be, tells=tells)
     beside = sorted((spot for spot in beside if may_be_asked(spot, modules)), key=repr)
     counting = counting_of(sorted(places), modules, beside)
     if not counting.are_there:
@@ -123,8 +138,9 @@ def _counting(
     try:
         captured = trace(counted=counting)
     except Exception as error:  # of whatever kind, for want of a number: a trace without says what else there is
-        if more := {spot for spot in counting.beside.found - {*beside} if may_be_asked(spot, modules)}:
-            return _counting(trace, counting.places, modules, more | {*beside}, tells=tells)
+        spots = {spot for spot in counting.beside.found - {*beside} if may_be_asked(spot, modules)}
+        if (more := {*filter(may_be, counting.found - {*counting.places})}) or spots:
+            return again(more | {*counting.places}, beside=spots | {*beside})
         if tells and isinstance(error, TraceError) and not isinstance(error, HangsOnValues):
             raise
         captured = None
@@ -132,4 +148,4 @@ def _counting(
     lists = {place: {*ids_in(value)} for place, value in zip(places, counting.values(modules), strict=True)}
     elsewhere = counting.elsewhere() if any(lists.values()) else set[int]()
     alone = [place for place, numbers in lists.items() if not numbers & elsewhere]
-    return captured if len(alone) == len(places) else _counting(trace, alone, modules, beside, tells=tells)
+    return captured if len(alone) == len(places) else again(alone, beside=beside)

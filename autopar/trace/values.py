@@ -105,7 +105,8 @@ def put_in(value: list[Any] | dict[Any, Any], part_of: Callable[[Any], Any]) -> 
 
 def copied(value: Any) -> Any:
     """Lists, dicts and tuples with the same in them; anything else is itself."""
-    return pytree.tree_map(lambda leaf: leaf, value) if isinstance(value, (tuple, *MUTABLE)) else value
+    is_known = isinstance(value, (tuple, *MUTABLE)) or type(value) in pytree.SUPPORTED_NODES
+    return pytree.tree_map(lambda leaf: leaf, value) if is_known else value
 
 
 def made_anew(value: Any) -> Any:

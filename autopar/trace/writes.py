@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from autopar.trace.records import attributes, is_state, let_have
 from autopar.trace.settings import Cell, Of
 from autopar.trace.values import FEW, MISSING, held_in
 
@@ -187,6 +188,8 @@ def place_of(place: Any, originals: Mapping[int, Any]) -> Any:
 
 def content(held: Any) -> Any:
     """What is in a container, in one of Python's own."""
+    if is_state(held):
+        return attributes(held)
     ordered: Any = OrderedDict if isinstance(held, OrderedDict) else dict  # which knows another order than dict's
     return dict(ordered.items(held)) if isinstance(held, dict) else held_in(held)
 
@@ -197,6 +200,8 @@ def _kind(held: Any) -> Any:
 
 
 def refill(held: Any, had: Any) -> None:
+    if is_state(held):
+        return let_have(held, had)
     kind = _kind(held)
     kind.clear(held)
     (kind.update if issubclass(kind, dict) else kind.extend)(held, had)

@@ -261,7 +261,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "counts, which is no attribute": (counted_inside, lambda: None),
     "step, which is no attribute": (lambda _: schedule.counted(), lambda: None),
     "calls of the class Model": (of_its_class, lambda: None),
-    "step of an object of class Schedule": (lambda model: model.settings.counted(), Schedule),
     "what is in an object of class SimpleNamespace": (put_into, types.SimpleNamespace),
     r"self.settings \(count\)": (lambda model: next(model.settings), lambda: itertools.count(1)),
     r"self.settings \(Random: draw with torch\)": (lambda model: model.settings.random(), lambda: random.Random(3)),

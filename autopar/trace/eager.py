@@ -1,0 +1,51 @@
+"""What the model's code may ask of torch itself, and is told as it is told without autopar, while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from autopar._compat import told_of_export
+from autopar.errors import TraceError
+from autopar.trace.lines import line_here
+from autopar.trace.values import is_torchs
+
+# It writes for torch.export what cannot be traced otherwise (masks, caches), with the same numbers.
+WRITES_FOR_EXPORT = f"{os.sep}transformers{os.sep}"
+SEEDS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state", "fork_rng")
+
+
+@contextlib.contextmanager
+def as_it_runs() -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling` and `is_exporting` say no, but to torch and to what writes for it; what
+    asks for the state of the generator, or sets it, is refused: operators of a program draw in each call.
+    """
+    refused: list[tuple[Any, str, Callable[..., Any]]] = [
+        (where, name, vars(where)[name]) for where in (torch, torch.random) for name in SEEDS if name in vars(where)
+    ]
+    with told_of_export(lambda file: is_torchs(file) or WRITES_FOR_EXPORT in file):
+        for where, name, function in refused:
+            setattr(where, name, _refusing(function))
+        try:
+            yield
+        finally:
+            for where, name, function in refused:
+                setattr(where, name, function)
+
+
+def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    def seeds(*args: Any, **kwargs: Any) -> Any:
+        if is_torchs(sys._getframe(1).f_code.co_filename):  # checkpoint keeps states of what it runs again
+            return function(*args, **kwargs)
+        raise TraceError(
+            f"forward seeds the random generator, or asks for its state ({function.__name__}){line_here()}, and the "
+            "operators of a program draw other numbers in each call: make what is to be the same in each call a "
+            "buffer, or pass it as an argument, and seed before the call"
+        )
+
+    return seeds

@@ -1,0 +1,147 @@
+"""Objects that hold values, and can be taken apart and put together again: dataclasses, and of what forward keeps
+numbers and tensors in, objects of any plain class (meters) and dicts of one's own (`collections.Counter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar._compat import pytree
+from autopar.trace.values import COLLECTIONS, MUTABLE, PLAIN, SCALARS, few_in, held_in, is_of_torch, own_names
+
+
+def make_known(value: Any) -> None:
+    """Let dataclasses of the user's be taken apart and put together, as the tensors in them have to be."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            make_known(part)
+    elif is_record(value):
+        _register(type(value))
+        for part in attributes(value).values():
+            make_known(part)
+
+
+def make_states_known(value: Any) -> None:
+    """As `make_known`, of what an attribute of a module has: also objects of plain classes, and dicts of one's own."""
+    if is_record(value) or may_be_state(value):
+        _register(type(value))
+    for part in attributes(value).values() if is_state(value) else held_in(value):
+        make_states_known(part)
+
+
+def may_be_state(value: Any) -> bool:
+    """Whether it is an object whose attributes are all that it has, or a dict of a class of its own."""
+    kind = type(value)
+    if isinstance(value, dict):
+        as_dicts = kind.__iter__ is dict.__iter__ and kind.items is dict.items and not getattr(value, "__dict__", None)
+        return as_dicts and kind not in pytree.SUPPORTED_NODES
+    if isinstance(value, (*PLAIN, *SCALARS, *COLLECTIONS)) or is_of_torch(kind) or is_frozen(value):
+        return False
+    has_own_ways = any("__getattr__" in vars(one) for one in kind.__mro__)
+    plain = kind.__setattr__ is object.__setattr__ and kind.__getattribute__ is object.__getattribute__
+    return plain and not has_own_ways and own_names(value) is not None
+
+
+def is_record(value: Any) -> bool:
+    """Whether it is an object of a dataclass, which is taken apart; a module is not, whatever it is besides."""
+    return is_dataclass(value) and not isinstance(value, (type, nn.Module))
+
+
+def is_frozen(value: Any) -> bool:
+    """Whether it is an object of a dataclass that nothing can be set in."""
+    return is_record(value) and type(value).__dataclass_params__.frozen
+
+
+def is_state(value: Any) -> bool:
+    """Whether it is an object (no dict) that is taken apart here."""
+    known = pytree.SUPPORTED_NODES.get(type(value))
+    return known is not None and known.flatten_fn is _taken_apart
+
+
+def has_parts(value: Any) -> bool:
+    """Whether it is a tuple, list or dict, or an object that is taken apart."""
+    return isinstance(value, (tuple, *MUTABLE)) or is_state(value)
+
+
+def is_mutable(value: Any) -> bool:
+    """Whether it is one of these that may have other parts and stay the same object."""
+    return isinstance(value, MUTABLE) or (is_state(value) and not is_frozen(value))
+
+
+def leads_to(value: Any, to: Any, depth: int = 8) -> bool:
+    """Whether it is that, or holds it in lists, dicts and objects."""
+    if value is to:
+        return True
+    parts = [*(own_names(value) or {}).values()] or few_in(value)
+    return depth > 0 and any(leads_to(part, to, depth - 1) for part in parts)
+
+
+def tensors_within(value: Any, depth: int = 8) -> list[Tensor]:
+    """The tensors in lists, dicts and objects, known ones or not."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = [*(own_names(value) or {}).values()] or few_in(value)
+    return [one for part in parts if depth for one in tensors_within(part, depth - 1)]
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an object holds: the fields of a dataclass, and what was set beside them."""
+    there = (one.name for one in (fields(value) if is_dataclass(value) else ()) if hasattr(value, one.name))
+    beside = (name for name in own_names(value) or {} if not name.startswith("__"))  # as typing.Generic does
+    return {name: getattr(value, name) for name in dict.fromkeys((*there, *beside))}
+
+
+def let_have(value: Any, parts: Mapping[str, Any]) -> None:
+    """Let an object hold these, and nothing else."""
+    for name in attributes(value).keys() - parts.keys():
+        object.__delattr__(value, name)
+    for name, part in parts.items():
+        object.__setattr__(value, name, part)
+
+
+def put_together(kind: type[Any], parts: Iterable[Any], names: Iterable[Any]) -> Any:
+    """As it was, without what its constructor does, which was done already (`__post_init__`)."""
+    if issubclass(kind, dict):
+        table: Any = kind.__new__(kind)
+        dict.update(table, zip(names, parts, strict=True))
+        return table
+    made = object.__new__(kind)
+    for name, part in zip(names, parts, strict=True):
+        object.__setattr__(made, name, part)
+    return made
+
+
+def _register(kind: type[Any]) -> None:
+    if kind in pytree.SUPPORTED_NODES:
+        return
+    of_dict = issubclass(kind, dict)
+    pytree.register_pytree_node(
+        kind, _entries if of_dict else _taken_apart, partial(put_together, kind),
+        flatten_with_keys_fn=_by_key if of_dict else _by_attribute,
+        serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+    )  # fmt: skip
+
+
+def _taken_apart(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    held = attributes(value)
+    return [*held.values()], tuple(held)
+
+
+def _by_attribute(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    parts, names = _taken_apart(value)
+    return [(pytree.GetAttrKey(name), part) for name, part in zip(names, parts, strict=True)], names
+
+
+def _entries(value: dict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    return [*dict.values(value)], tuple(dict.keys(value))
+
+
+def _by_key(value: dict[Any, Any]) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    return [(pytree.MappingKey(key), part) for key, part in dict.items(value)], tuple(dict.keys(value))
