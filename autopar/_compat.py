@@ -62,6 +62,17 @@ class _Answer:
     def __bool__(self) -> bool:
         return self._to(sys._getframe(1).f_code.co_filename)
 
+    def __or__(self, other: Any) -> Any:
+        return self._to(sys._getframe(1).f_code.co_filename) | other
+
+    def __and__(self, other: Any) -> Any:
+        return self._to(sys._getframe(1).f_code.co_filename) & other
+
+    def __eq__(self, other: object) -> bool:
+        return self._to(sys._getframe(1).f_code.co_filename) == other
+
+    __ror__, __rand__, __hash__ = __or__, __and__, object.__hash__
+
 
 @contextlib.contextmanager
 def told_of_export(to: Callable[[str], bool]) -> Iterator[None]:

@@ -40,7 +40,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from autopar._compat import dtensor_handlers, named_dims, replace_named_dims
 from autopar.attach.over_stages import pipe_among
-from autopar.attach.tensors import beside, by_piece, giving_pieces, is_elsewhere, over_pieces, piece_as
+from autopar.attach.parameters import giving_pieces
+from autopar.attach.tensors import beside, by_piece, is_elsewhere, over_pieces, piece_as
 
 ITEM = torch.ops.aten._local_scalar_dense.default
 NORM = torch.ops.aten.linalg_vector_norm.default

@@ -1,5 +1,5 @@
 """Hooks of users. Those that submodules run in forward are traced with it; those of their backward, which a program
-does not call, are refused. (Those of parameters go with them: `tensors.carry`.)
+does not call, are refused. (Those of parameters go with them: `parameters.carry`.)
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from autopar.attach.invoke import invoke
 from autopar.attach.losses import mend_losses
 from autopar.attach.mixed import mend_mixed
 from autopar.attach.optimizers import refuse_optimizers_of
+from autopar.attach.parameters import take_plain_tensors, whole_parameter
 from autopar.attach.pipe import Pipe
 from autopar.attach.placing import adopt, lay_out, make_plain
 from autopar.attach.prepared import Prepared
@@ -32,14 +33,7 @@ from autopar.attach.programs import Key, Planner, State, found, laid_out_for_it,
 from autopar.attach.scaling import share_infinities
 from autopar.attach.shared import tell_of_shared
 from autopar.attach.stage_run import StageRunner
-from autopar.attach.tensors import (
-    as_dtensor,
-    is_whole,
-    layout_of,
-    take_plain_tensors,
-    to_host,
-    whole_parameter,
-)
+from autopar.attach.tensors import as_dtensor, is_whole, layout_of, to_host
 from autopar.attach.watch import PATIENCE_S
 from autopar.attach.whole_values import mend_whole_values
 from autopar.attach.wrappers import parallel_class

@@ -17,20 +17,11 @@ from torch.distributed.tensor import DTensor
 from autopar.attach.agree import agreed
 from autopar.attach.copies import alike
 from autopar.attach.optimizers import refuse_optimizers_with
+from autopar.attach.parameters import become, carry, is_written, take_plain_tensors, whole_parameter
 from autopar.attach.run import Runner
 from autopar.attach.stage_run import StageRunner
 from autopar.attach.staging import Staged
-from autopar.attach.tensors import (
-    become,
-    carry,
-    from_rank_zero,
-    is_elsewhere,
-    is_written,
-    layout_of,
-    parameter_on,
-    take_plain_tensors,
-    whole_parameter,
-)
+from autopar.attach.tensors import from_rank_zero, is_elsewhere, layout_of, parameter_on
 from autopar.errors import PlanMismatch, TraceError
 from autopar.ir.layout import Layout, replicated
 from autopar.trace.modules import replace_tensors, tensors_by_name

@@ -19,7 +19,7 @@ from autopar.ir.layout import Layout
 from autopar.plan import Plan
 from autopar.trace.counted import Counting, held_at
 from autopar.trace.formulas import Computed, Place
-from autopar.trace.sharing import Look
+from autopar.trace.sharing import Look, Memory
 from autopar.trace.writes import Write
 from cost_models.steps import DEVICE
 
@@ -117,3 +117,12 @@ class Prepared:
     def hold(self) -> None:
         """The parameters that are there now are those that it runs with."""
         self.held = [tensors[name] for (tensors, name), _ in self.trained]
+
+
+def given_before(
+    memory: Memory, places: Mapping[str, int], buffers: Mapping[str, Slot]
+) -> dict[int, tuple[int | Slot, Look | None]]:
+    """`Prepared.given`. `places`: of arguments, by path, among the tensors of a call."""
+    where: dict[str, Mapping[str, int | Slot]] = {"input": places, "buffer": buffers}
+    there = (one for one in memory.given if one.name in where[one.kind])
+    return {one.leaf: (where[one.kind][one.name], one.look) for one in there}

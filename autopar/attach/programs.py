@@ -11,7 +11,7 @@ import contextlib
 import copy
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -28,7 +28,7 @@ from autopar.attach.guards import guards_of, has_tensors, refuse_carried
 from autopar.attach.host_parameters import resident
 from autopar.attach.pipe import Pipe
 from autopar.attach.placing import as_user_class, known_places, lay_out_new, layouts, newcomers
-from autopar.attach.prepared import OTHER_HOOKS, Prepared, Slot
+from autopar.attach.prepared import OTHER_HOOKS, Prepared, Slot, given_before
 from autopar.attach.run import Runner
 from autopar.attach.runners import runner_of
 from autopar.attach.staging import Staged
@@ -53,6 +53,7 @@ from autopar.trace.looks import refuse_overlaps
 from autopar.trace.modules import aliases
 from autopar.trace.outputs import memory_of
 from autopar.trace.reads import Reads
+from autopar.trace.sharing import NOWHERE
 from autopar.trace.values import MISSING, made_anew
 
 # How a graph becomes a plan: (graph, the training plan if there is one, layouts of the parameters then) -> plan;
@@ -299,7 +300,12 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
 
     def trace() -> tuple[Captured, Graph]:
         hooks.refuse(parallel)
-        with state.watch.working(), as_user_class(parallel), torch.inference_mode(False), torch.set_grad_enabled(key.gradients):
+        with (
+            state.watch.working(),
+            as_user_class(parallel),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(key.gradients),
+        ):
             captured = captured_with()
             if captured.without_tangent and not captured.reads.left.is_independent:
                 state.wants_tangents.add(key)  # backward could not trace it again, with what forward has left there
@@ -327,9 +333,7 @@ def _prepared(
     modules = WeakValueDictionary(parallel.named_modules(remove_duplicate=False))
     paths += captured.reads.counting.paths(modules)
     places = {path: place for place, path in enumerate(paths)}
-    handed_on: dict[str, Mapping[str, Any]] = {"input": {} if state.inputs == "local" else places, "buffer": buffers}
-    if state.outputs == "sharded":
-        handed_on = {"input": {}, "buffer": {}}
+    memory = NOWHERE if state.outputs == "sharded" else memory_of(captured.out_spec)
     held = [slots[node.target] for node in runner.parameters]
     beside = [slots[name] for name in runner.beside]
     whole = [slots[node.target] for node in graph.nodes if node.op == "parameter" or node.target in written]
@@ -368,11 +372,7 @@ def _prepared(
         captured.reads.counting,
         told_of(call, key),
         batch_dims_of(graph, tensors, places, state.device_mesh) if state.inputs == "local" else {},
-        {
-            one.leaf: (where[one.name], one.look)
-            for one in memory_of(captured.out_spec).given
-            if one.name in (where := handed_on[one.kind])
-        },
+        given_before(memory, {} if state.inputs == "local" else places, buffers),
     )
 
 

@@ -176,9 +176,9 @@ class Runner:
 class Step:
     """One call: what the program reads besides parameters. `again`: gives the same call as a step with the gradients
     of `without_tangent`, outputs whose gradients this program does not take; parameters by name come with it. `seeds`:
-    of each micro-batch. `handed`: outputs that others are made of, as the caller got them, and their hooks. `averaged`: those of which
-    each rank has its own rows, and whose gradients count as DDP has it; `of_all_ranks`: those that each has whole, and
-    makes gradients for of its own rows.
+    of each micro-batch. `handed`: outputs that others are made of, as the caller got them, and their hooks. `averaged`:
+    those of which each rank has its own rows, and whose gradients count as DDP has it; `of_all_ranks`: those that each
+    has whole, and makes gradients for of its own rows.
     """
 
     others: tuple[Tensor, ...]

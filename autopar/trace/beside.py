@@ -15,17 +15,19 @@ length meets tensors as a number of Python's, and what is in a buffer is read th
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from autopar.trace.checks import Checks
-from autopar.trace.formulas import Asked, Counted, Formula, Place
+from autopar.trace.formulas import Asked, Counted, Formula, Place, computed
 from autopar.trace.numbers import BINARY, COMPARED, Number
 from autopar.trace.origins import tensors_in, writes_in_place
 from autopar.trace.rows import ELEMENTWISE
@@ -38,7 +40,7 @@ LOOKS = frozenset((
     "contiguous", "select",
 ))  # fmt: skip
 SETS = frozenset(("__setitem__", "fill_", "copy_"))  # of one element, to their last argument
-WHOLE = (torch.int64, torch.int32)  # what is written to others may be rounded, or wrapped
+EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)  # what is written to others may wrap
 _PYTHONS = {name: python for name, (python, _) in (*BINARY.items(), *COMPARED.items())}
 OPERATORS = _PYTHONS | {f"__{name}__": python for name, python in _PYTHONS.items()}
 
@@ -46,12 +48,14 @@ OPERATORS = _PYTHONS | {f"__{name}__": python for name, python in _PYTHONS.items
 @dataclass
 class Beside:
     """`spots`: of lists, and buffers of one element; `now`: what is asked of each, as it is in the call that is traced,
-    where others may stand for it. `found`: further ones that forward asks.
+    where others may stand for it. `found`: further ones that forward asks; `written`: buffers
+    that it writes to, and may ask behind that.
     """
 
     spots: tuple[Place, ...] = ()
     now: tuple[Any, ...] = ()
     found: set[Place] = field(default_factory=set[Place])
+    written: set[Place] = field(default_factory=set[Place])
     was_changed: bool = False  # whether forward asked how long a list is that it had not only appended to
     _lists: list[tuple[Any, Counted, list[Any]]] = field(default_factory=list[Any])
     # id -> a tensor of one element, what it is, and the id of the first one that has the same memory
@@ -122,29 +126,37 @@ class Beside:
         elif known is not None and name == "clone":
             self._tensors[id(result)] = result, known[1], id(result)
         elif name in OPERATORS and result.numel() == 1 and len(args) == 2:
-            if (made := self._computed(OPERATORS[name], args)) is not None:
+            if (made := self._computed(OPERATORS[name], args, result.dtype)) is not None:
                 self._tensors[id(result)] = result, made, id(result)
         elif name.strip("_") not in ELEMENTWISE:  # it may be a look at the same memory, through which forward writes
             self._forget({self._tensors[id(one)][2] for one in tensors_in(args) if id(one) in self._tensors})
 
-    def _computed(self, python: Any, args: Sequence[Any]) -> Any:
-        """What Python makes of whole numbers; None of others, which torch computes in another precision."""
+    def _computed(self, python: Any, args: Sequence[Any], dtype: torch.dtype) -> Any:
+        """What Python makes of numbers as torch does; None where that is another kind of number."""
         parts = [self._tensors[id(one)][1] if id(one) in self._tensors else one for one in args]
         kinds = {type(one.now if type(one) is Counted else one) for one in parts}
-        return python(*parts) if kinds <= {int, bool} else None
+        if kinds <= {int, bool}:
+            return python(*parts)
+        if not kinds <= {int, bool, float} or dtype not in (torch.float32, torch.float64, torch.bool):
+            return None
+        singles = any(one.dtype == torch.float32 for one in tensors_in(args))
+        counted = next((one for one in parts if type(one) is Counted), None)
+        if not singles:
+            return python(*parts)
+        return None if counted is None else computed(_single(python), parts, None)
 
     def _written(self, name: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Let what has that memory be what it was set to, where that is known."""
         roots = {self._tensors[id(one)][2] for one in tensors if id(one) in self._tensors}
         made: Any = None
-        if len(roots) == 1 and len(tensors) == 1 and tensors[0].dtype in WHOLE:
+        if len(roots) == 1 and len(tensors) == 1 and tensors[0].dtype in EXACT:
             python = OPERATORS.get(name.strip("_")) or OPERATORS.get(f"__{name.strip('_').removeprefix('i')}__")
             if name in SETS and id(args[-1]) in self._tensors:
                 made = self._tensors[id(args[-1])][1]
             elif name in SETS and type(args[-1]) in (Counted, int):
                 made = args[-1]
             elif python is not None and len(args) == 2:
-                made = self._computed(python, args)
+                made = self._computed(python, args, tensors[0].dtype)
         if made is None:
             return self._forget(roots)
         for number, (tensor, _, root) in [*self._tensors.items()]:
@@ -153,6 +165,17 @@ class Beside:
 
     def _forget(self, roots: Set[int]) -> None:
         self._tensors = {number: one for number, one in self._tensors.items() if one[2] not in roots}
+
+
+@functools.cache
+def _single(python: Any) -> Any:
+    """The same of numbers of float32, as torch rounds them."""
+
+    def function(*args: Any) -> Any:
+        made = python(*(np.float32(one).item() for one in args))
+        return np.float32(made).item() if isinstance(made, float) else made
+
+    return function
 
 
 def beside_of(spots: Sequence[Place], modules: Mapping[str, nn.Module]) -> Beside:

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from autopar._compat import FakeTensor
 from autopar.trace.formulas import Counted, computed, made_by
 from autopar.trace.numbers import Number
 
@@ -54,6 +55,8 @@ class _StandsFor:
                 of = of.item()  # which says what is in a buffer that is counted
             if type(of) is Counted:
                 return self._of_counted(of)
+            if self._kind is type and isinstance(of, FakeTensor):
+                return nn.Parameter if isinstance(of, nn.Parameter) else Tensor
         return self._kind(*args, **kwargs)
 
     def __instancecheck__(self, value: Any) -> bool:
@@ -97,12 +100,15 @@ STAND_IN = {
 
 
 @contextlib.contextmanager
-def types_of_counted(asking: Iterable[tuple[dict[str, Any], Set[str]]], length: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, functions with these globals that ask for the type of a counted number are told the one of Python's, and
-    those that make it an int or a float get a formula. Where one compares types with `is`, `int` and `float` are
-    those of Python: what comes of them is a number of Python's. `length` stands for `len`.
+def types_of_counted(
+    asking: Iterable[tuple[dict[str, Any], Set[str]]], length: Callable[[Any], Any], are_there: bool
+) -> Iterator[None]:
+    """Inside, functions with these globals that ask for the type of a tensor are told that of one without a trace.
+    Where numbers are counted (`are_there`), those that ask for the type of one are told that of Python, and those that
+    make it an int or a float get a formula. Where one compares types with `is`, `int` and `float` are those of Python:
+    what comes of them is a number of Python's. `length` stands for `len`.
     """
-    stand_in = {**STAND_IN, "len": length}
+    stand_in: dict[str, Any] = {**STAND_IN, "len": length} if are_there else {"type": STAND_IN["type"]}
     wanted, compared = dict[tuple[int, str], dict[str, Any]](), set[tuple[int, str]]()
     for names, asked in asking:
         wanted |= {(id(names), name): names for name in asked & stand_in.keys() - names.keys()}

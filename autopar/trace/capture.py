@@ -39,7 +39,8 @@ from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.counted import ARGUMENT, Counting, is_counted, with_counted
 from autopar.trace.experts import experts_kept
-from autopar.trace.forward import check_exported, watch_forward
+from autopar.trace.exported import check_exported
+from autopar.trace.forward import watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.independent import hangs_on_nothing, refuse_fakes
 from autopar.trace.left import Left

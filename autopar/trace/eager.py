@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from autopar._compat import told_of_export
 from autopar.errors import TraceError
-from autopar.trace.lines import line_here
+from autopar.trace.lines import caller, line_here
 from autopar.trace.values import is_torchs
 
 # It writes for torch.export what cannot be traced otherwise (masks, caches), with the same numbers.
@@ -40,7 +39,7 @@ def as_it_runs() -> Iterator[None]:
 
 def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     def seeds(*args: Any, **kwargs: Any) -> Any:
-        if is_torchs(sys._getframe(1).f_code.co_filename):  # checkpoint keeps states of what it runs again
+        if is_torchs(caller(1)):  # checkpoint keeps states of what it runs again
             return function(*args, **kwargs)
         raise TraceError(
             f"forward seeds the random generator, or asks for its state ({function.__name__}){line_here()}, and the "

@@ -7,16 +7,15 @@ holds them a second time get those values too. A trained tensor from elsewhere w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import FakeTensor, pytree
+from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import inference_without_gradients
 from autopar.trace.builtin import math_of_counted
@@ -26,18 +25,18 @@ from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of
 from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.eager import as_it_runs
-from autopar.trace.independent import refuse_attributes
-from autopar.trace.installed import refuse_gradients_between_calls
-from autopar.trace.lines import COLLECTIVE, line_here, line_of_node
+from autopar.trace.independent import refuse_attributes, with_notes
+from autopar.trace.lines import caller, line_here
 from autopar.trace.literals import Literals
 from autopar.trace.looks import as_looks, looks_in
 from autopar.trace.masked import Picked, rows_of
-from autopar.trace.modules import replace_tensors, tensors_by_name
+from autopar.trace.modules import noted_on, replace_tensors, tensors_by_name
 from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.places import with_masks
 from autopar.trace.sharing import seen
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
+from autopar.trace.values import is_torchs
 from autopar.trace.written_out import WRITTEN_OUT, copied, with_limits
 
 # They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
@@ -54,10 +53,10 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.corrcoef: corrcoef,
     torch.Tensor.corrcoef: corrcoef,
 }
-CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 DATA: Any = torch.Tensor.data
+GRAD: Any = torch.Tensor.grad
 X_OF_MASK = (
     "rows that a boolean mask picks are understood where each is treated by itself, and summed or averaged: write "
     "x[mask]"
@@ -79,6 +78,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
     """
     original = model.forward
     stand_for, modules = _registered(model), dict(model.named_modules())
+    noted = {name: noted_on(value) for name, value in stand_for.items()}
     for part in model.modules():
         _no_causal_guess(part)
 
@@ -96,7 +96,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
             watch.known |= set(map(id, looks.values()))
             watch.registered |= set(map(id, tensors_in([*numbers.values()])))  # whose memory may be written to, too
             arguments, _ = flatten_inputs(args, kwargs)
-            had = {name: frozenset(vars(value)) for name, value in now.items()}
+            had = with_notes(now, noted)
             with (
                 watch, standing(numbers, modules), math_of_counted(counting.are_there), inference_without_gradients(),
                 as_it_runs(),
@@ -228,6 +228,11 @@ class _Watch(TorchFunctionMode):
                 f"forward registers a hook on a tensor{line_here()}, which a program would never call; scale or change "
                 "gradients in a torch.autograd.Function"
             )
+        if func == GRAD.__get__ and id(args[0]) in self.registered and not is_torchs(caller(2)):
+            raise TraceError(
+                f"forward reads .grad of a parameter{line_here()}, which a program does not have: look at gradients "
+                "behind backward, outside of forward"
+            )
         if func is torch.Tensor.retain_grad:
             raise TraceError(
                 f"forward has a tensor retain its gradient{line_here()}, and a program gives gradients of parameters "
@@ -324,71 +329,3 @@ def _with_states_as_given(func: Any, args: Any, result: Any) -> Any:
         return result
     output, *states = result
     return output, *(made.reshape(given.shape) for made, given in zip(states, args[1], strict=True))
-
-
-def check_exported(exported: torch.export.ExportedProgram, with_gradient: Set[str]) -> None:
-    """Raises TraceError for what torch exports and a program does not do. `with_gradient`: buffers that forward sets to
-    a tensor with one.
-    """
-    refuse_gradients_between_calls(exported, with_gradient)
-    _no_unknown_constants(exported)
-    _no_collectives(exported)
-    _no_numbers(exported)
-    _no_control_flow(exported)
-    _no_sparse_tensors(exported)
-
-
-def _no_control_flow(exported: torch.export.ExportedProgram) -> None:
-    """Raises TraceError where forward calls torch.cond and its like, whose sides are graphs of their own."""
-    for node in exported.graph.nodes:
-        if str(node.target) in CONTROL_FLOW:
-            raise TraceError(
-                f"forward branches or loops in torch's own way, by torch.{node.target}{line_of_node(node)}, which a "
-                "program does not: compute both and choose by torch.where, or loop as often as Python says"
-            )
-
-
-def _no_sparse_tensors(exported: torch.export.ExportedProgram) -> None:
-    """Raises TraceError where forward makes one."""
-    for node in exported.graph.nodes:
-        made = node.meta.get("val")
-        if isinstance(made, torch.Tensor) and made.layout != torch.strided:
-            raise TraceError(
-                f"forward makes a sparse tensor{line_of_node(node)}, and a program computes with dense ones: give it "
-                "as a dense matrix (.to_dense()), or add up what its entries pick (index_select, index_add)"
-            )
-
-
-def _no_unknown_constants(exported: torch.export.ExportedProgram) -> None:
-    """Raises TraceError where the model reads a parameter, a buffer or an argument in a way that torch does not see."""
-    nodes = {node.name: node for node in exported.graph.nodes}
-    for placeholder, name in exported.graph_signature.inputs_to_lifted_tensor_constants.items():
-        if isinstance(exported.constants[name], FakeTensor):
-            line = next(filter(None, map(line_of_node, nodes[placeholder].users)), "")
-            raise TraceError(
-                f"the model reads or writes a parameter, a buffer or an argument behind torch's back{line}, through "
-                ".data or an object that is no module; read it as an attribute of its module, write to a buffer itself "
-                "(self.name.copy_(...), detached), and change parameters outside of forward"
-            )
-
-
-def _no_collectives(exported: torch.export.ExportedProgram) -> None:
-    """Raises TraceError where forward calls a collective itself, in a process that is one of several: what it would
-    gather or sum is of the whole batch already.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    for node in exported.graph.nodes:
-        if getattr(node.target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd", "c10d"):
-            name = str(node.target).split(".")[1].rstrip("_")
-            raise TraceError(f"forward calls a collective itself, {name}{line_of_node(node)}. {COLLECTIVE}")
-
-
-def _no_numbers(exported: torch.export.ExportedProgram) -> None:
-    """Raises TraceError where forward takes a number out of a tensor, which torch exports as one that is not known."""
-    for node in exported.graph.nodes:
-        if str(node.target) in ("aten.item.default", "aten._local_scalar_dense.default"):
-            raise TraceError(
-                f"forward takes a number out of a tensor{line_of_node(node)}, and a program has no values: leave it a "
-                "tensor; `assert tensor_condition` and `if tensor_condition: raise` are checked in each call"
-            )

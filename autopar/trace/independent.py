@@ -16,7 +16,7 @@ from autopar.trace.counted import Counting
 from autopar.trace.formulas import Place
 from autopar.trace.left import Left
 from autopar.trace.lists import Asking
-from autopar.trace.modules import HOOKS, REGISTERED
+from autopar.trace.modules import HOOKS, REGISTERED, noted_on
 from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import OF_EVERY_MODULE, Reads, refuse
@@ -105,13 +105,23 @@ def refuse_fakes(model: nn.Module, reads: Reads, originals: Collection[int]) -> 
         )
 
 
-def refuse_attributes(tensors: Mapping[str, Tensor], had: Mapping[str, Collection[str]]) -> None:
-    """Raise TraceError where a parameter or buffer has a traced tensor as an attribute that it had not."""
+def with_notes(tensors: Mapping[str, Tensor], noted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Put on these what the user has put on those for which they stand; what each has then."""
+    for name, tensor in tensors.items():
+        vars(tensor).update(noted[name])
+    return {name: dict(vars(tensor)) for name, tensor in tensors.items()}
+
+
+def refuse_attributes(tensors: Mapping[str, Tensor], had: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise TraceError where a parameter or buffer has another attribute than it had, or a traced tensor as one."""
     for name, tensor in tensors.items():
         for attribute, value in [*vars(tensor).items()]:
-            if attribute not in had[name] and isinstance(value, (Tensor, Number)):
+            is_tensor = isinstance(value, (Tensor, Number))
+            is_new = attribute not in had[name] or (not is_tensor and had[name][attribute] != value)
+            if is_new and (is_tensor or attribute in noted_on(tensor)):
+                what = "keeps a tensor as" if is_tensor else "sets"
                 raise TraceError(
-                    f"forward, or a hook, keeps a tensor as {name}.{attribute}, on a parameter or a buffer, where a "
+                    f"forward, or a hook, {what} {name}.{attribute}, on a parameter or a buffer, where a "
                     "compiled step does not write to: keep it as an attribute of the module"
                 )
 

@@ -198,6 +198,11 @@ def _line(stack: traceback.StackSummary) -> str:
     return ""
 
 
+def caller(depth: int) -> str:
+    """The file of whoever called, so many calls further out than the function that asks."""
+    return sys._getframe(depth + 1).f_code.co_filename
+
+
 def line_of_node(node: torch.fx.Node) -> str:
     """The innermost line outside torch and autopar from which a node was traced."""
     for path, line, code in reversed(re.findall(STACK, node.meta.get("stack_trace") or "")):

@@ -193,6 +193,7 @@ class Literals:
         """Raises TraceError where that is a buffer, or made of one, that was asked. `line`: which writes; looked up
         only then, as most writes are to others.
         """
+        self._beside.written |= {self._names[one] for one in self._buffers_in(written) if one in self._names}
         for buffer in self._buffers_in(written) & self._asked.keys():
             self._beside.found |= {self._names[one] for one in self._asked if one in self._names}
             raise TraceError(

@@ -17,6 +17,7 @@ from autopar.errors import PlanMismatch, TraceError
 from autopar.trace.closures import globals_of, look_at_copies, with_parts
 from autopar.trace.values import held_in, put_in
 
+OWN = ("borrowed", "is_new", "fake_mode")  # attributes of parameters that are no user's
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module holds what is registered with it
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
@@ -62,6 +63,8 @@ def with_tensors(
     look at the model look at the copy. Of what hooks hold, that alone is copied which the model holds, too. `model` is
     not changed, and no parameter or buffer storage is copied.
     """
+    for value in (*model.parameters(), *model.buffers()):
+        vars(tensor_of.get(id(value), value)).update(noted_on(value))
     hooks = [getattr(part, kind) for part in model.modules() for kind in HOOKS]
     given: dict[int, Any] = {**tensor_of, **{id(held): type(held)() for held in hooks}}
     given |= {id(value): value for held in hooks for value in globals_of(held.values())}
@@ -79,6 +82,12 @@ def with_tensors(
     if originals is not None:
         originals |= {id(copy): original for copy, original in copied}
     return made
+
+
+def noted_on(tensor: torch.Tensor) -> dict[str, Any]:
+    """What the user has put on a parameter or buffer (`weight.scale = 2.0`)."""
+    own = ((name, value) for name, value in vars(tensor).items() if value is not None)
+    return {name: value for name, value in own if not name.startswith("_") and name not in OWN}
 
 
 def _fill_as_held(copy_of: dict[int, Any]) -> None:

@@ -26,7 +26,7 @@ from autopar.trace.builtin import types_of_counted
 from autopar.trace.configurations import Configurations
 from autopar.trace.counted import Counting, nodes_in
 from autopar.trace.formulas import Place
-from autopar.trace.left import Left
+from autopar.trace.left import Left, is_made
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
 from autopar.trace.records import is_state, leads_to
 from autopar.trace.settings import Of, Settings, methods_of
@@ -111,7 +111,7 @@ class Reads:
                 was = had[path].get(name, MISSING)
                 if value is was or name in OF_EVERY_MODULE or (path, name) in self.written or name == "forward":
                     continue
-                if not all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)):
+                if not all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)) and not is_made(value):
                     continue  # recurrent layers keep lists of their weights
                 self.written[path, name] = was, value, f"a line that sets {name} in the module's __dict__"
                 self.attributes.setdefault((path, name), was)
@@ -216,7 +216,7 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
             # Of a mapping of a class of its own all counts; some of transformers' are ours while a model is traced.
             if not isinstance(value, COLLECTIONS) and not reads.inside.is_known(value):
                 reads.inside.notes_reads_of(value, lambda: reads.is_open)
-        with types_of_counted(settings.asking if reads.counting.are_there else (), reads.counting.beside.length):
+        with types_of_counted(settings.asking, reads.counting.beside.length, reads.counting.are_there):
             yield
     finally:
         reads.inside.release()

@@ -91,9 +91,10 @@ def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Plac
     if captured is None:
         try:
             captured = trace(counted=first)
-        except TraceError:  # of what earlier calls have left, as it may be
+        except TraceError as error:  # of what earlier calls have left, as it may be
             places = {*first.found, *first.asked_for, *_leading_back(modules)}
-            captured = counting(filter(may_be, places), beside=first.beside.found, tells=bool(first.beside.found))
+            spots = first.beside.found | (first.beside.written if isinstance(error, HangsOnValues) else set[Place]())
+            captured = counting(filter(may_be, places), beside=spots, tells=bool(first.beside.found))
             if captured is None:
                 raise
     noted = captured.reads.counting

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar._compat import FakeStore, FakeTensorMode, TorchDispatchMode
 from autopar.attach.inputs import local_input
-from autopar.attach.tensors import become, mesh_of, parameter_on, piece_as, whole_parameter
+from autopar.attach.parameters import become, whole_parameter
+from autopar.attach.tensors import mesh_of, parameter_on, piece_as
 from autopar.ir import layout as plain
 from autopar.ir.layout import Layout, Shard
 

@@ -269,16 +269,6 @@ class WritesWhatIsRead(nn.Module):
         return loss
 
 
-class WritesWhatIsNoBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(8, 8), torch.rand(8) + 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale.mul_(0.9).add_(x.mean(0))
-        return (self.linear(x) * self.scale).square().mean()
-
-
 class Moves(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -302,10 +292,6 @@ def eigenvalues(h: Tensor) -> Tensor:
 
 REFUSED: list[tuple[nn.Module, str]] = [
     (WritesWhatIsRead(), r"changes in place, maybe through \.data, what backward reads\. .*clone"),
-    (
-        WritesWhatIsNoBuffer(),
-        r"changes a tensor in place that is no buffer of the model\..* in an attribute, .* make it a buffer",
-    ),
     (Moves(), r"linear\.to\(x\.device\).* moves or casts a module .*: leave that out of forward"),
     (Model(branches), r"torch's own way, by torch\.cond at .*: compute both and choose by torch\.where"),
     (Model(sparse), r"makes a sparse tensor at .* as a dense matrix"),
