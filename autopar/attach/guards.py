@@ -21,8 +21,9 @@ import numpy as np
 from torch import nn
 
 from autopar.errors import TraceError
-from autopar.trace.counted import called, is_number, kind_of
+from autopar.trace.counted import called, kind_of
 from autopar.trace.modules import REGISTERED
+from autopar.trace.numbers import is_number
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
 from autopar.trace.settings import Cell, Of, is_users_class

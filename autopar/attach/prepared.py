@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -101,9 +102,18 @@ class Prepared:
             if _lies(now) != _lies(self.held[number]):  # on ranks of other stages, too
                 return f"parameter {name} is another one, in other pieces"
             self.held[number] = now
+        for (tensors, name), shape in self._shapes:
+            if (now := tensors.get(name)) is not None and now.shape != shape:
+                return f"buffer {name} has another shape"
         if self.hooks.changed():
             return OTHER_HOOKS
         return self.guards.broken() or self.counting.broken(self.modules)
+
+    @cached_property
+    def _shapes(self) -> list[tuple[Slot, tuple[int, ...]]]:
+        """Of the buffers that the program reads."""
+        read = (node for node in self.runner.own_inputs if node.op == "buffer")
+        return [(self.buffers[node.target], type.shape) for node in read for type in node.outputs if type is not None]
 
     def attributes(self) -> dict[Place, Any]:
         """What is at the places that forward sets, or finds numbers at, now."""

@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar._compat import FakeTensor
 from autopar.trace.formulas import Counted, computed, made_by
+from autopar.trace.lines import line_here
 from autopar.trace.numbers import Number
 
 BY_METHODS = ("floor", "ceil", "trunc")  # of numbers
@@ -45,8 +47,10 @@ def _taking_counted(name: str, python: Callable[..., Any]) -> Callable[..., Any]
 class _StandsFor:
     """Stands for `type`, `int` or `float` in code that may ask them of a counted number."""
 
-    def __init__(self, kind: Any, of_counted: Callable[[Counted], Any]) -> None:
-        self._kind, self._of_counted = kind, of_counted
+    def __init__(
+        self, kind: Any, of_counted: Callable[[Counted], Any], of_number: Callable[[Number], Number] | None = None
+    ) -> None:
+        self._kind, self._of_counted, self._of_number = kind, of_counted, of_number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
@@ -55,6 +59,8 @@ class _StandsFor:
                 of = of.item()  # which says what is in a buffer that is counted
             if type(of) is Counted:
                 return self._of_counted(of)
+            if type(of) is Number and self._of_number is not None:
+                return self._of_number(of)
             if self._kind is type and isinstance(of, FakeTensor):
                 return nn.Parameter if isinstance(of, nn.Parameter) else Tensor
         return self._kind(*args, **kwargs)
@@ -87,15 +93,41 @@ class _StandsFor:
         return hash(self._kind)
 
 
-STAND_IN = {
+def _float(number: Number) -> Number:
+    return Number(number.tensor.double(), number._checks)
+
+
+def _int(number: Number) -> Number:
+    if number.tensor.is_floating_point():
+        number._checks.add(f"forward makes an int{line_here()} of what is no number", ~number.tensor.isfinite())
+    return Number(number.tensor.trunc().long(), number._checks)
+
+
+def _picking(python: Callable[..., Any], is_before: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """`min` or `max`, also of numbers of each call that are all of one type."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        given = [*args[0]] if len(args) == 1 else [*args]
+        given = [one.as_given() if isinstance(one, Number) else one for one in given]
+        numbers = [one for one in given if isinstance(one, Number)]
+        kinds = {type(one.like if isinstance(one, Number) else one) for one in given}
+        if kwargs or all(type(one) is Counted for one in numbers) or kinds not in ({int}, {float}):
+            return python(given, **kwargs)
+        checks, like = numbers[0]._checks, numbers[0].tensor
+        best, *others = (one.tensor if isinstance(one, Number) else like.new_tensor(one) for one in given)
+        for one in others:
+            best = torch.where(is_before(one, best), one, best)  # of equal ones the first, as Python has it
+        return Number(best, checks)
+
+    return function
+
+
+STAND_IN: dict[str, Any] = {
     "type": _StandsFor(type, lambda number: type(number.now)),
-    "float": _StandsFor(
-        float, lambda number: number.of_one(float, lambda one: Number(one.tensor.double(), one._checks))
-    ),
-    "int": _StandsFor(
-        int,
-        lambda number: number.of_one(int, lambda one: Number(one.tensor.trunc().long(), one._checks)),
-    ),
+    "float": _StandsFor(float, lambda number: number.of_one(float, _float), _float),
+    "int": _StandsFor(int, lambda number: number.of_one(int, _int), _int),
+    "min": _picking(min, torch.lt),
+    "max": _picking(max, torch.gt),
 }
 
 
@@ -103,12 +135,12 @@ STAND_IN = {
 def types_of_counted(
     asking: Iterable[tuple[dict[str, Any], Set[str]]], length: Callable[[Any], Any], are_there: bool
 ) -> Iterator[None]:
-    """Inside, functions with these globals that ask for the type of a tensor are told that of one without a trace.
-    Where numbers are counted (`are_there`), those that ask for the type of one are told that of Python, and those that
-    make it an int or a float get a formula. Where one compares types with `is`, `int` and `float` are those of Python:
-    what comes of them is a number of Python's. `length` stands for `len`.
+    """Inside, functions with these globals that ask for the type of a tensor, or of a counted number, are told the one
+    that it has without a trace, and those that make an int or a float of a number get a number, or a formula. Where one
+    compares types with `is`, or gives one to torch, `int` and `float` are those of Python. `length` stands for `len`,
+    where lists are counted (`are_there`).
     """
-    stand_in: dict[str, Any] = {**STAND_IN, "len": length} if are_there else {"type": STAND_IN["type"]}
+    stand_in = {**STAND_IN, "len": length} if are_there else STAND_IN
     wanted, compared = dict[tuple[int, str], dict[str, Any]](), set[tuple[int, str]]()
     for names, asked in asking:
         wanted |= {(id(names), name): names for name in asked & stand_in.keys() - names.keys()}

@@ -57,7 +57,9 @@ class Caller:
         PlanMismatch where one is a tensor that no plan takes.
         """
         try:
-            positional, named = self.by_name(args, kwargs)
+            positional, named = self.by_name(
+                tuple(map(_of_python, args)), {name: _of_python(one) for name, one in kwargs.items()}
+            )
         except TypeError as error:
             raise TypeError(f"the model's forward{self._signature} was called otherwise: {error}") from None
         if self.varying:
@@ -96,6 +98,11 @@ class Caller:
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(self._as_tensors(part, f"{path}[{place}]") for place, part in enumerate(value))
         return value
+
+
+def _of_python(value: Any) -> Any:
+    """A number of numpy's as one of Python's; anything else is itself."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def by_name(forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
+from autopar.trace.numbers import is_number
 from autopar.trace.settings import Of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
@@ -93,6 +94,11 @@ class Configurations:
                     return Change(f"{name} of {_named(value)}", is_table), value
         changed = ((Change(f"what is in {_named(value)}"), value) for value, was in self._whole if inside(value) != was)
         return next(changed, (None, MISSING))
+
+    def counted(self) -> list[Any]:
+        """Objects that have a number now where they had nothing: noted for good, or counted from then on."""
+        there = ((value, was, vars(value).get(name)) for (_, name), (value, was, _) in self._before.items())
+        return [value for value, was, now in there if (was is MISSING or was is None) and is_number(now)]
 
     def before(self, value: Any, name: str) -> None:
         """That an attribute is read or written, as it is still."""

@@ -28,7 +28,7 @@ from autopar.trace.beside import Beside, beside_of
 from autopar.trace.checks import Checks
 from autopar.trace.formulas import Asked, Computed, Counted, Formula, Place, is_large
 from autopar.trace.left import is_kept
-from autopar.trace.numbers import Number
+from autopar.trace.numbers import Number, is_number
 from autopar.trace.origins import tensors_in, writes_in_place
 from autopar.trace.records import has_parts, is_frozen, is_mutable, put_together, tensors_within
 from autopar.trace.sharing import has_storage, storage_of
@@ -278,11 +278,6 @@ def with_counted(kwargs: Mapping[str, Any], model: nn.Module, places: Sequence[P
     modules = dict(model.named_modules(remove_duplicate=False))
     named = [_named(place, vars(modules[place[0]])[place[1]]) for place in places]
     return {**kwargs, ARGUMENT: {name: as_tensor(value) for one in named for name, value in one.items()}}
-
-
-def is_number(value: Any) -> bool:
-    """Whether something may count with it: a truth is a flag."""
-    return isinstance(value, (int, float)) and not isinstance(value, (bool, Number))
 
 
 def may_vary(value: Any) -> bool:

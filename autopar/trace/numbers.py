@@ -348,3 +348,8 @@ def _needed_now() -> TraceError:
     return HangsOnValues(
         f"forward needs a number out of a tensor at once{line_here()}, and a trace has no values. {INSTEAD}"
     )
+
+
+def is_number(value: Any) -> bool:
+    """Whether something of Python's may count with it: a truth is a flag."""
+    return isinstance(value, (int, float)) and not isinstance(value, (bool, Number))

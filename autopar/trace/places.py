@@ -19,6 +19,9 @@ class Places:
     mask: Tensor
     place: int
 
+    def __len__(self) -> int:
+        raise refused("how many there are")
+
 
 def with_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an indexing, where what `where(mask)` gave stands in the index, with the mask itself there.

@@ -8,11 +8,12 @@ stand in their classes note which attributes of their own are read and written. 
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import sys
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -51,6 +52,7 @@ from autopar.trace.writes import OfModule, put
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
+NUMPYS = f"{os.sep}numpy{os.sep}"  # in the names of its files
 MAY_BE_SET = (*SCALARS, *CONTAINERS, types.FunctionType)  # what a script may set of a class, or for an instance
 
 
@@ -82,6 +84,10 @@ class Reads:
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see
+
+    def _leading_to(self, objects: Sequence[Any]) -> set[Place]:
+        """The attributes that hold one of these."""
+        return {place for place, held in self.attributes.items() if any(leads_to(held, one) for one in objects)}
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
@@ -164,7 +170,8 @@ class Reads:
                 return Change(f"{written[0]} of the class {kind.__name__}")
         change, of = self.inside.changed(originals)
         if change is not None:
-            self.counting.found |= {place for place, held in self.attributes.items() if leads_to(held, of)}
+            self.counting.found |= self._leading_to([of])
+        self.counting.asked_for |= self._leading_to(self.inside.counted())
         return change
 
 
@@ -319,7 +326,7 @@ def line_that_draws(run: Callable[[], object]) -> str | None:
     states = [_state()]
 
     def step(frame: types.FrameType, event: str, arg: Any) -> Any:
-        if is_torchs(frame.f_code.co_filename) or found:
+        if is_torchs(frame.f_code.co_filename) or NUMPYS in frame.f_code.co_filename or found:
             return None
         now = _state()
         if now != states[-1] and at:

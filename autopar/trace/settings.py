@@ -104,7 +104,8 @@ class _Holder:
 
 
 TYPES = frozenset(("type", "int", "float"))
-ASKED = TYPES | {"len"}  # of numbers, and of lists that forward appends to
+ASKED = TYPES | {"len", "min", "max"}  # of numbers, and of lists that forward appends to
+TAKES_TYPES = frozenset(("dtype", "to", "type", "astype", "view"))  # torch and numpy ask for those of Python
 
 
 class Settings:
@@ -180,7 +181,8 @@ class Settings:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not filled yet
                 self._see(Cell(cell), name, cell.cell_contents, is_pips)
-        defaults = {str(place): part for place, part in enumerate(function.__defaults__ or ())}
+        given, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+        defaults = dict(zip(given[len(given) - len(defaults) :], defaults, strict=True))
         for name, part in {**defaults, **(function.__kwdefaults__ or {})}.items():
             if isinstance(part, IN_PLACE):
                 self._see({name: part}, name, part, is_pips)
@@ -192,9 +194,7 @@ class Settings:
         names = set(_names_of(function.__code__))
         if asked := names & ASKED:
             asked &= {*_globals_of(function.__code__)}
-            self.asking.append(
-                (function.__globals__, asked | ({"is"} if _compares_types(function.__code__) else set()))
-            )
+            self.asking.append((function.__globals__, asked | ({"is"} if _needs_types(function.__code__) else set())))
         self._names |= names
         # In one order on all ranks: what is found first names what is found.
         self._left += (call for name in sorted(names & self._methods.keys()) for call in self._methods[name])
@@ -369,12 +369,18 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _compares_types(code: types.CodeType) -> bool:
-    """Whether it may compare types by identity with one of `TYPES`: `type(x) is int`, `case float():`."""
+def _needs_types(code: types.CodeType) -> bool:
+    """Whether it may compare types by identity with one of `TYPES` (`type(x) is int`, `case float():`), or give one to
+    torch (`x.to(float)`).
+    """
     for part in _codes(code):
+        named = {*part.co_names, *(name for one in part.co_consts if isinstance(one, tuple) for name in one)}
         instructions = [*dis.get_instructions(part)]
         for place, one in enumerate(instructions):
             if one.opname == "LOAD_GLOBAL" and one.argval in TYPES:
+                is_called = bool((one.arg or 0) & 1)
+                if not is_called and named & TAKES_TYPES:
+                    return True
                 near = {other.opname for other in instructions[place : place + 4]}
                 if near & {"IS_OP", "MATCH_CLASS"}:
                     return True
