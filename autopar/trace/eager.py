@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from autopar._compat import told_of_export
 from autopar.errors import TraceError
@@ -22,19 +23,31 @@ SEEDS = ("manual_seed", "seed", "initial_seed", "get_rng_state", "set_rng_state"
 @contextlib.contextmanager
 def as_it_runs() -> Iterator[None]:
     """Inside, `torch.compiler.is_compiling` and `is_exporting` say no, but to torch and to what writes for it; what
-    asks for the state of the generator, or sets it, is refused: operators of a program draw in each call.
+    asks for the state of the generator, or sets it, is refused: operators of a program draw in each call. A module that
+    is moved to a device stays where the plan has it.
     """
     refused: list[tuple[Any, str, Callable[..., Any]]] = [
         (where, name, vars(where)[name]) for where in (torch, torch.random) for name in SEEDS if name in vars(where)
     ]
+    moves = nn.Module.to
     with told_of_export(lambda file: is_torchs(file) or WRITES_FOR_EXPORT in file):
         for where, name, function in refused:
             setattr(where, name, _refusing(function))
+        nn.Module.to = _staying(moves)  # type: ignore[method-assign]
         try:
             yield
         finally:
+            nn.Module.to = moves  # type: ignore[method-assign]
             for where, name, function in refused:
                 setattr(where, name, function)
+
+
+def _staying(moves: Callable[..., Any]) -> Callable[..., Any]:
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *(value for name, value in kwargs.items() if name != "non_blocking")]
+        return self if all(isinstance(one, (str, torch.device)) for one in given) else moves(self, *args, **kwargs)
+
+    return to
 
 
 def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,21 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar.errors import TraceError
 from tests.processes.compare import near
-from tests.support.meters import MODELS, Keeps, Meter, kept
-
-
-def same(ours: Any, theirs: Any) -> None:
-    match theirs:
-        case dict():
-            assert [*ours] == [*theirs]
-            for key, part in theirs.items():
-                same(ours[key], part)
-        case list():
-            assert len(ours) == len(theirs)
-            for one, other in zip(ours, theirs, strict=True):
-                same(one, other)
-        case _:
-            assert type(ours) is type(theirs) and ours == pytest.approx(theirs, rel=1e-5)
+from tests.support.meters import MODELS, Keeps, Meter, kept, same
 
 
 @pytest.mark.parametrize("kind", MODELS)

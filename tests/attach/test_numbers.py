@@ -73,7 +73,7 @@ def in_sums(model: Model, h: Tensor, x: Tensor) -> Any:
 
 
 def of_pythons_functions(model: Model, h: Tensor, x: Tensor) -> Any:
-    n, k, i = (x > 0).sum().item(), float(h.abs().max()), int(x.sum() * 3)
+    n, k, i = (x > 0).sum().item(), float(h.detach().abs().max()), int(x.sum() * 3)
     least = min([k, 1.0]), min(n, 5), min(float(n), k, 0.5)
     most = max(n, 1), max(k, 0.5, 2.5), max((i, -2)), max(h.sum().item(), float("-inf"))
     return h.square().sum() * min(k, 2.0) / max(n, 1), [i, k, float(n), int(k), min(max(n, 3), 7), *least, *most]

@@ -275,7 +275,7 @@ class Moves(nn.Module):
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear.to(x.device)(x).square().mean()
+        return self.linear.to(x.device).to(torch.float64)(x.double()).square().mean()
 
 
 def branches(h: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def eigenvalues(h: Tensor) -> Tensor:
 
 REFUSED: list[tuple[nn.Module, str]] = [
     (WritesWhatIsRead(), r"changes in place, maybe through \.data, what backward reads\. .*clone"),
-    (Moves(), r"linear\.to\(x\.device\).* moves or casts a module .*: leave that out of forward"),
+    (Moves(), r"linear\.to\(x\.device\)\.to\(.* moves or casts a module .*: leave that out of forward"),
     (Model(branches), r"torch's own way, by torch\.cond at .*: compute both and choose by torch\.where"),
     (Model(sparse), r"makes a sparse tensor at .* as a dense matrix"),
     (Model(eigenvalues), r"gradient of .* checks the values that it is given \(linalg\.solve\)"),

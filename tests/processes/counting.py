@@ -14,6 +14,8 @@ from tests.processes.hooked import NEAR, SMALL, inputs_of
 from tests.processes.pipelines import Blocks, mesh_of
 from tests.processes.worker import Ranks
 from tests.support.counting import counted
+from tests.support.meters import MODELS as METERS
+from tests.support.meters import Normalises, kept, same
 from tests.support.teachers import Contrast
 
 
@@ -152,6 +154,24 @@ def check_membranes(ranks: Ranks) -> None:
             same_gradients(plain, parallel)
             for number, (ours, theirs) in enumerate(zip(parallel.layers, plain.layers, strict=True)):
                 near(ours.membrane, theirs.membrane, NEAR, f"{mesh}, sequence {sequence}: layer {number}")
+
+
+def check_meters_and_tensors_in_place(ranks: Ranks) -> None:
+    """In objects, counters and attributes: where the batch is split, and where layers are."""
+    for mesh in (autopar.init_mesh("cpu"), autopar.init_mesh("cpu", tensor=ranks.count)):
+        for kind in METERS:
+            torch.manual_seed(0)
+            plain = kind()
+            parallel = autopar.compile(copy.deepcopy(plain), mesh, **SMALL)
+            for call in range(4):
+                torch.manual_seed(call)
+                x = torch.randn(8 * ranks.count, 4)[: 3 if kind is Normalises else None]
+                for model in (parallel, plain):
+                    model.zero_grad()
+                    model(x).backward()
+                for name, gradient in parallel.named_parameters():
+                    near(gradient.grad.full_tensor(), plain.get_parameter(name).grad, 1e-4, f"{kind}, {call}: {name}")
+                same(kept(parallel), kept(plain))
 
 
 class Centred(nn.Module):

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -207,3 +208,17 @@ def told(value: Any) -> Any:
 
 def kept(model: Any) -> dict[str, Any]:
     return {name: told(getattr(model, name)) for name in model.held}
+
+
+def same(ours: Any, theirs: Any) -> None:
+    match theirs:
+        case dict():
+            assert [*ours] == [*theirs]
+            for key, part in theirs.items():
+                same(ours[key], part)
+        case list():
+            assert len(ours) == len(theirs)
+            for one, other in zip(ours, theirs, strict=True):
+                same(one, other)
+        case _:
+            assert type(ours) is type(theirs) and ours == pytest.approx(theirs, rel=1e-5)
