@@ -35,6 +35,7 @@ from autopar.trace.counted import put_back, standing
 from autopar.trace.formulas import Computed
 from autopar.trace.outputs import Returned, arrays_of, memory_of, numbers_of
 from autopar.trace.values import copied
+from autopar.trace.writes import put
 
 
 def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
@@ -98,6 +99,8 @@ def _step(state: State, prepared: Prepared, call: Call) -> Step:
         if given.requires_grad and node.name not in with_gradient and not prepared.without_tangent:
             given = given.detach()
         piece = local_input(given, layout, state.mesh, state.device_mesh)
+        if place >= len(call.tensors) and not piece.requires_grad:
+            piece = piece.detach()  # of a module, which may have another memory behind the call
         if piece.requires_grad:
             through[node.target], piece = piece, piece.detach()
         watched.append(piece)
@@ -211,12 +214,26 @@ def _keep(prepared: Prepared, made: Returned, computed: Computed) -> None:
     holders = [write.holder(modules) for write in prepared.left]  # before attributes are others
     kept, known = {place: value_of(computed) for place, value_of in prepared.sets} | made.kept, dict[int, Any]()
     for (path, name), value in kept.items():
-        _, after, _ = prepared.writes[path, name]
+        before, after, _ = prepared.writes[path, name]
+        if before is after and _put_in_place(vars(modules[path]).get(name), value):
+            continue
         if id(after) not in known:  # else another attribute is the same
             known[id(after)] = put_back(after, value, lists)
-        vars(modules[path])[name] = known[id(after)]
+        put(vars(modules[path]), name, known[id(after)])
     for write, holder, value in zip(prepared.left, holders, made.left, strict=True):
         write.make_in(holder, value)
+
+
+def _put_in_place(held: Any, value: Any) -> bool:
+    """Let a tensor that forward has written to in place be `value`, and stay the object that it is. What backward has
+    saved of it keeps its old memory. False where it has a gradient, or is none.
+    """
+    if not isinstance(held, Tensor) or not isinstance(value, Tensor) or held.requires_grad or value.requires_grad:
+        return False
+    if held.is_inference() or value.is_inference() or (held.dtype, held.device) != (value.dtype, value.device):
+        return False
+    held.data = value
+    return True
 
 
 def _given(prepared: Prepared, call: Call, leaf: int) -> Tensor | None:

@@ -20,6 +20,7 @@ from autopar.ir.layout import Layout
 from autopar.plan import Plan
 from autopar.trace.counted import Counting, held_at
 from autopar.trace.formulas import Computed, Place
+from autopar.trace.modules import noted_on
 from autopar.trace.sharing import Look, Memory
 from autopar.trace.writes import Write
 from cost_models.steps import DEVICE
@@ -75,6 +76,10 @@ class Prepared:
     given: Mapping[int, tuple[int | Slot, Look | None]]
     has_trained: bool = False
 
+    def __post_init__(self) -> None:
+        tensors = [*self.held, *(slot[name] for slot, name in self.buffers.values())]
+        self._noted = [(tensor, noted) for tensor in tensors if (noted := noted_on(tensor))]  # by users
+
     @property
     def graph(self) -> Graph:
         """Of the whole model; of several micro-batches one of them."""
@@ -82,7 +87,7 @@ class Prepared:
 
     def fits(self) -> str | None:
         """None where this program still means what the module does; else what has changed, in words."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self.counting.asks_what_trains:
             try:
                 changed = any(tensors[name].requires_grad != before for (tensors, name), before in self.trained)
             except (KeyError, AttributeError):
@@ -102,6 +107,8 @@ class Prepared:
             if _lies(now) != _lies(self.held[number]):  # on ranks of other stages, too
                 return f"parameter {name} is another one, in other pieces"
             self.held[number] = now
+        if any(noted_on(tensor) != was for tensor, was in self._noted):
+            return "what is noted on a parameter or buffer is something else"
         for (tensors, name), shape in self._shapes:
             if (now := tensors.get(name)) is not None and now.shape != shape:
                 return f"buffer {name} has another shape"

@@ -61,6 +61,8 @@ class _StandsFor:
                 return self._of_counted(of)
             if type(of) is Number and self._of_number is not None:
                 return self._of_number(of)
+            if self._kind is type and type(of) is Number:
+                return type(of.like)
             if self._kind is type and isinstance(of, FakeTensor):
                 return nn.Parameter if isinstance(of, nn.Parameter) else Tensor
         return self._kind(*args, **kwargs)
@@ -122,7 +124,13 @@ def _picking(python: Callable[..., Any], is_before: Callable[[Tensor, Tensor], T
     return function
 
 
+def _is_one(value: Any, kinds: Any) -> bool:
+    """`isinstance`, of numbers of each call too."""
+    return isinstance(value.like if type(value) is Number else value, kinds)
+
+
 STAND_IN: dict[str, Any] = {
+    "isinstance": _is_one,
     "type": _StandsFor(type, lambda number: type(number.now)),
     "float": _StandsFor(float, lambda number: number.of_one(float, _float), _float),
     "int": _StandsFor(int, lambda number: number.of_one(int, _int), _int),

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from autopar.trace.numbers import is_number
 from autopar.trace.settings import Of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
@@ -96,9 +95,9 @@ class Configurations:
         return next(changed, (None, MISSING))
 
     def counted(self) -> list[Any]:
-        """Objects that have a number now where they had nothing: noted for good, or counted from then on."""
-        there = ((value, was, vars(value).get(name)) for (_, name), (value, was, _) in self._before.items())
-        return [value for value, was, now in there if (was is MISSING or was is None) and is_number(now)]
+        """Objects that have other numbers, flags or text now: noted for good, or others in each call."""
+        there = ((value, before, vars(value).get(name)) for (_, name), (value, _, before) in self._before.items())
+        return [value for value, before, now in there if isinstance(now, SCALARS) and snapshot(now) != before]
 
     def before(self, value: Any, name: str) -> None:
         """That an attribute is read or written, as it is still."""

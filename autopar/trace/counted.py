@@ -30,7 +30,7 @@ from autopar.trace.formulas import Asked, Computed, Counted, Formula, Place, is_
 from autopar.trace.left import is_kept
 from autopar.trace.numbers import Number, is_number
 from autopar.trace.origins import tensors_in, writes_in_place
-from autopar.trace.records import has_parts, is_frozen, is_mutable, put_together, tensors_within
+from autopar.trace.records import has_parts, is_frozen, is_mutable, is_state, put_together, tensors_within
 from autopar.trace.sharing import has_storage, storage_of
 from autopar.trace.tables import VIEWS
 from autopar.trace.values import MISSING, SCALARS, told
@@ -46,7 +46,7 @@ class Counting:
     variables and objects hold. `stood`: what forward was given, and what `_now` says of it; `nodes`: id of each list,
     dict and object there -> where it is found. `beside`: what forward asks of places, which no program takes;
     `asked_for`: lists and dicts that it writes to, and may ask what is in them. `plain`: memory of each tensor that an
-    attribute holds, and forward has read -> where that is; None: at several places.
+    attribute holds, and forward has read -> where that is; None: at several places. `asks_what_trains`: forward does.
     """
 
     places: tuple[Place, ...] = ()
@@ -56,6 +56,7 @@ class Counting:
     beside: Beside = field(default_factory=Beside)
     asked_for: set[Place] = field(default_factory=set[Place])
     plain: dict[int, Place | None] = field(default_factory=dict[int, Any])
+    asks_what_trains: bool = False
     elsewhere: Callable[[], set[int]] = set[int]
     stood: list[tuple[Place, Any, Any]] = field(default_factory=list[tuple[Place, Any, Any]])
     nodes: dict[int, tuple[Place, tuple[Any, ...]]] = field(default_factory=dict[int, tuple[Place, tuple[Any, ...]]])
@@ -293,10 +294,10 @@ def numbers_in(value: Any) -> list[Any]:
 def may_be_counted(value: Any) -> bool:
     """Whether a program may take it as an argument, or what is in it."""
     leaves = pytree.tree_leaves(value)
-    is_empty = is_mutable(value) and not leaves  # which fills in the first call
-    return (is_empty or any(map(may_vary, leaves))) and all(
-        may_vary(leaf) or isinstance(leaf, SCALARS) for leaf in leaves
-    )
+    may_change = is_mutable(value) and (not leaves or is_state(value))  # what fills, and what has flags alone
+    if not may_change and not any(map(may_vary, leaves)):
+        return False
+    return all(may_vary(leaf) or isinstance(leaf, SCALARS) for leaf in leaves)
 
 
 def counted_in(

@@ -233,6 +233,8 @@ class _Watch(TorchFunctionMode):
                 f"forward reads .grad of a parameter{line_here()}, which a program does not have: look at gradients "
                 "behind backward, outside of forward"
             )
+        if func == REQUIRES_GRAD.__get__ and id(args[0]) in self.registered and not is_torchs(caller(2)):
+            self.counting.asks_what_trains = True
         if func is torch.Tensor.retain_grad:
             raise TraceError(
                 f"forward has a tensor retain its gradient{line_here()}, and a program gives gradients of parameters "

@@ -106,6 +106,10 @@ CLASS = re.compile("<class '([^']+)'>")
 OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
 
 
+class HeldInPlace(TraceError):
+    """Forward writes to a tensor in place that is a constant to torch."""
+
+
 class _WithoutGraphs:
     """Standard error, but for graphs that torch prints into it. Whoever keeps it writes on."""
 
@@ -156,15 +160,16 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
         line = line_of(error)
         what = f"{line}: {type(error).__name__}: {reason}{end}"
         if advice in OWN_WORDS:  # what torch says is how to register a class
-            kind = CLASS.search(told) if advice == OBJECT else None
-            what = f"{line}: {OWN_WORDS[advice]}{f' ({kind[1]})' if kind else ''}."
+            found = CLASS.search(told) if advice == OBJECT else None
+            what = f"{line}: {OWN_WORDS[advice]}{f' ({found[1]})' if found else ''}."
         if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
             given = f"{inputs}{',' * bool(line)}"
             raise TraceError(f"the model does not run with its inputs, {given}{what} {NO_RUN}") from error
         if not advice:
             it_runs = IT_RUNS + (": rewrite that line." if line else NO_LINE)
             advice = it_runs if alone is None else BY_ITSELF
-        raise TraceError(f"the model cannot be captured as one graph{what} {advice}") from error
+        kind = HeldInPlace if advice == HELD else TraceError
+        raise kind(f"the model cannot be captured as one graph{what} {advice}") from error
 
 
 def _error_of(call: Callable[[], object]) -> Exception | None:

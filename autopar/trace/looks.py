@@ -95,7 +95,7 @@ def _looks_at(
     for name, base in there:
         if tensor is base:
             return None
-        if base.dtype == tensor.dtype and _overlap(tensor, base):
+        if base.dtype == tensor.dtype and _is_within(tensor, base):
             offset = int(tensor.storage_offset()) - int(base.storage_offset())
             return (name, base), Look(tuple(tensor.shape), tensor.stride(), offset, base.stride())
     return None
@@ -105,9 +105,9 @@ def _lies_somewhere(tensor: Tensor) -> bool:
     return has_storage(tensor) and not tensor.is_meta and tensor.numel() > 0
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _is_within(one: Tensor, other: Tensor) -> bool:
     (first, behind), (begin, end) = _places(one), _places(other)
-    return first < end and begin < behind
+    return begin <= first and behind <= end
 
 
 def _places(tensor: Tensor) -> tuple[int, int]:

@@ -5,6 +5,7 @@ not hang on it: sizes, and which way to go on.
 
 from __future__ import annotations
 
+import enum
 import operator
 import sys
 import types
@@ -352,4 +353,4 @@ def _needed_now() -> TraceError:
 
 def is_number(value: Any) -> bool:
     """Whether something of Python's may count with it: a truth is a flag."""
-    return isinstance(value, (int, float)) and not isinstance(value, (bool, Number))
+    return isinstance(value, (int, float)) and not isinstance(value, (bool, Number, enum.Enum))

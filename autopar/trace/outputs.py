@@ -26,7 +26,7 @@ from autopar.trace.left import is_kept, is_made
 from autopar.trace.modules import HOOKS
 from autopar.trace.numbers import Array, Number, refuse_text
 from autopar.trace.reads import Reads
-from autopar.trace.records import make_known
+from autopar.trace.records import make_known, make_states_known
 from autopar.trace.settings import CODE
 from autopar.trace.sharing import NOWHERE, Memory
 from autopar.trace.values import MISSING, copied
@@ -133,6 +133,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         refuse_what_is_written(given, outputs)
         kept: dict[tuple[str, str], Any] = {}
         for place, held in reads.counting.refill(modules).items():
+            make_states_known(held)
             reads.written[place] = held, held, ""
         for (path, name), (before, after, _) in reads.written.items():
             if isinstance(after, Counted):  # known without the program

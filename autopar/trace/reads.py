@@ -8,6 +8,7 @@ stand in their classes note which attributes of their own are read and written. 
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import random
 import sys
@@ -28,8 +29,9 @@ from autopar.trace.configurations import Configurations
 from autopar.trace.counted import Counting, nodes_in
 from autopar.trace.formulas import Place
 from autopar.trace.left import Left, is_made
+from autopar.trace.lines import line_here
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
-from autopar.trace.records import is_state, leads_to
+from autopar.trace.records import is_state, leads_to, may_be_state
 from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
@@ -41,6 +43,7 @@ from autopar.trace.values import (
     SCALARS,
     Change,
     few_in,
+    held_in,
     is_grown_table,
     is_noted_once,
     is_torchs,
@@ -53,6 +56,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 NUMPYS = f"{os.sep}numpy{os.sep}"  # in the names of its files
+CONSTANT = (*SCALARS, enum.Enum)  # what forward may set an attribute to that has it already
 MAY_BE_SET = (*SCALARS, *CONTAINERS, types.FunctionType)  # what a script may set of a class, or for an instance
 
 
@@ -88,6 +92,14 @@ class Reads:
     def _leading_to(self, objects: Sequence[Any]) -> set[Place]:
         """The attributes that hold one of these."""
         return {place for place, held in self.attributes.items() if any(leads_to(held, one) for one in objects)}
+
+    def deleted(self, path: str, name: str, was: Any) -> None:
+        """That forward takes an attribute away."""
+        before, *_ = self.written.get((path, name), (was,))
+        if before is MISSING:
+            del self.written[path, name]  # forward has put it there
+        else:
+            self.written[path, name] = before, MISSING, line_here().removeprefix(" at ")
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
@@ -142,7 +154,10 @@ class Reads:
         """
         for (path, name), was in self.contents.items():
             held = self.attributes[path, name]
-            if snapshot(held) != was and not (id(held) in originals and is_grown_table(was, held)):
+            is_table = id(held) in originals and is_grown_table(was, held)
+            if is_table and snapshot(held) != was and any(map(may_be_state, held_in(held))):
+                self.counting.asked_for.add((path, name))  # what it makes once may be changed in each call
+            if snapshot(held) != was and not is_table:
                 self.counting.found.add((path, name))
                 told = f"{type(held).__name__}: draw with torch" if isinstance(held, DRAWING) else type(held).__name__
                 told = f"what is in self.{f'{path}.{name}' if path else name} ({told})"
@@ -283,18 +298,18 @@ def _noting(
         setting(self, name, value)
         if path is not None and reads.is_open and own.get(name, MISSING) is value:  # no property's
             is_tensor_slot = any(name in own.get(kept, ()) for kept in REGISTERED)
-            is_new = was is not value
+            is_new = was is not value or all(isinstance(leaf, CONSTANT) for leaf in pytree.tree_leaves(value))
             if is_new and not (name in OF_EVERY_MODULE or is_tensor_slot or _looks_at_parameters(value)):
                 before, _, _ = reads.written.get((path, name), (was, None, ""))
                 reads.written[path, name] = before, value, _line_outside_torch()
 
     def __delattr__(self: Any, name: str) -> None:
+        was = getting(self, "__dict__").get(name, MISSING)
         deleting(self, name)
         path = path_of.get(id(getting(self, "__dict__")))
-        if path is None or not reads.is_open or (path, name) not in reads.written:
+        if path is None or not reads.is_open or was is MISSING:
             return
-        if reads.written[path, name][0] is MISSING:
-            del reads.written[path, name]  # forward has put it there, and has taken it away
+        reads.deleted(path, name, was)
 
     return [__getattribute__, __setattr__, __delattr__]
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar._compat import pytree
-from autopar.trace.values import COLLECTIONS, MUTABLE, PLAIN, SCALARS, few_in, held_in, is_of_torch, own_names
+from autopar.trace.values import COLLECTIONS, KEEPERS, MUTABLE, PLAIN, SCALARS, few_in, held_in, is_of_torch, own_names
 
 
 def make_known(value: Any) -> None:
@@ -112,7 +112,7 @@ def put_together(kind: type[Any], parts: Iterable[Any], names: Iterable[Any]) ->
         table: Any = kind.__new__(kind)
         dict.update(table, zip(names, parts, strict=True))
         return table
-    made = object.__new__(kind)
+    made = kind.__new__(kind) if kind in KEEPERS else object.__new__(kind)
     for name, part in zip(names, parts, strict=True):
         object.__setattr__(made, name, part)
     return made

@@ -104,7 +104,7 @@ class _Holder:
 
 
 TYPES = frozenset(("type", "int", "float"))
-ASKED = TYPES | {"len", "min", "max"}  # of numbers, and of lists that forward appends to
+ASKED = TYPES | {"len", "min", "max", "isinstance"}  # of numbers, and of lists that forward appends to
 TAKES_TYPES = frozenset(("dtype", "to", "type", "astype", "view"))  # torch and numpy ask for those of Python
 
 

@@ -38,6 +38,8 @@ class Look:
         """The same look at `base`, without gradient; None where that lies otherwise."""
         if base.stride() != self.of:
             return None
+        if (self.size, self.stride, self.offset) == (tuple(base.shape), base.stride(), 0):
+            return base.detach()
         return base.detach().as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
@@ -90,7 +92,7 @@ def seen(
             groups.append((leaf, first.setdefault(storage_of(value), leaf)))
             continue
         kind, name, base = found
-        if leaf >= of_caller or isinstance(base, nn.Parameter):
+        if isinstance(base, nn.Parameter) or (leaf >= of_caller and (kind == "buffer" or value is not base)):
             continue
         if value is base:
             given.append(Given(leaf, kind, name, None))
@@ -130,7 +132,9 @@ def in_memory_of_its_own(graph: Graph, groups: Mapping[int, int]) -> Graph:
         results.append(replace(result, ref=Ref(copy.name)))
     if not copies:
         return graph
-    nodes = [one for node in graph.nodes for one in (node, *copies.get(node.name, ()))]
+    constants = [node for node in graph.nodes if node.op == "constant" and node.name in copies]  # which come late
+    others = [node for node in graph.nodes if node.op != "constant" or node.name not in copies]
+    nodes = [one for node in (*constants, *others) for one in (node, *copies.get(node.name, ()))]
     return replace(graph, nodes=tuple(nodes), results=tuple(results))
 
 

@@ -18,6 +18,7 @@ from autopar.trace.capture import capture as captured_with
 from autopar.trace.counted import Counting, counted_in, counting_of, ids_in, may_be_counted
 from autopar.trace.formulas import Place
 from autopar.trace.installed import Rebound, attributes_in_place_of, may_be_attribute
+from autopar.trace.lines import HeldInPlace
 from autopar.trace.looks import MARK
 from autopar.trace.numbers import HangsOnValues
 from autopar.trace.origins import tensors_in
@@ -59,7 +60,7 @@ def capture(
             if not more:
                 raise TraceError(str(error)) from error  # the kinds of it are for us alone
             attributes |= more
-        except HangsOnValues as error:
+        except (HangsOnValues, HeldInPlace) as error:
             raise TraceError(str(error)) from error
 
 
@@ -93,6 +94,8 @@ def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Plac
             captured = trace(counted=first)
         except TraceError as error:  # of what earlier calls have left, as it may be
             places = {*first.found, *first.asked_for, *_leading_back(modules)}
+            if isinstance(error, HeldInPlace):  # or to what is made of one, as torch makes constants of those
+                places |= {*filter(None, first.plain.values())}
             spots = first.beside.found | (first.beside.written if isinstance(error, HangsOnValues) else set[Place]())
             captured = counting(filter(may_be, places), beside=spots, tells=bool(first.beside.found))
             if captured is None:
@@ -139,7 +142,8 @@ def _counting(
     try:
         captured = trace(counted=counting)
     except Exception as error:  # of whatever kind, for want of a number: a trace without says what else there is
-        spots = {spot for spot in counting.beside.found - {*beside} if may_be_asked(spot, modules)}
+        asked = counting.beside.found | (counting.beside.written if isinstance(error, HangsOnValues) else set[Place]())
+        spots = {spot for spot in asked - {*beside} if may_be_asked(spot, modules)}
         if (more := {*filter(may_be, counting.found - {*counting.places})}) or spots:
             return again(more | {*counting.places}, beside=spots | {*beside})
         if tells and isinstance(error, TraceError) and not isinstance(error, HangsOnValues):

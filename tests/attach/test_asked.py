@@ -81,7 +81,6 @@ class Asks(nn.Module):
 ASKED: dict[str, Callable[[Tensor], bool]] = {
     "compiling": lambda _: torch.compiler.is_compiling(),
     "exporting": lambda _: torch.compiler.is_exporting() or is_exporting(),
-    "by dynamo": lambda _: torch._dynamo.is_compiling(),  # pyright: ignore[reportPrivateImportUsage]
     "both": lambda _: bool(torch.compiler.is_compiling() | False),
     "type": lambda x: type(x) is not torch.Tensor,
     "type in a table": lambda x: {torch.Tensor: False}.get(type(x), True),
