@@ -13,6 +13,7 @@ from typing import Any
 from autopar.trace.settings import Of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
+    CONSTANT,
     MISSING,
     SCALARS,
     Change,
@@ -86,7 +87,7 @@ class Configurations:
         by ids).
         """
         for (_, name), (value, was, before) in self._before.items():
-            now = vars(value)[name] if name in vars(value) else _of_class(type(value), name)
+            now = self._now(value, name)
             if snapshot(now) != before and not is_noted_once(was, now):
                 is_table = now is was and is_grown_table(before, now)
                 if not is_table or id(now) not in originals:
@@ -96,8 +97,12 @@ class Configurations:
 
     def counted(self) -> list[Any]:
         """Objects that have other numbers, flags or text now: noted for good, or others in each call."""
-        there = ((value, before, vars(value).get(name)) for (_, name), (value, _, before) in self._before.items())
-        return [value for value, before, now in there if isinstance(now, SCALARS) and snapshot(now) != before]
+        there = ((value, before, self._now(value, name)) for (_, name), (value, _, before) in self._before.items())
+        return [value for value, before, now in there if isinstance(now, CONSTANT) and snapshot(now) != before]
+
+    def _now(self, value: Any, name: str) -> Any:
+        own = vars(value)
+        return own[name] if name in own else _of_class(type(value), name)
 
     def before(self, value: Any, name: str) -> None:
         """That an attribute is read or written, as it is still."""

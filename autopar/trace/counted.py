@@ -33,7 +33,7 @@ from autopar.trace.origins import tensors_in, writes_in_place
 from autopar.trace.records import has_parts, is_frozen, is_mutable, is_state, put_together, tensors_within
 from autopar.trace.sharing import has_storage, storage_of
 from autopar.trace.tables import VIEWS
-from autopar.trace.values import MISSING, SCALARS, told
+from autopar.trace.values import CONSTANT, MISSING, SCALARS, told
 from autopar.trace.writes import content, refill
 
 ARGUMENT = "counted_"  # of forward, in a trace: a dict by what an attribute is called
@@ -243,7 +243,7 @@ def _kind(leaf: Any) -> Any:
         return leaf.shape, leaf.dtype, leaf.requires_grad
     if isinstance(leaf, Number):
         return type(leaf.now if type(leaf) is Counted else leaf.like)
-    return type(leaf) if is_number(leaf) or not isinstance(leaf, SCALARS) else (type(leaf), leaf)
+    return type(leaf) if is_number(leaf) or not isinstance(leaf, CONSTANT) else (type(leaf), leaf)
 
 
 def as_tensor(value: float | Tensor) -> Tensor:
@@ -297,7 +297,7 @@ def may_be_counted(value: Any) -> bool:
     may_change = is_mutable(value) and (not leaves or is_state(value))  # what fills, and what has flags alone
     if not may_change and not any(map(may_vary, leaves)):
         return False
-    return all(may_vary(leaf) or isinstance(leaf, SCALARS) for leaf in leaves)
+    return all(may_vary(leaf) or isinstance(leaf, CONSTANT) for leaf in leaves)
 
 
 def counted_in(

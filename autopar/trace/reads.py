@@ -8,7 +8,6 @@ stand in their classes note which attributes of their own are read and written. 
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import random
 import sys
@@ -36,6 +35,7 @@ from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
     COLLECTIONS,
+    CONSTANT,
     CONTAINERS,
     DRAWING,
     IN_PLACE,
@@ -56,7 +56,6 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
 NUMPYS = f"{os.sep}numpy{os.sep}"  # in the names of its files
-CONSTANT = (*SCALARS, enum.Enum)  # what forward may set an attribute to that has it already
 MAY_BE_SET = (*SCALARS, *CONTAINERS, types.FunctionType)  # what a script may set of a class, or for an instance
 
 

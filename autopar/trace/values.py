@@ -25,6 +25,7 @@ from autopar._compat import pytree
 MISSING = object()
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+CONSTANT = (*SCALARS, enum.Enum)  # equal ones are one
 CONTAINERS = (list, tuple, dict, set, np.ndarray)
 MUTABLE = (list, dict, deque)
 COLLECTIONS = (Mapping, Sequence, Set)  # also those of classes of a user's or a library's
