@@ -226,9 +226,9 @@ def _keep(prepared: Prepared, made: Returned, computed: Computed) -> None:
 
 def _put_in_place(held: Any, value: Any) -> bool:
     """Let a tensor that forward has written to in place be `value`, and stay the object that it is. What backward has
-    saved of it keeps its old memory. False where it has a gradient, or is none.
+    saved of it keeps its old memory. False where it has a gradient, or is put together when somebody reads it.
     """
-    if not isinstance(held, Tensor) or not isinstance(value, Tensor) or held.requires_grad or value.requires_grad:
+    if not isinstance(held, Tensor) or type(value) is not Tensor or held.requires_grad or value.requires_grad:
         return False
     if held.is_inference() or value.is_inference() or (held.dtype, held.device) != (value.dtype, value.device):
         return False

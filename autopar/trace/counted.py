@@ -218,7 +218,7 @@ def put_back(after: Any, value: Any, lists: Mapping[int, Any]) -> Any:
     else:
         made = [put_back(part, one, lists) for part, one in zip(parts, given, strict=True)]
     if is_frozen(value):
-        return put_together(type(value), made.values(), made)
+        return put_together(type(value), made.values(), (made, ()))
     if isinstance(value, tuple):
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     refill(held := lists.get(id(after), value), made)

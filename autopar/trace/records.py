@@ -4,6 +4,7 @@ numbers and tensors in, objects of any plain class (meters) and dicts of one's o
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -106,14 +107,17 @@ def let_have(value: Any, parts: Mapping[str, Any]) -> None:
         object.__setattr__(value, name, part)
 
 
-def put_together(kind: type[Any], parts: Iterable[Any], names: Iterable[Any]) -> Any:
-    """As it was, without what its constructor does, which was done already (`__post_init__`)."""
+def put_together(kind: type[Any], parts: Iterable[Any], context: tuple[Iterable[Any], Iterable[Any]]) -> Any:
+    """As it was, without what its constructor does, which was done already (`__post_init__`). `context`: names of the
+    parts, and further ones with theirs.
+    """
+    names, fixed = context
     if issubclass(kind, dict):
         table: Any = kind.__new__(kind)
         dict.update(table, zip(names, parts, strict=True))
         return table
     made = kind.__new__(kind) if kind in KEEPERS else object.__new__(kind)
-    for name, part in zip(names, parts, strict=True):
+    for name, part in (*zip(names, parts, strict=True), *fixed):
         object.__setattr__(made, name, part)
     return made
 
@@ -131,17 +135,18 @@ def _register(kind: type[Any]) -> None:
 
 def _taken_apart(value: Any) -> tuple[list[Any], tuple[Any, ...]]:
     held = attributes(value)
-    return [*held.values()], tuple(held)
+    parts = {name: part for name, part in held.items() if not isinstance(part, enum.Enum)}  # which no program has
+    return [*parts.values()], (tuple(parts), tuple((name, part) for name, part in held.items() if name not in parts))
 
 
 def _by_attribute(value: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-    parts, names = _taken_apart(value)
-    return [(pytree.GetAttrKey(name), part) for name, part in zip(names, parts, strict=True)], names
+    parts, context = _taken_apart(value)
+    return [(pytree.GetAttrKey(name), part) for name, part in zip(context[0], parts, strict=True)], context
 
 
 def _entries(value: dict[Any, Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    return [*dict.values(value)], tuple(dict.keys(value))
+    return [*dict.values(value)], (tuple(dict.keys(value)), ())
 
 
 def _by_key(value: dict[Any, Any]) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-    return [(pytree.MappingKey(key), part) for key, part in dict.items(value)], tuple(dict.keys(value))
+    return [(pytree.MappingKey(key), part) for key, part in dict.items(value)], (tuple(dict.keys(value)), ())

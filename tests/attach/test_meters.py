@@ -16,6 +16,7 @@ from tests.processes.compare import near
 from tests.support.meters import MODELS, Keeps, Meter, kept, same
 
 
+@pytest.mark.filterwarnings("ignore:the model is traced and planned for the 4th time")
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_forward_keeps_is_as_on_one_process(kind: type[Keeps], one: DeviceMesh) -> None:
     """In more calls than programs are kept, with one that does not train in between, and set by the script once."""

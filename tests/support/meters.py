@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -147,6 +148,41 @@ class OfItsClass(Keeps):
         return self.layer(x).square().mean() / self.ticks.tick()
 
 
+class Phase(Enum):
+    WARMING = 1
+    TRAINING = 2
+
+
+class Controller:
+    def __init__(self) -> None:
+        self.phase, self.is_begun, self.told = Phase.WARMING, False, "nothing"
+
+
+class Controlled(Keeps):
+    """Flags, text and phases: a program for each state."""
+
+    held, programs = ("controller", "cache", "kind"), 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.controller, self.cache, self.kind, self.calls = Controller(), None, "", 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, controller = self.layer(x), self.controller
+        self.calls += 1
+        if not controller.is_begun:
+            controller.is_begun, h = True, 2 * h
+        if controller.phase is Phase.TRAINING:
+            h = h / 3
+        if self.calls == 3:
+            controller.phase, controller.told = Phase.TRAINING, "training"
+        self.cache = h.detach().mean() if self.calls == 5 else None  # which it was before
+        self.kind = "odd" if self.calls == 7 else ""
+        loss = h.square().mean()
+        self.spread = loss.item() if isinstance(loss.item(), float) else None
+        return loss
+
+
 class Moments:
     def __init__(self) -> None:
         self.n, self.mean, self.last = 0, torch.zeros(4), torch.zeros(3, 4)
@@ -189,7 +225,7 @@ class InPlace(Keeps):
 
 
 MODELS: tuple[type[Keeps], ...] = (
-    Metered, Resets, Scheduled, Counts, OfSlots, OfItsClass, Normalises, InPlace,
+    Metered, Resets, Scheduled, Counts, OfSlots, OfItsClass, Controlled, Normalises, InPlace,
 )  # fmt: skip
 
 
@@ -203,6 +239,8 @@ def told(value: Any) -> Any:
         return [told(part) for part in value]
     if isinstance(value, Slots):
         return value.n
+    if isinstance(value, Enum):
+        return value.name
     return told(vars(value)) if hasattr(value, "__dict__") else value
 
 
@@ -221,4 +259,5 @@ def same(ours: Any, theirs: Any) -> None:
             for one, other in zip(ours, theirs, strict=True):
                 same(one, other)
         case _:
-            assert type(ours) is type(theirs) and ours == pytest.approx(theirs, rel=1e-5)
+            expected = pytest.approx(theirs, rel=1e-5) if isinstance(theirs, float) else theirs
+            assert type(ours) is type(theirs) and ours == expected
