@@ -60,7 +60,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
             tensors, leaf = prepared.buffers[name]
             held = tensors[leaf]  # a buffer, or a parameter that does not train
             if name in rebound and not isinstance(held, DTensor):
-                tensors[leaf] = value
+                tensors[leaf] = value.clone()  # it may be what an output, or backward, has
             else:
                 held.copy_(piece_as(value, held) if isinstance(held, DTensor) else value)
     return _assemble_outputs(state, prepared, outputs, call, step, computed)

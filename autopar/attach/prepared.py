@@ -22,6 +22,7 @@ from autopar.trace.counted import Counting, held_at
 from autopar.trace.formulas import Computed, Place
 from autopar.trace.modules import noted_on
 from autopar.trace.sharing import Look, Memory
+from autopar.trace.values import snapshot
 from autopar.trace.writes import Write
 from cost_models.steps import DEVICE
 
@@ -78,7 +79,7 @@ class Prepared:
 
     def __post_init__(self) -> None:
         tensors = [*self.held, *(slot[name] for slot, name in self.buffers.values())]
-        self._noted = [(tensor, noted) for tensor in tensors if (noted := noted_on(tensor))]  # by users
+        self._noted = [(tensor, snapshot(noted)) for tensor in tensors if (noted := noted_on(tensor))]  # by users
 
     @property
     def graph(self) -> Graph:
@@ -107,7 +108,7 @@ class Prepared:
             if _lies(now) != _lies(self.held[number]):  # on ranks of other stages, too
                 return f"parameter {name} is another one, in other pieces"
             self.held[number] = now
-        if any(noted_on(tensor) != was for tensor, was in self._noted):
+        if any(snapshot(noted_on(tensor)) != was for tensor, was in self._noted):
             return "what is noted on a parameter or buffer is something else"
         for (tensors, name), shape in self._shapes:
             if (now := tensors.get(name)) is not None and now.shape != shape:
