@@ -84,9 +84,13 @@ def seen(
     there = (one for one in (*of_call, *of_model) if has_storage(one[-1]))
     held: dict[int, tuple[Kind, str, Any]] = {storage_of(one[-1]): one for one in there}
     of_caller = len(pytree.tree_leaves(outputs))
+    rebound = {id(behind[name]): name for name in before.keys() - stay.keys() if name in behind}
     given, groups, first = list[Given](), list[tuple[int, int]](), dict[int, int]()
     for leaf, value in enumerate(pytree.tree_leaves(returned)):
         if not has_storage(value):
+            continue
+        if id(value) in rebound and leaf < of_caller:
+            given.append(Given(leaf, "buffer", rebound[id(value)], None))
             continue
         if (found := held.get(storage_of(value))) is None:
             groups.append((leaf, first.setdefault(storage_of(value), leaf)))
