@@ -50,7 +50,10 @@ def mark_looks(model: nn.Module, copy: nn.Module) -> None:
     for place, value in _attributes(model):
         leaves, own = pytree.tree_leaves(value), pytree.tree_leaves(own_attributes.get(place))
         for leaf, one in zip(leaves, own, strict=False):
-            if isinstance(leaf, Tensor) and one is not leaf and (found := _looks_at(leaf, by_memory)) is not None:
+            if not isinstance(leaf, Tensor) or one is leaf:
+                continue
+            _refuse_more_than_one(place, leaf, by_memory)
+            if (found := _looks_at(leaf, by_memory)) is not None:
                 (other, _), how = found
                 setattr(one, MARK, (other, how))
 
@@ -103,6 +106,19 @@ def _looks_at(
 
 def _lies_somewhere(tensor: Tensor) -> bool:
     return has_storage(tensor) and not tensor.is_meta and tensor.numel() > 0
+
+
+def _refuse_more_than_one(place: str, tensor: Tensor, by_memory: Mapping[int, list[tuple[str, Tensor]]]) -> None:
+    """Raise ValueError where a tensor has the memory of a parameter that trains, and more."""
+    there = by_memory.get(storage_of(tensor), ()) if _lies_somewhere(tensor) else ()
+    for name, base in there:
+        (first, behind), (begin, end) = _places(tensor), _places(base)
+        trains = isinstance(base, nn.Parameter) and base.requires_grad and tensor is not base
+        if trains and first < end and begin < behind and not _is_within(tensor, base):
+            raise ValueError(
+                f"self.{place.removeprefix('.')} has the memory of {name} in it, which the parallel module has "
+                "elsewhere: make the parameter of a clone()"
+            )
 
 
 def _is_within(one: Tensor, other: Tensor) -> bool:

@@ -66,6 +66,16 @@ def test_a_parameter_that_trains_has_its_memory_for_itself(registered: bool, one
     autopar.compile(frozen, one)(torch.randn(3, 4))
 
 
+def test_no_tensor_has_the_memory_of_a_parameter_and_more(one: DeviceMesh) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    both = torch.randn(2, 4, 4)
+    model.weight, model.both = nn.Parameter(both[0]), both
+    with pytest.raises(ValueError, match=r"self\.both has the memory of weight in it, .* clone\(\)"):
+        autopar.compile(model, one)
+    model.weight = nn.Parameter(both[0].clone())
+    autopar.compile(model, one)(torch.randn(3, 4))
+
+
 class TwoBuffers(nn.Module):
     def __init__(self, writes: bool) -> None:
         super().__init__()
