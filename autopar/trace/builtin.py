@@ -47,9 +47,7 @@ def _taking_counted(name: str, python: Callable[..., Any]) -> Callable[..., Any]
 class _StandsFor:
     """Stands for `type`, `int` or `float` in code that may ask them of a counted number."""
 
-    def __init__(
-        self, kind: Any, of_counted: Callable[[Counted], Any], of_number: Callable[[Number], Number] | None = None
-    ) -> None:
+    def __init__(self, kind: Any, of_counted: Callable[[Counted], Any], of_number: Callable[[Number], Any]) -> None:
         self._kind, self._of_counted, self._of_number = kind, of_counted, of_number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,10 +57,8 @@ class _StandsFor:
                 of = of.item()  # which says what is in a buffer that is counted
             if type(of) is Counted:
                 return self._of_counted(of)
-            if type(of) is Number and self._of_number is not None:
+            if type(of) is Number:
                 return self._of_number(of)
-            if self._kind is type and type(of) is Number:
-                return type(of.like)
             if self._kind is type and isinstance(of, FakeTensor):
                 return nn.Parameter if isinstance(of, nn.Parameter) else Tensor
         return self._kind(*args, **kwargs)
@@ -131,7 +127,7 @@ def _is_one(value: Any, kinds: Any) -> bool:
 
 STAND_IN: dict[str, Any] = {
     "isinstance": _is_one,
-    "type": _StandsFor(type, lambda number: type(number.now)),
+    "type": _StandsFor(type, lambda number: type(number.now), lambda number: type(number.like)),
     "float": _StandsFor(float, lambda number: number.of_one(float, _float), _float),
     "int": _StandsFor(int, lambda number: number.of_one(int, _int), _int),
     "min": _picking(min, torch.lt),

@@ -131,7 +131,7 @@ def in_memory_of_its_own(graph: Graph, groups: Mapping[int, int]) -> Graph:
         if made_in.setdefault(base, group) == group:
             results.append(result)
             continue
-        copy = _copy(graph, result.ref, f"{result.ref.name}_copy{result.target}")
+        copy = copy_of(graph, result.ref, f"{result.ref.name}_copy{result.target}")
         copies.setdefault(result.ref.name, []).append(copy)
         results.append(replace(result, ref=Ref(copy.name)))
     if not copies:
@@ -151,7 +151,8 @@ def _base(graph: Graph, ref: Ref) -> str:
     return f"{node.name}" if not ref.index else f"{node.name}:{ref.index}"
 
 
-def _copy(graph: Graph, ref: Ref, name: str) -> Node:
+def copy_of(graph: Graph, ref: Ref, name: str) -> Node:
+    """A node of forward that gives the same value in a memory of its own, called so, or about so."""
     while name in graph.by_name:
         name += "_"
     how = (("memory_format", CONTIGUOUS),)

@@ -14,7 +14,7 @@ import torch
 
 from autopar.ir.graph import Graph, Node, Ref, reading
 from autopar.ir.work import VIEWS
-from autopar.trace.builder import CONTIGUOUS
+from autopar.trace.sharing import copy_of
 
 COPY = torch.ops.aten.copy_.default
 
@@ -41,7 +41,9 @@ def read_before_assigned(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 def kept_as_it_was(graph: Graph) -> Graph:
     """The graph with a copy of each buffer that forward writes to, where backward or an output wants what it was."""
-    copies = {name: _copy(graph.by_name[name], graph) for name in graph.written if _is_wanted_behind(name, graph)}
+    copies = {
+        name: copy_of(graph, Ref(name), f"{name}_before") for name in graph.written if _is_wanted_behind(name, graph)
+    }
     if not copies:
         return graph
     instead = {Ref(name): Ref(copy.name) for name, copy in copies.items()}
@@ -69,11 +71,3 @@ def _is_wanted_behind(buffer: str, graph: Graph) -> bool:
     return any(
         result.kind != "buffer" and result.ref is not None and result.ref.name in looks for result in graph.results
     )
-
-
-def _copy(buffer: Node, graph: Graph) -> Node:
-    name = f"{buffer.name}_before"
-    while name in graph.by_name:
-        name += "_"
-    how = (("memory_format", CONTIGUOUS),)
-    return replace(buffer, name=name, op="aten.clone.default", args=(Ref(buffer.name),), kwargs=how, target="")

@@ -21,14 +21,17 @@ class Looks(nn.Module):
         self.layer = nn.Linear(4, 4)
         self.register_buffer("queue", torch.randn(6, 4))
         self.weight, self.first = self.layer.weight.data, self.queue[:2]
-        self.others = {"row": self.layer.weight.detach()[1], "all": [self.layer.bias.data, self.queue.t()]}
+        self.others: dict[str, Any] = {
+            "row": self.layer.weight.detach()[1],
+            "all": [self.layer.bias.data, self.queue.t()],
+        }
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
         self.queue[1:] = self.queue[:-1].clone()
         self.queue[0] = h.detach()[0]
-        of_queue = self.first.mean(0) + self.others["all"][1].mean(1)  # type: ignore[index]
-        return (h + of_queue).square().mean() + self.weight.norm() + self.others["row"].sum()  # type: ignore[union-attr]
+        of_queue = self.first.mean(0) + self.others["all"][1].mean(1)
+        return (h + of_queue).square().mean() + self.weight.norm() + self.others["row"].sum()
 
 
 def test_what_looks_at_a_parameter_or_a_buffer_is_what_that_is_now(one: DeviceMesh) -> None:

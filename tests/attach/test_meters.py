@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar
 from autopar.errors import TraceError
 from tests.processes.compare import near
-from tests.support.meters import MODELS, Keeps, Meter, kept, same
+from tests.support.meters import MODELS, Keeps, Metered, kept, same
 
 
 @pytest.mark.filterwarnings("ignore:the model is traced and planned for the 4th time")
@@ -44,30 +44,21 @@ def test_what_forward_keeps_is_as_on_one_process(kind: type[Keeps], one: DeviceM
 
 
 def test_a_script_may_reset_a_meter(one: DeviceMesh) -> None:
-    class Metered(Keeps):
-        def __init__(self) -> None:
-            super().__init__()
-            self.meter = Meter()
-
-        def forward(self, x: Tensor) -> Tensor:
-            loss = self.layer(x).square().mean()
-            self.meter.update(loss.item())
-            return loss * self.meter.count
-
     torch.manual_seed(0)
     plain = Metered()
     parallel: Any = autopar.compile(copy.deepcopy(plain), one)
     for call in range(6):
         for model in (plain, parallel):
             if call == 4:
-                model.meter.reset()
+                model.losses.reset()
             torch.manual_seed(call)
             model.loss = model(torch.randn(3, 4)).item()
         assert parallel.loss == pytest.approx(plain.loss, rel=1e-5)
-        assert (parallel.meter.count, parallel.meter.mean) == (plain.meter.count, pytest.approx(plain.meter.mean))
+        assert parallel.losses.count == plain.losses.count
+        assert parallel.losses.mean == pytest.approx(plain.losses.mean)
     again = copy.deepcopy(parallel)
     again(torch.randn(3, 4))
-    assert (again.meter.count, parallel.meter.count) == (3, 2)
+    assert (again.losses.count, parallel.losses.count) == (9, 6)  # rows
 
 
 class Twice(Keeps):

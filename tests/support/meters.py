@@ -70,13 +70,14 @@ class Metered(Keeps):
 
     def __init__(self) -> None:
         super().__init__()
-        self.losses, self.each = Meter(), {"square": Meter(), "all": [Meter(), Meter()]}
+        self.losses = Meter()
+        self.each: dict[str, Any] = {"square": Meter(), "all": [Meter(), Meter()]}
 
     def forward(self, x: Tensor) -> Tensor:
         loss = self.layer(x).square().mean()
         self.losses.update(loss.item(), len(x))
-        self.each["square"].update(loss.item() ** 2)  # type: ignore[union-attr]
-        for one in self.each["all"]:  # type: ignore[union-attr]
+        self.each["square"].update(loss.item() ** 2)
+        for one in self.each["all"]:
             one.update((x > 0).float().mean().item())
         return loss / (1 + self.losses.count)
 
