@@ -18,6 +18,7 @@ from autopar.attach.copies import alike, copied, copied_shallowly, enlist, hand_
 from autopar.attach.draws import draw_whole
 from autopar.attach.dtensors import mend_dtensors
 from autopar.attach.edits import mend_edits
+from autopar.attach.elsewhere import held_elsewhere
 from autopar.attach.foreach import mend_lists, mend_total_norm
 from autopar.attach.full_state import full_state, received_state
 from autopar.attach.inputs import local_input, settled, type_of
@@ -297,7 +298,7 @@ def attach(
     for buffer in model.buffers():
         fresh[id(buffer)] = buffer.detach().clone().to(device_mesh.device_type if not buffer.is_meta else "meta")
     fresh |= {id(tensor): tensor.detach().clone() for tensor in computed_tensors(model)}
-    beside = with_tensors(model, fresh, originals := dict[int, Any]())
+    beside = with_tensors(model, fresh, originals := dict[int, Any](), held_elsewhere(model, fresh))
     mark_looks(model, beside)
     enlist(beside, originals)
     model_class = type(model)

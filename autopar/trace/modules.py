@@ -54,10 +54,13 @@ def check_dense(value: torch.Tensor, what: str) -> None:
 
 
 def with_tensors(
-    model: nn.Module, tensor_of: Mapping[int, torch.Tensor], originals: dict[int, Any] | None = None
+    model: nn.Module,
+    tensor_of: Mapping[int, torch.Tensor],
+    originals: dict[int, Any] | None = None,
+    shared: Mapping[int, Any] | None = None,
 ) -> nn.Module:
     """A structural copy of `model` in which the tensor with `id` i is `tensor_of[i]`. `originals`: is told what the
-    object with `id` i is a copy of.
+    object with `id` i is a copy of. `shared`: by `id`, objects that the copy has as they are.
 
     Names, aliases (one module or tensor under two names) and the user's attributes stay as they are; functions that
     look at the model look at the copy. Of what hooks hold, that alone is copied which the model holds, too. `model` is
@@ -66,7 +69,7 @@ def with_tensors(
     for value in (*model.parameters(), *model.buffers()):
         vars(tensor_of.get(id(value), value)).update(noted_on(value))
     hooks = [getattr(part, kind) for part in model.modules() for kind in HOOKS]
-    given: dict[int, Any] = {**tensor_of, **{id(held): type(held)() for held in hooks}}
+    given: dict[int, Any] = {**(shared or {}), **tensor_of, **{id(held): type(held)() for held in hooks}}
     given |= {id(value): value for held in hooks for value in globals_of(held.values())}
     copy_of = dict(given)
     try:
