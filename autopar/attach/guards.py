@@ -131,7 +131,7 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
         place = own.get(path)
         if place is None:
             continue
-        if (path, name) in reads.counting.places:
+        if reads.counting.has((path, name)):
             continue
         called = f"{path}.{name}" if path else name
         if (path, name) in written:

@@ -34,7 +34,6 @@ from autopar.trace.calls import Call
 from autopar.trace.counted import put_back, standing
 from autopar.trace.formulas import Computed
 from autopar.trace.outputs import Returned, arrays_of, memory_of, numbers_of
-from autopar.trace.values import copied
 from autopar.trace.writes import put
 
 
@@ -144,7 +143,7 @@ def _with_every_tangent(parallel: Any, prepared: Prepared, call: Call, key: Key,
     changed = {result.target for result, _ in prepared.runner.program.results if result.kind == "buffer"}
     before = {name: prepared.buffers[name][0][prepared.buffers[name][1]].clone() for name in changed}
     drawing, hooks = state.drawing_calls - 1, prepared.hooks.held()
-    attributes = {place: copied(value) for place, value in prepared.attributes().items()}
+    attributes = prepared.attributes_now()
 
     def again() -> tuple[Any, Step, list[Tensor]]:
         with torch.enable_grad(), prepared.hooks.back(hooks), standing(attributes, prepared.modules):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autopar._compat import pytree
 from autopar.attach.guards import Guards
 from autopar.attach.hooks import Registered
 from autopar.attach.inputs import type_of
@@ -22,7 +23,7 @@ from autopar.trace.counted import Counting, held_at
 from autopar.trace.formulas import Computed, Place
 from autopar.trace.modules import noted_on
 from autopar.trace.sharing import Look, Memory
-from autopar.trace.values import snapshot
+from autopar.trace.values import copied, snapshot
 from autopar.trace.writes import Write
 from cost_models.steps import DEVICE
 
@@ -123,9 +124,13 @@ class Prepared:
         read = (node for node in self.runner.own_inputs if node.op == "buffer")
         return [(self.buffers[node.target], type.shape) for node in read for type in node.outputs if type is not None]
 
-    def attributes(self) -> dict[Place, Any]:
-        """What is at the places that forward sets, or finds numbers at, now."""
-        return held_at((*self.writes, *self.counting.places), self.modules)
+    def attributes_now(self) -> dict[Place, Any]:
+        """What is at the places that forward sets, or finds numbers at, as it stays whatever is written there."""
+        now = {place: copied(value) for place, value in held_at(self.writes, self.modules).items()}
+        counted = held_at(self.counting.places, self.modules)
+        return now | self.counting.by_all_names(
+            {place: pytree.tree_map(_as_it_lies, value) for place, value in counted.items()}
+        )
 
     @property
     def peak(self) -> int:
@@ -144,3 +149,8 @@ def given_before(
     where: dict[str, Mapping[str, int | Slot]] = {"input": places, "buffer": buffers}
     there = (one for one in memory.given if one.name in where[one.kind])
     return {one.leaf: (where[one.kind][one.name], one.look) for one in there}
+
+
+def _as_it_lies(leaf: Any) -> Any:
+    """A tensor in whose memory this one lies, and stays when this one is put elsewhere (`tensor.data = other`)."""
+    return leaf.detach() if type(leaf) is Tensor and not leaf.requires_grad else leaf

@@ -17,7 +17,6 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from autopar.trace.beside import Beside, beside_of
 from autopar.trace.checks import Checks
 from autopar.trace.formulas import Asked, Computed, Counted, Formula, Place, is_large
 from autopar.trace.left import is_kept
+from autopar.trace.names import Within, nodes_in, other_names, part_of
 from autopar.trace.numbers import Number, is_number
 from autopar.trace.origins import tensors_in, writes_in_place
 from autopar.trace.records import has_parts, is_frozen, is_mutable, is_state, put_together, tensors_within
@@ -44,9 +44,11 @@ class Counting:
     """`places`: where numbers are, in the order in which a formula has them; `kinds`: as `kind_of` has what is there.
     `asked`: what forward asks of them. `found`: other places that may be such; `elsewhere`: ids of lists and dicts that
     variables and objects hold. `stood`: what forward was given, and what `_now` says of it; `nodes`: id of each list,
-    dict and object there -> where it is found. `beside`: what forward asks of places, which no program takes;
+    dict and object there -> where it is found; `others`: attributes that hold some of that, too, and where it is.
+    `beside`: what forward asks of places, which no program takes;
     `asked_for`: lists and dicts that it writes to, and may ask what is in them. `plain`: memory of each tensor that an
-    attribute holds, and forward has read -> where that is; None: at several places. `asks_what_trains`: forward does.
+    attribute holds, and forward has read -> where that is; None: at several places, and not as the
+    one object that is found `first`, by its id. `asks_what_trains`: forward does.
     """
 
     places: tuple[Place, ...] = ()
@@ -56,10 +58,12 @@ class Counting:
     beside: Beside = field(default_factory=Beside)
     asked_for: set[Place] = field(default_factory=set[Place])
     plain: dict[int, Place | None] = field(default_factory=dict[int, Any])
+    first: dict[int, int] = field(default_factory=dict[int, int])
     asks_what_trains: bool = False
     elsewhere: Callable[[], set[int]] = set[int]
     stood: list[tuple[Place, Any, Any]] = field(default_factory=list[tuple[Place, Any, Any]])
-    nodes: dict[int, tuple[Place, tuple[Any, ...]]] = field(default_factory=dict[int, tuple[Place, tuple[Any, ...]]])
+    nodes: dict[int, tuple[Place, Within]] = field(default_factory=dict[int, tuple[Place, Within]])
+    others: dict[Place, tuple[Place, Within]] = field(default_factory=dict[Place, tuple[Place, Within]])
 
     @property
     def are_there(self) -> bool:
@@ -69,7 +73,8 @@ class Counting:
     def reads(self, place: Place, value: Any) -> None:
         """That forward reads an attribute, in which it may write to tensors."""
         for memory in {storage_of(one) for one in tensors_within(value) if has_storage(one)}:
-            if (known := self.plain.setdefault(memory, place)) != place:  # what is written to one is read in both
+            known, first = self.plain.setdefault(memory, place), self.first.setdefault(memory, id(value))
+            if known != place and first != id(value):  # what is written to one is read in both
                 self.found -= {known}
                 self.plain[memory] = None
 
@@ -99,6 +104,14 @@ class Counting:
         finally:
             self.asked, self.stood, self.nodes = asked, stood, nodes
 
+    def has(self, place: Place) -> bool:
+        """Whether what is there is an argument."""
+        return place in self.places or place in self.others
+
+    def by_all_names(self, attributes: Mapping[Place, Any]) -> dict[Place, Any]:
+        """These, and what other attributes hold of them."""
+        return {**attributes, **{one: part_of(attributes[at], within) for one, (at, within) in self.others.items()}}
+
     def values(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         """What is at the places now."""
         return [*held_at(self.places, modules).values()]
@@ -123,7 +136,7 @@ class Counting:
     def lists(self, modules: Mapping[str, nn.Module]) -> dict[int, Any]:
         """Id of each list and dict that forward was given -> the user's, in the place of which it stood."""
         there = held_at(self.places, modules)
-        return {number: reduce(_part, within, there[place]) for number, (place, within) in self.nodes.items()}
+        return {number: part_of(there[place], within) for number, (place, within) in self.nodes.items()}
 
     def broken(self, modules: Mapping[str, nn.Module]) -> str | None:
         """Why a program is none for the numbers that are there; None where it is one."""
@@ -131,6 +144,10 @@ class Counting:
         for place, value, kind in zip(self.places, values, self.kinds, strict=True):
             if kind_of(value) != kind:
                 return f"{called(place)} is {told(value)}"
+        there = held_at((*self.places, *self.others), modules)
+        for place, value in self.by_all_names({place: there[place] for place in self.places}).items():
+            if there[place] is not value:
+                return f"{called(place)} is another"
         for place, value in zip(self.beside.spots, self.beside.values(modules), strict=True):
             if value is MISSING:
                 return f"{called(place)} is another"
@@ -185,27 +202,6 @@ def _now(held: Any) -> tuple[list[Any], Any, list[int]]:
     return leaves, spec, [one._version for one in tensors_in(leaves)]
 
 
-def nodes_in(value: Any, within: tuple[Any, ...] = (), above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """The lists and dicts that a value is, or has in it, each with the keys that lead there. `above`: what it is in."""
-    if not has_parts(value) or any(value is one for one in above):
-        return
-    if is_mutable(value):
-        yield within, value
-    parts = content(value)
-    for key, part in parts.items() if isinstance(parts, dict) else enumerate(parts):
-        if has_parts(part):
-            yield from nodes_in(part, (*within, key), (*above, value))
-
-
-def ids_in(value: Any) -> Iterator[int]:
-    """Of its lists and dicts."""
-    return (id(node) for _, node in nodes_in(value))
-
-
-def _part(held: Any, key: Any) -> Any:
-    return content(held)[key]
-
-
 def put_back(after: Any, value: Any, lists: Mapping[int, Any]) -> Any:
     """`value`, of the structure of `after`, with the user's lists and dicts (by ids of those in `after`) in their
     places, refilled.
@@ -227,7 +223,7 @@ def put_back(after: Any, value: Any, lists: Mapping[int, Any]) -> Any:
 
 def counting_of(places: Sequence[Place], modules: Mapping[str, nn.Module], beside: Sequence[Place] = ()) -> Counting:
     """Of what is there."""
-    counting = Counting(tuple(places), beside=beside_of(beside, modules))
+    counting = Counting(tuple(places), beside=beside_of(beside, modules), others=other_names(places, modules))
     counting.kinds = tuple(map(kind_of, counting.values(modules)))
     return counting
 
@@ -358,7 +354,7 @@ def counted_from(
         if has_parts(held):
             counting.nodes |= {id(node): (place, within) for within, node in nodes_in(held)}
     counting.beside.begin(counting.asked, next(at), modules, checks)
-    return made
+    return counting.by_all_names(made)
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature:

@@ -25,6 +25,7 @@ from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of
 from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.eager import as_it_runs
+from autopar.trace.encoders import as_torchs_encoders
 from autopar.trace.independent import refuse_attributes, with_notes
 from autopar.trace.lines import caller, line_here
 from autopar.trace.literals import Literals
@@ -80,7 +81,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
     stand_for, modules = _registered(model), dict(model.named_modules())
     noted = {name: noted_on(value) for name, value in stand_for.items()}
     for part in model.modules():
-        _no_causal_guess(part)
+        as_torchs_encoders(part)
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -124,25 +125,6 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
 def _registered(model: nn.Module) -> dict[str, torch.Tensor]:
     parameters, buffers = tensors_by_name(model)
     return {**parameters, **buffers}
-
-
-def _no_causal_guess(part: nn.Module) -> None:
-    """Where nobody says if a mask is causal, torch's transformers look at its values to pick a kernel. The mask, which
-    is used as it is then, means the same.
-    """
-    if type(part).forward is nn.TransformerEncoder.forward:
-        place, name = 3, "is_causal"
-    elif type(part).forward is nn.TransformerDecoder.forward:
-        place, name = 6, "tgt_is_causal"
-    else:
-        return
-
-    def say(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if len(args) > place:
-            return (*args[:place], bool(args[place]), *args[place + 1 :]), kwargs
-        return args, {**kwargs, name: bool(kwargs.get(name))}
-
-    part.register_forward_pre_hook(say, with_kwargs=True)
 
 
 class _Watch(TorchFunctionMode):
@@ -228,7 +210,8 @@ class _Watch(TorchFunctionMode):
                 f"forward registers a hook on a tensor{line_here()}, which a program would never call; scale or change "
                 "gradients in a torch.autograd.Function"
             )
-        if func == GRAD.__get__ and id(args[0]) in self.registered and not is_torchs(caller(2)):
+        is_parameters = id(args[0]) in self.registered - self.buffers if args else False
+        if func == GRAD.__get__ and is_parameters and not is_torchs(caller(2)):
             raise TraceError(
                 f"forward reads .grad of a parameter{line_here()}, which a program does not have: look at gradients "
                 "behind backward, outside of forward"

@@ -13,9 +13,10 @@ from typing import Any, cast
 import torch
 
 from autopar.errors import TraceError
+from autopar.trace.values import is_torchs
 
 STACK = r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)'
-VALUE_ERRORS = re.compile("(?i)data.?dependent|dynamicoutputshape|numpy|tolist")
+VALUE_ERRORS = re.compile("(?i)data.?dependent|dynamicoutputshape|numpy|tolist|supported seed types")
 VALUES = "Control flow and shapes may not depend on tensor values; rewrite that line without them."
 FLEX = (
     "FlexAttention is not built: use scaled_dot_product_attention (transformers: attn_implementation='sdpa'), which "
@@ -103,7 +104,6 @@ OWN_WORDS = {
     NUMPY: "it makes a numpy array of a tensor (.numpy())",
 }
 CLASS = re.compile("<class '([^']+)'>")
-OURS = (torch.__path__[0], __file__.rsplit("/", 2)[0], "<")
 
 
 class HeldInPlace(TraceError):
@@ -181,7 +181,7 @@ def _error_of(call: Callable[[], object]) -> Exception | None:
 
 
 def line_of(error: BaseException | None) -> str:
-    """The innermost line outside torch and autopar in the traceback of an error, or of its causes."""
+    """The innermost line outside torch, Python and autopar in the traceback of an error, or of its causes."""
     while error is not None:
         if told := _line(traceback.extract_tb(error.__traceback__)):
             return told
@@ -190,13 +190,13 @@ def line_of(error: BaseException | None) -> str:
 
 
 def line_here() -> str:
-    """The innermost line outside torch and autopar that is running now."""
+    """The innermost line outside torch, Python and autopar that is running now."""
     return _line(traceback.extract_stack())
 
 
 def _line(stack: traceback.StackSummary) -> str:
     for frame in reversed(stack):
-        if not frame.filename.startswith(OURS) and "contextlib" not in frame.filename:
+        if not is_torchs(frame.filename):
             if "transformers/utils" in frame.filename or frame.name == "<module>":
                 continue
             return f" at {frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
@@ -209,8 +209,8 @@ def caller(depth: int) -> str:
 
 
 def line_of_node(node: torch.fx.Node) -> str:
-    """The innermost line outside torch and autopar from which a node was traced."""
+    """The innermost line outside torch, Python and autopar from which a node was traced."""
     for path, line, code in reversed(re.findall(STACK, node.meta.get("stack_trace") or "")):
-        if not path.startswith(OURS):
+        if not is_torchs(path):
             return f" at {path}:{line} ({code.strip()})"
     return ""

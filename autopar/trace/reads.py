@@ -25,11 +25,12 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.builtin import types_of_counted
 from autopar.trace.configurations import Configurations
-from autopar.trace.counted import Counting, nodes_in
+from autopar.trace.counted import Counting
 from autopar.trace.formulas import Place
 from autopar.trace.left import Left, is_made
 from autopar.trace.lines import line_here
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
+from autopar.trace.names import nodes_in
 from autopar.trace.records import is_state, leads_to, may_be_state
 from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.standing_in import StandIns
@@ -117,7 +118,7 @@ class Reads:
     def count(self, counting: Counting) -> None:
         """Have these numbers be arguments: that they are read is known, and guards need not look at them."""
         self.counting = counting
-        self.attributes |= dict.fromkeys(counting.places)
+        self.attributes |= dict.fromkeys((*counting.places, *counting.others))
 
     def see_what_is_set_otherwise(self, had: Mapping[str, Mapping[str, Any]], modules: Mapping[str, nn.Module]) -> None:
         """Attributes that forward has set past `__setattr__` (`vars(self)["n"] = 1`): numbers, text and what holds
@@ -230,7 +231,9 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
     stand_ins, seen = StandIns(("__getattribute__", "__setattr__", "__delattr__")), set[tuple[type, str]]()
     in_python = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # into those all is compiled
     methods = [_noting(kind, path_of, reads, seen) for kind in in_python]  # before any of them stands anywhere
+    registering = StandIns(("register_buffer",))
     try:
+        registering.put(nn.Module, [_registering(reads)])
         for kind, made in zip(in_python, methods, strict=True):
             stand_ins.put(kind, made)
         for value in settings.objects():
@@ -242,6 +245,7 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
     finally:
         reads.inside.release()
         stand_ins.restore()
+        registering.restore()
 
 
 def _held_by(modules: list[nn.Module]) -> Iterator[Any]:
@@ -311,6 +315,20 @@ def _noting(
         reads.deleted(path, name, was)
 
     return [__getattribute__, __setattr__, __delattr__]
+
+
+def _registering(reads: Reads) -> Callable[..., None]:
+    registering = nn.Module.register_buffer
+
+    def register_buffer(self: Any, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """One that nobody saves, and is none when the call begins, is a plain attribute."""
+        is_new = not persistent and not hasattr(self, name)
+        if reads.is_open and (is_new or name in vars(self)):
+            setattr(self, name, tensor)
+        else:
+            registering(self, name, tensor, persistent)
+
+    return register_buffer
 
 
 def holds_references(value: Any) -> bool:

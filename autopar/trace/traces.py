@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +14,12 @@ from autopar.errors import TraceError
 from autopar.trace.beside import may_be_asked
 from autopar.trace.capture import Captured
 from autopar.trace.capture import capture as captured_with
-from autopar.trace.counted import Counting, counted_in, counting_of, ids_in, may_be_counted
+from autopar.trace.counted import Counting, counted_in, counting_of, may_be_counted
 from autopar.trace.formulas import Place
 from autopar.trace.installed import Rebound, attributes_in_place_of, may_be_attribute
 from autopar.trace.lines import HeldInPlace
 from autopar.trace.looks import MARK
+from autopar.trace.names import ids_in, place_of_all
 from autopar.trace.numbers import HangsOnValues
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import OF_EVERY_MODULE
@@ -42,7 +42,7 @@ def capture(
 ) -> Captured:
     """As `autopar.trace.capture.capture`, of numbers that forward finds as an earlier call left them (`counted`, of
     other programs of the model; those of this one are found) too, and where `tensors` says so of tensors. Those that
-    cannot be arguments, as of lists that two attributes hold, are constants of the trace.
+    cannot be arguments, as of lists that a variable holds, too, are constants of the trace.
     """
     trace = partial(
         _traced, model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
@@ -73,22 +73,20 @@ def _traced(*args: Any, **kwargs: Any) -> Captured:
 def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Place], *, tensors: bool) -> Captured:
     modules = dict(model.named_modules(remove_duplicate=False))
 
-    @cache
-    def held() -> Counter[int]:
-        values = (value for part in model.modules() for value in vars(part).values())
-        return Counter(number for value in values for number in ids_in(value))
-
     def may_be(place: Place) -> bool:
         value = vars(modules[place[0]]).get(place[1], MISSING)
         make_states_known(value)
         there = tensors_in(value)
-        if not may_be_counted(value) or (there and not tensors) or any(hasattr(one, MARK) for one in there):
-            return False
-        return all(held()[number] == 1 for number in ids_in(value))  # and no other attribute has the same list
+        return may_be_counted(value) and (tensors or not there) and not any(hasattr(one, MARK) for one in there)
+
+    def taken(places: Iterable[Place]) -> set[Place]:
+        """Those of the places that may be, each by the attribute that has all that it shares with others."""
+        wholes = (place_of_all(place, modules) for place in places if may_be(place))
+        return {place for place in wholes if place is not None and may_be(place)}
 
     first = Counting()
-    counting = partial(_counting, trace, modules=modules, may_be=may_be)
-    captured = counting(filter(may_be, counted))
+    counting = partial(_counting, trace, modules=modules, taken=taken)
+    captured = counting(taken(counted))
     if captured is None:
         try:
             captured = trace(counted=first)
@@ -97,7 +95,7 @@ def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Plac
             if isinstance(error, HeldInPlace):  # or to what is made of one, as torch makes constants of those
                 places |= {*filter(None, first.plain.values())}
             spots = first.beside.found | (first.beside.written if isinstance(error, HangsOnValues) else set[Place]())
-            captured = counting(filter(may_be, places), beside=spots, tells=bool(first.beside.found))
+            captured = counting(taken(places), beside=spots, tells=bool(first.beside.found))
             if captured is None:
                 raise
     noted = captured.reads.counting
@@ -106,9 +104,9 @@ def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Plac
     reads, noted = captured.reads, captured.reads.counting
     for path, name in reads.written:
         make_states_known(vars(modules[path]).get(name))
-    found = {*counted_in(reads.attributes, reads.written, modules), *noted.asked_for} - {*noted.places}
-    if more := {*filter(may_be, found)}:
-        captured = counting(more | {*noted.places}, beside=noted.beside.spots) or captured
+    found = {*counted_in(reads.attributes, reads.written, modules), *noted.asked_for}
+    if (more := taken({*found, *noted.places})) != {*noted.places}:
+        captured = counting(more, beside=noted.beside.spots) or captured
     captured.reads.counting.elsewhere = set[int]  # it holds what was traced
     return captured
 
@@ -126,15 +124,16 @@ def _counting(
     places: Iterable[Place],
     *,
     modules: Mapping[str, nn.Module],
-    may_be: Callable[[Place], bool],
+    taken: Callable[[Iterable[Place]], set[Place]],
     beside: Iterable[Place] = (),
     tells: bool = False,
+    never: frozenset[Place] = frozenset(),
 ) -> Captured | None:
     """The trace with these as arguments, and of those `beside` what it asks; None where there are none, or where it
-    cannot be. `may_be`: whether what is at a place may be one. `tells`: raises the TraceError of something else than
-    these numbers.
+    cannot be. `taken`: those of some places that may be, but for those that `never` may. `tells`: raises the TraceError
+    of something else than these numbers.
     """
-    again = partial(_counting, trace, modules=modules, may_be=may_be, tells=tells)
+    again = partial(_counting, trace, modules=modules, taken=taken, tells=tells)
     beside = sorted((spot for spot in beside if may_be_asked(spot, modules)), key=repr)
     counting = counting_of(sorted(places), modules, beside)
     if not counting.are_there:
@@ -144,8 +143,9 @@ def _counting(
     except Exception as error:  # of whatever kind, for want of a number: a trace without says what else there is
         asked = counting.beside.found | (counting.beside.written if isinstance(error, HangsOnValues) else set[Place]())
         spots = {spot for spot in asked - {*beside} if may_be_asked(spot, modules)}
-        if (more := {*filter(may_be, counting.found - {*counting.places})}) or spots:
-            return again(more | {*counting.places}, beside=spots | {*beside})
+        more = taken({*counting.found, *counting.places}) - never
+        if more != {*counting.places} or spots:
+            return again(more, beside=spots | {*beside}, never=never)
         if tells and isinstance(error, TraceError) and not isinstance(error, HangsOnValues):
             raise
         captured = None
@@ -153,4 +153,6 @@ def _counting(
     lists = {place: {*ids_in(value)} for place, value in zip(places, counting.values(modules), strict=True)}
     elsewhere = counting.elsewhere() if any(lists.values()) else set[int]()
     alone = [place for place, numbers in lists.items() if not numbers & elsewhere]
-    return captured if len(alone) == len(places) else again(alone, beside=beside)
+    if len(alone) == len(places):
+        return captured
+    return again(alone, beside=beside, never=never.union(places) - {*alone})

@@ -75,6 +75,7 @@ def test_what_the_script_holds_too_is_the_same_object(one: DeviceMesh) -> None:
 
 
 class Holds(nn.Module):
+    a: Any
     outer: Any
     memory: Any
     meter: Any
@@ -92,11 +93,15 @@ def _shared(model: nn.Module) -> list[Any]:
     return [one for one in held_elsewhere(model, registered).values() if one != ()]  # of which Python has one
 
 
+def _looking_at(held: Any) -> Callable[[], Any]:
+    return lambda: held
+
+
 def test_what_the_model_alone_holds_is_not_shared() -> None:
     memory = torch.randn(4)
     model = Holds(a=[1], b={"c": ([2],)}, meter=Meter(), memory=memory, view=memory[1:], call=partial(dict, n=[3]))
     vars(model)["again"] = model.meter
-    vars(model)["function"] = lambda x=vars(model)["a"]: x
+    vars(model)["function"] = _looking_at(model.a)
     del memory  # torch holds it, too, of which there is a view
     assert _shared(model) == []
 

@@ -113,3 +113,67 @@ def test_one_tensor_in_two_places_is_refused(one: DeviceMesh, of: str) -> None:
     parallel = autopar.compile(model, one)
     with pytest.raises(TraceError, match=r"the buffer 1\.mean .* make them two"):
         parallel(torch.randn(5, 8))
+
+
+class Registers(nn.Module):
+    """A table that forward makes, and makes anew where it is too short; one that is what the first batch gives."""
+
+    def __init__(self, begins: str, persistent: bool = False) -> None:
+        super().__init__()
+        self.layer, self.persistent, self.begins = nn.Linear(4, 4), persistent, begins
+        if begins != "absent":
+            table = torch.arange(2.0)[:, None] if begins == "short" else None
+            self.register_buffer("table", table, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        table: Tensor | None = getattr(self, "table", None)
+        if self.begins == "first batch":
+            if table is None:
+                self.register_buffer("table", hidden.detach()[:2], persistent=self.persistent)
+            return (hidden - self.table.mean(0)).square().mean()
+        if table is None or len(table) < len(x):
+            self.register_buffer("table", torch.arange(float(len(x)))[:, None], persistent=self.persistent)
+        return (hidden + self.table[: len(x)]).square().mean()
+
+
+@pytest.mark.parametrize("begins", ["none", "absent", "short", "first batch"])
+def test_forward_registers_a_buffer_that_nobody_saves(begins: str, one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = Registers(begins)
+    parallel: Any = autopar.compile(copy.deepcopy(plain), one)
+    for rows in (3, 3, 5, 2, 6):
+        x = torch.randn(rows, 4)
+        losses = [model(x) for model in (plain, parallel)]
+        near(losses[1], losses[0], 1e-6, f"{rows} rows")
+        for loss in losses:
+            loss.backward()
+        near(parallel.table, plain.table, 1e-6, f"{rows} rows")
+    same_gradients(plain, parallel)
+    assert parallel.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_one_that_is_saved_is_not_registered_in_forward(one: DeviceMesh) -> None:
+    parallel = autopar.compile(Registers("none", persistent=True), one)
+    with pytest.raises(TraceError, match=r"forward makes the buffer table, of shape \(3, 1\)"):
+        parallel(torch.randn(3, 4))
+
+
+def test_a_buffer_has_no_gradient_in_forward(one: DeviceMesh) -> None:
+    """Quantizers of vectors ask."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mean.grad is None:
+                self.mean.lerp_(self.layer(x).detach().mean(0), 0.5)
+            return (self.layer(x) - self.mean).square().mean()
+
+    plain = Asks()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    x = torch.randn(3, 4)
+    near(parallel(x), plain(x), 1e-6, "loss")
