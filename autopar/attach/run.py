@@ -299,7 +299,8 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError(
             "backward was called with create_graph=True, and gradients of a program have none of their own: second "
-            "derivatives (gradient penalties, Hessians) are not built; take them of the model without autopar"
+            "derivatives (gradient penalties, Hessians) are taken in forward alone: put the model, the "
+            "torch.autograd.grad and what is made of it into a module, and compile that"
         )
     if ctx.saved is None:
         raise RuntimeError(

@@ -38,11 +38,14 @@ from autopar.trace.attention import keep_attention
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.counted import ARGUMENT, Counting, is_counted, with_counted
+from autopar.trace.drawing import random_state, refuse_drawing
 from autopar.trace.experts import experts_kept
 from autopar.trace.exported import check_exported
 from autopar.trace.forward import watch_forward
 from autopar.trace.functions import functions_kept, with_functions
+from autopar.trace.gradients import traced_with
 from autopar.trace.independent import hangs_on_nothing, refuse_fakes
+from autopar.trace.installed import unsaved_as_attributes
 from autopar.trace.left import Left
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.literals import small_buffers
@@ -51,7 +54,7 @@ from autopar.trace.modules import aliases, as_plain_modules, check_names, comput
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
-from autopar.trace.reads import Reads, line_that_draws, random_state, refuse, watching
+from autopar.trace.reads import Reads, refuse, watching
 from autopar.trace.tangents import outputs_settled
 from autopar.trace.values import Change
 from autopar.trace.written import read_before_assigned
@@ -229,11 +232,12 @@ def capture(
                 loss_alone=loss_alone, device_type=device_type, under_its_autocast=True, counted=setting.counted,
             )  # fmt: skip
         if random_state() != copy.drawn:
-            _refuse_drawing(copy.model, inputs.call(), setting.mode)
+            refuse_drawing(copy.model, inputs.call(), setting.mode)
         inner = read_before_assigned(exported.module(check_guards=False))
         with_functions(inner, functions)
         fakes = _spell_out_casts(setting, inner, inputs)
-        keep_attention(inner)
+        if not stack.enter_context(traced_with(functions)):
+            keep_attention(inner)
         beside = outputs_settled(inner, exported, every_tangent, loss_alone)
         keep_apart(inner)
         if device_type == "cpu":
@@ -296,6 +300,7 @@ def _exported(
     with (
         autocast_as(setting.autocast),
         autocast_as_asked(setting.device_type),
+        unsaved_as_attributes(copy.reads),
         watching(copy.model, copy.reads, copy.originals),
     ):
         with (
@@ -386,15 +391,3 @@ def _plain_outputs(joint: torch.fx.GraphModule) -> dict[int, Any]:
         for value, desc in zip(output.args[0], output.meta["desc"], strict=True)
         if type(desc).__name__ == "PlainAOTOutput" and not isinstance(value, torch.fx.Node)
     }
-
-
-def _refuse_drawing(model: nn.Module, call: Any, mode: FakeTensorMode) -> None:
-    """Raise where forward takes numbers from Python's or numpy's generator: a program would repeat them for ever."""
-    args, kwargs = call
-    with mode:
-        line = line_that_draws(lambda: model(*args, **kwargs))
-    if line is not None:
-        raise TraceError(
-            f"a random number that Python or numpy draws at {line} would be the same at every call; "
-            "draw it with torch (torch.rand), or outside, and pass it as a tensor"
-        )

@@ -26,6 +26,7 @@ from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.eager import as_it_runs
 from autopar.trace.encoders import as_torchs_encoders
+from autopar.trace.gradients import Taken, let_require
 from autopar.trace.independent import refuse_attributes, with_notes
 from autopar.trace.lines import caller, line_here
 from autopar.trace.literals import Literals
@@ -139,6 +140,7 @@ class _Watch(TorchFunctionMode):
         self.beside, self.counting = counting.beside, counting
         self.reads_at = ReadsAt()
         self.results: list[Any] = []  # held, so that their ids stay theirs
+        self.taken = Taken()
         self.uniform = set[int]()  # ids of what torch.rand drew
         self.data: dict[int, int] = {}  # id of what is detached -> id of what it is of
 
@@ -151,12 +153,13 @@ class _Watch(TorchFunctionMode):
                     "parameters, so it would not be trained; register it (nn.Parameter, nn.ModuleList, "
                     "nn.ParameterList), or detach it"
                 )
-        if func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward):
+        if func in (torch.autograd.backward, torch.Tensor.backward):
             raise TraceError(
-                f"forward takes gradients itself{line_here()}, and a planned step takes them once, behind forward "
-                "(gradients within it, and gradients of gradients, are not built); leave that out of forward, or train "
-                "the model without autopar"
+                f"forward calls backward{line_here()}, and a planned step adds up gradients once, behind forward: take "
+                "them by torch.autograd.grad there"
             )
+        if func is torch.autograd.grad:
+            return self._gradients(args, kwargs or {})
         kwargs = kwargs or {}
         self.counting.sees(func, args, kwargs)
         if func is torch.Tensor.requires_grad_ and id(args[0]) in self.buffers and not args[0].ndim:
@@ -191,6 +194,12 @@ class _Watch(TorchFunctionMode):
         result = self._result(func, args, kwargs)
         self._see(func, args, result, is_data)
         return result
+
+    def _gradients(self, args: Any, kwargs: Any) -> Any:
+        found = self.taken.grad(*args, **kwargs)
+        self.results.append(found)
+        self.known |= set(map(id, tensors_in(found)))
+        return found
 
     def _see(self, func: Any, args: Any, result: Any, is_data: bool) -> None:
         """`is_data`: it stands for `.data`."""
@@ -240,8 +249,12 @@ class _Watch(TorchFunctionMode):
                 f"forward sets .data of a tensor{line_here()}, which a program does not do: assign the new tensor to "
                 "the attribute (self.name = new), or change parameters outside of forward"
             )
-        sets = func in (REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_) and id(args[0]) in self.registered
-        if sets and args[0].requires_grad != (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+        sets = func in (REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_)
+        if not sets or args[0].requires_grad == (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
+            return
+        if id(args[0]) not in self.registered:
+            self.results.append(let_require(args[0]))
+        else:
             what = "buffer" if id(args[0]) in self.buffers else "parameter"
             raise TraceError(
                 f"forward sets requires_grad of a {what}{line_here()}, which a program does not do; set it before "

@@ -14,7 +14,7 @@ import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,18 @@ class _Application:
     given: list[Any] = field(default_factory=list[Any])  # the leaves of what it returns
     given_spec: pytree.TreeSpec | None = None
 
+    def shapes(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What it gives, where shapes alone are asked for."""
+        versions = [tensor._version for tensor in tensors]
+        with torch.no_grad():
+            made = self(tensors)
+        if versions != [tensor._version for tensor in tensors]:
+            raise TraceError(
+                f"{self.kind.__name__} has a backward of its own and changes its arguments in place; let it return new "
+                "tensors"
+            )
+        return [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in made]
+
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         rest = iter(tensors)
         args = pytree.tree_unflatten([next(rest) if leaf is Tensor else leaf for leaf in self.leaves], self.spec)
@@ -48,11 +60,17 @@ class _Application:
         return [leaf for leaf in self.given if isinstance(leaf, Tensor)]
 
 
+def applied(application: Any, tensors: list[Tensor]) -> list[Tensor]:
+    """What it gives, in an operator that `with_functions` has it in the place of. It has `shapes`, too."""
+    _here.applications.append(application)
+    return torch.ops.autopar_functions.apply(tensors, len(_here.applications) - 1)
+
+
 def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `Function.apply` is while a model is exported."""
     if kind is CheckpointFunction:  # what is computed again is the plan's to say
         return args[0](*args[2:])
-    applications: list[_Application] | None = getattr(_here, "applications", None)
+    applications: list[Any] | None = getattr(_here, "applications", None)
     is_inside = getattr(_here, "is_inside", False)
     if applications is None or is_inside or kwargs or kind.__module__.startswith("torch."):
         return _ORIGINAL(kind, *args, **kwargs)
@@ -69,28 +87,18 @@ def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs:
         )
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     application = _Application(kind, [Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-    applications.append(application)
-    made = iter(torch.ops.autopar_functions.apply(tensors, len(applications) - 1))
+    made = iter(applied(application, tensors))
     assert application.given_spec is not None
     given = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in application.given]
     return pytree.tree_unflatten(given, application.given_spec)
 
 
 def _shapes(tensors: list[Tensor], number: int) -> list[Tensor]:
-    application: _Application = _here.applications[number]
-    versions = [tensor._version for tensor in tensors]
     _here.is_inside = True
     try:
-        with torch.no_grad():
-            made = application(tensors)
+        return _here.applications[number].shapes(tensors)
     finally:
         _here.is_inside = False
-    if versions != [tensor._version for tensor in tensors]:
-        raise TraceError(
-            f"{application.kind.__name__} has a backward of its own and changes its arguments in place; let it return "
-            "new tensors"
-        )
-    return [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device) for one in made]
 
 
 torch.library.register_fake("autopar_functions::apply", _shapes, lib=_LIBRARY)
@@ -115,7 +123,7 @@ _lock = threading.RLock()
 
 
 @contextlib.contextmanager
-def functions_kept() -> Iterator[list[_Application]]:
+def functions_kept() -> Iterator[list[Any]]:
     """While a model is exported within, functions with a backward of their own are operators, which `with_functions`
     needs the list for.
     """
@@ -129,16 +137,25 @@ def functions_kept() -> Iterator[list[_Application]]:
             _here.applications = None
 
 
-def with_functions(module: torch.fx.GraphModule, applications: list[_Application]) -> None:
+def with_functions(module: torch.fx.GraphModule, applications: list[Any]) -> None:
     """Put the functions in the place of their operators, in an exported module and those inside of it."""
     if not applications:
         return
 
-    def applied(tensors: list[Tensor], number: int) -> list[Tensor]:
+    def run(tensors: list[Tensor], number: int) -> list[Tensor]:
         return applications[number](tensors)
 
     for part in module.modules():
         if isinstance(part, torch.fx.GraphModule):
             for node in part.graph.find_nodes(op="call_function", target=torch.ops.autopar_functions.apply.default):
-                node.target = applied
+                node.target = run
+                if getattr(applications[cast(int, node.args[1])], "is_in_place", False):
+                    _let_be(node)
             part.recompile()
+
+
+def _let_be(node: torch.fx.Node) -> None:
+    """Behind a node, what it gives is what it was given."""
+    ((given,), _), (made,) = cast("tuple[list[torch.fx.Node], int]", node.args), node.users
+    order = {one: place for place, one in enumerate(node.graph.nodes)}
+    given.replace_all_uses_with(made, lambda user: order[user] > order[made])

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from autopar.errors import TraceError
 from autopar.trace.modules import HOOKS
 from autopar.trace.reads import Reads
+from autopar.trace.standing_in import StandIns
 from autopar.trace.values import MISSING
 
 
@@ -189,3 +190,24 @@ def _restore(module: nn.Module, name: str, was: Any) -> None:
         vars(module).pop(name, None)
     else:
         vars(module)[name] = was
+
+
+@contextlib.contextmanager
+def unsaved_as_attributes(reads: Reads) -> Iterator[None]:
+    """Inside, a buffer that forward registers, that nobody saves and that is none when the call begins, is a plain
+    attribute.
+    """
+    registering, standing = nn.Module.register_buffer, StandIns(("register_buffer",))
+
+    def register_buffer(self: Any, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        is_new = not persistent and not hasattr(self, name)
+        if reads.is_open and (is_new or name in vars(self)):
+            setattr(self, name, tensor)
+        else:
+            registering(self, name, tensor, persistent)
+
+    standing.put(nn.Module, [register_buffer])
+    try:
+        yield
+    finally:
+        standing.restore()

@@ -8,8 +8,6 @@ stand in their classes note which attributes of their own are read and written. 
 from __future__ import annotations
 
 import contextlib
-import os
-import random
 import sys
 import types
 import weakref
@@ -17,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -56,7 +53,6 @@ from autopar.trace.writes import OfModule, put
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
 
-NUMPYS = f"{os.sep}numpy{os.sep}"  # in the names of its files
 MAY_BE_SET = (*SCALARS, *CONTAINERS, types.FunctionType)  # what a script may set of a class, or for an instance
 
 
@@ -231,9 +227,7 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
     stand_ins, seen = StandIns(("__getattribute__", "__setattr__", "__delattr__")), set[tuple[type, str]]()
     in_python = [kind for kind in kinds if not issubclass(kind, torch.jit.ScriptModule)]  # into those all is compiled
     methods = [_noting(kind, path_of, reads, seen) for kind in in_python]  # before any of them stands anywhere
-    registering = StandIns(("register_buffer",))
     try:
-        registering.put(nn.Module, [_registering(reads)])
         for kind, made in zip(in_python, methods, strict=True):
             stand_ins.put(kind, made)
         for value in settings.objects():
@@ -245,7 +239,6 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
     finally:
         reads.inside.release()
         stand_ins.restore()
-        registering.restore()
 
 
 def _held_by(modules: list[nn.Module]) -> Iterator[Any]:
@@ -317,20 +310,6 @@ def _noting(
     return [__getattribute__, __setattr__, __delattr__]
 
 
-def _registering(reads: Reads) -> Callable[..., None]:
-    registering = nn.Module.register_buffer
-
-    def register_buffer(self: Any, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """One that nobody saves, and is none when the call begins, is a plain attribute."""
-        is_new = not persistent and not hasattr(self, name)
-        if reads.is_open and (is_new or name in vars(self)):
-            setattr(self, name, tensor)
-        else:
-            registering(self, name, tensor, persistent)
-
-    return register_buffer
-
-
 def holds_references(value: Any) -> bool:
     """Whether it is a list of weak references: torch's recurrent layers note so which parameters they have flattened,
     and note it anew where they find others, as any trace does.
@@ -349,40 +328,3 @@ def _line_outside_torch() -> str:
     while frame is not None and is_torchs(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-
-
-def line_that_draws(run: Callable[[], object]) -> str | None:
-    """Run, and name the first line of the user's that takes a number from Python's or numpy's own random generator."""
-    found: list[str] = []
-    at: list[tuple[str, int]] = []
-    states = [_state()]
-
-    def step(frame: types.FrameType, event: str, arg: Any) -> Any:
-        if is_torchs(frame.f_code.co_filename) or NUMPYS in frame.f_code.co_filename or found:
-            return None
-        now = _state()
-        if now != states[-1] and at:
-            file, number = at[-1]
-            found.append(f"{file}:{number}")
-        states[-1] = now
-        if event == "line":
-            at.append((frame.f_code.co_filename, frame.f_lineno))
-        return step
-
-    before = sys.gettrace()
-    sys.settrace(step)
-    try:
-        run()
-    finally:
-        sys.settrace(before)
-    return found[0] if found else None
-
-
-def _state() -> tuple[int, int]:
-    name, keys, place, *_ = np.random.get_state()
-    return hash(random.getstate()), hash((name, keys.tobytes(), place))  # type: ignore[union-attr]
-
-
-def random_state() -> tuple[int, int]:
-    """That of Python's and numpy's own generators, to compare."""
-    return _state()

@@ -21,6 +21,7 @@ from autopar._compat import pytree
 from autopar.ir.graph import Graph
 from autopar.trace import Captured, capture, graph_of
 from tests.support.complexes import Fno, Parts, Rotary
+from tests.support.derivatives import Forces, Penalty
 from tests.support.wide import Wide, in_double, widen
 
 BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 4, 12, 48, 4, 96
@@ -241,6 +242,16 @@ def _embeds() -> Model:
     return model, {"inputs_embeds": embeds, "labels": inputs["labels"]}
 
 
+def _forces() -> Model:
+    kinds = torch.randint(0, 10, (BATCH, 6))
+    return Forces(), {"kinds": kinds, "places": torch.randn(BATCH, 6, 3), "forces": torch.randn(BATCH, 6, 3)}
+
+
+def _penalty() -> Model:
+    images = {name: torch.randn(BATCH, 2, 8, 8) for name in ("real", "fake")}
+    return Penalty(), {**images, "share": torch.rand(BATCH, 1, 1, 1)}
+
+
 FAMILIES: dict[str, Callable[[], Model]] = {
     "mlp": _mlp,
     "block": _block,
@@ -250,6 +261,8 @@ FAMILIES: dict[str, Callable[[], Model]] = {
     "rotary": _rotary,
     "fno": _fno,
     "parts": _parts,
+    "forces": _forces,
+    "penalty": _penalty,
     "through": _through,
     "embeds": _embeds,
     "gpt2": _gpt2,
