@@ -101,6 +101,11 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
+def without_torch_function() -> Any:
+    """Inside, functions of torch are those of torch, whatever their tensors' classes make of them."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def total_norm() -> Any:
     """What `torch.nn.utils.clip_grad_norm_` measures gradients with."""
     return clip_grad._get_total_norm
@@ -178,5 +183,6 @@ __all__ = [
     "replace_total_norm",
     "told_of_export",
     "total_norm",
+    "without_torch_function",
     "wrap_dtensor_dispatch",
 ]

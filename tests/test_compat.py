@@ -170,6 +170,18 @@ def check_outside_modes() -> None:
             assert torch.ones(2).sum().item() == 2
 
 
+def check_without_torch_function() -> None:
+    class Told(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return "told"
+
+    held = torch.ones(2).as_subclass(Told)
+    assert held + 1 == "told"
+    with _compat.without_torch_function():
+        assert (held + 1).sum().item() == 4
+
+
 def check_total_norm() -> None:
     assert _compat.total_norm()([torch.tensor([3.0, 4.0])], 2.0, False, None).item() == 5.0
 

@@ -24,6 +24,8 @@ DTensors do not have. Here every rank asks its piece, and all of them the others
 Norms over what is split are held in parts, which sums and further sums over them take for terms. Here a norm is put
 together where it is made. Numbers print as numbers do. Of a pipeline, numbers are those of all stages.
 
+`numpy()` and `tolist()` are not there. Here they are those of the whole tensor, for which every rank must ask.
+
 `torch.save` writes the piece that a rank holds, and nothing of the others': a checkpoint that rank 0 alone writes lacks
 the rest of the model. Here it says so.
 """
@@ -69,6 +71,8 @@ def mend_dtensors() -> None:
     DTensor.register_hook = _register_hook  # type: ignore[method-assign]
     DTensor.__format__ = _format  # type: ignore[method-assign]
     DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
+    DTensor.numpy = _numpy  # type: ignore[assignment, method-assign]
+    DTensor.tolist = _tolist  # type: ignore[method-assign]
     for name in (*ARITHMETIC, *COMPARED):
         setattr(DTensor, f"__{name}__", _arithmetic(getattr(torch.Tensor, f"__{name}__")))
     for name in ("add", "sub", "mul", "div"):
@@ -154,6 +158,22 @@ def _register_hook(held: DTensor, hook: Any) -> Any:
 
 def _format(held: DTensor, spec: str) -> str:
     return format(held.item(), spec) if held.ndim == 0 else object.__format__(held, spec)
+
+
+def _numpy(held: DTensor, *, force: bool = False) -> Any:
+    return _there(held).numpy(force=force)
+
+
+def _tolist(held: DTensor) -> Any:
+    return _there(held).tolist()
+
+
+def _there(held: DTensor) -> torch.Tensor:
+    """The whole tensor, where the piece is: it may have been copied to the host, which sends nothing to other ranks."""
+    piece, kind = held._local_tensor, held.device_mesh.device_type
+    if piece.device.type == kind or piece.is_meta:
+        return held.full_tensor()
+    return over_pieces(piece.to(kind), held.shape, held.placements, held.device_mesh).full_tensor().to(piece.device)
 
 
 def _reduce(held: DTensor, protocol: Any) -> Any:

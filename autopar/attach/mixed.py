@@ -1,4 +1,12 @@
-"""Plain numbers and DTensors in one operator, where autograd would send the one's gradient to the other.
+"""Plain tensors and DTensors in one operator.
+
+A part of a parallel module that is called by itself (`parallel.decoder(z)`), another method of it
+(`agent.get_value(x)`) and whatever else a script computes with parameters and tensors of its own (`z @ weight.t()`,
+`torch.cat([w, x])`) mix them, which DTensors refuse. Here the DTensors are put together first, on all ranks alike: what
+is made is plain and whole, and gradients go back to the pieces. What changes a DTensor in place stays its own
+(`edits`).
+
+Plain numbers and DTensors in one operator are another thing, where autograd would send the one's gradient to the other.
 
 `loss + penalty` becomes plain (`dtensors`): that is Python's operator of DTensors. `loss += penalty`, `torch.add` and
 `torch.stack` are the plain tensor's, and end in an assertion without a word, or in backward, in an operator that nobody
@@ -8,21 +16,71 @@ wrote. Here they say what to write.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import wrap_dtensor_dispatch
+from autopar._compat import pytree, without_torch_function, wrap_dtensor_dispatch
+from autopar.attach.tensors import is_elsewhere
+from autopar.trace.origins import writes_in_place
 
 WRITE = "write it with +, -, *, / (loss = loss + penalty), or put the other together first: penalty.full_tensor()"
+
+in_pieces = ContextVar("in_pieces", default=False)  # an optimizer steps: what it cannot do in pieces, `Whole` can
 
 
 @functools.cache
 def mend_mixed() -> None:
     """From now on in this process."""
     wrap_dtensor_dispatch(_beside, _given)
+    DTensor.__torch_function__ = classmethod(_together)  # type: ignore[assignment, method-assign]
+
+
+def _together(_: type, func: Any, __: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """A function of torch's, with the DTensors put together where it is given plain tensors, too."""
+    named = kwargs or {}
+    with without_torch_function():
+        is_mixed = not in_pieces.get() and _are_mixed((*args, *named.values()))
+        if is_mixed and not _changes_first(func, args, named):
+            args, named = pytree.tree_map_only(DTensor, _whole, (args, named))
+        return func(*args, **named)
+
+
+def _are_mixed(given: Iterable[Any]) -> bool:
+    """Whether there are DTensors and plain tensors that are no numbers."""
+    found = [*_tensors(given)]
+    return any(isinstance(one, DTensor) for one in found) and any(
+        not isinstance(one, DTensor) and (one.ndim > 1 or one.numel() != 1) for one in found
+    )
+
+
+def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
+    for one in given:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            yield from _tensors(one)
+
+
+def _changes_first(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if isinstance(named.get("out"), DTensor):
+        return True
+    is_own = bool(args) and (isinstance(args[0], DTensor) or not isinstance(args[0], Tensor))
+    return is_own and (writes_in_place(name, named) or name in ("__set__", "__setitem__"))
+
+
+def _whole(held: DTensor) -> Tensor:
+    if is_elsewhere(held):
+        raise RuntimeError(
+            f"a tensor {[*held.shape]} of a pipeline lies in another stage than this rank's: call the whole module, or "
+            "load full_state_dict() into the plain model"
+        )
+    return held.full_tensor()
 
 
 def _beside(plain: Any, op: Any, number: Tensor, *rest: Any) -> Any:

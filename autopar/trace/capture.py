@@ -26,7 +26,6 @@ from autopar.trace.ambient import (
     autocast_as,
     autocast_as_asked,
     autocast_for,
-    check_device,
     distributions_as_they_come,
     has_autocast,
     insert_autocast,
@@ -50,7 +49,14 @@ from autopar.trace.left import Left
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.literals import small_buffers
 from autopar.trace.masks import masks_left_out
-from autopar.trace.modules import aliases, as_plain_modules, check_names, computed_tensors, with_tensors
+from autopar.trace.modules import (
+    aliases,
+    as_plain_modules,
+    calling_forward,
+    check_names,
+    computed_tensors,
+    with_tensors,
+)
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
@@ -149,7 +155,7 @@ class _Setting:
         kwargs = {name: value for name, value in named.items() if name != ARGUMENT}
         called.train(self.model.training if self.training is None else self.training)
         with self.mode, autocast_as(self.autocast), autocast_as_asked(self.device_type), torch.no_grad():
-            return called(*args, **kwargs)
+            return nn.Module.__call__(called, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -224,8 +230,7 @@ def capture(
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
         copy, exported, functions = _as_noted(setting, copy, inputs)
-        check_exported(exported, copy.reads.with_gradient)
-        check_device(exported.graph_module, device_type)
+        check_exported(exported, copy.reads.with_gradient, device_type)
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
             return capture(
                 model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
@@ -311,7 +316,8 @@ def _exported(
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
-            exported = torch.export.export(copy.model, *inputs.call(), strict=False)
+            with calling_forward(copy.model):
+                exported = torch.export.export(copy.model, *inputs.call(), strict=False)
         copy.reads.of(copy.originals)
         changed = copy.reads.changed(copy.originals)
         return exported, functions, changed  # where nothing of ours is in the place of others' any more

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -72,6 +73,8 @@ class _Turned:
             case partial():
                 given = cast("partial[Any]", value)
                 return partial(self.of(given.func), *map(self.of, given.args), **self._named(given.keywords))
+            case weakref.ref():
+                return weakref.ref(self.of(value()))
             case list():
                 return self._as_rebuilt(value, [*map(self.of, held_in(value))])
             case dict():
@@ -83,7 +86,7 @@ class _Turned:
         """`of`, of what a copy holds; its lists and dictionaries (hooks, tables of activations) are its own already."""
         if self.copy_of.get(id(value)) is value:  # no copy: everybody's
             return value
-        if isinstance(value, (types.FunctionType, types.MethodType, partial, tuple)):
+        if isinstance(value, (types.FunctionType, types.MethodType, partial, tuple, weakref.ref)):
             return self.of(value)
         if isinstance(value, (list, dict)) and id(value) not in self.own:
             self.own[id(value)] = value
@@ -154,6 +157,8 @@ def parts_of(value: Any) -> list[Any]:
                 return []
         case types.MethodType():
             return [value.__func__, value.__self__]
+        case weakref.ref():
+            return [value()]
         case partial():
             given = cast("partial[Any]", value)
             return [given.func, *given.args, *given.keywords.values()]

@@ -23,7 +23,7 @@ def refuse_drawing(model: nn.Module, call: Any, mode: FakeTensorMode) -> None:
     """Raise TraceError with the line that draws, if one does."""
     args, kwargs = call
     with mode:
-        line = _line_that_draws(lambda: model(*args, **kwargs))
+        line = _line_that_draws(lambda: nn.Module.__call__(model, *args, **kwargs))
     if line is not None:
         raise TraceError(
             f"a random number that Python or numpy draws at {line} would be the same at every call; "

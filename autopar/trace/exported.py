@@ -9,15 +9,16 @@ import torch.distributed as dist
 
 from autopar._compat import FakeTensor
 from autopar.errors import TraceError
+from autopar.trace.ambient import check_device
 from autopar.trace.installed import refuse_gradients_between_calls
 from autopar.trace.lines import COLLECTIVE, line_of_node
 
 CONTROL_FLOW = ("cond", "while_loop", "scan", "associative_scan", "map_impl")
 
 
-def check_exported(exported: torch.export.ExportedProgram, with_gradient: Set[str]) -> None:
-    """Raises TraceError for what torch exports and a program does not do. `with_gradient`: buffers that forward sets to
-    a tensor with one.
+def check_exported(exported: torch.export.ExportedProgram, with_gradient: Set[str], device_type: str) -> None:
+    """Raises TraceError for what torch exports and a program for such a device does not do. `with_gradient`: buffers
+    that forward sets to a tensor with one.
     """
     refuse_gradients_between_calls(exported, with_gradient)
     _no_unknown_constants(exported)
@@ -25,6 +26,7 @@ def check_exported(exported: torch.export.ExportedProgram, with_gradient: Set[st
     _no_numbers(exported)
     _no_control_flow(exported)
     _no_sparse_tensors(exported)
+    check_device(exported.graph_module, device_type)
 
 
 def _no_control_flow(exported: torch.export.ExportedProgram) -> None:

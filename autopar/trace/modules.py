@@ -6,7 +6,7 @@ import contextlib
 import copy
 import operator
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from autopar.errors import PlanMismatch, TraceError
 from autopar.trace.closures import globals_of, look_at_copies, with_parts
+from autopar.trace.standing_in import StandIns
 from autopar.trace.values import held_in, put_in
 
 OWN = ("borrowed", "is_new", "fake_mode")  # attributes of parameters that are no user's
@@ -138,6 +139,28 @@ def as_plain_modules(model: nn.Module) -> None:
             plain.__class__ = type(
                 kind.__name__, (nn.Module,), {"forward": kind.forward, "__module__": kind.__module__}
             )
+
+
+@contextlib.contextmanager
+def calling_forward(model: nn.Module) -> Iterator[None]:
+    """Inside, to call `model` is what `nn.Module` makes of it: its class may have a `__call__` of its own, which has
+    run by the time that forward is asked for, and goes on with what it gives.
+    """
+    kind = type(model)
+    if kind.__call__ is nn.Module.__call__:
+        yield
+        return
+    own, standing = kind.__call__, StandIns(("__call__",))
+
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_model = vars(self) is vars(model)  # torch's tracer has objects that stand for it
+        return nn.Module.__call__(self, *args, **kwargs) if is_model else own(self, *args, **kwargs)
+
+    standing.put(kind, [__call__])
+    try:
+        yield
+    finally:
+        standing.restore()
 
 
 def replace_tensors(model: nn.Module, tensor_of: Mapping[int, torch.Tensor], *, registered: bool = True) -> None:

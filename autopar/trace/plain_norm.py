@@ -37,6 +37,7 @@ def _cumulative(self: nn.modules.batchnorm.BatchNorm1d, x: Tensor) -> Tensor:
     if not self.training:
         return PLAIN(self, x)
     self._check_input_dim(x)
+    assert self.momentum is None  # which is read here, so that another one has another program
     assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
     self.num_batches_tracked.add_(1)
     mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)

@@ -8,6 +8,7 @@ stand in their classes note which attributes of their own are read and written. 
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import types
 import weakref
@@ -28,7 +29,7 @@ from autopar.trace.left import Left, is_made
 from autopar.trace.lines import line_here
 from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
 from autopar.trace.names import nodes_in
-from autopar.trace.records import is_state, leads_to, may_be_state
+from autopar.trace.records import is_state, leads_to, may_be_state, tensors_within
 from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
@@ -45,6 +46,7 @@ from autopar.trace.values import (
     is_grown_table,
     is_noted_once,
     is_torchs,
+    own_names,
     snapshot,
 )
 from autopar.trace.writes import OfModule, put
@@ -133,9 +135,13 @@ class Reads:
     def of(self, originals: Mapping[int, Any]) -> None:
         """Let what is written be of the model, as `originals` tells of what was copied."""
         self.left.of(originals)
+        memo = dict(originals)
         for place, (was, after, line) in self.written.items():
             if id(after) in originals:
                 self.written[place] = was, originals[id(after)], line
+            elif _holds_modules(after):
+                self.written[place] = was, copy.deepcopy(after, memo), line
+                self.anew.add(place)
             elif was is not after and not self.left.knows(after):
                 self.anew.add(place)
 
@@ -182,7 +188,9 @@ class Reads:
         change, of = self.inside.changed(originals)
         if change is not None:
             self.counting.found |= self._leading_to([of])
-        self.counting.asked_for |= self._leading_to(self.inside.counted())
+        for one in self.inside.counted():  # of what many modules share, as configurations, most is none that changes
+            leading = self._leading_to([one])
+            self.counting.asked_for |= leading if len(leading) == 1 else set()
         return change
 
 
@@ -318,9 +326,18 @@ def holds_references(value: Any) -> bool:
 
 
 def _looks_at_parameters(value: Any) -> bool:
+    """Also what looks at modules (torch's transforms note so what they have made), which are those of the trace."""
+    if isinstance(value, weakref.ref):
+        return True
     return isinstance(value, list) and (
         holds_references(value) or (bool(value) and all(isinstance(part, nn.Parameter) for part in value))
     )
+
+
+def _holds_modules(value: Any) -> bool:
+    """Whether it is an object that forward has made with modules in it, which are those of the trace."""
+    held = (own_names(value) or {}).values() if not isinstance(value, (Tensor, nn.Module, types.FunctionType)) else ()
+    return any(isinstance(part, nn.Module) for part in held) and not tensors_within(value)
 
 
 def _line_outside_torch() -> str:

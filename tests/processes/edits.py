@@ -87,7 +87,8 @@ def _write_with_gradients(parallel: Any) -> None:
 
 
 MASK = (torch.arange(8) > 4).float()[:, None]
-HOOKS: tuple[Callable[[Tensor], Tensor | None], ...] = (
+Hooks = tuple[Callable[[Tensor], Tensor | None], ...]
+HOOKS: Hooks = (
     lambda gradient: gradient * MASK,
     lambda gradient: (MASK * gradient).mul_(2) + BESIDE,
     lambda gradient: gradient.masked_fill(MASK == 0, 0.0).mul(BESIDE[0]),
@@ -96,6 +97,11 @@ HOOKS: tuple[Callable[[Tensor], Tensor | None], ...] = (
     lambda gradient: BESIDE * gradient.norm() + gradient * BESIDE[:, 0] / gradient.abs().sum(),
     lambda gradient: gradient.sum(0, keepdim=True).expand(gradient.shape),
 )
+BY_NAME: Hooks = (  # which put the whole gradient together
+    lambda gradient: torch.where(MASK > 0, gradient, 0.0),
+    lambda gradient: torch.mul(gradient, MASK),
+    lambda gradient: torch.stack([gradient, BESIDE]).sum(0),
+)
 
 
 def check_hooks_that_mask_gradients(ranks: Ranks) -> None:
@@ -103,17 +109,18 @@ def check_hooks_that_mask_gradients(ranks: Ranks) -> None:
     for policy in ("fsdp", "tensor-parallel", "data-parallel"):
         graph, mesh = graph_of(capture(Net(), (), {"x": BESIDE})), Mesh(("data",), (ranks.count,))
         plan = search(graph, mesh, machine(), Request(policy=policy))
-        _train_with_hooks(partial(autopar.compile, device_mesh=ranks.mesh(), plan=plan), policy)
+        _train_with_hooks(partial(autopar.compile, device_mesh=ranks.mesh(), plan=plan), policy, HOOKS + BY_NAME)
 
 
 def check_hooks_of_stages_that_mask_gradients(ranks: Ranks) -> None:
     """All ranks call them in one order."""
-    _train_with_hooks(lambda model: autopar.compile(model, mesh_of(ranks), micro_batches=2, memory="1GiB"), "stages")
+    made = partial(autopar.compile, device_mesh=mesh_of(ranks), micro_batches=2, memory="1GiB")
+    _train_with_hooks(made, "stages", HOOKS)
 
 
-def _train_with_hooks(made: Callable[[nn.Module], nn.Module], what: str) -> None:
+def _train_with_hooks(made: Callable[[nn.Module], nn.Module], what: str, hooks: Hooks) -> None:
     """Registered on the model before it is compiled, before its first call, and behind it."""
-    for number, hook in enumerate(HOOKS):
+    for number, hook in enumerate(hooks):
         for when in range(3):
             ended = [_trained(parallel, hook, when) for parallel in (lambda model: model, made)]
             for name, value in ended[0].items():

@@ -1,0 +1,95 @@
+"""Parts and other methods of a parallel module, and what a script computes with its parameters, on several ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import autopar
+from autopar.attach.tensors import mesh_of
+from autopar.machine.device import hardware_or_here
+from autopar.measure.twin import traced
+from autopar.search import Request, search
+from tests.processes.compare import near, same_gradients, whole
+from tests.processes.worker import Ranks
+
+POLICIES = ("data-parallel", "fsdp", "tensor-parallel")
+
+
+class Coder(nn.Module):
+    """Its parts are called by themselves: to sample, to look at codes, to train one of them with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8))
+        self.decoder = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Unflatten(1, (2, 16)), nn.Conv1d(2, 4, 3))
+        self.recurrent, self.table = nn.LSTM(14, 16, batch_first=True), nn.Embedding(10, 16)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+    def decode(self, code: Tensor) -> Tensor:
+        return self.recurrent(self.decoder(code))[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.mse_loss(self.decode(self.encode(x)).mean(1), x) + self.table.weight.square().mean()
+
+
+def _both(ranks: Ranks, policy: str) -> tuple[Coder, Any, Tensor]:
+    torch.manual_seed(0)
+    plain, x = Coder(), torch.randn(16, 16)
+    mesh, hardware = ranks.mesh(), hardware_or_here("cpu-gloo", "cpu")
+    plan = search(traced(plain, (x,), {}), mesh_of(mesh), hardware, Request(policy=policy))
+    parallel = autopar.compile(copy.deepcopy(plain), mesh, plan=plan)
+    for model in (plain, parallel):
+        model(x).backward()
+    return plain, parallel, x
+
+
+def check_parts_are_called_by_themselves(ranks: Ranks) -> None:
+    """With gradients and without, of the parts' parameters and of their arguments."""
+    for policy in POLICIES:
+        plain, parallel, x = _both(ranks, policy)
+        with torch.no_grad():
+            near(parallel.decode(x[:, :8]), plain.decode(x[:, :8]), 1e-5, f"{policy}: decode")
+            near(parallel.table(torch.arange(4)), plain.table(torch.arange(4)), 1e-6, f"{policy}: table")
+        codes = [x[:, 8:].clone().requires_grad_() for _ in range(2)]
+        losses = [
+            model.decode(code).square().mean() + 0.1 * model.encode(x).mean()
+            for model, code in zip((plain, parallel), codes, strict=True)
+        ]
+        near(losses[1], losses[0], 1e-5, f"{policy}: loss")
+        for loss in losses:
+            loss.backward()  # on top of those of the whole module
+        same_gradients(plain, parallel)
+        near(codes[1].grad, codes[0].grad, 1e-5, f"{policy}: the gradient of a code")
+        for model in (plain, parallel):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        near(parallel(x), plain(x), 1e-5, f"{policy}: the loss behind a step")
+
+
+def check_parameters_beside_plain_tensors(ranks: Ranks) -> None:
+    for policy in POLICIES:
+        plain, parallel, x = _both(ranks, policy)
+        ours, theirs = parallel.encoder[0].weight, plain.encoder[0].weight
+        near(x @ ours.t(), x @ theirs.t(), 1e-6, f"{policy}: a product")
+        near(torch.cat([ours, x]), torch.cat([theirs, x]), 0.0, f"{policy}: put together")
+        assert torch.allclose(ours, theirs.detach().clone())
+        assert np.array_equal(ours.detach().cpu().numpy(), theirs.detach().numpy())
+        assert parallel.encoder[0].bias.tolist() == plain.encoder[0].bias.tolist()
+        assert np.allclose(np.asarray(ours.grad), theirs.grad, atol=1e-6)
+        state = {name: value.cpu().numpy() for name, value in parallel.state_dict().items()}
+        assert all(np.array_equal(state[name], value.numpy()) for name, value in plain.state_dict().items())
+        with torch.no_grad():
+            held = x.new_zeros(40, 16)
+            held[:32] = ours
+            near(held[:32], theirs, 0.0, f"{policy}: rows of a plain tensor")
+            for model in (plain, parallel):
+                model.encoder[0].weight.mul_(torch.arange(16.0)).add_(x[:1])
+        near(whole(ours), theirs, 1e-6, f"{policy}: changed in place")
