@@ -27,7 +27,7 @@ together where it is made. Numbers print as numbers do. Of a pipeline, numbers a
 `numpy()` and `tolist()` are not there. Here they are those of the whole tensor, for which every rank must ask.
 
 `torch.save` writes the piece that a rank holds, and nothing of the others': a checkpoint that rank 0 alone writes lacks
-the rest of the model. Here it says so.
+the rest of the model. Here it says so; one rank alone saves what the plain model does.
 """
 
 from __future__ import annotations
@@ -177,6 +177,8 @@ def _there(held: DTensor) -> torch.Tensor:
 
 
 def _reduce(held: DTensor, protocol: Any) -> Any:
+    if held.device_mesh.size() == 1 and not is_elsewhere(held) and pipe_among((held,)) is None:
+        return held.full_tensor().__reduce_ex__(protocol)  # what the plain model saves
     warnings.warn(
         f"a tensor {list(held.shape)} is saved as the piece {list(held._local_tensor.shape)} that this rank holds; the "
         "file has nothing of the other ranks' pieces, and the plain model does not load it. Save "

@@ -58,6 +58,11 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
         for name, value in written:
             tensors, leaf = prepared.buffers[name]
             held = tensors[leaf]  # a buffer, or a parameter that does not train
+            if value.shape != held.shape:
+                raise PlanMismatch(
+                    f"an operator of forward resizes buffer {name} from {tuple(held.shape)} to {tuple(value.shape)}, "
+                    "as observers of quantizers do: call the plain model once before it is compiled"
+                )
             if name in rebound and not isinstance(held, DTensor):
                 tensors[leaf] = value.clone()  # it may be what an output, or backward, has
             else:

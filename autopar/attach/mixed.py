@@ -2,9 +2,9 @@
 
 A part of a parallel module that is called by itself (`parallel.decoder(z)`), another method of it
 (`agent.get_value(x)`) and whatever else a script computes with parameters and tensors of its own (`z @ weight.t()`,
-`torch.cat([w, x])`) mix them, which DTensors refuse. Here the DTensors are put together first, on all ranks alike: what
-is made is plain and whole, and gradients go back to the pieces. What changes a DTensor in place stays its own
-(`edits`).
+`torch.cat([w, x])`) mix them, which DTensors refuse, as they do operators for which they have no rule (`w[w > 0]`).
+Here the DTensors are put together first, on all ranks alike: what is made is plain and whole, and gradients go back to
+the pieces. What changes a DTensor in place stays its own (`edits`).
 
 Plain numbers and DTensors in one operator are another thing, where autograd would send the one's gradient to the other.
 
@@ -16,6 +16,7 @@ wrote. Here they say what to write.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -30,6 +31,19 @@ from autopar.trace.origins import writes_in_place
 
 WRITE = "write it with +, -, *, / (loss = loss + penalty), or put the other together first: penalty.full_tensor()"
 
+# What torch says of operators that DTensors do not have (`torch.allclose`, `w[w > 0]`, `torch.cdist`).
+NOT_IN_PIECES = re.compile("does not have a sharding strategy|Sharding propagation failed")
+# Operators that they have, and of which the backward mixes them with plain tensors.
+NO_BACKWARD = (
+    "split",
+    "split_with_sizes",
+    "tensor_split",
+    "cartesian_prod",
+    "trace",
+    "cumprod",
+    "quantile",
+    "nanquantile",
+)
 in_pieces = ContextVar("in_pieces", default=False)  # an optimizer steps: what it cannot do in pieces, `Whole` can
 
 
@@ -44,10 +58,24 @@ def _together(_: type, func: Any, __: Any, args: tuple[Any, ...] = (), kwargs: d
     """A function of torch's, with the DTensors put together where it is given plain tensors, too."""
     named = kwargs or {}
     with without_torch_function():
-        is_mixed = not in_pieces.get() and _are_mixed((*args, *named.values()))
-        if is_mixed and not _changes_first(func, args, named):
-            args, named = pytree.tree_map_only(DTensor, _whole, (args, named))
+        if in_pieces.get() or _changes_first(func, args, named):
+            return func(*args, **named)
+        if not _are_mixed((*args, *named.values())) and not _has_no_backward(func, args):
+            try:
+                return func(*args, **named)
+            except (NotImplementedError, RuntimeError) as error:  # on all ranks alike, before anything is sent
+                if not NOT_IN_PIECES.search(str(error)):
+                    raise
+        args, named = pytree.tree_map_only(DTensor, _whole, (args, named))
         return func(*args, **named)
+
+
+def _has_no_backward(func: Any, args: tuple[Any, ...]) -> bool:
+    return (
+        getattr(func, "__name__", "") in NO_BACKWARD
+        and torch.is_grad_enabled()
+        and any(one.requires_grad for one in _tensors(args))
+    )
 
 
 def _are_mixed(given: Iterable[Any]) -> bool:
@@ -68,8 +96,8 @@ def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
 
 def _changes_first(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
-    if isinstance(named.get("out"), DTensor):
-        return True
+    if named.get("out") is not None:
+        return isinstance(named["out"], DTensor)
     is_own = bool(args) and (isinstance(args[0], DTensor) or not isinstance(args[0], Tensor))
     return is_own and (writes_in_place(name, named) or name in ("__set__", "__setitem__"))
 

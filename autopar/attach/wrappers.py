@@ -55,7 +55,7 @@ def parallel_class(model_class: type[nn.Module], base: type[nn.Module]) -> type[
     if not hasattr(model_class, "no_sync"):
         own["no_sync"] = _no_sync
     saves = getattr(model_class, "save_pretrained", None)
-    if saves is not None and {"state_dict", "is_main_process"} <= inspect.signature(saves).parameters.keys():
+    if saves is not None and _takes(inspect.signature(saves), "state_dict", "is_main_process"):
         own["save_pretrained"] = _saving_whole_tensors(saves)
     return type(f"Parallel{model_class.__name__}", (base, model_class), own)
 
@@ -67,16 +67,31 @@ def _no_sync(self: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+def _takes(signature: inspect.Signature, *names: str) -> bool:
+    """Whether a function takes arguments of these names, one of them (peft's `state_dict`) maybe among any others."""
+    others = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+    return len(set(names) - signature.parameters.keys()) <= others
+
+
 def _saving_whole_tensors(saves: Any) -> Any:
-    """transformers' `save_pretrained`, which all ranks have to call: rank 0 writes what the plain model would."""
+    """`save_pretrained` of transformers and peft, which all ranks have to call: rank 0 writes what the plain model
+    would.
+    """
+    signature = inspect.signature(saves)
 
     @functools.wraps(saves)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(saves).bind(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        if given.arguments["state_dict"] is None:
-            given.arguments["state_dict"] = self.full_state_dict()
-            given.arguments["is_main_process"] = given.arguments["is_main_process"] and dist.get_rank() == 0
+        others = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
+        holds = {
+            name: given.arguments if name in signature.parameters else given.arguments[others]
+            for name in ("state_dict", "is_main_process")
+        }
+        if holds["state_dict"].get("state_dict") is None:
+            holds["state_dict"]["state_dict"] = self.full_state_dict()
+            asked = holds["is_main_process"].get("is_main_process", True)
+            holds["is_main_process"]["is_main_process"] = asked and dist.get_rank() == 0
         with as_user_class(self):  # by whose name it is loaded
             return saves(*given.args, **given.kwargs)
 

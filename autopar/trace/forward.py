@@ -26,7 +26,7 @@ from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.eager import as_it_runs
 from autopar.trace.encoders import as_torchs_encoders
-from autopar.trace.gradients import Taken, let_require
+from autopar.trace.gradients import Taken
 from autopar.trace.independent import refuse_attributes, with_notes
 from autopar.trace.lines import caller, line_here
 from autopar.trace.literals import Literals
@@ -36,6 +36,7 @@ from autopar.trace.modules import noted_on, replace_tensors, tensors_by_name
 from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.places import with_masks
+from autopar.trace.recurrent import with_dropout_between
 from autopar.trace.sharing import seen
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.values import is_torchs
@@ -175,9 +176,10 @@ class _Watch(TorchFunctionMode):
         is_data = func == DATA.__get__
         if is_data:
             func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
-        if func in WRITTEN_OUT and not any(isinstance(leaf, Picked) for leaf in leaves):
+        written = None if any(isinstance(leaf, Picked) for leaf in leaves) else WRITTEN_OUT.get(func)
+        if (written := with_dropout_between(func, args) or written) is not None:
             with self:
-                return WRITTEN_OUT[func](*args, **kwargs)
+                return written(*args, **kwargs)
         args = self._with_places(func, args)
         if (answer := self.beside.answer(func, args)) is not None:
             return answer
@@ -193,6 +195,7 @@ class _Watch(TorchFunctionMode):
             return self._with_numbers(func, args, kwargs)
         result = self._result(func, args, kwargs)
         self._see(func, args, result, is_data)
+        self.results += self.taken.made_by(result, kwargs)
         return result
 
     def _gradients(self, args: Any, kwargs: Any) -> Any:
@@ -253,7 +256,7 @@ class _Watch(TorchFunctionMode):
         if not sets or args[0].requires_grad == (args[1] if len(args) > 1 else kwargs.get("requires_grad", True)):
             return
         if id(args[0]) not in self.registered:
-            self.results.append(let_require(args[0]))
+            self.results.append(self.taken.let_require(args[0], not args[0].requires_grad))
         else:
             what = "buffer" if id(args[0]) in self.buffers else "parameter"
             raise TraceError(

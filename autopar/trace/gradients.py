@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from autopar._compat import is_transforming
 from autopar.errors import TraceError
 from autopar.trace.functions import applied
 from autopar.trace.lines import line_here
@@ -53,23 +54,19 @@ class Gradients:
 
 @dataclass
 class _Requiring:
-    """What lets a tensor be a leaf that has a gradient, or none, from there on."""
+    """What lets a tensor be a leaf that has a gradient, or none, from there on. `is_asked`: forward takes gradients."""
 
     gradient: bool
+    is_asked: bool = False
     is_in_place = True
 
     def shapes(self, tensors: list[Tensor]) -> list[Tensor]:
         return [torch.empty_like(one) for one in tensors]
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
-        there = (one.requires_grad == self.gradient for one in tensors)
+        there = (one.requires_grad == self.gradient or not self.is_asked for one in tensors)
         pairs = zip(tensors, there, strict=True)
         return [one if is_so else one.detach().requires_grad_(self.gradient) for one, is_so in pairs]
-
-
-def let_require(tensor: Tensor) -> Tensor:
-    """Note that `requires_grad` becomes another here."""
-    return applied(_Requiring(not tensor.requires_grad), [tensor])[0]
 
 
 @contextlib.contextmanager
@@ -92,6 +89,19 @@ class Taken:
 
     def __init__(self) -> None:
         self.made: dict[int, tuple[Tensor, list[Tensor]]] = {}  # id of a gradient -> that, and what it is made of
+        self.leaves = list[_Requiring]()
+        self.is_asked = False
+
+    def let_require(self, tensor: Tensor, gradient: bool) -> Tensor:
+        """Note that `requires_grad` of a tensor is set here."""
+        _refuse_transforms()
+        self.leaves.append(_Requiring(gradient, self.is_asked))
+        return applied(self.leaves[-1], [tensor])[0]
+
+    def made_by(self, result: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+        """The same, of what a function of torch has made (`torch.zeros(3, requires_grad=True)`)."""
+        is_leaf = kwargs.get("requires_grad") is True and isinstance(result, Tensor)
+        return [self.let_require(result, True)] if is_leaf else []
 
     def grad(
         self,
@@ -106,11 +116,15 @@ class Taken:
         materialize_grads: bool = False,
     ) -> tuple[Tensor | None, ...]:
         """As `torch.autograd.grad`."""
+        _refuse_transforms()
         if is_grads_batched:
             raise TraceError(
                 f"forward takes gradients of a batch{line_here()} (is_grads_batched), which is not built: take one "
                 "after the other, or of the sum"
             )
+        self.is_asked = True
+        for leaf in self.leaves:
+            leaf.is_asked = True
         of, by = _several(outputs), _several(inputs)
         given = [None] * len(of) if grad_outputs is None else _several(grad_outputs)
         for one, gradient in zip(of, given, strict=True):
@@ -153,6 +167,14 @@ class Taken:
                 if (leaf := getattr(other, "variable", None)) is not None:
                     left.append(leaf)
         return found
+
+
+def _refuse_transforms() -> None:
+    if is_transforming():
+        raise TraceError(
+            f"forward takes gradients by torch.func{line_here()}, which is not built: take them by "
+            "torch.autograd.grad, for each row of a batch that of their sum"
+        )
 
 
 def _key(tensor: Tensor) -> Any:

@@ -26,18 +26,23 @@ from autopar.trace.values import MISSING
 
 @dataclass(frozen=True)
 class Hung:
-    """What hung on the modules before forward ran: hooks, by module and kind; forwards of their own; buffers."""
+    """What hung on the modules before forward ran: hooks, by module and kind; forwards of their own; buffers, and what
+    shapes they had.
+    """
 
     hooks: Mapping[tuple[str, str], Mapping[int, Any]]
     forwards: Mapping[str, Any]
     buffers: Mapping[tuple[str, str], Tensor | None]
+    shapes: Mapping[tuple[str, str], torch.Size]
 
 
 def hung_on(modules: Mapping[str, nn.Module]) -> Hung:
+    buffers = {(path, name): one for path, module in modules.items() for name, one in module._buffers.items()}
     return Hung(
         {(path, kind): dict(getattr(module, kind)) for path, module in modules.items() for kind in HOOKS},
         {path: vars(module).get("forward", MISSING) for path, module in modules.items()},
-        {(path, name): buffer for path, module in modules.items() for name, buffer in module._buffers.items()},
+        buffers,
+        {place: one.shape for place, one in buffers.items() if one is not None},
     )
 
 
@@ -88,6 +93,14 @@ def take_back(modules: Mapping[str, nn.Module], before: Hung, reads: Reads) -> N
     become more at every call.
     """
     now = hung_on(modules)
+    for (path, name), shape in now.shapes.items():
+        had = before.shapes.get((path, name))
+        if before.buffers.get((path, name)) is now.buffers[path, name] and shape != had:
+            raise TraceError(
+                f"forward resizes the buffer {'.'.join(filter(None, (path, name)))} from {tuple(had or ())} to "
+                f"{tuple(shape)}, which a program would not do again: call the plain model once before it is compiled, "
+                "or make the buffer as large in __init__"
+            )
     _write_to_buffers(modules, before.buffers, now.buffers, reads.with_gradient)
     installed = [path for (path, kind), hooks in now.hooks.items() if hooks.keys() - before.hooks[path, kind].keys()]
     replaced = [path for path, forward in now.forwards.items() if forward is not before.forwards[path]]

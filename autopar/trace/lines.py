@@ -67,6 +67,10 @@ HIDDEN_SIZE = (
     "torch's own code of a function in that line finds a size by looking at values: write it with what has one size "
     "(x[torch.triu_indices(n, n, 1)] for combinations, torch.where for what a mask picks)."
 )
+BY_FUNC = (
+    "Gradients by torch.func, and of forward mode, are not built in forward: take them by torch.autograd.grad, for "
+    "each row of a batch that of their sum."
+)
 GROUPED = "torch traces grouped_mm of bfloat16 alone: cast both operands there, or multiply one group after the other."
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
@@ -77,6 +81,7 @@ ADVICE = (
     (re.compile(r"_apply\(\): Couldn't swap"), MOVED),
     (re.compile(r"\.numpy\(\) is not supported|expected np.ndarray \(got Array"), NUMPY),
     (re.compile("unbacked symbols"), HIDDEN_SIZE),
+    (re.compile(r"Unexpected fake buffer|no attribute 'constant'|inside of a function being transformed"), BY_FUNC),
     (re.compile("a leaf Variable that requires grad is being used in an in-place"), IN_PLACE),
     (re.compile("CausalBias"), CAUSAL_BIAS),
     (re.compile("Expected inputs of BF16 type"), GROUPED),

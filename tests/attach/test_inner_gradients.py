@@ -66,6 +66,20 @@ class Attacked(nn.Module):
         return loss + functional.cross_entropy(self.net((x + 0.1 * slope.sign()).detach()), classes)
 
 
+class Products(nn.Module):
+    """With a Hessian and with a Jacobian, by torch's own functions, which take gradients twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        taken = torch.autograd.functional
+        _, second = taken.hvp(lambda at: self.net(at).square().sum(), x, torch.ones_like(x), create_graph=True)
+        _, along = taken.jvp(self.net, x, torch.cos(x), create_graph=True)
+        return (second + along).square().mean() + self.net(x).mean()
+
+
 class Within(nn.Module):
     """Also where the call has no gradients, as samplers that are guided do."""
 
@@ -81,7 +95,7 @@ class Within(nn.Module):
         return (self.net(x - slope) + self.other(x)).square().mean()
 
 
-@pytest.mark.parametrize("kind", [Pinn, Steps, Attacked, Within])
+@pytest.mark.parametrize("kind", [Pinn, Steps, Attacked, Products, Within])
 def test_gradients_in_forward_are_as_on_one_process(kind: type[nn.Module], one: DeviceMesh) -> None:
     torch.manual_seed(0)
     plain = kind()
@@ -140,6 +154,11 @@ class Asks(nn.Module):
             torch.autograd.grad(made, x, torch.eye(2)[:, None].expand(2, 6, 2), is_grads_batched=True)
         elif self.way == "no scalar":
             torch.autograd.grad(made, x)
+        elif self.way == "vmap":
+            torch.vmap(torch.func.grad(lambda row: self.layer(row).sum()))(x)
+        elif self.way == "vjp":
+            _, back = torch.func.vjp(self.layer, x)
+            made = made + back(made)[0]
         elif self.way == "unused":
             torch.autograd.grad(made.sum(), torch.ones(2).requires_grad_())
         else:
@@ -152,6 +171,8 @@ class Asks(nn.Module):
     [
         ("backward", r"forward calls backward at .*take them by torch\.autograd\.grad there"),
         ("batched", r"forward takes gradients of a batch at .* one after the other"),
+        ("vmap", r"forward takes gradients by torch\.func at .* take them by torch\.autograd\.grad"),
+        ("vjp", r"torch\.func.* not built.*by torch\.autograd\.grad"),
         ("no scalar", "grad can be implicitly created only for scalar outputs"),
         ("unused", "appears to not have been used in the graph"),
         ("detached", "does not require grad"),

@@ -171,3 +171,27 @@ def holds_its_own(parallel: Recurrent | Any) -> None:
 
 def _whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.full_tensor() for name, value in state.items()}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("given", [{}, {"bidirectional": True, "batch_first": True}, {"bias": False}, {"proj_size": 2}])
+def test_dropout_between_layers_is_drawn(kind: type[Any], given: dict[str, Any], one: DeviceMesh) -> None:
+    """As the model draws it. What torch takes such layers apart into has none."""
+    if "proj_size" in given and kind is not nn.LSTM:
+        pytest.skip("LSTMs alone have projections")
+    torch.manual_seed(0)
+    plain = kind(4, 3, 3, dropout=0.5, **given)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    x = torch.randn(5, 2, 4)
+    for mode in (True, False, True):
+        made: list[Tensor] = []
+        for model in (plain, parallel):
+            model.train(mode).zero_grad()
+            torch.manual_seed(1)
+            output, state = model(x)
+            parts = state if isinstance(state, tuple) else (state,)
+            made.append(torch.cat([output.flatten(), *(part.flatten() for part in parts), torch.rand(1)]))
+            made[-1].square().sum().backward()
+        near(made[1], made[0], 1e-5, f"train({mode})")
+        same_gradients(plain, parallel)

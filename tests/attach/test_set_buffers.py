@@ -177,3 +177,29 @@ def test_a_buffer_has_no_gradient_in_forward(one: DeviceMesh) -> None:
     parallel = autopar.compile(copy.deepcopy(plain), one)
     x = torch.randn(3, 4)
     near(parallel(x), plain(x), 1e-6, "loss")
+
+
+def test_a_buffer_that_forward_resizes_is_refused(one: DeviceMesh) -> None:
+    """Observers of quantizers do; behind a first call of the plain model they have their sizes."""
+
+    class Resizes(nn.Module):
+        least: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("least", torch.tensor([]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.layer(x)
+            if self.least.numel() == 0:
+                self.least.resize_(4).fill_(9.0)
+            self.least.copy_(torch.minimum(self.least, hidden.detach().amin(0)))
+            return (hidden - self.least).square().mean()
+
+    plain, x = Resizes(), torch.randn(3, 4)
+    with pytest.raises(TraceError, match=r"resizes the buffer least from \(0,\) to \(4,\).* call the plain model once"):
+        autopar.compile(copy.deepcopy(plain), one)(x)
+    plain(x)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    near(parallel(x), plain(x), 1e-6, "loss")

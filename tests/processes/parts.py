@@ -86,6 +86,12 @@ def check_parameters_beside_plain_tensors(ranks: Ranks) -> None:
         assert np.allclose(np.asarray(ours.grad), theirs.grad, atol=1e-6)
         state = {name: value.cpu().numpy() for name, value in parallel.state_dict().items()}
         assert all(np.array_equal(state[name], value.numpy()) for name, value in plain.state_dict().items())
+        assert torch.allclose(ours, ours)
+        near(ours[ours > 0], theirs[theirs > 0], 0.0, f"{policy}: picked")
+        parts = [weight.split([8, 24])[1].square().sum() for weight in (ours, theirs)]
+        of_parts = [torch.autograd.grad(part, weight)[0] for part, weight in zip(parts, (ours, theirs), strict=True)]
+        near(whole(of_parts[0]), of_parts[1], 1e-6, f"{policy}: the gradient of a part")
+        near(torch.add(ours.detach(), 1, out=torch.empty(32, 16)), theirs + 1, 1e-6, f"{policy}: out")
         with torch.no_grad():
             held = x.new_zeros(40, 16)
             held[:32] = ours
