@@ -112,8 +112,8 @@ class Prepared:
         if any(snapshot(noted_on(tensor)) != was for tensor, was in self._noted):
             return "what is noted on a parameter or buffer is something else"
         for (tensors, name), shape in self._shapes:
-            if (now := tensors.get(name)) is not None and now.shape != shape:
-                return f"buffer {name} has another shape"
+            if (now := tensors.get(name)) is None or now.shape != shape:
+                return f"buffer {name} {'is not there' if now is None else 'has another shape'}"
         if self.hooks.changed():
             return OTHER_HOOKS
         return self.guards.broken() or self.counting.broken(self.modules)

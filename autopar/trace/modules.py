@@ -25,15 +25,31 @@ HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 
 
 def check_names(model: nn.Module) -> None:
-    """torch.fx writes the names of modules into code between quotes, as they are. Raises TraceError for names that are
-    something else there, or no code at all.
+    """torch.fx writes the names of modules into code between quotes, as they are, and finds tensors by the methods of
+    the model. Raises TraceError for names that are something else there, or no code at all, and for methods that give
+    others than there are.
     """
+    _check_members(model)
     for name, _ in model.named_modules():
         part = name.rpartition(".")[2]
         if any(one in part for one in '"\\\n\r'):
             raise TraceError(
                 f"module {name!r} has a double quote, a backslash or a line break in its name, which torch.fx cannot "
                 "write into the code of a graph: call it otherwise"
+            )
+
+
+def _check_members(model: nn.Module) -> None:
+    own: list[tuple[str, Any, Any]] = [
+        ("named_parameters", model.named_parameters(), nn.Module.named_parameters(model)),
+        ("parameters", enumerate(model.parameters()), enumerate(dict(nn.Module.named_parameters(model)).values())),
+        ("named_buffers", model.named_buffers(), nn.Module.named_buffers(model)),
+    ]
+    for name, found, there in own:
+        if [(key, id(one)) for key, one in found] != [(key, id(one)) for key, one in there]:
+            raise TraceError(
+                f"{type(model).__name__}.{name}() gives others than torch.nn.Module.{name}() finds, and torch finds "
+                "what a model has by it: call that method otherwise (def trained_parameters(self))"
             )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
+from autopar.errors import TraceError
 from tests.processes.compare import near, same_gradients
 
 
@@ -162,3 +163,29 @@ def test_parameters_become_arrays_and_lists(one: DeviceMesh) -> None:
     assert np.array_equal(np.asarray(parallel.weight.grad), plain.weight.grad.numpy())
     with pytest.raises(RuntimeError, match=r"Can't call numpy\(\) on Tensor that requires grad"):
         parallel.weight.numpy()
+
+
+class Filtered(Called):
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([self.layer.weight])
+
+
+class Renamed(Called):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return ((f"own.{name}", one) for name, one in super().named_parameters(*args, **kwargs))
+
+
+class Alike(Called):
+    def parameters(self, recurse: bool = True) -> Any:
+        return (one for one in super().parameters(recurse))
+
+
+def test_methods_that_give_other_parameters_are_refused(one: DeviceMesh) -> None:
+    x = torch.randn(4, 8)
+    for kind, name in ((Filtered, "parameters"), (Renamed, "named_parameters")):
+        with pytest.raises(
+            TraceError, match=rf"{kind.__name__}\.{name}\(\) gives others .* call that method otherwise"
+        ):
+            autopar.compile(kind(), one)(x)
+    plain = Alike()
+    near(autopar.compile(copy.deepcopy(plain), one)(x), plain(x), 1e-6, "output")

@@ -26,9 +26,11 @@ def _encoder(layers: int, norm: bool = False, batch_first: bool = True, **given:
     return nn.TransformerEncoder(layer, layers, nn.LayerNorm(8) if norm else None, **given)
 
 
-@pytest.mark.parametrize("mask", [ENDS, GAP], ids=["ends", "gap"])
-@pytest.mark.parametrize("is_float", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "is_float", "norm"),
+    [(ENDS, False, True), (ENDS, True, False), (GAP, False, False), (GAP, True, True)],
+    ids=["ends", "ends as numbers", "gap", "gap as numbers"],
+)
 def test_padding_is_left_out_where_torch_leaves_it_out(
     mask: Tensor, is_float: bool, norm: bool, one: DeviceMesh
 ) -> None:

@@ -203,3 +203,17 @@ def test_a_buffer_that_forward_resizes_is_refused(one: DeviceMesh) -> None:
     plain(x)
     parallel = autopar.compile(copy.deepcopy(plain), one)
     near(parallel(x), plain(x), 1e-6, "loss")
+
+
+def test_a_buffer_may_be_none_from_a_call_on(one: DeviceMesh) -> None:
+    """A batch norm without running statistics takes those of each batch."""
+    torch.manual_seed(0)
+    plain: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    parallel: Any = autopar.compile(copy.deepcopy(plain), one)
+    for call in range(3):
+        x = torch.randn(6, 4)
+        for model in (plain, parallel):
+            if call == 1:
+                model[1].running_mean = model[1].running_var = None
+                model.eval()
+        near(parallel(x), plain(x), 1e-5, f"call {call}")
