@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from autopar._compat import dtensor_handlers, named_dims, replace_named_dims
+from autopar._compat import dtensor_handlers, named_dims, replace_named_dims, without_torch_function
 from autopar.attach.over_stages import pipe_among
 from autopar.attach.parameters import giving_pieces
 from autopar.attach.tensors import beside, by_piece, is_elsewhere, over_pieces, piece_as
@@ -67,7 +67,7 @@ def mend_dtensors() -> None:
         dtensor_handlers.setdefault(op, _created)
     _mend_dims()
     DTensor.data = property(DATA.__get__, _set_data)  # type: ignore[assignment, method-assign]
-    DTensor.grad = property(GRAD.__get__, _set_grad, GRAD.__delete__)  # type: ignore[assignment, method-assign]
+    DTensor.grad = property(_get_grad, _set_grad, GRAD.__delete__)  # type: ignore[assignment, method-assign]
     DTensor.register_hook = _register_hook  # type: ignore[method-assign]
     DTensor.__format__ = _format  # type: ignore[method-assign]
     DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
@@ -144,11 +144,17 @@ def _set_data(held: DTensor, value: torch.Tensor) -> None:
     held._local_tensor, held._spec = value._local_tensor.detach(), value._spec
 
 
+def _get_grad(held: DTensor) -> torch.Tensor | None:
+    with without_torch_function():  # asked of each parameter in each step
+        return GRAD.__get__(held)
+
+
 def _set_grad(held: DTensor, value: torch.Tensor | None) -> None:
     """A whole one that a script has made is laid out as what it is of."""
     if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == held.shape:
         value = piece_as(value, held)
-    GRAD.__set__(held, value)
+    with without_torch_function():
+        GRAD.__set__(held, value)
 
 
 def _register_hook(held: DTensor, hook: Any) -> Any:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ NO_BACKWARD = (
     "quantile",
     "nanquantile",
 )
-in_pieces = ContextVar("in_pieces", default=False)  # an optimizer steps: what it cannot do in pieces, `Whole` can
 
 
 @functools.cache
@@ -56,18 +54,26 @@ def mend_mixed() -> None:
 
 def _together(_: type, func: Any, __: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """A function of torch's, with the DTensors put together where it is given plain tensors, too."""
-    named = kwargs or {}
     with without_torch_function():
-        if in_pieces.get() or _changes_first(func, args, named):
+        if len(args) == 1 and not kwargs and isinstance(args[0], DTensor) and not _has_no_backward(func, args):
+            return _in_pieces(func, args, {})
+        named = kwargs or {}
+        if _changes_first(func, args, named):
             return func(*args, **named)
         if not _are_mixed((*args, *named.values())) and not _has_no_backward(func, args):
-            try:
-                return func(*args, **named)
-            except (NotImplementedError, RuntimeError) as error:  # on all ranks alike, before anything is sent
-                if not NOT_IN_PIECES.search(str(error)):
-                    raise
+            return _in_pieces(func, args, named)
         args, named = pytree.tree_map_only(DTensor, _whole, (args, named))
         return func(*args, **named)
+
+
+def _in_pieces(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    try:
+        return func(*args, **named)
+    except (NotImplementedError, RuntimeError) as error:  # on all ranks alike, before anything is sent
+        if not NOT_IN_PIECES.search(str(error)):
+            raise
+    args, named = pytree.tree_map_only(DTensor, _whole, (args, named))
+    return func(*args, **named)
 
 
 def _has_no_backward(func: Any, args: tuple[Any, ...]) -> bool:

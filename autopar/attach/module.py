@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import is_transforming, pytree
+from autopar._compat import is_transforming, pytree, without_torch_function
 from autopar.attach import batches
 from autopar.attach.agree import text_from
 from autopar.attach.collectives import mend_collectives
@@ -80,7 +80,8 @@ class ParallelModule(nn.Module):
             args, kwargs = self.from_local((args, kwargs))
         call = call_of(self, args, kwargs)
         key = Key(call.key, torch.is_grad_enabled(), ambient_state())
-        prepared = found(state, key)
+        with without_torch_function():
+            prepared = found(state, key)
         if prepared is None:
             announced = state.watch.call(NEW, alone=True, why=why_new(state, key))
         else:
@@ -91,7 +92,8 @@ class ParallelModule(nn.Module):
                 prepared, call = _new_program(self, call, key)
             else:
                 state.same_batches.compare(call.key, call.tensors, is_new=False)
-            return invoke(self, prepared, call, key)
+            with without_torch_function():
+                return invoke(self, prepared, call, key)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward" and "_autopar" in vars(self):

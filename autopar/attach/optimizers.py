@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.attach.mixed import in_pieces
+from autopar._compat import without_torch_function
 from autopar.attach.over_stages import pipe_among
 from autopar.attach.tensors import is_elsewhere, piece_as, refuse_pieces_of_others
 from autopar.attach.whole import Whole
@@ -139,9 +139,9 @@ def _says_what_to_do(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def told(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        outside = in_pieces.set(True)
         try:
-            return step(optimizer, *args, **kwargs)
+            with without_torch_function():  # what it cannot do in pieces, `Whole` can (`mixed`)
+                return step(optimizer, *args, **kwargs)
         except Exception as error:
             held = [one for group in optimizer.param_groups for one in group["params"]]
             if not any(isinstance(one, DTensor) for one in held) or not _is_of_dtensors(error):
@@ -149,8 +149,6 @@ def _says_what_to_do(step: Callable[..., Any]) -> Callable[..., Any]:
             name = type(optimizer).__name__
             why = str(error).partition("\n")[0] or f"{type(error).__name__} without a word"
             raise RuntimeError(f"{_on_whole_copies(name, name)}. torch says: {why}") from error
-        finally:
-            in_pieces.reset(outside)
 
     return told
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar._compat import without_torch_function
 from autopar.attach.generators import drawing_from, random_states
 from autopar.attach.results import apart_from, own, told_apart, versions
 from autopar.attach.rounds import Played
@@ -227,7 +228,8 @@ class _Step(torch.autograd.Function):
         runner = ctx.runner
         with runner.watch.call(BACKWARD):
             nothing = [gradient_of(one, torch.zeros_like(local_of(one))) for one in ctx.beside]
-            found = _backward(ctx, gradients)
+            with without_torch_function():
+                found = _backward(ctx, gradients)
             made = (*found[: len(ctx.parameters)], *nothing)
             return None, None, None, *(made[at] for at in ctx.order), *found[len(ctx.parameters) :]
 
