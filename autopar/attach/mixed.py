@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree, without_torch_function, wrap_dtensor_dispatch
-from autopar.attach.tensors import is_elsewhere
 from autopar.trace.origins import writes_in_place
 
 WRITE = "write it with +, -, *, / (loss = loss + penalty), or put the other together first: penalty.full_tensor()"
@@ -62,7 +61,7 @@ def _together(_: type, func: Any, __: Any, args: tuple[Any, ...] = (), kwargs: d
             return func(*args, **named)
         if not _are_mixed((*args, *named.values())) and not _has_no_backward(func, args):
             return _in_pieces(func, args, named)
-        args, named = pytree.tree_map_only(DTensor, _whole, (args, named))
+        args, named = pytree.tree_map_only(DTensor, lambda held: held.full_tensor(), (args, named))
         return func(*args, **named)
 
 
@@ -72,7 +71,7 @@ def _in_pieces(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     except (NotImplementedError, RuntimeError) as error:  # on all ranks alike, before anything is sent
         if not NOT_IN_PIECES.search(str(error)):
             raise
-    args, named = pytree.tree_map_only(DTensor, _whole, (args, named))
+    args, named = pytree.tree_map_only(DTensor, lambda held: held.full_tensor(), (args, named))
     return func(*args, **named)
 
 
@@ -106,15 +105,6 @@ def _changes_first(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> b
         return isinstance(named["out"], DTensor)
     is_own = bool(args) and (isinstance(args[0], DTensor) or not isinstance(args[0], Tensor))
     return is_own and (writes_in_place(name, named) or name in ("__set__", "__setitem__"))
-
-
-def _whole(held: DTensor) -> Tensor:
-    if is_elsewhere(held):
-        raise RuntimeError(
-            f"a tensor {[*held.shape]} of a pipeline lies in another stage than this rank's: call the whole module, or "
-            "load full_state_dict() into the plain model"
-        )
-    return held.full_tensor()
 
 
 def _beside(plain: Any, op: Any, number: Tensor, *rest: Any) -> Any:

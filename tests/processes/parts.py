@@ -99,3 +99,33 @@ def check_parameters_beside_plain_tensors(ranks: Ranks) -> None:
             for model in (plain, parallel):
                 model.encoder[0].weight.mul_(torch.arange(16.0)).add_(x[:1])
         near(whole(ours), theirs, 1e-6, f"{policy}: changed in place")
+
+
+def check_parts_of_own_rows(ranks: Ranks) -> None:
+    """With `inputs="local"` gradients of parts are averages over the ranks, as those of the whole module are."""
+    torch.manual_seed(0)
+    plain, x = Coder(), torch.randn(16, 16)
+    parallel: Any = autopar.compile(copy.deepcopy(plain), ranks.mesh(), inputs="local")
+    own = x.chunk(ranks.count)[ranks.rank]
+    losses = [
+        model(rows) + model.decode(rows[:, :8]).square().mean() + (rows @ model.table.weight.t()).square().mean()
+        for model, rows in ((plain, x), (parallel, own))
+    ]
+    for loss in losses:
+        loss.backward()
+    same_gradients(plain, parallel)
+
+
+def check_parts_of_stages(ranks: Ranks) -> None:
+    """All ranks call them, and each has what they give, whichever stage a part is in."""
+    torch.manual_seed(0)
+    plain, x = Coder(), torch.randn(16, 16)
+    parallel: Any = autopar.compile(copy.deepcopy(plain), autopar.init_mesh("cpu", pipe=ranks.count), micro_batches=2)
+    for model in (plain, parallel):
+        model(x).backward()
+    code = x[:, :8]
+    losses = [model.decode(code).square().mean() + model.encode(x).mean() for model in (plain, parallel)]
+    near(losses[1], losses[0], 1e-5, "loss")
+    for loss in losses:
+        loss.backward()
+    same_gradients(plain, parallel)

@@ -62,7 +62,12 @@ FIRST = {
         "a_piece_that_backward_reads_must_not_be",
         "gradients_made_by_hand",
     ],
-    "parts": ["parts_are_called_by_themselves", "parameters_beside_plain_tensors"],
+    "parts": [
+        "parts_are_called_by_themselves",
+        "parameters_beside_plain_tensors",
+        "parts_of_own_rows",
+        "parts_of_stages",
+    ],
     "counting": COUNTING,
     "hooked": ["what_hooks_keep"],
     "losses": [
