@@ -106,6 +106,11 @@ def without_torch_function() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def with_torch_function() -> Any:
+    """Inside, they are what their tensors' classes make of them, also within `without_torch_function`."""
+    return torch._C._EnableTorchFunction()
+
+
 def total_norm() -> Any:
     """What `torch.nn.utils.clip_grad_norm_` measures gradients with."""
     return clip_grad._get_total_norm
@@ -183,6 +188,7 @@ __all__ = [
     "replace_total_norm",
     "told_of_export",
     "total_norm",
+    "with_torch_function",
     "without_torch_function",
     "wrap_dtensor_dispatch",
 ]

@@ -182,6 +182,17 @@ def check_without_torch_function() -> None:
         assert (held + 1).sum().item() == 4
 
 
+def check_with_torch_function() -> None:
+    class Told(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return "told"
+
+    held = torch.ones(2).as_subclass(Told)
+    with _compat.without_torch_function(), _compat.with_torch_function():
+        assert held + 1 == "told"
+
+
 def check_total_norm() -> None:
     assert _compat.total_norm()([torch.tensor([3.0, 4.0])], 2.0, False, None).item() == 5.0
 

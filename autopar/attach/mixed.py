@@ -29,8 +29,8 @@ from autopar.trace.origins import writes_in_place
 
 WRITE = "write it with +, -, *, / (loss = loss + penalty), or put the other together first: penalty.full_tensor()"
 
-# What torch says of operators that DTensors do not have (`torch.allclose`, `w[w > 0]`, `torch.cdist`).
-NOT_IN_PIECES = re.compile("does not have a sharding strategy|Sharding propagation failed")
+# What torch says of operators that DTensors do not have (`torch.allclose`, `w[w > 0]`, `for row in w`).
+NOT_IN_PIECES = re.compile("does not have a sharding strategy|Sharding propagation failed|along the sharded dim")
 # Operators that they have, and of which the backward mixes them with plain tensors.
 NO_BACKWARD = (
     "split",

@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar._compat import without_torch_function
+from autopar._compat import with_torch_function, without_torch_function
 from autopar.attach.over_stages import pipe_among
 from autopar.attach.tensors import is_elsewhere, piece_as, refuse_pieces_of_others
 from autopar.attach.whole import Whole
@@ -141,7 +141,7 @@ def _says_what_to_do(step: Callable[..., Any]) -> Callable[..., Any]:
     def told(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             with without_torch_function():  # what it cannot do in pieces, `Whole` can (`mixed`)
-                return step(optimizer, *args, **kwargs)
+                return step(optimizer, *map(_outside, args), **{name: _outside(one) for name, one in kwargs.items()})
         except Exception as error:
             held = [one for group in optimizer.param_groups for one in group["params"]]
             if not any(isinstance(one, DTensor) for one in held) or not _is_of_dtensors(error):
@@ -151,6 +151,18 @@ def _says_what_to_do(step: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(f"{_on_whole_copies(name, name)}. torch says: {why}") from error
 
     return told
+
+
+def _outside(given: Any) -> Any:
+    """A closure, which computes a loss as if no optimizer called it."""
+    if not callable(given):
+        return given
+
+    def closure(*args: Any, **kwargs: Any) -> Any:
+        with with_torch_function():
+            return given(*args, **kwargs)
+
+    return closure
 
 
 def _is_of_dtensors(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar._compat import with_torch_function
 from autopar.attach import hooks
 from autopar.attach.agree import agreed
 from autopar.attach.batches import SameBatches, batch_dims_of, tell_other_rows
@@ -305,6 +306,7 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
             as_user_class(parallel),
             torch.inference_mode(False),
             torch.set_grad_enabled(key.gradients),
+            with_torch_function(),
         ):
             captured = captured_with()
             if captured.without_tangent and not captured.reads.left.is_independent:

@@ -228,8 +228,7 @@ class _Step(torch.autograd.Function):
         runner = ctx.runner
         with runner.watch.call(BACKWARD):
             nothing = [gradient_of(one, torch.zeros_like(local_of(one))) for one in ctx.beside]
-            with without_torch_function():
-                found = _backward(ctx, gradients)
+            found = _backward(ctx, gradients)
             made = (*found[: len(ctx.parameters)], *nothing)
             return None, None, None, *(made[at] for at in ctx.order), *found[len(ctx.parameters) :]
 
@@ -317,7 +316,9 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         if (one := gradients[place]) is not None
     }
     _no_hooks_between(runner, step, given.keys())
-    if any(one._version != version for one, version in ctx.versions):
+    with without_torch_function():
+        is_changed = any(one._version != version for one, version in ctx.versions)
+    if is_changed:
         raise RuntimeError(
             "a parameter or an input was changed in place between forward and backward, which needs what it was: "
             "call backward before the optimizer's step, or the module again after it"
@@ -387,4 +388,5 @@ def _to_parameters(runner: Runner, names: Mapping[str, Tensor], made: Sequence[T
     these by name.
     """
     by_name = {result.target: value for (result, _), value in zip(runner.gradients, made, strict=True)}
-    return tuple(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())
+    with without_torch_function():
+        return tuple(gradient_of(parameter, by_name.get(name)) for name, parameter in names.items())

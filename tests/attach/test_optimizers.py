@@ -167,3 +167,38 @@ def test_whole_tensors_in_lists_of_pieces_are_refused(one: DeviceMesh) -> None:
     for first, second in ((whole, torch.ones(2, 4)), (torch.ones(2, 4), whole), (split, whole)):
         near(listed("add", [first], [second])[0], torch.full((2, 4), 2.0), 0.0, "the sum")
     listed("add_", [split], [torch.tensor(1.0)])
+
+
+class Counts(torch.nn.Module):
+    """What it takes out of tensors are numbers of each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other, self.mean = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        self.mean = 0.9 * self.mean + 0.1 * hidden.square().mean().item()
+        return (hidden * (1 + self.mean)).square().mean()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+def test_closures_compute_as_if_no_optimizer_called_them(kind: Any, one: DeviceMesh) -> None:
+    """The first call among them, which is traced, and a part of the module that is called by itself."""
+    torch.manual_seed(0)
+    plain = Counts()
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    optimizers = [kind(model.parameters(), lr=0.1) for model in (plain, parallel)]
+    for _ in range(3):
+        x, losses = torch.randn(5, 4), list[Tensor]()
+        for model, optimizer in zip((plain, parallel), optimizers, strict=True):
+
+            def closure(model: Any = model, optimizer: Any = optimizer, x: Tensor = x) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(x) + model.other(x).square().mean()
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure))
+        near(losses[1], losses[0], 1e-4, "loss")
+    assert parallel.mean == pytest.approx(plain.mean, rel=1e-4)

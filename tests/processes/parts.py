@@ -92,7 +92,14 @@ def check_parameters_beside_plain_tensors(ranks: Ranks) -> None:
         of_parts = [torch.autograd.grad(part, weight)[0] for part, weight in zip(parts, (ours, theirs), strict=True)]
         near(whole(of_parts[0]), of_parts[1], 1e-6, f"{policy}: the gradient of a part")
         near(torch.add(ours.detach(), 1, out=torch.empty(32, 16)), theirs + 1, 1e-6, f"{policy}: out")
+        numbers = [sum(one.item() for one in model.encoder[0].bias.detach()) for model in (plain, parallel)]
+        assert numbers[0] == numbers[1]
+        for row, other in zip(ours, theirs, strict=True):
+            near(row, other, 0.0, f"{policy}: a row")
         with torch.no_grad():
+            for weight in (ours, theirs):
+                weight[weight < 0] *= 0.5
+            near(whole(ours), theirs, 1e-6, f"{policy}: what is picked is changed")
             held = x.new_zeros(40, 16)
             held[:32] = ours
             near(held[:32], theirs, 0.0, f"{policy}: rows of a plain tensor")
