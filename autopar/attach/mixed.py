@@ -32,15 +32,21 @@ WRITE = "write it with +, -, *, / (loss = loss + penalty), or put the other toge
 # What torch says of operators that DTensors do not have (`torch.allclose`, `w[w > 0]`, `for row in w`).
 NOT_IN_PIECES = re.compile("does not have a sharding strategy|Sharding propagation failed|along the sharded dim")
 # Operators that they have, and of which the backward mixes them with plain tensors.
-NO_BACKWARD = (
-    "split",
-    "split_with_sizes",
-    "tensor_split",
-    "cartesian_prod",
-    "trace",
-    "cumprod",
-    "quantile",
-    "nanquantile",
+NO_BACKWARD = frozenset(
+    [
+        "split",
+        "split_with_sizes",
+        "tensor_split",
+        "chunk",
+        "unbind",
+        "cartesian_prod",
+        "trace",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "quantile",
+        "nanquantile",
+    ]
 )
 
 

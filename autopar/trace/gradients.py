@@ -44,7 +44,9 @@ class Gradients:
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         outputs, inputs = tensors[: self.outputs], tensors[self.outputs :][: self.inputs]
         rest = iter(tensors[self.outputs + self.inputs :])
-        given = [next(rest) if is_there else None for is_there in self.given]
+        # torch begins at `ones_like` of the output, which would hang on all that it is made of.
+        pairs = zip(self.given, outputs, strict=True)
+        given = [next(rest) if is_there else torch.ones(one.shape, dtype=one.dtype) for is_there, one in pairs]
         found = torch.autograd.grad(
             outputs, inputs, given, retain_graph=True, create_graph=self.has_graph, allow_unused=True
         )

@@ -11,7 +11,7 @@ import pytest
 from autopar.emit.run_all_ranks import fake_ranks, run
 from autopar.rewrite import gathered_once
 from tests.support.check import difference, mesh_of
-from tests.support.families import FAMILIES, family
+from tests.support.families import FAMILIES, FURTHER, family
 from tests.support.lockstep import run_all
 from tests.support.plans import PlanSampler
 
@@ -57,7 +57,7 @@ def test_any_legal_plan_is_right_where_one_gather_may_serve_all_readers(name: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [*MESHES, (2, 2, 2), (2, 4)], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *FURTHER])
 def test_many_legal_plans_are_right(name: str, sizes: tuple[int, ...]) -> None:
     check(name, sizes, range(1000, 1000 + (2 if name in LARGE else 8)))
 

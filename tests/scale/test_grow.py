@@ -46,6 +46,13 @@ def test_shapes_are_those_of_a_trace_at_the_other_size(name, which, times):
                 assert found.type_at(Ref(ours.name, index), values) == type, f"%{ours.name} {ours.source}"
 
 
+@pytest.mark.slow
+def test_a_convolution_over_the_batch_is_refused():
+    """The second derivative of one has the batch for its channels."""
+    with pytest.raises(CannotGrow, match=r"convolution.* makes a size from batch in a way that is not known here"):
+        growth("penalty")
+
+
 class Apart(nn.Module):
     """Its positions are expanded to the batch, and never meet it again."""
 
