@@ -63,7 +63,8 @@ def _together(_: type, func: Any, __: Any, args: tuple[Any, ...] = (), kwargs: d
         if len(args) == 1 and not kwargs and isinstance(args[0], DTensor) and not _has_no_backward(func, args):
             return _in_pieces(func, args, {})
         named = kwargs or {}
-        if _changes_first(func, args, named):
+        is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")  # which is refused
+        if is_collective or _changes_first(func, args, named):
             return func(*args, **named)
         if not _are_mixed((*args, *named.values())) and not _has_no_backward(func, args):
             return _in_pieces(func, args, named)
@@ -106,7 +107,7 @@ def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _changes_first(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    name = getattr(func, "__name__", "")
+    name = getattr(func, "__name__", "").partition(".")[0]  # of `torch.ops.aten.add_.Tensor` the operator's
     if named.get("out") is not None:
         return isinstance(named["out"], DTensor)
     is_own = bool(args) and (isinstance(args[0], DTensor) or not isinstance(args[0], Tensor))
