@@ -170,12 +170,13 @@ def check_outside_modes() -> None:
             assert torch.ones(2).sum().item() == 2
 
 
-def check_without_torch_function() -> None:
-    class Told(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            return "told"
+class Told(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return "told"
 
+
+def check_without_torch_function() -> None:
     held = torch.ones(2).as_subclass(Told)
     assert held + 1 == "told"
     with _compat.without_torch_function():
@@ -183,11 +184,6 @@ def check_without_torch_function() -> None:
 
 
 def check_with_torch_function() -> None:
-    class Told(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, func, types, args=(), kwargs=None):
-            return "told"
-
     held = torch.ones(2).as_subclass(Told)
     with _compat.without_torch_function(), _compat.with_torch_function():
         assert held + 1 == "told"

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.trace.reads import OF_EVERY_MODULE
-from autopar.trace.sharing import has_storage, storage_of
+from autopar.trace.modules import OF_EVERY_MODULE
+from autopar.trace.sharing import lies_somewhere, storage_of
 
 # What `copy.deepcopy` leaves as it is and leads to nothing of a model, or to everything.
 ATOMS = (int, float, complex, str, bytes, type(None), type, types.ModuleType, types.CodeType, types.FrameType)
@@ -35,7 +35,7 @@ def held_elsewhere(model: nn.Module, registered: Collection[int]) -> dict[int, A
     """
     found, holders, held = _walk(model, registered)
     copied = [number for number, value in found.items() if isinstance(value, nn.Module) or number in registered]
-    memories = {storage_of(value) for value in found.values() if id(value) in registered and _has_memory(value)}
+    memories = {storage_of(value) for value in found.values() if id(value) in registered and lies_somewhere(value)}
     lying = _by_memory(found)
     copied += [number for memory in memories for number in lying.get(memory, ())]
     leading = _reached(copied, holders)
@@ -93,13 +93,9 @@ def _held_by(value: Any, registered: Collection[int]) -> list[Any]:
 def _by_memory(found: dict[int, Any]) -> dict[int, list[int]]:
     lying: dict[int, list[int]] = {}
     for number, value in found.items():
-        if _has_memory(value):
+        if lies_somewhere(value):
             lying.setdefault(storage_of(value), []).append(number)
     return lying
-
-
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and has_storage(value) and not value.is_meta and value.numel() > 0
 
 
 def _reached(begin: list[int], leads: dict[int, list[int]]) -> set[int]:

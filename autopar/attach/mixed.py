@@ -60,26 +60,18 @@ def mend_mixed() -> None:
 def _together(_: type, func: Any, __: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """A function of torch's, with the DTensors put together where it is given plain tensors, too."""
     with without_torch_function():
-        if len(args) == 1 and not kwargs and isinstance(args[0], DTensor) and not _has_no_backward(func, args):
-            return _in_pieces(func, args, {})
         named = kwargs or {}
         is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")  # which is refused
         if is_collective or _changes_first(func, args, named):
             return func(*args, **named)
         if not _are_mixed((*args, *named.values())) and not _has_no_backward(func, args):
-            return _in_pieces(func, args, named)
+            try:
+                return func(*args, **named)
+            except (NotImplementedError, RuntimeError) as error:  # on all ranks alike, before anything is sent
+                if not NOT_IN_PIECES.search(str(error)):
+                    raise
         args, named = pytree.tree_map_only(DTensor, lambda held: held.full_tensor(), (args, named))
         return func(*args, **named)
-
-
-def _in_pieces(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    try:
-        return func(*args, **named)
-    except (NotImplementedError, RuntimeError) as error:  # on all ranks alike, before anything is sent
-        if not NOT_IN_PIECES.search(str(error)):
-            raise
-    args, named = pytree.tree_map_only(DTensor, lambda held: held.full_tensor(), (args, named))
-    return func(*args, **named)
 
 
 def _has_no_backward(func: Any, args: tuple[Any, ...]) -> bool:

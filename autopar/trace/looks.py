@@ -18,7 +18,7 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph
 from autopar.trace.modules import REGISTERED, tensors_by_name
-from autopar.trace.sharing import Look, has_storage, storage_of
+from autopar.trace.sharing import Look, lies_somewhere, storage_of
 
 MARK = "autopar_looks_at"  # an attribute of a tensor: (name, how it lies in the memory of what has that name)
 
@@ -33,7 +33,7 @@ def mark_looks(model: nn.Module, copy: nn.Module) -> None:
     registered = {**parameters, **buffers}
     by_memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in registered.items():
-        if _lies_somewhere(tensor):
+        if lies_somewhere(tensor):
             by_memory.setdefault(storage_of(tensor), []).append((name, tensor))
     copies = {**dict(copy.named_parameters(remove_duplicate=False)), **dict(copy.named_buffers(remove_duplicate=False))}
     for name, tensor in registered.items():
@@ -93,7 +93,7 @@ def _looks_at(
     tensor: Tensor, by_memory: Mapping[int, list[tuple[str, Tensor]]]
 ) -> tuple[tuple[str, Tensor], Look] | None:
     """The first other tensor, registered under a name, at whose memory this one looks."""
-    if not _lies_somewhere(tensor) or (there := by_memory.get(storage_of(tensor))) is None:
+    if not lies_somewhere(tensor) or (there := by_memory.get(storage_of(tensor))) is None:
         return None
     for name, base in there:
         if tensor is base:
@@ -104,13 +104,9 @@ def _looks_at(
     return None
 
 
-def _lies_somewhere(tensor: Tensor) -> bool:
-    return has_storage(tensor) and not tensor.is_meta and tensor.numel() > 0
-
-
 def _refuse_more_than_one(place: str, tensor: Tensor, by_memory: Mapping[int, list[tuple[str, Tensor]]]) -> None:
     """Raise ValueError where a tensor has the memory of a parameter that trains, and more."""
-    there = by_memory.get(storage_of(tensor), ()) if _lies_somewhere(tensor) else ()
+    there = by_memory.get(storage_of(tensor), ()) if lies_somewhere(tensor) else ()
     for name, base in there:
         (first, behind), (begin, end) = _places(tensor), _places(base)
         trains = isinstance(base, nn.Parameter) and base.requires_grad and tensor is not base

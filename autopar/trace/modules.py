@@ -20,6 +20,8 @@ from autopar.trace.values import held_in, put_in
 
 OWN = ("borrowed", "is_new", "fake_mode")  # attributes of parameters that are no user's
 REGISTERED = ("_parameters", "_buffers", "_modules")  # where a module holds what is registered with it
+# What every module has; `training` alone says something about what forward computes.
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 HOOKS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
 

@@ -15,12 +15,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from autopar.trace.formulas import Place
+from autopar.trace.modules import OF_EVERY_MODULE
 from autopar.trace.records import has_parts, is_mutable, make_states_known
 from autopar.trace.values import MISSING, SCALARS, few_in, own_names
 from autopar.trace.writes import content
 
 Within = tuple[Any, ...]
-REGISTERED = frozenset(vars(nn.Module()))
 
 
 def place_of_all(place: Place, modules: Mapping[str, nn.Module]) -> Place | None:
@@ -107,4 +107,4 @@ def _attributes(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Place, Any]]
     paths = {id(module): path for path, module in reversed([*modules.items()])}  # the first of several names
     for path, module in modules.items():
         if paths[id(module)] == path:
-            yield from (((path, name), value) for name, value in vars(module).items() if name not in REGISTERED)
+            yield from (((path, name), value) for name, value in vars(module).items() if name not in OF_EVERY_MODULE)

@@ -27,7 +27,7 @@ from autopar.trace.counted import Counting
 from autopar.trace.formulas import Place
 from autopar.trace.left import Left, is_made
 from autopar.trace.lines import line_here
-from autopar.trace.modules import FORWARD_HOOKS, REGISTERED
+from autopar.trace.modules import FORWARD_HOOKS, OF_EVERY_MODULE, REGISTERED
 from autopar.trace.names import nodes_in
 from autopar.trace.records import is_state, leads_to, may_be_state, tensors_within
 from autopar.trace.settings import Of, Settings, methods_of
@@ -50,10 +50,6 @@ from autopar.trace.values import (
     snapshot,
 )
 from autopar.trace.writes import OfModule, put
-
-# What every module has; `training` alone says something about what forward computes.
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-
 
 MAY_BE_SET = (*SCALARS, *CONTAINERS, types.FunctionType)  # what a script may set of a class, or for an instance
 

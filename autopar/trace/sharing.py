@@ -111,6 +111,11 @@ def has_storage(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
+def lies_somewhere(value: Any) -> bool:
+    """Whether it is a tensor with values in a memory."""
+    return has_storage(value) and not value.is_meta and value.numel() > 0
+
+
 def storage_of(value: Tensor) -> int:
     """A number of the memory where it lies, while that is there."""
     return StorageWeakRef(value.untyped_storage()).cdata

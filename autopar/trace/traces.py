@@ -19,10 +19,10 @@ from autopar.trace.formulas import Place
 from autopar.trace.installed import Rebound, attributes_in_place_of, may_be_attribute
 from autopar.trace.lines import HeldInPlace
 from autopar.trace.looks import MARK
+from autopar.trace.modules import OF_EVERY_MODULE
 from autopar.trace.names import ids_in, place_of_all
 from autopar.trace.numbers import HangsOnValues
 from autopar.trace.origins import tensors_in
-from autopar.trace.reads import OF_EVERY_MODULE
 from autopar.trace.records import make_states_known
 from autopar.trace.values import MISSING
 

@@ -189,3 +189,12 @@ def test_methods_that_give_other_parameters_are_refused(one: DeviceMesh) -> None
             autopar.compile(kind(), one)(x)
     plain = Alike()
     near(autopar.compile(copy.deepcopy(plain), one)(x), plain(x), 1e-6, "output")
+
+
+def test_a_change_in_place_that_pieces_cannot_have_is_not_made_to_a_copy(one: DeviceMesh) -> None:
+    parallel = autopar.compile(nn.Linear(8, 4), one)
+    parallel(torch.randn(2, 8))
+    before = parallel.weight.detach().full_tensor().clone()
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="t_"):
+        parallel.weight.t_()
+    near(parallel.weight.full_tensor(), before, 0.0, "weight")
