@@ -101,6 +101,15 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
+def is_wanted(function: Any) -> bool:
+    """Whether the backward that runs will go on to this function, of autograd. Of what gives a leaf its gradient, which
+    torch does not tell, that it may.
+    """
+    if function is None:
+        return False
+    return hasattr(function, "variable") or torch._C._will_engine_execute_node(function)
+
+
 def without_torch_function() -> Any:
     """Inside, functions of torch are those of torch, whatever their tensors' classes make of them."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -180,6 +189,7 @@ __all__ = [
     "group_named",
     "groups_like",
     "is_transforming",
+    "is_wanted",
     "named_dims",
     "outside_modes",
     "pytree",

@@ -163,6 +163,26 @@ def check_is_transforming() -> None:
     assert seen == [True] and not _compat.is_transforming()
 
 
+def check_is_wanted() -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: torch.Tensor) -> torch.Tensor:
+            return given[0] * given[1]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            asked.append([_compat.is_wanted(function) for function, _ in ctx.next_functions])
+            return gradient, gradient, None
+
+    asked, leaves = list[list[bool]](), [torch.randn(3, requires_grad=True) for _ in range(2)]
+    for wanted in leaves:
+        made = Product.apply(*(leaf * 2 for leaf in leaves), torch.ones(1))
+        torch.autograd.grad(made.sum(), wanted)
+    assert asked == [[True, False, False], [False, True, False]]
+    Product.apply(*leaves, torch.ones(1)).sum().backward()
+    assert asked[-1] == [True, True, False]
+
+
 def check_outside_modes() -> None:
     with _compat.FakeTensorMode():
         assert isinstance(torch.ones(2), _compat.FakeTensor)

@@ -207,7 +207,8 @@ def _arithmetic(operator: Any) -> Any:
                 return plain(held, beside(other, held))
             # a plain number may be another one on each rank, where each has rows of its own
             follows = torch.is_grad_enabled() and (held.requires_grad or other.requires_grad)
-            return plain(held.full_tensor() if follows or not held.ndim or other.numel() > 1 else held, other)
+            is_whole = follows or not held.ndim or other.numel() > 1 or (held.numel() == 1 and other.ndim > 0)
+            return plain(held.full_tensor() if is_whole else held, other)
         if held.ndim or other.ndim or pipe_among((held, other)) is None:
             return plain(held, other)
         return plain(held.full_tensor(), other.full_tensor())  # of any stages: on all ranks alike

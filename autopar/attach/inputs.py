@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -50,10 +49,22 @@ def local_input(value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMe
     return piece_of(value.detach(), layout, mesh, coordinate).to(device_of(device_mesh))
 
 
+def piece_with_gradient(whole: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> Tensor:
+    """This rank's piece of a value that all have, whose gradient is that of the whole."""
+    return whole if is_whole(layout) else _Piece.apply(whole, layout, mesh, device_mesh)
+
+
+def whole_with_gradient(
+    piece: Tensor, shape: Sequence[int], layout: Layout, mesh: Mesh, device_mesh: DeviceMesh
+) -> Tensor:
+    """What has these pieces, on each rank, as its gradient is there on each. All have to call it."""
+    return piece if is_whole(layout) else _Whole.apply(piece, tuple(shape), layout, mesh, device_mesh)
+
+
 class _Piece(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMesh) -> Tensor:
-        ctx.shape, ctx.layout, ctx.device_mesh = value.shape, layout, device_mesh
+        ctx.like = value.shape, layout, mesh, device_mesh
         ctx.set_materialize_grads(False)
         coordinate = device_mesh.get_coordinate()
         assert coordinate is not None
@@ -61,11 +72,21 @@ class _Piece(torch.autograd.Function):
         return piece.view_as(piece)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
-        if gradient is not None and not is_whole(ctx.layout):
-            gradient = whole_within(as_dtensor(gradient.contiguous(), ctx.shape, ctx.layout, ctx.device_mesh))
-        return gradient, None, None, None
+        return None if gradient is None else whole_with_gradient(gradient, *ctx.like), None, None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, piece: Tensor, shape: tuple[int, ...], layout: Layout, mesh: Mesh, device_mesh: DeviceMesh
+    ) -> Tensor:
+        ctx.like = layout, mesh, device_mesh
+        return whole_within(as_dtensor(piece.detach().contiguous(), shape, layout, device_mesh))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return piece_with_gradient(gradient, *ctx.like), None, None, None, None
 
 
 def _on(value: DTensor, device_mesh: DeviceMesh) -> DTensor:

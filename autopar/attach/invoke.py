@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
-from autopar.attach.generators import refuse_to_repeat
+from autopar.attach.again import Before, with_every_tangent
+from autopar.attach.derivatives import differentiated
 from autopar.attach.hooks import refuse
-from autopar.attach.inputs import local_input, type_of
+from autopar.attach.inputs import type_of
 from autopar.attach.outputs import hooks_of, is_by_rows, own_rows, whole_when_read
-from autopar.attach.placing import refuse_without_values
 from autopar.attach.prepared import Prepared
-from autopar.attach.programs import Key, State, prepare
+from autopar.attach.programs import Key, State
 from autopar.attach.run import Step
+from autopar.attach.steps import parameters_of, step_of
 from autopar.attach.tensors import (
     as_dtensor,
-    is_whole,
-    layout_of,
     piece_as,
-    placements_of,
 )
 from autopar.errors import CheckFailed, PlanMismatch
-from autopar.ir.graph import Node, output_types
-from autopar.plan import Plan
+from autopar.ir.graph import output_types
 from autopar.trace.calls import Call
-from autopar.trace.counted import put_back, standing
+from autopar.trace.counted import put_back
 from autopar.trace.formulas import Computed
 from autopar.trace.outputs import Returned, arrays_of, memory_of, numbers_of
 from autopar.trace.writes import put
@@ -44,13 +40,16 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     if sum(map(len, hooked)) != count:
         refuse(parallel)
     parameters, computed = parameters_of(prepared), prepared.counting.computed(prepared.modules)
-    step = _step(state, prepared, call)
+    before = _before(parallel, prepared, call, key)
+    step = step_of(state, prepared, call)
     if not prepared.has_trained and key.gradients and prepared.runner.program.backward is not None:
         state.trains_with(prepared)
     if prepared.without_tangent and key.gradients:
         step.without_tangent = prepared.without_tangent
-        if prepared.runner.played is None:
-            step.again = _with_every_tangent(parallel, prepared, call, key, step)
+    if before is not None:
+        step.states, step.differentiated = before.states, partial(differentiated, before)
+        if prepared.without_tangent and prepared.runner.played is None:
+            step.again = with_every_tangent(before)
     beside = [tensors[name] for tensors, name in prepared.beside]
     outputs, written = prepared.runner(step, parameters, beside)
     rebound = memory_of(prepared.out_spec).rebound
@@ -70,146 +69,12 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     return _assemble_outputs(state, prepared, outputs, call, step, computed)
 
 
-def parameters_of(prepared: Prepared) -> list[Tensor]:
-    """Parameters in the order of the program; what is still as it was checked before is not checked again."""
-    held: list[Tensor] = []
-    for number, (tensors, name) in enumerate(prepared.parameters):
-        parameter = tensors[name]
-        spec = getattr(parameter, "_spec", parameter.dtype)
-        known, before = prepared.checked[number]
-        if parameter is not known or spec is not before or parameter.is_meta:
-            _check(parameter, prepared.runner.parameters[number], prepared.plan)
-            prepared.checked[number] = parameter, spec
-        held.append(parameter)
-    return held
-
-
-def _step(state: State, prepared: Prepared, call: Call) -> Step:
-    others: list[Tensor] = []
-    for node in prepared.runner.own_inputs:
-        if node.op == "buffer":
-            tensors, leaf = prepared.buffers[node.target]
-            held = tensors[leaf]
-            if isinstance(held, DTensor) and not isinstance(held, nn.Parameter):  # a mask made of a parameter, say
-                tensors[leaf] = held = cast(DTensor, held.detach()).full_tensor()
-            others.append(_checked_buffer(_whole(held), node))
-        elif node.op == "constant":
-            others.append(prepared.constants[node.target.rpartition(":")[0]])
-    watched, through = list[Tensor](), dict[str, Tensor]()
-    with_gradient = {node.name for node in prepared.graph.inputs_with_gradient}
-    tensors = (*call.tensors, *prepared.counting.tensors(prepared.modules))
-    for node, place, layout in prepared.inputs:
-        given = tensors[place]  # outputs beside the loss may turn out to have a gradient that leads to it
-        if given.requires_grad and node.name not in with_gradient and not prepared.without_tangent:
-            given = given.detach()
-        piece = local_input(given, layout, state.mesh, state.device_mesh)
-        if place >= len(call.tensors) and not piece.requires_grad:
-            piece = piece.detach()  # of a module, which may have another memory behind the call
-        if piece.requires_grad:
-            through[node.target], piece = piece, piece.detach()
-        watched.append(piece)
-    drawn: list[tuple[Tensor, ...]] = []
-    if prepared.runner.pieces or state.pipe is not None:
-        refuse_to_repeat()
-    for _ in range(prepared.plan.graph.rounds.count):
-        if not prepared.runner.pieces and state.pipe is None:
-            drawn.append(())
-            continue
-        drawing = state.drawing_calls
-        state.drawing_calls += 1  # of a pipeline on every rank, whichever stages draw
-        if not prepared.runner.pieces:
-            drawn.append(())
-            continue
-        assert state.seed is not None
-        drawn.append(prepared.runner.seeds(state.seed, drawing))
-    return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh, through)
-
-
-def _whole(held: Tensor) -> Tensor:
-    if not isinstance(held, DTensor):
-        return held.detach() if isinstance(held, nn.Parameter) else held
-    value = cast(DTensor, held.detach())
-    return value.to_local() if is_whole(layout_of(held)) else value.full_tensor()
-
-
-def _checked_buffer(buffer: Tensor, node: Node) -> Tensor:
-    (type,) = node.outputs
-    assert type is not None
-    if buffer.shape != type.shape or type_of(buffer) != type:
-        raise PlanMismatch(f"buffer {node.target} is {type_of(buffer)}, the plan was made for {type}; compile again")
-    return buffer
-
-
-def _with_every_tangent(parallel: Any, prepared: Prepared, call: Call, key: Key, step: Step) -> Callable[[], Any]:
-    """What backward calls when a gradient arrives for an output that the program has none for: the same call with a
-    program that has, which from now on serves all calls like this one.
-    """
-    state = parallel._autopar
-    changed = {result.target for result, _ in prepared.runner.program.results if result.kind == "buffer"}
-    before = {name: prepared.buffers[name][0][prepared.buffers[name][1]].clone() for name in changed}
-    drawing, hooks = state.drawing_calls - 1, prepared.hooks.held()
-    attributes = prepared.attributes_now()
-
-    def again() -> tuple[Any, Step, list[Tensor]]:
-        with torch.enable_grad(), prepared.hooks.back(hooks), standing(attributes, prepared.modules):
-            state.wants_tangents.add(key)
-            if (changed := prepared.fits()) is not None:
-                raise RuntimeError(
-                    f"a gradient arrives for an output beside the loss, for which the step is planned again now, but "
-                    f"since its forward {changed}; change it behind backward"
-                )
-            full = next((one for one in state.programs[key] if not one.without_tangent and one.fits() is None), None)
-            if full is None:
-                state.programs[key].remove(prepared)
-                full = prepare(parallel, state, call, key, training=parallel.training)
-            told = [[write.told for write in one.left] for one in (prepared, full)]
-            if full.out_spec != prepared.out_spec or told[0] != told[1]:
-                raise RuntimeError(
-                    "a gradient arrives for an output beside the loss, for which the step is planned again now, but "
-                    "what forward gives and keeps is something else by now; call the module again, then backward"
-                )
-        counted, state.drawing_calls = state.drawing_calls, drawing
-        values = {name: slot[0][slot[1]] for name, slot in full.buffers.items()}
-        for name, value in before.items():
-            full.buffers[name][0][full.buffers[name][1]] = value
-        try:
-            with standing(attributes, prepared.modules):
-                remade = _step(state, full, call)
-        finally:
-            state.drawing_calls = counted
-            for name, (tensors, leaf) in full.buffers.items():
-                tensors[leaf] = values[name]
-        return full.runner, remade, parameters_of(full)
-
-    return again
-
-
-def _check(parameter: Tensor, node: Node, plan: Plan) -> None:
-    """Raises where something was done to a parameter that the plan does not know of."""
-    refuse_without_values(node.target, parameter)
-    layout, type = plan.choices[node.name].lies, plan.graph.stored_type(node)
-    if not isinstance(parameter, DTensor) and is_whole(layout) and type_of(parameter) == type:
-        return
-    if not isinstance(parameter, DTensor) or layout_of(parameter) != layout or type_of(parameter) != type:
-        now = (
-            f"{type_of(parameter)} in {parameter.placements}"
-            if isinstance(parameter, DTensor)
-            else f"plain {type_of(parameter)}"
-        )
-        raise PlanMismatch(
-            f"parameter {node.target} is {now}, the plan has it as {type} in {placements_of(layout)}; "
-            "change values in place or with load_state_dict, and compile again for another dtype"
-        )
-    lies, belongs = parameter.device.type, _lies_on(plan, node.target, parameter.device_mesh)
-    if lies != belongs:
-        raise PlanMismatch(
-            f"parameter {node.target} lies on {lies}, the plan has it on {belongs}; "
-            "move the parallel module as a whole, or change values in place"
-        )
-
-
-def _lies_on(plan: Plan, parameter: str, device_mesh: DeviceMesh) -> str:
-    return "cpu" if plan.residence.get(parameter) == "host" else device_mesh.device_type
+def _before(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Before | None:
+    """What backward needs to run the call again, if it has to."""
+    if not key.gradients or prepared.runner.program.backward is None:
+        return None
+    changed = prepared.written if prepared.without_tangent else prepared.written_and_read
+    return Before.of(parallel, prepared, call, key, changed)
 
 
 def _keep(prepared: Prepared, made: Returned, computed: Computed) -> None:

@@ -30,7 +30,9 @@ from autopar.trace.origins import writes_in_place
 WRITE = "write it with +, -, *, / (loss = loss + penalty), or put the other together first: penalty.full_tensor()"
 
 # What torch says of operators that DTensors do not have (`torch.allclose`, `w[w > 0]`, `for row in w`).
-NOT_IN_PIECES = re.compile("does not have a sharding strategy|Sharding propagation failed|along the sharded dim")
+NOT_IN_PIECES = re.compile(
+    "does not have a sharding strategy|Sharding propagation failed|along the sharded dim|not supported with DTensor"
+)
 # Operators that they have, and of which the backward mixes them with plain tensors.
 NO_BACKWARD = frozenset(
     [
@@ -61,8 +63,7 @@ def _together(_: type, func: Any, __: Any, args: tuple[Any, ...] = (), kwargs: d
     """A function of torch's, with the DTensors put together where it is given plain tensors, too."""
     with without_torch_function():
         named = kwargs or {}
-        is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")  # which is refused
-        if is_collective or _changes_first(func, args, named):
+        if _takes_any(func) or _changes_first(func, args, named):
             return func(*args, **named)
         if not _are_mixed((*args, *named.values())) and not _has_no_backward(func, args):
             try:
@@ -72,6 +73,12 @@ def _together(_: type, func: Any, __: Any, args: tuple[Any, ...] = (), kwargs: d
                     raise
         args, named = pytree.tree_map_only(DTensor, lambda held: held.full_tensor(), (args, named))
         return func(*args, **named)
+
+
+def _takes_any(func: Any) -> bool:
+    """Whether it takes both side by side: `torch.autograd.grad(loss, [weight, x])`. Collectives refuse DTensors."""
+    module = str(getattr(func, "__module__", ""))
+    return func is Tensor.backward or module.startswith(("torch.distributed", "torch.autograd"))
 
 
 def _has_no_backward(func: Any, args: tuple[Any, ...]) -> bool:

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from autopar.attach.inputs import piece_with_gradient
 from autopar.attach.late import Late
-from autopar.attach.tensors import as_dtensor, is_whole, piece_of, whole_within
+from autopar.attach.tensors import as_dtensor, is_whole, whole_within
 from autopar.attach.whole_values import averaged
 from autopar.ir import layout as plain
 from autopar.ir.layout import Layout
@@ -52,7 +53,7 @@ class _WholeWhenRead(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         if ctx.averages:
             gradient = averaged(gradient, ctx.device_mesh)
-        piece = piece_of(gradient, ctx.layout, ctx.mesh, ctx.device_mesh.get_coordinate())
+        piece = piece_with_gradient(gradient, ctx.layout, ctx.mesh, ctx.device_mesh)
         return piece, None, None, None, None, None
 
 

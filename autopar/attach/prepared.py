@@ -16,6 +16,8 @@ from autopar.attach.guards import Guards
 from autopar.attach.hooks import Registered
 from autopar.attach.inputs import type_of
 from autopar.attach.run import Runner
+from autopar.emit.seeded import drawing
+from autopar.ir.batch_norm import leads_to_outputs
 from autopar.ir.graph import Graph, Node
 from autopar.ir.layout import Layout
 from autopar.plan import Plan
@@ -131,6 +133,26 @@ class Prepared:
         return now | self.counting.by_all_names(
             {place: pytree.tree_map(_as_it_lies, value) for place, value in counted.items()}
         )
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether a call draws random numbers."""
+        return bool(drawing(self.graph))
+
+    @property
+    def has_attributes(self) -> bool:
+        """Whether forward sets attributes of modules, or finds numbers there."""
+        return bool(self.writes or self.counting.places)
+
+    @cached_property
+    def written(self) -> tuple[str, ...]:
+        """The buffers that it writes."""
+        return tuple(result.target for result, _ in self.runner.results if result.kind == "buffer")
+
+    @cached_property
+    def written_and_read(self) -> tuple[str, ...]:
+        """Those of them that outputs are made of, as they were before."""
+        return tuple(name for name in self.written if leads_to_outputs(self.graph, name))
 
     @property
     def peak(self) -> int:

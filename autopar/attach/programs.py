@@ -293,9 +293,10 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
             training=mode,
             precision=state.precision,
             every_tangent=key in state.wants_tangents,
-            loss_alone=state.outputs == "loss" and key.gradients,
+            loss_alone=state.outputs == "loss" and key.gradients and not call.derivatives,
             device_type=state.device_mesh.device_type,
             counted=state.counted,
+            derivatives=call.derivatives,
             tensors=state.inputs != "local",  # whose rows nobody knows
         )
 

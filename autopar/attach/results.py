@@ -1,10 +1,11 @@
-"""What a program gives, as autograd wants it of a function's forward."""
+"""What a program is given and gives, as autograd wants it of a function's forward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.ir.graph import Result
@@ -49,3 +50,21 @@ def apart_from(saved: Sequence[Any], results: Sequence[Tensor | None]) -> list[A
     """
     given = {id(value) for value in results if value is not None}
     return [one.detach() if isinstance(one, Tensor) and id(one) in given else one for one in saved]
+
+
+def behind_a_function(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Parameters behind a function, of which torch tells whether a backward will run it: not so of leaves."""
+    training = [one for one in given if one.requires_grad]
+    apart = iter(_Apart.apply(*training))  # type: ignore[no-untyped-call]
+    return tuple(next(apart) if one.requires_grad else one for one in given)
+
+
+class _Apart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from autopar._compat import without_torch_function
-from autopar.attach.generators import drawing_from, random_states
-from autopar.attach.results import apart_from, own, told_apart, versions
+from autopar.attach.generators import States, drawing_from
+from autopar.attach.results import apart_from, behind_a_function, own, told_apart, versions
 from autopar.attach.rounds import Played
 from autopar.attach.rows import Rows
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
@@ -135,6 +135,8 @@ class Runner:
         the model do. `parameters`: those of the program; `beside`: those of `self.beside`.
         """
         given, order = (*parameters, *beside), self.order if beside else range(len(parameters))
+        if step.through and torch.is_grad_enabled():
+            given = behind_a_function(given)
         found: Any = _Step.apply(self, step, order, *(given[at] for at in order), *step.through.values())
         if not torch.is_grad_enabled():
             settle()  # what is fetched from the host may be changed there from now on
@@ -176,10 +178,11 @@ class Runner:
 @dataclass
 class Step:
     """One call: what the program reads besides parameters. `again`: gives the same call as a step with the gradients
-    of `without_tangent`, outputs whose gradients this program does not take; parameters by name come with it. `seeds`:
-    of each micro-batch. `handed`: outputs that others are made of, as the caller got them, and their hooks. `averaged`:
-    those of which each rank has its own rows, and whose gradients count as DDP has it; `of_all_ranks`: those that each
-    has whole, and makes gradients for of its own rows.
+    of `without_tangent`, outputs whose gradients this program does not take. `seeds`: of each micro-batch. `handed`:
+    outputs that others are made of, as the caller got them, and their hooks. `averaged`: those of which each rank has
+    its own rows, and whose gradients count as DDP has it; `of_all_ranks`: those that each has whole, and makes
+    gradients for of its own rows. `differentiated`: gives gradients that have gradients, of the function that runs
+    backward and the gradients given. `states`: of generators, for who runs it again.
     """
 
     others: tuple[Tensor, ...]
@@ -188,7 +191,9 @@ class Step:
     device_mesh: Any
     through: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # pieces of inputs that get gradients
     without_tangent: frozenset[str] = frozenset()
-    again: Callable[[], tuple[Runner, Step, Sequence[Tensor]]] | None = None
+    again: Callable[[], tuple[Runner, Step]] | None = None
+    differentiated: Callable[[Any, Mapping[str, tuple[Tensor, Layout]]], tuple[Any, ...]] | None = None
+    states: States = field(default_factory=list[Any])
     averaged: set[str] = field(default_factory=set[str])
     of_all_ranks: set[str] = field(default_factory=set[str])
     handed: list[tuple[str, weakref.ref[Tensor], Mapping[int, Any]]] = field(default_factory=list[Any])
@@ -201,7 +206,6 @@ class _Step(torch.autograd.Function):
         given = tuple(by_place[at] for at in range(len(order)))
         program, count = runner.program, len(given) - len(runner.beside)
         parameters, ctx.beside = given[:count], given[count:]
-        ctx.drawn = random_states(runner.mesh.ranks, runner.coordinates[0].device) if step.without_tangent else None
         pieces = runner.as_read(tuple(map(local_of, parameters)))
         count = len(runner.results)
         ctx.added_up = None
@@ -297,17 +301,8 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
         return tuple(None for _ in names)
     if runner.program.backward is None:
         raise RuntimeError("this call ran the inference program, which has no backward; call the module in grad mode")
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "backward was called with create_graph=True, and gradients of a program have none of their own: second "
-            "derivatives (gradient penalties, Hessians) are taken in forward alone: put the model, the "
-            "torch.autograd.grad and what is made of it into a module, and compile that"
-        )
-    if ctx.saved is None:
-        raise RuntimeError(
-            "backward ran a second time through the same forward (retain_graph=True, or a helper that begins it for "
-            "each element, as torch.autograd.functional.jacobian does); call the module again first"
-        )
+    if not torch.is_grad_enabled():
+        _check_saved(ctx)
     places = {target: place for target, (place, _) in runner.outputs.items()}
     gradients = of_whole_batch(gradients, places, step.averaged, step.of_all_ranks, step.device_mesh)
     given = {
@@ -323,21 +318,20 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
             "a parameter or an input was changed in place between forward and backward, which needs what it was: "
             "call backward before the optimizer's step, or the module again after it"
         )
-    if any(ctx.saved[place]._version != version for place, version in ctx.exposed):
-        raise RuntimeError(
-            "an output or a buffer of the module was changed in place between forward and backward, which needs what "
-            "it was: change a copy (output.clone()), or call backward first"
-        )
     runner.updates.finish()  # of parameters whose next gradients are made now
+    if torch.is_grad_enabled():
+        assert step.differentiated is not None
+        return step.differentiated(ctx, given)
     saved, ctx.saved = ctx.saved, None
     if ctx.added_up is not None:
         return _to_parameters(runner, names, _delivered(ctx, gradients))
     if step.without_tangent & given.keys():
         saved.clear()
         assert step.again is not None
-        runner, step, held = step.again()
-        with drawing_from(ctx.drawn), without_autocast():
-            outputs = runner.program.forward(*map(local_of, held), *step.others, *runner.coordinates, *step.seeds[0])
+        runner, step = step.again()
+        held = [local_of(names[node.target]) for node in runner.parameters]
+        with drawing_from(step.states), without_autocast():
+            outputs = runner.program.forward(*held, *step.others, *runner.coordinates, *step.seeds[0])
         saved = list(outputs[len(runner.program.results) :])
     program = runner.program
     with without_autocast():
@@ -345,6 +339,20 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     settle()  # gradients on the host have arrived, and parameters there have been read
     made = _as_given(ctx.runner, runner, _reached(runner, made, given.keys()), step.device_mesh)
     return _to_parameters(runner, names, made)
+
+
+def _check_saved(ctx: Any) -> None:
+    """Raises RuntimeError where what forward has saved is gone, or something else by now."""
+    if ctx.saved is None:
+        raise RuntimeError(
+            "backward ran a second time through the same forward (retain_graph=True, or a helper that begins it for "
+            "each element, as torch.autograd.functional.jacobian does); call the module again first"
+        )
+    if any(ctx.saved[place]._version != version for place, version in ctx.exposed):
+        raise RuntimeError(
+            "an output or a buffer of the module was changed in place between forward and backward, which needs what "
+            "it was: change a copy (output.clone()), or call backward first"
+        )
 
 
 def _no_hooks_between(runner: Runner, step: Step, given: Set[str]) -> None:

@@ -53,6 +53,12 @@ def averaged(gradient: Tensor, ranks: DeviceMesh) -> Tensor:
     """Over all ranks of a mesh, which all call it."""
     if ranks.size() == 1:
         return gradient
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        raise RuntimeError(
+            "backward was called with create_graph=True, for an output that all ranks have whole, by a gradient that "
+            'has one itself; with inputs="local" it is averaged over ranks, which has none: return rows, or put the '
+            "model and what takes the gradient into one module, and compile that"
+        )
     mean = gradient.contiguous() / ranks.size()  # first: a scaled loss may be as large as float16 goes
     for axis in range(ranks.ndim):
         dist.all_reduce(mean, group=ranks.get_group(axis))

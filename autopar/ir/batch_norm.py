@@ -39,6 +39,16 @@ def takes_statistics(node: Node) -> bool:
     return place is not None and bool(node.args[place]) and out is not None and out.shape[0] > 1
 
 
+def leads_to_outputs(graph: Graph, buffer: str) -> bool:
+    """Whether outputs are made of what a buffer holds: not of the running statistics that a norm writes alone."""
+    reached = {node.name for node in graph.nodes if node.op == "buffer" and node.target == buffer}
+    for node in graph.nodes:
+        alone = node.args[3:5] if node.op == IN_PARTS or (node.op in TRAINING and node.args[TRAINING[node.op]]) else ()
+        if any(ref.name in reached for ref in node.operands if ref not in alone):
+            reached.add(node.name)
+    return any(one.kind == "output" and one.ref is not None and one.ref.name in reached for one in graph.results)
+
+
 def statistics_of(graph: Graph) -> tuple[str, ...]:
     """Which of `STATISTICS` the batch norms of a graph take: none, one, or first LOCAL, then GLOBAL, which are those of
     SyncBatchNorm.

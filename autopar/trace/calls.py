@@ -23,7 +23,8 @@ NUMBERS = (int, float)
 class Call:
     """Arguments, named ones by name, so that both spellings of a call are one. `key`: equal for calls that one program
     serves: structure, shapes, dtypes, and the values of what is no tensor. `tensors`: in the order of `key`. `numbers`:
-    path -> value of numbers that are part of the key, which but for them is `shape`.
+    path -> value of numbers that are part of the key, which but for them is `shape`. `derivatives`: of what forward
+    gives, those that are asked for in its place (`autopar.trace.derivatives.Derivative`).
     """
 
     args: tuple[Any, ...]
@@ -32,6 +33,7 @@ class Call:
     tensors: tuple[Tensor, ...]
     shape: Hashable
     numbers: dict[str, int | float]
+    derivatives: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -103,6 +105,13 @@ class Caller:
 def _of_python(value: Any) -> Any:
     """A number of numpy's as one of Python's; anything else is itself."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def with_argument(forward: Callable[..., Any], name: str) -> inspect.Signature:
+    """The signature of a forward that takes one more named argument, for a trace."""
+    signature = inspect.signature(forward)
+    added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+    return signature.replace(parameters=sorted([*signature.parameters.values(), added], key=lambda one: one.kind))
 
 
 def by_name(forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,9 +37,11 @@ from autopar.trace.attention import keep_attention
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.counted import ARGUMENT, Counting, is_counted, with_counted
+from autopar.trace.derivatives import TANGENTS, Derivative
 from autopar.trace.drawing import random_state, refuse_drawing
 from autopar.trace.experts import experts_kept
 from autopar.trace.exported import check_exported
+from autopar.trace.fakes import fake_copy
 from autopar.trace.forward import watch_forward
 from autopar.trace.functions import functions_kept, with_functions
 from autopar.trace.gradients import traced_with
@@ -49,14 +51,7 @@ from autopar.trace.left import Left
 from autopar.trace.lines import naming_the_line, without_torchs_log
 from autopar.trace.literals import small_buffers
 from autopar.trace.masks import masks_left_out
-from autopar.trace.modules import (
-    aliases,
-    as_plain_modules,
-    calling_forward,
-    check_names,
-    computed_tensors,
-    with_tensors,
-)
+from autopar.trace.modules import aliases, as_plain_modules, calling_forward, check_names
 from autopar.trace.outputs import returning, settle
 from autopar.trace.plain_norm import make_traceable, synced
 from autopar.trace.precision import compute_dtype, insert_casts
@@ -93,30 +88,8 @@ class Captured:
     device_type: str = "cpu"
 
 
-def fake_copy(
-    model: nn.Module,
-    mode: FakeTensorMode,
-    precision: MixedPrecisionPolicy | None = None,
-    device: str = "cpu",
-    originals: dict[int, Any] | None = None,
-    left: Sequence[torch.Tensor] = (),
-) -> nn.Module:
-    """The model with fake tensors of the same shapes on `device`, whatever device (or meta) the real ones are on.
-    `originals`: as of `with_tensors`. `left`: fake tensors that are there already.
-
-    With a precision, parameters have the dtype they compute in. On another device than the CPU none requires grad.
-    """
-    fakes: dict[int, torch.Tensor] = {id(value): value for value in left}
-    with mode, torch.device(device):
-        for parameter in model.parameters():
-            dtype = compute_dtype(parameter, precision)
-            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=dtype)
-            fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad and device == "cpu")
-        for buffer in model.buffers():
-            fakes[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype)
-        for value in computed_tensors(model):
-            fakes[id(value)] = torch.empty(value.shape, dtype=value.dtype)
-    return with_tensors(model, fakes, originals)
+def _fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _fake(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -140,6 +113,7 @@ class _Setting:
     around: Autocast
     under_its_autocast: bool
     counted: Counting
+    derivatives: Sequence[Derivative]
 
     @property
     def device(self) -> str:
@@ -152,7 +126,7 @@ class _Setting:
     def run_by_itself(self, inputs: _Inputs) -> object:
         """What a copy of the model returns to a call that nobody traces."""
         called, (args, named) = self.copy(), inputs.call()
-        kwargs = {name: value for name, value in named.items() if name != ARGUMENT}
+        kwargs = {name: value for name, value in named.items() if name not in (ARGUMENT, TANGENTS)}
         called.train(self.model.training if self.training is None else self.training)
         with self.mode, autocast_as(self.autocast), autocast_as_asked(self.device_type), torch.no_grad():
             return nn.Module.__call__(called, *args, **kwargs)
@@ -202,23 +176,32 @@ def capture(
     every_tangent: bool = False,
     loss_alone: bool = False,
     device_type: str = "cpu",
-    under_its_autocast: bool = False,
     counted: Counting | None = None,
+    derivatives: Sequence[Derivative] = (),
 ) -> Captured:
     """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode, under the
     present autocast: the casts are in the forward, as if backward were called outside.
 
     `precision`: parameters and inputs are cast as it says before use; tensors among these give shapes and dtypes alone.
-    `device_type`: what the program will run on; `under_its_autocast`: some of it does under that device's autocast.
+    `device_type`: what the program will run on.
     `every_tangent`: outputs beside a scalar loss get gradients, and scalars beside one that is called `loss`;
-    `loss_alone`: others are None. `counted`: numbers that are arguments (`autopar.trace.counted`). Raises TraceError.
+    `loss_alone`: others are None. `counted`: numbers that are arguments (`autopar.trace.counted`). `derivatives`: what
+    is captured in the place of outputs (`autopar.trace.derivatives`). Raises TraceError.
     """
     check_names(model)
     around = _autocast_around(device_type)
     setting = _Setting(
-        model, FakeTensorMode(allow_non_fake_inputs=True), training, precision, device_type, autocast_for(device_type),
-        around, under_its_autocast or (around.enabled and device_type != "cpu"), counted or Counting(),
+        model, _fake_mode(), training, precision, device_type, autocast_for(device_type),
+        around, around.enabled and device_type != "cpu", counted or Counting(),
+        derivatives,
     )  # fmt: skip
+    return _captured(setting, args, kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
+
+
+def _captured(
+    setting: _Setting, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, every_tangent: bool, loss_alone: bool
+) -> Captured:
+    model, device_type = setting.model, setting.device_type
     leaves, spec = dense_inputs(model, args, with_counted(kwargs, model, setting.counted.places))
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
     inputs = _fake_inputs(setting, leaves, spec)
@@ -232,10 +215,8 @@ def capture(
         copy, exported, functions = _as_noted(setting, copy, inputs)
         check_exported(exported, copy.reads.with_gradient, device_type)
         if not setting.under_its_autocast and has_autocast(exported.graph_module, device_type):
-            return capture(
-                model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
-                loss_alone=loss_alone, device_type=device_type, under_its_autocast=True, counted=setting.counted,
-            )  # fmt: skip
+            there = replace(setting, mode=_fake_mode(), under_its_autocast=True)
+            return _captured(there, args, kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
         if random_state() != copy.drawn:
             refuse_drawing(copy.model, inputs.call(), setting.mode)
         inner = read_before_assigned(exported.module(check_guards=False))
@@ -279,7 +260,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
     caches = settle(copy, notes) and may_cache
     drawn = random_state()
     reads.count(setting.counted)
-    returning(copy, reads, notes)
+    returning(copy, reads, notes, setting.derivatives)
     watch_forward(copy, small_buffers(setting.model), notes, reads.counting)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)
 

@@ -12,7 +12,6 @@ so is what is in tuples, lists and dicts of such (`self.hidden = h, c`).
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -355,11 +354,3 @@ def counted_from(
             counting.nodes |= {id(node): (place, within) for within, node in nodes_in(held)}
     counting.beside.begin(counting.asked, next(at), modules, checks)
     return counting.by_all_names(made)
-
-
-def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """That of a forward which is given counted numbers, too."""
-    signature = inspect.signature(forward)
-    added = inspect.Parameter(ARGUMENT, inspect.Parameter.KEYWORD_ONLY)
-    parts = sorted([*signature.parameters.values(), added], key=lambda one: one.kind)
-    return signature.replace(parameters=parts)

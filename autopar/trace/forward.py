@@ -19,9 +19,9 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import inference_without_gradients
 from autopar.trace.builtin import math_of_counted
-from autopar.trace.calls import flatten_inputs
+from autopar.trace.calls import flatten_inputs, with_argument
 from autopar.trace.checks import Checks
-from autopar.trace.counted import ARGUMENT, Counting, counted_from, signature_of, standing
+from autopar.trace.counted import ARGUMENT, Counting, counted_from, standing
 from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.eager import as_it_runs
@@ -120,7 +120,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
             replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
 
     if counting.places:
-        forward.__signature__ = signature_of(original)  # type: ignore[attr-defined]
+        forward.__signature__ = with_argument(original, ARGUMENT)  # type: ignore[attr-defined]
     model.forward = forward
 
 

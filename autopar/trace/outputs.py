@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
+from autopar.trace.calls import flatten_inputs, with_argument
 from autopar.trace.closures import with_parts
 from autopar.trace.counted import called
+from autopar.trace.derivatives import TANGENTS, Derivative, gradients_of
 from autopar.trace.formulas import Counted, with_plain_keys
 from autopar.trace.given import given_in, refuse_what_is_written
 from autopar.trace.independent import holds_fakes
@@ -106,13 +108,17 @@ def settle(model: nn.Module, notes: list[str]) -> bool:
     return bool(caching) and not checkpoints
 
 
-def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
-    """Let the copy's forward return, beside its outputs without caches, the tensors that it sets as attributes."""
+def returning(model: nn.Module, reads: Reads, notes: list[str], derivatives: Sequence[Derivative] = ()) -> None:
+    """Let the copy's forward return, beside its outputs without caches, the tensors that it sets as attributes; of
+    derivatives these alone.
+    """
     forward = model.forward
     modules = dict(model.named_modules())
 
     @functools.wraps(forward)
     def returned(*args: Any, **kwargs: Any) -> Returned:
+        arguments = dict(flatten_inputs(args, kwargs)[0])
+        kwargs.pop(TANGENTS, None)
         before, given = hung_on(modules), given_in(args, kwargs)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         had = {path: dict(vars(module)) for path, module in modules.items()}
@@ -153,8 +159,13 @@ def returning(model: nn.Module, reads: Reads, notes: list[str]) -> None:
         outputs = pytree.tree_map(
             lambda leaf: leaf, with_plain_keys(outputs)
         )  # they may be what is written to, which is undone now
-        return _with_tensors(Returned(outputs, kept, reads.left.take(modules)))
+        made = _with_tensors(Returned(outputs, kept, reads.left.take(modules)))
+        if not derivatives:
+            return made
+        return Returned(gradients_of(model, derivatives, made.outputs, arguments), {}, [])
 
+    if derivatives:
+        returned.__signature__ = with_argument(forward, TANGENTS)  # type: ignore[attr-defined]
     model.forward = returned
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from autopar.trace.beside import may_be_asked
 from autopar.trace.capture import Captured
 from autopar.trace.capture import capture as captured_with
 from autopar.trace.counted import Counting, counted_in, counting_of, may_be_counted
+from autopar.trace.derivatives import Derivative
 from autopar.trace.formulas import Place
 from autopar.trace.installed import Rebound, attributes_in_place_of, may_be_attribute
 from autopar.trace.lines import HeldInPlace
@@ -38,6 +39,7 @@ def capture(
     loss_alone: bool = False,
     device_type: str = "cpu",
     counted: Iterable[Place] = (),
+    derivatives: Sequence[Derivative] = (),
     tensors: bool = True,
 ) -> Captured:
     """As `autopar.trace.capture.capture`, of numbers that forward finds as an earlier call left them (`counted`, of
@@ -46,7 +48,7 @@ def capture(
     """
     trace = partial(
         _traced, model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
-        loss_alone=loss_alone, device_type=device_type,
+        loss_alone=loss_alone, device_type=device_type, derivatives=derivatives,
     )  # fmt: skip
     modules, attributes = dict(model.named_modules(remove_duplicate=False)), set[Place]()
     while True:

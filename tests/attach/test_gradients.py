@@ -61,24 +61,6 @@ def test_accumulated_gradients_are_those_of_both_calls(one: DeviceMesh) -> None:
     same_gradients(plain, parallel)
 
 
-def test_second_derivatives_are_refused_before_there_is_a_first_one(one: DeviceMesh) -> None:
-    """A gradient penalty would vanish without a word."""
-    x = torch.randn(4, 8)
-    parallel = autopar.compile(nn.Linear(8, 3), one, outputs="global")
-    asked = [
-        lambda loss: torch.autograd.grad(loss, list(parallel.parameters()), create_graph=True),
-        lambda loss: torch.autograd.grad(loss, parallel.weight, create_graph=True),
-        lambda loss: loss.backward(create_graph=True),
-    ]
-    for ask in asked:
-        loss = torch.tanh(parallel(x)).sum()
-        with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivatives .* in forward alone"):
-            ask(loss)
-        assert all(parameter.grad is None for parameter in parallel.parameters())
-        loss.backward()  # the same forward has its first derivative still
-        parallel.zero_grad()
-
-
 class WithLeaf(nn.Module):
     """Makes a leaf that requires grad, as helpers for checkpointing do, and never asks for its gradient."""
 

@@ -242,13 +242,6 @@ def test_micro_batches_share_a_gradient_that_is_alike_in_all(one: DeviceMesh) ->
         near(ours, wanted, GRADIENT, "of rows, of a prompt, and of a penalty alone")
 
 
-def test_second_derivatives_are_refused(one: DeviceMesh) -> None:
-    _, parallel = both(one)
-    x = leaf(4, 8)
-    with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivatives .* in forward alone"):
-        torch.autograd.grad(parallel(x).sum(), x, create_graph=True)
-
-
 def test_an_argument_that_is_changed_before_backward_is_refused(one: DeviceMesh) -> None:
     _, parallel = both(one)
     x = leaf(4, 8)

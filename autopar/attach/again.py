@@ -1,0 +1,113 @@
+"""A call that runs again in its own backward, by another program, on what it found the first time: where a gradient
+arrives for an output that its program has none for, and where gradients shall have gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.attach.generators import States, random_states
+from autopar.attach.prepared import Prepared
+from autopar.attach.programs import Key, State, prepare
+from autopar.attach.run import Runner, Step
+from autopar.attach.steps import step_of
+from autopar.trace.calls import Call
+from autopar.trace.counted import standing
+from autopar.trace.formulas import Place
+
+
+@dataclass(frozen=True)
+class Before:
+    """A call, and what it found: attributes of modules, hooks in forward, buffers that it changes, how many calls drew
+    before it, and, on one rank, the states of generators.
+    """
+
+    parallel: Any
+    prepared: Prepared
+    call: Call
+    key: Key
+    attributes: dict[Place, Any]
+    hooks: list[Any]
+    buffers: dict[str, Tensor]
+    drawn: int
+    states: States
+
+    @staticmethod
+    def of(parallel: Any, prepared: Prepared, call: Call, key: Key, changed: Iterable[str]) -> Before:
+        """`changed`: buffers that are to be as they are now."""
+        state, runner = parallel._autopar, prepared.runner
+        buffers = {name: prepared.buffers[name][0][prepared.buffers[name][1]].clone() for name in changed}
+        states = random_states(runner.mesh.ranks, runner.coordinates[0].device) if prepared.draws else []
+        attributes = prepared.attributes_now() if prepared.has_attributes else {}
+        return Before(
+            parallel, prepared, call, key, attributes, prepared.hooks.held(), buffers, state.drawing_calls, states
+        )
+
+    @property
+    def state(self) -> State:
+        return self.parallel._autopar
+
+    @property
+    def ranks_of_rows(self) -> int:
+        """How many ranks have rows of their own."""
+        return self.state.mesh.ranks if self.state.inputs == "local" else 1
+
+    @contextlib.contextmanager
+    def back(self, for_what: str) -> Iterator[None]:
+        """Inside, the module is as the call found it. Raises RuntimeError where it is not the same in other ways;
+        `for_what`: it runs again now.
+        """
+        with torch.enable_grad(), self.prepared.hooks.back(self.hooks), self._standing():
+            if (changed := self.prepared.fits()) is not None:
+                raise RuntimeError(f"{for_what}, but since its forward {changed}; change it behind backward")
+            yield
+
+    def _standing(self) -> Any:
+        return standing(self.attributes, self.prepared.modules)
+
+    def step(self, full: Prepared, call: Call) -> Step:
+        """What that program reads, of what there was."""
+        state = self.state
+        counted, state.drawing_calls = state.drawing_calls, self.drawn
+        values = {name: slot[0][slot[1]] for name, slot in full.buffers.items()}
+        for name, value in self.buffers.items():
+            full.buffers[name][0][full.buffers[name][1]] = value
+        try:
+            with self._standing():
+                made = step_of(state, full, call)
+        finally:
+            state.drawing_calls = counted
+            for name, (tensors, leaf) in full.buffers.items():
+                tensors[leaf] = values[name]
+        made.states = self.states
+        return made
+
+
+def with_every_tangent(before: Before) -> Callable[[], tuple[Runner, Step]]:
+    """What backward calls when a gradient arrives for an output that the program has none for: the same call with a
+    program that has, which from now on serves all calls like this one.
+    """
+
+    def again() -> tuple[Runner, Step]:
+        state, key, prepared = before.state, before.key, before.prepared
+        with before.back("a gradient arrives for an output beside the loss, for which the step is planned again now"):
+            state.wants_tangents.add(key)
+            full = next((one for one in state.programs[key] if not one.without_tangent and one.fits() is None), None)
+            if full is None:
+                state.programs[key].remove(prepared)
+                full = prepare(before.parallel, state, before.call, key, training=before.parallel.training)
+            told = [[write.told for write in one.left] for one in (prepared, full)]
+            if full.out_spec != prepared.out_spec or told[0] != told[1]:
+                raise RuntimeError(
+                    "a gradient arrives for an output beside the loss, for which the step is planned again now, but "
+                    "what forward gives and keeps is something else by now; call the module again, then backward"
+                )
+        return full.runner, before.step(full, before.call)
+
+    return again

@@ -1,0 +1,136 @@
+"""Backward with `create_graph=True`: gradients that have gradients, for penalties on them, residuals of differential
+equations, and steps that are differentiated.
+
+What a call gives is computed again, by a program that goes on to its gradients (`autopar.trace.derivatives`). That is
+planned as any program is, split as any is, and has a backward of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autopar._compat import is_wanted, pytree
+from autopar.attach.again import Before
+from autopar.attach.generators import drawing_from
+from autopar.attach.inputs import piece_with_gradient, whole_with_gradient
+from autopar.attach.prepared import Prepared
+from autopar.attach.programs import Key, found, prepare
+from autopar.attach.tensors import as_dtensor, is_on_host
+from autopar.emit.seeded import drawing
+from autopar.ir.graph import output_types
+from autopar.ir.layout import Layout
+from autopar.trace.derivatives import Derivative, derived
+
+PATH = "a backward with create_graph=True computes the call again, by a program that has its gradients"
+
+
+def differentiated(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, Layout]]) -> tuple[Tensor | None, ...]:
+    """The gradients of parameters, and of arguments that have one, in order. `ctx`: of the function that ran forward;
+    `given`: output -> gradient, and how its pieces lie.
+    """
+    derivative = _asked_for(before, ctx, given)
+    state, device_mesh = before.state, ctx.step.device_mesh
+    types = output_types(before.prepared.graph)
+    tangents: list[Tensor] = []
+    for place in derivative.outputs:
+        piece, layout = given[str(place)]
+        type = types[str(place)]
+        assert type is not None
+        piece = _with_gradient_times(piece, before.ranks_of_rows)
+        tangents.append(whole_with_gradient(piece, type.shape, layout, state.mesh, device_mesh))
+    call = derived(before.call, derivative, tangents)
+    key = Key(call.key, True, before.key.ambient)
+    with before.back(PATH):
+        state.wants_tangents.add(key)
+        full = found(state, key)
+        if full is None:
+            full = prepare(before.parallel, state, call, key, training=before.parallel.training)
+        _refuse_other_draws(before.prepared, full)
+    step = before.step(full, call)
+    step.differentiated = partial(differentiated, replace(before, prepared=full, call=call, key=key))
+    # Those of the call: `torch.func.functional_call` may have put them there.
+    held = dict(zip((node.target for node in ctx.runner.parameters), ctx.parameters, strict=True))
+    with torch.enable_grad(), drawing_from(before.states):
+        outputs, _ = full.runner(step, [held[node.target] for node in full.runner.parameters])
+    made = _by_name(before, full, derivative, outputs, held)
+    return tuple(made.get(name) for name in (*held, *ctx.step.through))
+
+
+def _asked_for(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, Layout]]) -> Derivative:
+    """Raises RuntimeError where there is no program for it."""
+    prepared, state, names = before.prepared, before.state, [node.target for node in ctx.runner.parameters]
+    functions = [function for function, _ in ctx.next_functions]
+    by_place = dict(zip(ctx.order, functions[: len(ctx.order)], strict=True))
+    trained = tuple(name for place, name in enumerate(names) if is_wanted(by_place[place]))
+    pairs = zip(ctx.step.through, functions[len(ctx.order) :], strict=True)
+    through = tuple(path for path, function in pairs if is_wanted(function))
+    own = pytree.tree_leaves(pytree.tree_unflatten([*range(prepared.out_spec.num_leaves)], prepared.out_spec).outputs)
+    arguments = {node.target for node, place, _ in prepared.inputs if place < len(before.call.tensors)}
+    if state.pipe is not None or ctx.runner.played is not None:
+        _refuse("a step in stages, or in micro-batches, has ended by then")
+    if any(int(target) not in own for target in given) or not arguments.issuperset(through):
+        _refuse("gradients lead to what an earlier call has left in the module")
+    if any(isinstance(one, DTensor) and is_on_host(one) for one in ctx.parameters):
+        _refuse("parameters lie in the memory of the host")
+    return Derivative(tuple(sorted(map(int, given))), through, trained)
+
+
+def _refuse(why: str) -> NoReturn:
+    raise RuntimeError(
+        f"backward was called with create_graph=True, and {why}: put the model, the torch.autograd.grad and what is "
+        "made of it into one module, and compile that"
+    )
+
+
+def _refuse_other_draws(first: Prepared, full: Prepared) -> None:
+    """Both have to drop out the same."""
+    before, now = ([(node.op, node.outputs) for node in drawing(one.graph)] for one in (first, full))
+    if now[: len(before)] != before:
+        _refuse(
+            "forward draws random numbers in a kernel that has no second derivatives (dropout of attention), where "
+            "others would be drawn"
+        )
+
+
+def _by_name(
+    before: Before, full: Prepared, derivative: Derivative, outputs: list[Tensor | None], held: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The gradients that this program gives, as what they are of lies; by name, or path. `held`: parameters."""
+    state, first = before.state, before.prepared
+    device_mesh, types = state.device_mesh, output_types(full.graph)
+    results = [(result, layout) for result, layout in full.runner.results if result.kind == "output"]
+    layouts = {node.target: layout for node, _, layout in first.inputs}
+    made: dict[str, Tensor] = {}
+    names = (*derivative.inputs, *derivative.parameters)
+    for (result, layout), value in zip(results, outputs, strict=True):
+        name, type = names[int(result.target)], types[result.target]
+        assert value is not None and type is not None
+        parameter = held.get(name)
+        if isinstance(parameter, DTensor):
+            whole = as_dtensor(value.contiguous().to(parameter.dtype), type.shape, layout, device_mesh)
+            made[name] = whole.redistribute(placements=parameter.placements)
+        elif parameter is not None:
+            made[name] = whole_with_gradient(value, type.shape, layout, state.mesh, device_mesh).to(parameter.dtype)
+        else:
+            if layout != layouts[name]:
+                whole = whole_with_gradient(value, type.shape, layout, state.mesh, device_mesh)
+                value = piece_with_gradient(whole, layouts[name], state.mesh, device_mesh)
+            made[name] = _with_gradient_times(value, 1 / before.ranks_of_rows)
+    return made
+
+
+def _with_gradient_times(value: Tensor, factor: float) -> Tensor:
+    """The same. Where each rank has rows of its own, gradients of arguments are those of its loss, which the loss of
+    the whole batch is an average of; inside of programs they are those of the whole.
+    """
+    if factor != 1 and value.requires_grad:
+        value = value.view_as(value)
+        value.register_hook(lambda gradient: gradient * factor)
+    return value

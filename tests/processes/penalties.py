@@ -1,0 +1,147 @@
+"""Backward with create_graph=True, whatever the plans split: penalties on gradients, residuals of differential
+equations, and gradients of gradients of parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import autopar
+from autopar.attach.tensors import mesh_of
+from autopar.measure.twin import traced
+from autopar.search import Request, search
+from tests.processes.compare import LOSS, near, same_gradients
+from tests.processes.worker import Ranks
+from tests.support.machines import FAST
+
+POLICIES = ("data-parallel", "fsdp", "tensor-parallel")
+
+
+class Critic(nn.Module):
+    """A score for each picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.LeakyReLU(0.2), nn.Conv2d(8, 8, 3, 2, 1), nn.Tanh())
+        self.norm, self.up, self.score = nn.LayerNorm(32), nn.Linear(32, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.score(torch.nn.functional.silu(self.up(self.norm(self.look(x).flatten(1)))))
+
+
+class Solution(nn.Module):
+    """Of an equation, at places and times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.layers(torch.cat((x, t), 1))
+
+
+def _penalty(critic: nn.Module, x: Tensor) -> Tensor:
+    """WGAN-GP's (Gulrajani et al. 2017, section 4), and the score."""
+    x = x.detach().clone().requires_grad_()
+    score = critic(x)
+    (slope,) = torch.autograd.grad(score, x, torch.ones_like(score), create_graph=True)
+    return 10 * (slope.flatten(1).norm(dim=1) - 1).square().mean() + score.mean()
+
+
+def _residual(solution: nn.Module, x: Tensor) -> Tensor:
+    """Of Burgers' equation (Raissi et al. 2019, section 3.1), with what hangs on what the module gave."""
+    at, t = (x[:, 0, 0, :1].clone().requires_grad_(), x[:, 1, 0, :1].clone().requires_grad_())
+    u = solution(at, t)
+    (in_time,) = torch.autograd.grad(u.sum(), t, create_graph=True)
+    (slope,) = torch.autograd.grad(u.square().sum() / 2, at, create_graph=True)  # begins with u, which has a gradient
+    (along,) = torch.autograd.grad(u.sum(), at, create_graph=True)
+    (bent,) = torch.autograd.grad(along.sum(), at, create_graph=True)
+    return (in_time + slope - 0.1 * bent).square().mean()
+
+
+def _gradients_of_parameters(critic: nn.Module, x: Tensor) -> Tensor:
+    slopes = torch.autograd.grad(critic(x).square().mean(), list(critic.parameters()), create_graph=True)
+    return sum((one.square().sum() for one in slopes), torch.zeros(()))
+
+
+def _planned(ranks: Ranks, model: nn.Module, policy: str, args: tuple[Tensor, ...], **options: Any) -> Any:
+    mesh = ranks.mesh(*((2, 2) if ranks.count == 4 else ()))
+    plan = search(traced(model, args, {}), mesh_of(mesh), FAST, Request(policy=policy))
+    return autopar.compile(copy.deepcopy(model), mesh, plan=plan, **options)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
+    "penalty": (Critic, _penalty),
+    "residual": (Solution, _residual),
+    "gradients of parameters": (Critic, _gradients_of_parameters),
+}
+
+
+def _args(name: str) -> tuple[Tensor, ...]:
+    """What a plan is made for."""
+    if name == "residual":
+        return torch.randn(8, 1).requires_grad_(), torch.randn(8, 1).requires_grad_()
+    return (torch.randn(8, 3, 8, 8).requires_grad_(name == "penalty"),)
+
+
+def check_gradients_have_gradients(ranks: Ranks) -> None:
+    """Three steps of each, on whole batches."""
+    for name, (build, loss_of) in CASES.items():
+        for policy in POLICIES:
+            torch.manual_seed(0)
+            plain = build()
+            parallel = _planned(ranks, plain, policy, _args(name))
+            for _ in range(3):
+                x = torch.randn(8, 3, 8, 8)
+                losses = [loss_of(model, x) for model in (plain, parallel)]
+                near(losses[1], losses[0], LOSS, f"{name}, {policy}: loss")
+                for loss in losses:
+                    loss.backward()
+                same_gradients(plain, parallel)
+                for model in (plain, parallel):
+                    torch.optim.SGD(model.parameters(), lr=1e-2).step()
+                    model.zero_grad()
+
+
+def check_rows_of_each_rank(ranks: Ranks) -> None:
+    """Gradients are those of the mean of the ranks' losses, as under DDP."""
+    for name in ("penalty", "residual"):
+        build, loss_of = CASES[name]
+        for policy in POLICIES[:2]:
+            torch.manual_seed(0)
+            plain = build()
+            parallel = _planned(ranks, plain, policy, _args(name), inputs="local")
+            for _ in range(2):
+                x = torch.randn(8, 3, 8, 8)
+                own = x.chunk(ranks.count)[ranks.rank]
+                near(loss_of(parallel, own), loss_of(plain, own), LOSS, f"{name}, {policy}: loss")
+                loss_of(parallel, own).backward()
+                (sum(loss_of(plain, rows) for rows in x.chunk(ranks.count)) / ranks.count).backward()
+                same_gradients(plain, parallel)
+                for model in (plain, parallel):
+                    torch.optim.SGD(model.parameters(), lr=1e-2).step()
+                    model.zero_grad()
+
+
+def check_pieces(ranks: Ranks) -> None:
+    """Arguments and outputs that are DTensors."""
+    for policy in POLICIES:
+        torch.manual_seed(0)
+        plain, x = Critic(), torch.randn(8, 3, 8, 8)
+        parallel = _planned(ranks, plain, policy, _args("penalty"), outputs="sharded")
+        pieces = distribute_tensor(x, parallel._autopar.device_mesh, [Shard(0)] + [Replicate()] * (ranks.count > 2))
+        losses = list[Tensor]()
+        for model, given in ((parallel, pieces), (plain, x)):
+            at = given.detach().requires_grad_()
+            score = model(at)
+            (slope,) = torch.autograd.grad(score.square().sum(), at, create_graph=True)
+            losses.append(slope.square().mean() + score.mean())
+            losses[-1].backward()
+        near(*losses, LOSS, f"{policy}: loss")
+        same_gradients(plain, parallel)
