@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._ops import _math_ops
 from torch.nn.modules.module import _global_forward_hooks as global_forward_hooks
 from torch.nn.modules.module import _global_forward_pre_hooks as global_forward_pre_hooks
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, parametrize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -110,6 +110,22 @@ def is_wanted(function: Any) -> bool:
     return hasattr(function, "variable") or torch._C._will_engine_execute_node(function)
 
 
+@contextlib.contextmanager
+def without_parametrization_cache() -> Iterator[None]:
+    """Inside `torch.nn.utils.parametrize.cached()`, within which nothing is cached here, nor found there."""
+    before = parametrize._cache_enabled, parametrize._cache
+    parametrize._cache_enabled, parametrize._cache = 0, {}
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = before
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward, in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def without_torch_function() -> Any:
     """Inside, functions of torch are those of torch, whatever their tensors' classes make of them."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -153,13 +169,17 @@ def replace_named_dims(by: Any) -> None:
     _math_ops._infer_reduction_dims = by
 
 
-def wrap_dtensor_dispatch(beside: Any, given: Any) -> None:
+def wrap_dtensor_dispatch(beside: Any, given: Any, laid_out: Any) -> None:
     """Let DTensors ask `beside(theirs, operator, plain number, ...)` before a plain number counts as one that all ranks
-    have, and `given(theirs, operator, args, ...)` behind what ranks have made of their pieces; `theirs` is what torch
-    does, where it has that.
+    have, `laid_out(theirs, operator, args, kwargs, ...)` for how a result lies (or for the result), and `given(theirs,
+    operator, args, ...)` behind what ranks have made of their pieces; `theirs` is what torch does, where it has that.
     """
     dispatcher = DTensor._op_dispatcher
-    for name, by in (("_try_replicate_spec_for_scalar_tensor", beside), ("_dispatch_fast_path_python_tail", given)):
+    for name, by in (
+        ("_try_replicate_spec_for_scalar_tensor", beside),
+        ("_propagate_op_sharding_dispatch_slow_path", laid_out),
+        ("_dispatch_fast_path_python_tail", given),
+    ):
         if (theirs := getattr(dispatcher, name, None)) is not None:
             setattr(dispatcher, name, functools.wraps(theirs)(functools.partial(by, theirs)))
 
@@ -188,6 +208,7 @@ __all__ = [
     "global_forward_pre_hooks",
     "group_named",
     "groups_like",
+    "is_in_backward",
     "is_transforming",
     "is_wanted",
     "named_dims",
@@ -199,6 +220,7 @@ __all__ = [
     "told_of_export",
     "total_norm",
     "with_torch_function",
+    "without_parametrization_cache",
     "without_torch_function",
     "wrap_dtensor_dispatch",
 ]

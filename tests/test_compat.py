@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.utils import parametrizations, parametrize
 
 from autopar import _compat
 
@@ -94,18 +95,27 @@ def check_cuda_sleep() -> None:
 
 def check_wrap_dtensor_dispatch() -> None:
     dispatcher = DTensor._op_dispatcher
-    before, seen = dict(vars(dispatcher)), list[str]()
+    before, seen, whole = dict(vars(dispatcher)), list[str](), list[str]()
 
     def beside(theirs: Any, op: Any, *rest: Any) -> Any:
         seen.append(str(op))
         return theirs(op, *rest)
 
+    def laid_out(theirs: Any, op: Any, args: Any, *rest: Any) -> Any:
+        try:
+            return theirs(op, args, *rest)
+        except NotImplementedError:
+            whole.append(str(op))
+            return args[0]
+
     dist.init_process_group("fake", store=_compat.FakeStore(), rank=0, world_size=2)
     try:
-        _compat.wrap_dtensor_dispatch(beside, lambda theirs, *args: theirs(*args))
+        _compat.wrap_dtensor_dispatch(beside, lambda theirs, *args: theirs(*args), laid_out)
         split = distribute_tensor(torch.randn(7, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
         torch.fmod(split, torch.tensor(2.0))
         assert seen == ["aten.fmod.Tensor"]
+        backward = torch.ops.aten.hardtanh_backward.default
+        assert backward(split, split, -1.0, 1.0) is split and whole == [str(backward)]
     finally:
         vars(dispatcher).clear()
         vars(dispatcher).update(before)
@@ -163,6 +173,13 @@ def check_is_transforming() -> None:
     assert seen == [True] and not _compat.is_transforming()
 
 
+def check_is_in_backward() -> None:
+    seen, x = list[bool](), torch.randn(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(_compat.is_in_backward()))
+    x.sum().backward()
+    assert seen == [True] and not _compat.is_in_backward()
+
+
 def check_is_wanted() -> None:
     class Product(torch.autograd.Function):
         @staticmethod
@@ -194,6 +211,15 @@ class Told(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         return "told"
+
+
+def check_without_parametrization_cache() -> None:
+    layer = parametrizations.weight_norm(nn.Linear(3, 3))
+    with parametrize.cached():
+        held = layer.weight
+        with _compat.without_parametrization_cache():
+            assert layer.weight is not held and layer.weight is not layer.weight
+        assert layer.weight is held
 
 
 def check_without_torch_function() -> None:

@@ -70,6 +70,7 @@ def mend_dtensors() -> None:
     DTensor.grad = property(_get_grad, _set_grad, GRAD.__delete__)  # type: ignore[assignment, method-assign]
     DTensor.register_hook = _register_hook  # type: ignore[method-assign]
     DTensor.__format__ = _format  # type: ignore[method-assign]
+    DTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
     DTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign]
     DTensor.numpy = _numpy  # type: ignore[assignment, method-assign]
     DTensor.tolist = _tolist  # type: ignore[method-assign]
@@ -180,6 +181,13 @@ def _there(held: DTensor) -> torch.Tensor:
     if piece.device.type == kind or piece.is_meta:
         return held.full_tensor()
     return over_pieces(piece.to(kind), held.shape, held.placements, held.device_mesh).full_tensor().to(piece.device)
+
+
+def _deepcopy(held: DTensor, memo: dict[int, Any]) -> torch.Tensor:
+    made = torch.Tensor.__deepcopy__(held, memo)
+    if isinstance(held, torch.nn.Parameter):
+        made.grad = None  # as copies of parameters have none
+    return made
 
 
 def _reduce(held: DTensor, protocol: Any) -> Any:

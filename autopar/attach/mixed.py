@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from autopar._compat import pytree, without_torch_function, wrap_dtensor_dispatch
+from autopar._compat import is_in_backward, is_transforming, pytree, without_torch_function, wrap_dtensor_dispatch
+from autopar.attach.tensors import over_pieces, piece_as
 from autopar.trace.origins import writes_in_place
 
 WRITE = "write it with +, -, *, / (loss = loss + penalty), or put the other together first: penalty.full_tensor()"
@@ -32,7 +33,9 @@ WRITE = "write it with +, -, *, / (loss = loss + penalty), or put the other toge
 # What torch says of operators that DTensors do not have (`torch.allclose`, `w[w > 0]`, `for row in w`).
 NOT_IN_PIECES = re.compile(
     "does not have a sharding strategy|Sharding propagation failed|along the sharded dim|not supported with DTensor"
+    "|in-place operations that require placement changes"
 )
+MIXED = "got mixed torch.Tensor and DTensor"
 # Operators that they have, and of which the backward mixes them with plain tensors.
 NO_BACKWARD = frozenset(
     [
@@ -43,6 +46,11 @@ NO_BACKWARD = frozenset(
         "unbind",
         "cartesian_prod",
         "trace",
+        "prod",
+        "polar",
+        "det",
+        "slogdet",
+        "logdet",
         "cumprod",
         "cummax",
         "cummin",
@@ -55,24 +63,59 @@ NO_BACKWARD = frozenset(
 @functools.cache
 def mend_mixed() -> None:
     """From now on in this process."""
-    wrap_dtensor_dispatch(_beside, _given)
+    wrap_dtensor_dispatch(_beside, _given, _laid_out)
     DTensor.__torch_function__ = classmethod(_together)  # type: ignore[assignment, method-assign]
 
 
 def _together(_: type, func: Any, __: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
     """A function of torch's, with the DTensors put together where it is given plain tensors, too."""
     with without_torch_function():
-        named = kwargs or {}
-        if _takes_any(func) or _changes_first(func, args, named):
-            return func(*args, **named)
-        if not _are_mixed((*args, *named.values())) and not _has_no_backward(func, args):
-            try:
-                return func(*args, **named)
-            except (NotImplementedError, RuntimeError) as error:  # on all ranks alike, before anything is sent
-                if not NOT_IN_PIECES.search(str(error)):
-                    raise
-        args, named = pytree.tree_map_only(DTensor, lambda held: held.full_tensor(), (args, named))
+        try:
+            return _made_of_both(func, args, kwargs or {})
+        except RuntimeError as error:
+            if not is_transforming():
+                raise
+            raise RuntimeError(
+                "parameters of a parallel module are within a transform of torch.func (grad, vmap, jvp, jacrev), which "
+                "DTensors do not take: transform the plain model with full_state_dict() loaded into it"
+            ) from error
+
+
+def _made_of_both(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if _takes_any(func):
         return func(*args, **named)
+    if _changes_first(func, args, named):
+        return _changed(func, args, named)
+    if not _are_mixed((*args, *named.values())) and not _has_no_backward(func, args):
+        try:
+            return func(*args, **named)
+        except (NotImplementedError, RuntimeError) as error:  # on all ranks alike, before anything is sent
+            if not NOT_IN_PIECES.search(str(error)):
+                raise
+    args, named = pytree.tree_map_only(DTensor, lambda held: held.full_tensor(), (args, named))
+    return func(*args, **named)
+
+
+def _changed(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """A DTensor that is changed in place; where that does not go by pieces, as the whole is."""
+    try:
+        return func(*args, **named)
+    except (NotImplementedError, RuntimeError) as error:  # as above
+        held = args[0] if named.get("out") is None else named["out"]
+        follows = torch.is_grad_enabled() and any(one.requires_grad for one in _tensors((*args, *named.values())))
+        if follows or not isinstance(held, DTensor) or not (NOT_IN_PIECES.search(str(error)) or MIXED in str(error)):
+            raise
+        told = error
+    wholes: dict[int, Tensor] = {}
+    args, named = pytree.tree_map_only(
+        DTensor, lambda one: wholes.setdefault(id(one), one.full_tensor().clone()), (args, named)
+    )
+    func(*args, **named)
+    whole = wholes[id(held)]
+    if whole.shape != held.shape:  # `weight.t_()`
+        raise told
+    held.copy_(piece_as(whole, held))
+    return held
 
 
 def _takes_any(func: Any) -> bool:
@@ -82,8 +125,9 @@ def _takes_any(func: Any) -> bool:
 
 
 def _has_no_backward(func: Any, args: tuple[Any, ...]) -> bool:
+    name = getattr(func, "__name__", "")
     return (
-        getattr(func, "__name__", "") in NO_BACKWARD
+        (name in NO_BACKWARD or (name.startswith("linalg_") and not name.endswith("norm")))
         and torch.is_grad_enabled()
         and any(one.requires_grad for one in _tensors(args))
     )
@@ -121,6 +165,27 @@ def _beside(plain: Any, op: Any, number: Tensor, *rest: Any) -> Any:
             f"gradient of the plain one would come back as a DTensor: {WRITE}"
         )
     return plain(op, number, *rest)
+
+
+def _laid_out(plain: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *rest: Any) -> Any:
+    """How ranks make their pieces of a result. In a backward, which nobody calls by name, an operator that DTensors
+    have no rule for runs on whole tensors (`hardtanh_backward`), on all ranks alike.
+    """
+    try:
+        return plain(op, args, kwargs, *rest)
+    except NotImplementedError:
+        if not is_in_backward() or op._schema.is_mutable:
+            raise
+    like = next(_held(args))
+    args, kwargs = pytree.tree_map_only(DTensor, lambda held: held.full_tensor(), (args, kwargs))
+    placements = [Replicate()] * like.device_mesh.ndim
+    return pytree.tree_map_only(
+        Tensor, lambda made: over_pieces(made, made.shape, placements, like.device_mesh), op(*args, **kwargs)
+    )
+
+
+def _held(given: Iterable[Any]) -> Iterator[DTensor]:
+    return (one for one in _tensors(given) if isinstance(one, DTensor))
 
 
 def _given(plain: Any, op: Any, args: tuple[Any, ...], *rest: Any) -> Any:

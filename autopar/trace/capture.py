@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, pytree
+from autopar._compat import FakeTensorMode, aot_export_joint_with_descriptors, pytree, without_parametrization_cache
 from autopar.errors import TraceError
 from autopar.trace.ambient import (
     AutocastState,
@@ -209,6 +209,7 @@ def _captured(
         _ONE_AT_A_TIME, without_torchs_log(), naming_the_line(shown(leaves), partial(setting.run_by_itself, inputs)),
         ExitStack() as stack, naming_autocast(device_type, setting.under_its_autocast),
     ):  # fmt: skip
+        stack.enter_context(without_parametrization_cache())
         stack.enter_context(one_tf32_setting())
         # Without oneDNN recurrent layers are steps that can be split, instead of one operator that only CPUs have.
         stack.enter_context(torch.backends.mkldnn.flags(False, None, None, None))  # type: ignore[arg-type]
@@ -297,6 +298,7 @@ def _exported(
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", "The .*attribute.* assigned during export")  # which `returning` sees to
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch reads it
             with calling_forward(copy.model):
                 exported = torch.export.export(copy.model, *inputs.call(), strict=False)
         copy.reads.of(copy.originals)

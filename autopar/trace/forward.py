@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import pytree
+from autopar._compat import FakeTensor, outside_modes, pytree
 from autopar.errors import TraceError
 from autopar.trace.ambient import inference_without_gradients
 from autopar.trace.builtin import math_of_counted
@@ -64,6 +64,7 @@ X_OF_MASK = (
     "rows that a boolean mask picks are understood where each is treated by itself, and summed or averaged: write "
     "x[mask]"
 )
+WITHOUT_GRADIENT = ("detach", "__get__", "size", "stride", "dim", "numel", "__len__", "item", "tolist", "__hash__")
 A_SIZE = "take sizes from shapes, or pass them as numbers of Python's"
 OF_MASKS = ("__getitem__", "__setitem__", "nonzero", "argwhere", "where", "masked_select", "index_put_")
 INSTEAD = {  # function -> what to write in its place
@@ -143,17 +144,13 @@ class _Watch(TorchFunctionMode):
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.taken = Taken()
         self.uniform = set[int]()  # ids of what torch.rand drew
+        self.detached: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id; first itself
         self.data: dict[int, int] = {}  # id of what is detached -> id of what it is of
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        for value in leaves:
-            if isinstance(value, torch.Tensor) and self._is_strange(value):
-                raise TraceError(
-                    f"the model reads a tensor {list(value.shape)}{line_here()} that requires grad and is none of its "
-                    "parameters, so it would not be trained; register it (nn.Parameter, nn.ModuleList, "
-                    "nn.ParameterList), or detach it"
-                )
+        if any(isinstance(value, torch.Tensor) and self._is_strange(value) for value in leaves):
+            args, kwargs = self._without_gradient(func, args, kwargs or {})
         if func in (torch.autograd.backward, torch.Tensor.backward):
             raise TraceError(
                 f"forward calls backward{line_here()}, and a planned step adds up gradients once, behind forward: take "
@@ -313,7 +310,29 @@ class _Watch(TorchFunctionMode):
         return is_held and value.shape == held.shape and value.dtype == held.dtype and not value.requires_grad
 
     def _is_strange(self, value: torch.Tensor) -> bool:
-        return id(value) not in self.known and value.requires_grad and value.is_leaf
+        """Whether gradients would have to go to it, or through it, and it is none of this trace."""
+        is_unknown = id(value) not in self.known and value.requires_grad
+        return is_unknown and (value.is_leaf or not isinstance(value, FakeTensor))
+
+    def _without_gradient(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Arguments of a function, of which some have a gradient that this trace does not know. Raises TraceError where
+        it would go through them.
+        """
+        strange = [value for value in tensors_in((args, kwargs)) if self._is_strange(value)]
+        name = getattr(func, "__name__", "")
+        if any(value.is_leaf for value in strange) or (torch.is_grad_enabled() and name not in WITHOUT_GRADIENT):
+            raise TraceError(
+                f"the model reads a tensor {list(strange[0].shape)}{line_here()} that requires grad and is none of its "
+                "parameters, so it would not be trained; register it (nn.Parameter, nn.ModuleList, nn.ParameterList), "
+                "make it an argument of forward, or detach it"
+            )
+        if name == "__get__":
+            return args, kwargs
+        for value in strange:  # torch's trace would warn of them
+            if id(value) not in self.detached:
+                with outside_modes():
+                    self.detached[id(value)] = value, value.detach()
+        return pytree.tree_map_only(torch.Tensor, lambda one: self.detached.get(id(one), (one, one))[1], (args, kwargs))
 
 
 def checks_values(name: str, where: str) -> TraceError:

@@ -20,7 +20,7 @@ def writes_in_place(name: str, kwargs: Any) -> bool:
     """Whether a function of torch of that name writes to its first argument, or to what it is given as `out`."""
     if name.startswith("__"):  # `__iadd__` is `__add__` in place; `__invert__` and `__index__` are nothing's
         return name == "__setitem__" or (name.startswith("__i") and hasattr(torch.Tensor, f"__{name[3:]}"))
-    return name.endswith("_") or "out" in kwargs
+    return name.endswith("_") or kwargs.get("out") is not None
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.calls import flatten_inputs, with_argument
 from autopar.trace.closures import with_parts
+from autopar.trace.code import CODE
 from autopar.trace.counted import called
 from autopar.trace.derivatives import TANGENTS, Derivative, gradients_of
 from autopar.trace.formulas import Counted, with_plain_keys
@@ -29,7 +30,6 @@ from autopar.trace.modules import HOOKS
 from autopar.trace.numbers import Array, Number, refuse_text
 from autopar.trace.reads import Reads
 from autopar.trace.records import make_known, make_states_known
-from autopar.trace.settings import CODE
 from autopar.trace.sharing import NOWHERE, Memory
 from autopar.trace.values import MISSING, copied
 

@@ -22,6 +22,9 @@ class Places:
     def __len__(self) -> int:
         raise refused("how many there are")
 
+    def __getattr__(self, name: str) -> Any:
+        raise refused(f".{name}")
+
 
 def with_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of an indexing, where what `where(mask)` gave stands in the index, with the mask itself there.

@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dis
 import enum
 import functools
 import inspect
 import sys
+import threading
 import types
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autopar.trace.code import CODE, TYPES, asks_for_nothing, functions_of, globals_of, names_of, needs_types
 from autopar.trace.values import IN_PLACE, MISSING, SCALARS, few_in, file_of, is_installed, is_of_torch, is_torchs
 
 FUNCTIONS, HOLDERS = 2000, 2000  # of the user's code and objects are looked at, at most
-CODE = (types.FunctionType, types.MethodType, classmethod, staticmethod, property, cached_property, partial)
 MAKING = (
     "__init__",
     "__new__",
@@ -103,9 +104,7 @@ class _Holder:
     tried: set[str] = field(default_factory=set[str])
 
 
-TYPES = frozenset(("type", "int", "float"))
 ASKED = TYPES | {"len", "min", "max", "isinstance"}  # of numbers, and of lists that forward appends to
-TAKES_TYPES = frozenset(("dtype", "to", "type", "astype", "view"))  # torch and numpy ask for those of Python
 
 
 class Settings:
@@ -173,9 +172,11 @@ class Settings:
         return [one for one in held if not isinstance(one, (type, types.ModuleType, types.FunctionType))]
 
     def _look_at_code(self, given: Any, is_hook: bool = False) -> None:
-        function = _plain(given)
-        if function is None or id(function) in self._functions or _is_torchs(function):
-            return
+        for function in functions_of(given):
+            if id(function) not in self._functions and not _is_torchs(function):
+                self._look_at_function(function, is_hook)
+
+    def _look_at_function(self, function: types.FunctionType, is_hook: bool) -> None:
         self._functions[id(function)] = function
         is_pips = not is_hook and is_installed(function.__code__.co_filename)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -191,10 +192,10 @@ class Settings:
         if function.__code__ in self._done:  # of another function, with other variables
             return
         self._done.add(function.__code__)
-        names = set(_names_of(function.__code__))
+        names = set(names_of(function.__code__))
         if asked := names & ASKED:
-            asked &= {*_globals_of(function.__code__)}
-            self.asking.append((function.__globals__, asked | ({"is"} if _needs_types(function.__code__) else set())))
+            asked &= {*globals_of(function.__code__)}
+            self.asking.append((function.__globals__, asked | ({"is"} if needs_types(function.__code__) else set())))
         self._names |= names
         # In one order on all ranks: what is found first names what is found.
         self._left += (call for name in sorted(names & self._methods.keys()) for call in self._methods[name])
@@ -204,12 +205,12 @@ class Settings:
                 continue
             value = function.__globals__[name]
             if not isinstance(value, (types.ModuleType, types.FunctionType, type)):
-                read = set(_globals_of(function.__code__)) if read is None else read
+                read = set(globals_of(function.__code__)) if read is None else read
                 if name not in read:  # but of an attribute: `self.loss`, in a script that calls its loss so
                     continue
             self._see(function.__globals__, name, value, is_pips)
         if not is_pips:
-            for name in sorted(set(_globals_of(function.__code__, "STORE_GLOBAL")) - function.__globals__.keys()):
+            for name in sorted(set(globals_of(function.__code__, "STORE_GLOBAL")) - function.__globals__.keys()):
                 self._see(function.__globals__, name, MISSING)
 
     def _see(self, place: Mapping[str, Any], name: str, value: Any, is_pips: bool = False) -> None:
@@ -226,8 +227,10 @@ class Settings:
             self.owners.append(value)
         if isinstance(value, ContextVar):
             self._see(Now(value.get), name, Now(value.get).get(name, MISSING))
-        if isinstance(value, CACHED) and value.cache_info().currsize and _asks_for_nothing(value):
+        if isinstance(value, CACHED) and value.cache_info().currsize and asks_for_nothing(value):
             self._hold(value())  # made before, and given again
+        if isinstance(value, weakref.ref) and (there := value()) is not None:
+            self._hold(there)
         if isinstance(value, partial):
             given = {**dict(zip(map(str, range(len(value.args))), value.args, strict=True)), **value.keywords}
             for key, part in given.items():
@@ -236,7 +239,7 @@ class Settings:
             return
         if place.get(name, MISSING) is value or isinstance(value, SCALARS):  # and is not made anew each time
             self.found.append((place, name, value))
-        if isinstance(value, (list, tuple, set, dict, deque)):
+        if isinstance(value, (list, tuple, set, dict, deque, types.MappingProxyType)):
             for part in few_in(value):
                 self._left += [part] if isinstance(part, CODE) else []
                 self._hold(part)
@@ -277,9 +280,9 @@ def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for kind in dict.fromkeys(one for made in kinds for one in made.__mro__):
         for name, value in vars(kind).items():
-            call = _plain(value)
-            if call is not None and not (_is_torchs(call) or is_installed(call.__code__.co_filename)):
-                found.setdefault(name, []).append(call)
+            calls = functions_of(value)
+            if any(not (_is_torchs(call) or is_installed(call.__code__.co_filename)) for call in calls):
+                found.setdefault(name, []).append(calls[0])
     return found
 
 
@@ -303,7 +306,7 @@ def _has_settings(value: Any) -> bool:
     """Whether it is a class, a plain object or a function with attributes, of the user's or installed. Modules are
     watched while they are traced (`autopar.trace.reads`); of their classes one may be named.
     """
-    if isinstance(value, (argparse.Namespace, types.SimpleNamespace)):
+    if isinstance(value, (argparse.Namespace, types.SimpleNamespace, threading.local)):
         return True
     if isinstance(value, types.FunctionType):
         return bool(vars(value))
@@ -336,6 +339,7 @@ def _lists_names(value: Any) -> bool:
 def _names_in(value: Any) -> set[str]:
     """The names of all attributes, of classes of the user's and installed ones among them."""
     kinds = [] if isinstance(value, types.ModuleType) else [one for one in _classes(value) if not is_of_torch(one)]
+    kinds += [one for one in type.mro(type(value)) if not is_of_torch(one)] if isinstance(value, type) else []
     return {*getattr(value, "__dict__", {}), *_keys_of(value), *(name for one in kinds for name in vars(one))}
 
 
@@ -346,55 +350,3 @@ def _keys_of(value: Any) -> list[str]:
     with contextlib.suppress(Exception):  # whatever an `__iter__` of the user's raises
         return [key for key in cast("Mapping[Any, Any]", value) if isinstance(key, str)]
     return []
-
-
-def _names_of(code: types.CodeType) -> Iterator[str]:
-    for part in _codes(code):
-        yield from part.co_names
-
-
-def _globals_of(code: types.CodeType, *how: str) -> Iterator[str]:
-    """Of the names in code, those of variables outside of all functions that are read and written, or used in a way."""
-    for part in _codes(code):
-        for instruction in dis.get_instructions(part):
-            if instruction.opname in (how or ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")):
-                yield instruction.argval
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The code, and that of functions within."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
-
-
-def _needs_types(code: types.CodeType) -> bool:
-    """Whether it may compare types by identity with one of `TYPES` (`type(x) is int`, `case float():`), or give one to
-    torch (`x.to(float)`).
-    """
-    for part in _codes(code):
-        named = {*part.co_names, *(name for one in part.co_consts if isinstance(one, tuple) for name in one)}
-        instructions = [*dis.get_instructions(part)]
-        for place, one in enumerate(instructions):
-            if one.opname == "LOAD_GLOBAL" and one.argval in TYPES:
-                is_called = bool((one.arg or 0) & 1)
-                if not is_called and named & TAKES_TYPES:
-                    return True
-                near = {other.opname for other in instructions[place : place + 4]}
-                if near & {"IS_OP", "MATCH_CLASS"}:
-                    return True
-    return False
-
-
-def _asks_for_nothing(value: Any) -> bool:
-    function = _plain(value)
-    return function is not None and not inspect.signature(function).parameters
-
-
-def _plain(value: Any) -> types.FunctionType | None:
-    value = value.fget if isinstance(value, property) else value
-    value = value.func if isinstance(value, (partial, cached_property)) else value
-    value = value.__func__ if isinstance(value, (types.MethodType, classmethod, staticmethod)) else value
-    value = inspect.getattr_static(value, "__wrapped__", value)
-    return value if isinstance(value, types.FunctionType) else None

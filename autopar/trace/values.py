@@ -31,7 +31,7 @@ MUTABLE = (list, dict, deque)
 COLLECTIONS = (Mapping, Sequence, Set)  # also those of classes of a user's or a library's
 DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
 # What may change and stay the same object.
-IN_PLACE = (list, dict, set, deque, array, bytearray, np.ndarray, Tensor, *DRAWING, Iterator)
+IN_PLACE = (list, dict, set, deque, types.MappingProxyType, array, bytearray, np.ndarray, Tensor, *DRAWING, Iterator)
 FEW = 1024  # objects in a list are looked at, at most
 DEEPEST = 100  # containers in containers, likewise
 KEEPERS = (argparse.Namespace, types.SimpleNamespace, UserDict, UserList, ChainMap)  # of Python's, for settings
@@ -169,6 +169,8 @@ class _Looked:
                     self.known[id(value)] = id(value)
                     self.known[id(value)] = self._held(value, depth - 1) if depth else id(value)
                 return self.known[id(value)]
+            case types.MappingProxyType():  # a look at a dict
+                return self._held(dict(value), depth - 1) if depth else id(value)
             case np.random.Generator():
                 return repr(value.bit_generator.state)
             case random.Random():

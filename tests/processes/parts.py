@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,47 @@ def check_parameters_beside_plain_tensors(ranks: Ranks) -> None:
             for model in (plain, parallel):
                 model.encoder[0].weight.mul_(torch.arange(16.0)).add_(x[:1])
         near(whole(ours), theirs, 1e-6, f"{policy}: changed in place")
+
+
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "hardtanh": lambda weight: functional.hardtanh(weight, -0.1, 0.1),
+    "softshrink": lambda weight: functional.softshrink(weight, 0.1),
+    "group_norm": lambda weight: functional.group_norm(weight[None], 2),
+    "prod": lambda weight: (1 + weight).prod(0),
+    "polar": lambda weight: torch.polar(weight.abs(), weight).real,
+    "tensordot": lambda weight: torch.tensordot(weight, torch.ones(16, 2).cumsum(0), 1),
+    "as_strided": lambda weight: torch.as_strided(weight, (4, 4), (16, 1)),
+    "slogdet": lambda weight: torch.linalg.slogdet(weight[:16].t() + torch.eye(16)).logabsdet,
+    "det of a view": lambda weight: torch.linalg.det(weight[:16].t()),
+}
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "renorm_": lambda weight: weight.renorm_(2, 0, 0.5),
+    "addmm_": lambda weight: weight.addmm_(torch.ones(32, 2).cumsum(0), torch.ones(2, 16)),
+    "index_add_": lambda weight: weight.index_add_(0, torch.tensor([1, 30]), torch.ones(2, 16).cumsum(1)),
+    "scatter_": lambda weight: weight.scatter_(0, torch.full((1, 16), 31), 0.2),
+    "fill_diagonal_": lambda weight: weight.fill_diagonal_(1.0),
+    "out": lambda weight: torch.add(weight, torch.ones(32, 16).cumsum(0), out=weight),
+    "clamp_": lambda weight: weight.clamp_(min=torch.ones(32, 16).cumsum(1) / 8 - 1),
+}
+
+
+def check_operators_without_a_rule(ranks: Ranks) -> None:
+    """Of DTensors: in a backward, in place, and those of which gradients come back in another order."""
+    for policy in POLICIES:
+        plain, parallel, x = _both(ranks, policy)
+        ours, theirs = parallel.encoder[0].weight, plain.encoder[0].weight
+        for name, of in OPERATORS.items():
+            found = [
+                torch.autograd.grad(of(weight).pow(3).sum() + weight.sum() + (x.sum() * own).sum(), [weight, own])
+                for weight, own in ((ours, parallel.encoder[0].bias), (theirs, plain.encoder[0].bias))
+            ]
+            for one, wanted in zip(*found, strict=True):
+                near(whole(one), wanted, 1e-5, f"{policy}: the gradient of {name}")
+        for name, change in CHANGES.items():
+            with torch.no_grad():
+                for weight in (ours, theirs):
+                    change(weight)
+            near(whole(ours), theirs, 1e-6, f"{policy}: {name}")
 
 
 def check_parts_of_own_rows(ranks: Ranks) -> None:

@@ -65,6 +65,7 @@ FIRST = {
     "parts": [
         "parts_are_called_by_themselves",
         "parameters_beside_plain_tensors",
+        "operators_without_a_rule",
         "parts_of_own_rows",
         "parts_of_stages",
     ],
