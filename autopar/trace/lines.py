@@ -71,6 +71,7 @@ BY_FUNC = (
     "Gradients by torch.func, and of forward mode, are not built in forward: take them by torch.autograd.grad, for "
     "each row of a batch that of their sum."
 )
+CHOOSE = "A program does not: compute both and choose by torch.where, or loop as often as Python says."
 GROUPED = "torch traces grouped_mm of bfloat16 alone: cast both operands there, or multiply one group after the other."
 ADVICE = (
     (re.compile("cache_utils|(Dynamic|Static|EncoderDecoder)Cache"), CACHE),
@@ -84,6 +85,7 @@ ADVICE = (
     (re.compile(r"Unexpected fake buffer|no attribute 'constant'|inside of a function being transformed"), BY_FUNC),
     (re.compile("a leaf Variable that requires grad is being used in an in-place"), IN_PLACE),
     (re.compile("CausalBias"), CAUSAL_BIAS),
+    (re.compile("UncapturedHigherOrderOpError"), CHOOSE),  # of torch 2.11
     (re.compile("Expected inputs of BF16 type"), GROUPED),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
     (re.compile("Unsupported input type|functorch/issues/475"), OBJECT),
@@ -106,6 +108,7 @@ OWN_WORDS = {
     STILL_READ: "it changes in place, maybe through .data, what backward reads",
     HELD: "it changes a tensor in place that is no buffer of the model",
     MOVED: "it moves or casts a module (.to(), .cuda(), .half())",
+    CHOOSE: "it branches or loops in torch's own way (torch.cond)",
     NUMPY: "it makes a numpy array of a tensor (.numpy())",
 }
 CLASS = re.compile("<class '([^']+)'>")

@@ -293,10 +293,12 @@ def eigenvalues(h: Tensor) -> Tensor:
 REFUSED: list[tuple[nn.Module, str]] = [
     (WritesWhatIsRead(), r"changes in place, maybe through \.data, what backward reads\. .*clone"),
     (Moves(), r"linear\.to\(x\.device\)\.to\(.* moves or casts a module .*: leave that out of forward"),
-    (Model(branches), r"torch's own way, by torch\.cond at .*: compute both and choose by torch\.where"),
+    (Model(branches), r"torch's own way.*torch\.cond.*: compute both and choose by torch\.where"),
     (Model(sparse), r"makes a sparse tensor at .* as a dense matrix"),
     (Model(eigenvalues), r"gradient of .* checks the values that it is given \(linalg\.solve\)"),
 ]
+if torch.__version__.startswith("2.11"):
+    REFUSED.pop()  # whose gradient checks nothing there
 
 
 @pytest.mark.parametrize(("model", "told"), REFUSED, ids=[told[:24] for _, told in REFUSED])
