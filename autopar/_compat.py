@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as functional_collectives
 import torch.distributed._state_dict_utils as _state_dict_utils
+from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._distributed_c10d import HashStore
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor, peek_interpreter_stack
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -101,6 +102,11 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
+def is_batched(value: torch.Tensor) -> bool:
+    """Whether it stands for a batch of values: within `vmap`, or as `is_grads_batched=True` has gradients."""
+    return is_batchedtensor(value) or is_legacy_batchedtensor(value)
+
+
 def is_wanted(function: Any) -> bool:
     """Whether the backward that runs will go on to this function, of autograd. Of what gives a leaf its gradient, which
     torch does not tell, that it may.
@@ -119,6 +125,11 @@ def without_parametrization_cache() -> Iterator[None]:
         yield
     finally:
         parametrize._cache_enabled, parametrize._cache = before
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs may be followed by another one through the same graph (`retain_graph=True`)."""
+    return _get_current_graph_task_keep_graph()
 
 
 def is_in_backward() -> bool:
@@ -208,9 +219,11 @@ __all__ = [
     "global_forward_pre_hooks",
     "group_named",
     "groups_like",
+    "is_batched",
     "is_in_backward",
     "is_transforming",
     "is_wanted",
+    "keeps_graph",
     "named_dims",
     "outside_modes",
     "pytree",

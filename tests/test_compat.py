@@ -173,6 +173,25 @@ def check_is_transforming() -> None:
     assert seen == [True] and not _compat.is_transforming()
 
 
+def check_keeps_graph() -> None:
+    seen, x = list[bool](), torch.randn(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(_compat.keeps_graph()))
+    made = x.sum()
+    made.backward(retain_graph=True)
+    made.backward()
+    assert seen == [True, False]
+
+
+def check_is_batched() -> None:
+    seen, x = list[bool](), torch.randn(2, requires_grad=True)
+    made = x * 2
+    made.register_hook(lambda gradient: seen.append(_compat.is_batched(gradient)))
+    torch.autograd.grad(made, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(made, x, torch.ones(2))
+    torch.vmap(lambda one: (seen.append(_compat.is_batched(one)), one)[1])(torch.ones(2, 2))
+    assert seen == [True, False, True]
+
+
 def check_is_in_backward() -> None:
     seen, x = list[bool](), torch.randn(2, requires_grad=True)
     x.register_hook(lambda _: seen.append(_compat.is_in_backward()))

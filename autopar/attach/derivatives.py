@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import is_wanted, pytree
+from autopar._compat import is_batched, is_wanted
 from autopar.attach.again import Before
 from autopar.attach.generators import drawing_from
-from autopar.attach.inputs import piece_with_gradient, whole_with_gradient
+from autopar.attach.inputs import relaid_with_gradient, whole_with_gradient
 from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, found, prepare
-from autopar.attach.tensors import as_dtensor, is_on_host
+from autopar.attach.tensors import as_dtensor, is_on_host, layout_of
 from autopar.emit.seeded import drawing
 from autopar.ir.graph import output_types
 from autopar.ir.layout import Layout
 from autopar.trace.derivatives import Derivative, derived
+from autopar.trace.outputs import given_and_kept
 
 PATH = "a backward with create_graph=True computes the call again, by a program that has its gradients"
 
@@ -71,15 +72,16 @@ def _asked_for(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, Layou
     trained = tuple(name for place, name in enumerate(names) if is_wanted(by_place[place]))
     pairs = zip(ctx.step.through, functions[len(ctx.order) :], strict=True)
     through = tuple(path for path, function in pairs if is_wanted(function))
-    own = pytree.tree_leaves(pytree.tree_unflatten([*range(prepared.out_spec.num_leaves)], prepared.out_spec).outputs)
     arguments = {node.target for node, place, _ in prepared.inputs if place < len(before.call.tensors)}
     if state.pipe is not None or ctx.runner.played is not None:
         _refuse("a step in stages, or in micro-batches, has ended by then")
-    if any(int(target) not in own for target in given) or not arguments.issuperset(through):
+    if any(is_batched(gradient) for gradient, _ in given.values()):
+        _refuse("gradients are taken in a batch (is_grads_batched=True, vectorize=True)")
+    if not arguments.issuperset(through):
         _refuse("gradients lead to what an earlier call has left in the module")
     if any(isinstance(one, DTensor) and is_on_host(one) for one in ctx.parameters):
         _refuse("parameters lie in the memory of the host")
-    return Derivative(tuple(sorted(map(int, given))), through, trained)
+    return Derivative(given_and_kept(prepared.out_spec), tuple(sorted(map(int, given))), through, trained)
 
 
 def _refuse(why: str) -> NoReturn:
@@ -110,18 +112,19 @@ def _by_name(
     made: dict[str, Tensor] = {}
     names = (*derivative.inputs, *derivative.parameters)
     for (result, layout), value in zip(results, outputs, strict=True):
+        if int(result.target) >= len(names):  # what forward checks, as it did before
+            continue
         name, type = names[int(result.target)], types[result.target]
         assert value is not None and type is not None
         parameter = held.get(name)
         if isinstance(parameter, DTensor):
-            whole = as_dtensor(value.contiguous().to(parameter.dtype), type.shape, layout, device_mesh)
-            made[name] = whole.redistribute(placements=parameter.placements)
+            lies = layout_of(parameter)
+            value = relaid_with_gradient(value, type.shape, layout, lies, device_mesh).to(parameter.dtype)
+            made[name] = as_dtensor(value.contiguous(), type.shape, lies, device_mesh)
         elif parameter is not None:
             made[name] = whole_with_gradient(value, type.shape, layout, state.mesh, device_mesh).to(parameter.dtype)
         else:
-            if layout != layouts[name]:
-                whole = whole_with_gradient(value, type.shape, layout, state.mesh, device_mesh)
-                value = piece_with_gradient(whole, layouts[name], state.mesh, device_mesh)
+            value = relaid_with_gradient(value, type.shape, layout, layouts[name], device_mesh)
             made[name] = _with_gradient_times(value, 1 / before.ranks_of_rows)
     return made
 

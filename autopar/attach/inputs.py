@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar.attach.foreach import terms_in
 from autopar.attach.tensors import (
     as_dtensor,
     as_stored,
@@ -18,6 +19,7 @@ from autopar.attach.tensors import (
     layout_of,
     piece_of,
     placements_of,
+    relaid,
     whole_within,
 )
 from autopar.ir.graph import TensorType
@@ -36,7 +38,9 @@ def local_input(value: Tensor, layout: Layout, mesh: Mesh, device_mesh: DeviceMe
     """
     if isinstance(value, DTensor):
         value = _on(value, device_mesh)
-        return as_stored(value.redistribute(placements=placements_of(layout)).to_local())
+        if terms_in(value):
+            return as_stored(value.redistribute(placements=placements_of(layout)).to_local())
+        return as_stored(relaid_with_gradient(value.to_local(), value.shape, layout_of(value), layout, device_mesh))
     if value.is_meta:
         raise ValueError(
             f"an argument {list(value.shape)} lies on meta, where tensors have no values; a step needs them (to plan "
@@ -59,6 +63,27 @@ def whole_with_gradient(
 ) -> Tensor:
     """What has these pieces, on each rank, as its gradient is there on each. All have to call it."""
     return piece if is_whole(layout) else _Whole.apply(piece, tuple(shape), layout, mesh, device_mesh)
+
+
+def relaid_with_gradient(
+    local: Tensor, shape: Sequence[int], before: Layout, after: Layout, device_mesh: DeviceMesh
+) -> Tensor:
+    """As `relaid`, between layouts without partial sums. (DTensors have no gradient of the gradient of that.)"""
+    return local if before == after else _Relaid.apply(local, tuple(shape), before, after, device_mesh)
+
+
+class _Relaid(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, shape: tuple[int, ...], before: Layout, after: Layout, device_mesh: DeviceMesh
+    ) -> Tensor:
+        ctx.like = shape, after, before, device_mesh
+        made = relaid(local.detach().contiguous(), shape, before, after, device_mesh)
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return relaid_with_gradient(gradient, *ctx.like), None, None, None, None
 
 
 class _Piece(torch.autograd.Function):

@@ -20,10 +20,7 @@ from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, State
 from autopar.attach.run import Step
 from autopar.attach.steps import parameters_of, step_of
-from autopar.attach.tensors import (
-    as_dtensor,
-    piece_as,
-)
+from autopar.attach.tensors import as_dtensor, piece_as
 from autopar.errors import CheckFailed, PlanMismatch
 from autopar.ir.graph import output_types
 from autopar.trace.calls import Call
@@ -39,7 +36,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     hooked, count = prepared.hooked
     if sum(map(len, hooked)) != count:
         refuse(parallel)
-    parameters, computed = parameters_of(prepared), prepared.counting.computed(prepared.modules)
+    parameters, computed = parameters_of(prepared, state.device_mesh), prepared.counting.computed(prepared.modules)
     before = _before(parallel, prepared, call, key)
     step = step_of(state, prepared, call)
     if not prepared.has_trained and key.gradients and prepared.runner.program.backward is not None:

@@ -18,14 +18,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from autopar._compat import is_in_backward, is_transforming, pytree, without_torch_function, wrap_dtensor_dispatch
-from autopar.attach.tensors import over_pieces, piece_as
+from autopar.attach.tensors import over_pieces, piece_as, whole_within
 from autopar.trace.origins import writes_in_place
 
 WRITE = "write it with +, -, *, / (loss = loss + penalty), or put the other together first: penalty.full_tensor()"
@@ -36,6 +36,13 @@ NOT_IN_PIECES = re.compile(
     "|in-place operations that require placement changes"
 )
 MIXED = "got mixed torch.Tensor and DTensor"
+# Operators that compute with each piece by itself where the dim that is split is named from behind.
+NOT_BY_PIECES = frozenset(
+    [
+        "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "cumulative_trapezoid", "trapezoid", "trapz",
+        "argmax", "argmin", "diff",
+    ]
+)  # fmt: skip
 # Operators that they have, and of which the backward mixes them with plain tensors.
 NO_BACKWARD = frozenset(
     [
@@ -51,9 +58,6 @@ NO_BACKWARD = frozenset(
         "det",
         "slogdet",
         "logdet",
-        "cumprod",
-        "cummax",
-        "cummin",
         "quantile",
         "nanquantile",
     ]
@@ -86,14 +90,52 @@ def _made_of_both(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> An
         return func(*args, **named)
     if _changes_first(func, args, named):
         return _changed(func, args, named)
-    if not _are_mixed((*args, *named.values())) and not _has_no_backward(func, args):
+    given = [*_tensors((*args, *named.values()))]
+    name = getattr(func, "__name__", "")
+    is_mixed = _are_mixed(given) or (writes_in_place(name, named) and not isinstance(given[0], DTensor))
+    if not is_mixed and name not in NOT_BY_PIECES and not _has_no_backward(name, given):
         try:
             return func(*args, **named)
         except (NotImplementedError, RuntimeError) as error:  # on all ranks alike, before anything is sent
-            if not NOT_IN_PIECES.search(str(error)):
+            is_within = MIXED in str(error) and all(isinstance(one, DTensor) for one in given)  # `torch.combinations`
+            if not (is_within or NOT_IN_PIECES.search(str(error))):
                 raise
-    args, named = pytree.tree_map_only(DTensor, lambda held: held.full_tensor(), (args, named))
+            if name == "as_strided" and not given[0].is_contiguous():
+                raise  # the whole lies otherwise
+    args, named = pytree.tree_map_only(DTensor, _put_together, (args, named))
     return func(*args, **named)
+
+
+def _put_together(held: DTensor) -> Tensor:
+    follows = torch.is_grad_enabled() and held.requires_grad
+    if not follows or DTensor.full_tensor is not whole_within:  # which has a gradient of its own
+        return held.full_tensor()
+    return _WholeOf.apply(held)  # type: ignore[no-any-return]
+
+
+class _WholeOf(torch.autograd.Function):
+    """As `full_tensor`, whose backward takes the zeros that stand where no gradient arrives for a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, held: DTensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.like = cast(DTensor, held.detach())
+        return whole_within(ctx.like)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        return None if gradient is None else _PieceOf.apply(gradient, ctx.like)
+
+
+class _PieceOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, like: DTensor) -> DTensor:
+        ctx.set_materialize_grads(False)
+        return piece_as(whole, like)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return None if gradient is None else _WholeOf.apply(gradient), None
 
 
 def _changed(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -124,20 +166,20 @@ def _takes_any(func: Any) -> bool:
     return func is Tensor.backward or module.startswith(("torch.distributed", "torch.autograd"))
 
 
-def _has_no_backward(func: Any, args: tuple[Any, ...]) -> bool:
-    name = getattr(func, "__name__", "")
+def _has_no_backward(name: str, given: list[Tensor]) -> bool:
     return (
         (name in NO_BACKWARD or (name.startswith("linalg_") and not name.endswith("norm")))
         and torch.is_grad_enabled()
-        and any(one.requires_grad for one in _tensors(args))
+        and any(one.requires_grad for one in given)
     )
 
 
-def _are_mixed(given: Iterable[Any]) -> bool:
-    """Whether there are DTensors and plain tensors that are no numbers."""
-    found = [*_tensors(given)]
-    return any(isinstance(one, DTensor) for one in found) and any(
-        not isinstance(one, DTensor) and (one.ndim > 1 or one.numel() != 1) for one in found
+def _are_mixed(given: list[Tensor]) -> bool:
+    """Whether there are DTensors and plain tensors, which are no numbers or have gradients."""
+    return any(isinstance(one, DTensor) for one in given) and any(
+        not isinstance(one, DTensor)
+        and (one.ndim > 1 or one.numel() != 1 or (torch.is_grad_enabled() and one.requires_grad))
+        for one in given
     )
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar.attach.inputs import piece_with_gradient
+from autopar.attach.inputs import piece_with_gradient, relaid_with_gradient
 from autopar.attach.late import Late
 from autopar.attach.tensors import as_dtensor, is_whole, whole_within
 from autopar.attach.whole_values import averaged
@@ -75,8 +74,8 @@ def own_rows(local: Tensor, shape: Sequence[int], layout: Layout, device_mesh: D
     """This rank's rows of an output, along `dim`, in rank order, as `from_local` takes inputs. What a rank computes of
     its rows counts as DDP has it: the gradients of all ranks are averaged.
     """
-    rows = as_dtensor(local, shape, layout, device_mesh).redistribute(placements=[Shard(dim)] * device_mesh.ndim)
-    return _Averaged.apply(rows.to_local(), local, device_mesh.size())  # type: ignore[no-any-return]
+    rows = relaid_with_gradient(local, shape, layout, (plain.Shard(dim),) * device_mesh.ndim, device_mesh)
+    return _Averaged.apply(rows, local, device_mesh.size())  # type: ignore[no-any-return]
 
 
 class _Averaged(torch.autograd.Function):

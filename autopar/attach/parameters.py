@@ -46,7 +46,13 @@ def become(held: nn.Parameter, made: nn.Parameter) -> None:
     """`held` gets the value and the layout of `made`, both DTensors of one shape, and stays the object that it is:
     whoever holds it sees the new one, through weak references and with its hooks too.
     """
-    assert isinstance(held, DTensor) and isinstance(made, DTensor)
+    if not isinstance(held, DTensor):
+        raise RuntimeError(
+            "the first call of a parallel module lays its parameters out, and comes through "
+            "torch.func.functional_call with plain tensors in their place: call the module by itself first, or give "
+            "example_inputs= to autopar.compile"
+        )
+    assert isinstance(made, DTensor)
     if held.device == made.device:
         held._local_tensor, held._spec = made._local_tensor, made._spec
         held.borrowed = None  # type: ignore[attr-defined]

@@ -15,7 +15,21 @@ from autopar.ir.layout import Layout
 def versions(saved: Sequence[Tensor | None], places: Sequence[int]) -> list[tuple[int, int]]:
     """(place, version now) of these saved values, for backward to see that nobody changed them."""
     held = ((place, saved[place]) for place in places) if saved else ()
-    return [(place, one._version) for place, one in held if one is not None and not one.is_inference()]
+    return [(place, one._version) for place, one in held if isinstance(one, Tensor) and not one.is_inference()]
+
+
+def check_saved(saved: Sequence[Any] | None, before: Sequence[tuple[int, int]]) -> None:
+    """Raises RuntimeError where what forward has saved is gone, or something else by now. `before`: as `versions`."""
+    if saved is None:
+        raise RuntimeError(
+            "backward ran a second time through the same forward, what it needs is gone, and in micro-batches nothing "
+            "is kept: pass retain_graph=True the first time, or call the module again"
+        )
+    if any(saved[place]._version != version for place, version in before):
+        raise RuntimeError(
+            "an output or a buffer of the module was changed in place between forward and backward, which needs what "
+            "it was: change a copy (output.clone()), or call backward first"
+        )
 
 
 def told_apart(

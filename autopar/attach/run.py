@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar._compat import without_torch_function
+from autopar._compat import keeps_graph, without_torch_function
 from autopar.attach.generators import States, drawing_from
-from autopar.attach.results import apart_from, behind_a_function, own, told_apart, versions
+from autopar.attach.results import apart_from, behind_a_function, check_saved, own, told_apart, versions
 from autopar.attach.rounds import Played
 from autopar.attach.rows import Rows
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
@@ -302,7 +302,7 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     if runner.program.backward is None:
         raise RuntimeError("this call ran the inference program, which has no backward; call the module in grad mode")
     if not torch.is_grad_enabled():
-        _check_saved(ctx)
+        check_saved(ctx.saved, ctx.exposed)
     places = {target: place for target, (place, _) in runner.outputs.items()}
     gradients = of_whole_batch(gradients, places, step.averaged, step.of_all_ranks, step.device_mesh)
     given = {
@@ -322,7 +322,10 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     if torch.is_grad_enabled():
         assert step.differentiated is not None
         return step.differentiated(ctx, given)
-    saved, ctx.saved = ctx.saved, None
+    if keeps_graph() and ctx.runner.played is None:
+        saved, ctx.exposed = runner.program.to_keep(ctx.saved), versions(ctx.saved, range(len(ctx.saved)))
+    else:
+        saved, ctx.saved = ctx.saved, None
     if ctx.added_up is not None:
         return _to_parameters(runner, names, _delivered(ctx, gradients))
     if step.without_tangent & given.keys():
@@ -339,20 +342,6 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     settle()  # gradients on the host have arrived, and parameters there have been read
     made = _as_given(ctx.runner, runner, _reached(runner, made, given.keys()), step.device_mesh)
     return _to_parameters(runner, names, made)
-
-
-def _check_saved(ctx: Any) -> None:
-    """Raises RuntimeError where what forward has saved is gone, or something else by now."""
-    if ctx.saved is None:
-        raise RuntimeError(
-            "backward ran a second time through the same forward (retain_graph=True, or a helper that begins it for "
-            "each element, as torch.autograd.functional.jacobian does); call the module again first"
-        )
-    if any(ctx.saved[place]._version != version for place, version in ctx.exposed):
-        raise RuntimeError(
-            "an output or a buffer of the module was changed in place between forward and backward, which needs what "
-            "it was: change a copy (output.clone()), or call backward first"
-        )
 
 
 def _no_hooks_between(runner: Runner, step: Step, given: Set[str]) -> None:

@@ -9,19 +9,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.attach.generators import refuse_to_repeat
-from autopar.attach.inputs import local_input, type_of
+from autopar.attach.inputs import local_input, piece_with_gradient, type_of
 from autopar.attach.placing import refuse_without_values
 from autopar.attach.prepared import Prepared
 from autopar.attach.programs import State
 from autopar.attach.run import Step
-from autopar.attach.tensors import is_whole, layout_of, placements_of
+from autopar.attach.tensors import as_dtensor, is_whole, layout_of, placements_of
 from autopar.errors import PlanMismatch
 from autopar.ir.graph import Node
 from autopar.plan import Plan
 from autopar.trace.calls import Call
 
 
-def parameters_of(prepared: Prepared) -> list[Tensor]:
+def parameters_of(prepared: Prepared, device_mesh: DeviceMesh) -> list[Tensor]:
     """Parameters in the order of the program; what is still as it was checked before is not checked again."""
     held: list[Tensor] = []
     for number, (tensors, name) in enumerate(prepared.parameters):
@@ -29,10 +29,26 @@ def parameters_of(prepared: Prepared) -> list[Tensor]:
         spec = getattr(parameter, "_spec", parameter.dtype)
         known, before = prepared.checked[number]
         if parameter is not known or spec is not before or parameter.is_meta:
-            _check(parameter, prepared.runner.parameters[number], prepared.plan)
+            node = prepared.runner.parameters[number]
+            if (piece := _in_pieces(parameter, node, prepared.plan, device_mesh)) is not parameter:
+                held.append(piece)
+                continue
+            _check(parameter, node, prepared.plan)
             prepared.checked[number] = parameter, spec
         held.append(parameter)
     return held
+
+
+def _in_pieces(given: Tensor, node: Node, plan: Plan, device_mesh: DeviceMesh) -> Tensor:
+    """What `torch.func.functional_call` has put in the place of a parameter: where it is plain and whole, this rank's
+    piece of it, with a gradient of its own.
+    """
+    layout, type = plan.choices[node.name].lies, plan.graph.stored_type(node)
+    is_other = not isinstance(given, (nn.Parameter, DTensor)) and not is_whole(layout)
+    if not is_other or type_of(given) != type or plan.residence.get(node.target) == "host":
+        return given
+    piece = piece_with_gradient(given, layout, plan.mesh, device_mesh)
+    return as_dtensor(piece, type.shape, layout, device_mesh)
 
 
 def step_of(state: State, prepared: Prepared, call: Call) -> Step:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from autopar.emit.compiled import compiled
+from autopar.emit.compiled import C10D, compiled
 from autopar.emit.text import commented
 from autopar.ir.graph import Node, Result, TensorType
 from autopar.ir.layout import Layout, local_type
@@ -39,6 +41,15 @@ class Emitted:
     added_up: tuple[TensorType | None, ...] = ()
     exposed: tuple[int, ...] = ()
     alone: frozenset[int] = frozenset()
+
+    def to_keep(self, saved: Sequence[Any]) -> list[Any]:
+        """What backward is given of the saved values where it may run again: it takes them off its list, and sums over
+        ranks some of them where they lie.
+        """
+        graph = getattr(self.backward, "graph", None)
+        if graph is None or not graph.find_nodes(op="call_function", target=C10D.all_reduce_.default):
+            return [*saved]
+        return [one.clone() if isinstance(one, Tensor) else one for one in saved]
 
     def compiled(self) -> Emitted:
         """The same program with both parts compiled by inductor at their first call."""

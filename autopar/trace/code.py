@@ -11,6 +11,7 @@ from typing import Any
 
 CODE = (types.FunctionType, types.MethodType, classmethod, staticmethod, property, cached_property, partial)
 TYPES = frozenset(("type", "int", "float"))
+BY_TEXT = frozenset(("getattr", "hasattr", "attrgetter", "vars", "__dict__"))
 TAKES_TYPES = frozenset(("dtype", "to", "type", "astype", "view"))  # torch and numpy ask for those of Python
 
 
@@ -33,6 +34,17 @@ def names_of(code: types.CodeType) -> Iterator[str]:
     """All names that stand in code."""
     for part in _codes(code):
         yield from part.co_names
+
+
+def asked_of(code: types.CodeType) -> set[str]:
+    """The names that code may look up by text that stands there (`getattr(config, "weight", 1.0)`)."""
+    return {
+        constant
+        for part in _codes(code)
+        if BY_TEXT & {*part.co_names}
+        for constant in part.co_consts
+        if isinstance(constant, str) and constant.isidentifier()
+    }
 
 
 def globals_of(code: types.CodeType, *how: str) -> Iterator[str]:

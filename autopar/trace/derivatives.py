@@ -21,10 +21,11 @@ TANGENTS = "tangents_"  # of forward, in a trace: of each derivative the gradien
 
 
 class Derivative(NamedTuple):
-    """Gradients of some leaves of what there is before, by their number, by arguments (paths), by gradients that
-    earlier ones began with (paths, too), and by parameters (names). They are given in this order.
+    """Gradients of some of the `leaves` of what there is before, by their number, by arguments (paths), by gradients
+    that earlier ones began with (paths, too), and by parameters (names). They are given in this order.
     """
 
+    leaves: int
     outputs: tuple[int, ...]
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
@@ -44,14 +45,21 @@ def derived(call: Call, derivative: Derivative, tangents: Sequence[Tensor]) -> C
 
 
 def gradients_of(
-    model: nn.Module, derivatives: Sequence[Derivative], outputs: Any, arguments: Mapping[str, Any]
+    model: nn.Module, derivatives: Sequence[Derivative], returned: Any, arguments: Mapping[str, Any]
 ) -> list[Tensor]:
-    """What a traced forward gives in the place of its outputs. `arguments`: by path, `TANGENTS` among them."""
-    found: list[Any] = pytree.tree_leaves(outputs)
+    """What a traced forward gives in the place of what it has returned, and keeps. `arguments`: by path, `TANGENTS`
+    among them.
+    """
+    found: list[Any] = pytree.tree_leaves(returned)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for number, one in enumerate(derivatives):
         by = [*(arguments[path] for path in one.inputs), *(parameters[name] for name in one.parameters)]
         tangents = [arguments[f"['{TANGENTS}'][{number}][{place}]"] for place in range(len(one.outputs))]
+        if len(found) != one.leaves:
+            raise TraceError(
+                f"forward gives and keeps {len(found)} values where gradients with create_graph=True are taken, and "
+                f"gave {one.leaves} before; call the module again, then backward"
+            )
         of = [found[place] for place in one.outputs]
         for place, value in zip(one.outputs, of, strict=True):
             if not isinstance(value, Tensor) or not value.requires_grad:

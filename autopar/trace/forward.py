@@ -7,6 +7,7 @@ holds them a second time get those values too. A trained tensor from elsewhere w
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -64,7 +65,10 @@ X_OF_MASK = (
     "rows that a boolean mask picks are understood where each is treated by itself, and summed or averaged: write "
     "x[mask]"
 )
-WITHOUT_GRADIENT = ("detach", "__get__", "size", "stride", "dim", "numel", "__len__", "item", "tolist", "__hash__")
+WITHOUT_GRADIENT = re.compile(
+    "is_.*|detach|__get__|size|stride|dim|ndimension|numel|nelement|element_size|get_device|type|data_ptr|.*storage.*|"
+    "item|tolist|__(len|hash|repr|format|bool|int|float|index|contains|reduce_ex|deepcopy)__"
+)
 A_SIZE = "take sizes from shapes, or pass them as numbers of Python's"
 OF_MASKS = ("__getitem__", "__setitem__", "nonzero", "argwhere", "where", "masked_select", "index_put_")
 INSTEAD = {  # function -> what to write in its place
@@ -320,7 +324,8 @@ class _Watch(TorchFunctionMode):
         """
         strange = [value for value in tensors_in((args, kwargs)) if self._is_strange(value)]
         name = getattr(func, "__name__", "")
-        if any(value.is_leaf for value in strange) or (torch.is_grad_enabled() and name not in WITHOUT_GRADIENT):
+        follows = torch.is_grad_enabled() and not WITHOUT_GRADIENT.fullmatch(name)
+        if follows or any(value.is_leaf for value in strange):
             raise TraceError(
                 f"the model reads a tensor {list(strange[0].shape)}{line_here()} that requires grad and is none of its "
                 "parameters, so it would not be trained; register it (nn.Parameter, nn.ModuleList, nn.ParameterList), "

@@ -73,6 +73,11 @@ def arrays_of(spec: pytree.TreeSpec) -> frozenset[int]:
     return spec.context[3]
 
 
+def given_and_kept(spec: pytree.TreeSpec) -> int:
+    """How many leaves it has, from its tree, but for those that are checked."""
+    return spec.num_leaves - len(spec.context[1])
+
+
 def memory_of(spec: pytree.TreeSpec) -> Memory:
     """`Returned.memory`, likewise."""
     return spec.context[4]
@@ -162,7 +167,7 @@ def returning(model: nn.Module, reads: Reads, notes: list[str], derivatives: Seq
         made = _with_tensors(Returned(outputs, kept, reads.left.take(modules)))
         if not derivatives:
             return made
-        return Returned(gradients_of(model, derivatives, made.outputs, arguments), {}, [])
+        return Returned(gradients_of(model, derivatives, made, arguments), {}, [])
 
     if derivatives:
         returned.__signature__ = with_argument(forward, TANGENTS)  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopar.trace.code import CODE, TYPES, asks_for_nothing, functions_of, globals_of, names_of, needs_types
+from autopar.trace.code import CODE, TYPES, asked_of, asks_for_nothing, functions_of, globals_of, names_of, needs_types
 from autopar.trace.values import IN_PLACE, MISSING, SCALARS, few_in, file_of, is_installed, is_of_torch, is_torchs
 
 FUNCTIONS, HOLDERS = 2000, 2000  # of the user's code and objects are looked at, at most
@@ -118,6 +118,7 @@ class Settings:
         self._known: dict[tuple[int, str], Any] = {}  # (id of a place, name) -> the place, so that its id stays its own
         self._classes: dict[type, Mapping[str, Any]] = {}  # the place of each: `vars` makes a new one every time
         self._names: set[str] = set()  # of all code so far
+        self._asked: set[str] = set()  # those that it looks up by text, which need not be there
         self._done: set[types.CodeType] = set()
         self._functions: dict[int, types.FunctionType] = {}
         self._left: list[Any] = []
@@ -189,6 +190,8 @@ class Settings:
                 self._see({name: part}, name, part, is_pips)
             elif not is_pips:
                 self._own(part)
+        if not is_pips and defaults and all(isinstance(part, SCALARS) for part in defaults.values()):
+            self._see(Of(function), "__defaults__", function.__defaults__)
         if function.__code__ in self._done:  # of another function, with other variables
             return
         self._done.add(function.__code__)
@@ -197,6 +200,8 @@ class Settings:
             asked &= {*globals_of(function.__code__)}
             self.asking.append((function.__globals__, asked | ({"is"} if needs_types(function.__code__) else set())))
         self._names |= names
+        if not is_pips:
+            self._asked |= asked_of(function.__code__)
         # In one order on all ranks: what is found first names what is found.
         self._left += (call for name in sorted(names & self._methods.keys()) for call in self._methods[name])
         read: set[str] | None = None
@@ -260,7 +265,8 @@ class Settings:
 
     def _look_inside(self, holder: _Holder) -> None:
         value = holder.place.holder
-        names = (self._names & _names_in(value) if _lists_names(value) else self._names) - holder.tried
+        names = self._names | self._asked
+        names = (names & _names_in(value) if _lists_names(value) else names) - holder.tried
         holder.tried |= names
         for name in sorted(names):
             if name.startswith("__"):
@@ -271,6 +277,10 @@ class Settings:
                 self._see(self._classes.setdefault(owner, vars(owner)), name, static)
             elif (part := holder.place.get(name, MISSING)) is not MISSING:
                 self._see(holder.place, name, part)
+        if not isinstance(value, (type, types.ModuleType, Mapping)):
+            for name in sorted(name for name in self._asked - holder.tried if not name.startswith("__")):
+                holder.tried.add(name)
+                self._see(holder.place, name, MISSING)
 
 
 def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:

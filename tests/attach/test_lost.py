@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import queue
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -39,11 +38,6 @@ def on_a_function() -> Keep:
     return keep
 
 
-def on_a_thread() -> Keep:
-    own = threading.local()
-    return lambda module, made: setattr(own, "last", made)
-
-
 def by_weak_keys() -> Keep:
     table: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
     return table.__setitem__
@@ -71,7 +65,7 @@ def among_globals() -> Keep:
 
 
 @pytest.mark.parametrize(
-    "way", [on_a_function, on_a_thread, by_weak_keys, in_a_queue, on_a_class, in_a_module_of_python, among_globals]
+    "way", [on_a_function, by_weak_keys, in_a_queue, on_a_class, in_a_module_of_python, among_globals]
 )
 def test_what_nobody_sees_is_refused(one: DeviceMesh, way: Callable[[], Keep]) -> None:
     model, keep = net(), way()

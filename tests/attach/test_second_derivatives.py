@@ -84,6 +84,34 @@ class Pictures(nn.Module):
         return self.score(self.look(x).flatten(1))
 
 
+class Features(nn.Module):
+    """Keeps what it gives, and what it is made of; counts, and divides by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(8, 8), nn.Linear(8, 1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.features = torch.tanh(self.up(x)) * (1 + 1 / self.calls)
+        self.last = self.down(self.features)
+        return self.last
+
+
+def _of_features(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    score = model(x)
+    (slope,) = torch.autograd.grad(score.sum() + model.features.square().sum(), x, create_graph=True)
+    return slope.square().mean() + model.features.mean()
+
+
+def _of_parts(model: nn.Module, x: Tensor) -> Tensor:
+    """By convolutions of a part, whose second derivatives do not reach all that it has."""
+    x = model.look(x).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model.look[4:](x[:, :4]).sum(), x, create_graph=True)
+    return slope.square().mean() + model(x.flatten(1)[:, :8]).mean()
+
+
 def _penalty(model: nn.Module, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     score = model(x)
@@ -179,6 +207,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "inner steps of what is tied": (lambda: _layers(nn.Tanh()), _inner_step),
     "a Hessian": (_layers, _hessian),
     "attention": (Attending, _penalty),
+    "what forward gives and keeps": (Features, _penalty),
+    "features that it keeps": (Features, _of_features),
+    "parts": (Pictures, _of_parts),
 }
 
 
@@ -300,3 +331,9 @@ def test_a_gradient_of_zeros_is_one(one: DeviceMesh) -> None:
         _penalty(model, x).backward()
     near(parallel.bias.grad, plain.bias.grad, GRADIENT, "of the score alone", ZERO)
     near(parallel.weight.grad, plain.weight.grad, GRADIENT, "of both")
+
+
+def test_gradients_in_a_batch_are_refused(one: DeviceMesh) -> None:
+    parallel, x = autopar.compile(_layers(), one), torch.randn(1, 8)
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*in a batch .is_grads_batched"):
+        torch.autograd.functional.hessian(lambda at: parallel(at).sum(), x, create_graph=True, vectorize=True)

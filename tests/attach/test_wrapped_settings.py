@@ -23,6 +23,7 @@ from tests.attach.test_settings import Inner, Model
 from tests.processes.compare import near, same_gradients
 
 scale, here, behind, table = Inner(), threading.local(), Inner(), {"weight": 1.0}
+later = types.SimpleNamespace()
 weak, seen = weakref.ref(behind), types.MappingProxyType(table)
 
 
@@ -75,6 +76,16 @@ class WrappedForward(nn.Module):
         return self.linear(x).square().mean()
 
 
+def _comes(space: types.SimpleNamespace, to: float) -> None:
+    space.__dict__.clear()
+    if to != 1.0:
+        space.weight = to
+
+
+def by_default(weight: float = 1.0) -> float:
+    return weight
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[float], None]]] = {
     "a decorated function": (lambda: Model(lambda _: one_and()), lambda to: setattr(scale, "weight", to)),
     "a decorator of torch's": (lambda: Model(lambda _: in_torchs()), lambda to: setattr(scale, "weight", to)),
@@ -83,8 +94,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[float], None]]] = {
     "a thread's": (lambda: Model(lambda _: here.weight), lambda to: setattr(here, "weight", to)),
     "a weak reference": (lambda: Model(lambda _: weak().weight), lambda to: setattr(behind, "weight", to)),  # type: ignore[union-attr]
     "a look at a dict": (lambda: Model(lambda _: seen["weight"]), lambda to: table.update(weight=to)),
+    "an attribute by text": (
+        lambda: Model(lambda _: getattr(scale, "weight", 3.0)), lambda to: setattr(scale, "weight", to)
+    ),
+    "an attribute that comes": (
+        lambda: Model(lambda _: later.weight if hasattr(later, "weight") else 1.0), lambda to: _comes(later, to)
+    ),
+    "a key by text": (lambda: Model(lambda _: vars(scale)["weight"]), lambda to: setattr(scale, "weight", to)),
+    "defaults": (lambda: Model(lambda _: by_default()), lambda to: setattr(by_default, "__defaults__", (to,))),
     "a class of classes": (lambda: Model(lambda _: OfKind.weight), lambda to: setattr(Kind, "weight", to)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,7 +16,7 @@ import autopar
 from autopar.attach.tensors import mesh_of
 from autopar.measure.twin import traced
 from autopar.search import Request, search
-from tests.processes.compare import LOSS, near, same_gradients
+from tests.processes.compare import GRADIENT, LOSS, near, same_gradients
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
 
@@ -70,8 +70,26 @@ def _gradients_of_parameters(critic: nn.Module, x: Tensor) -> Tensor:
     return sum((one.square().sum() for one in slopes), torch.zeros(()))
 
 
+def _curved(critic: nn.Module, x: Tensor) -> Tensor:
+    """Twice, each time from gradients that have gradients themselves."""
+    x = x[:, 0, :3].flatten(1).clone().requires_grad_()
+    along = x[:, :1].detach().exp().requires_grad_()
+    score = critic(x)
+    (slope,) = torch.autograd.grad(score.exp().sum(), x, create_graph=True)
+    (bent,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+    (product,) = torch.autograd.grad(score, x, along, create_graph=True)
+    (ahead,) = torch.autograd.grad((product * x.detach().cumsum(1)).sum(), along, create_graph=True)
+    return bent.square().mean() + ahead.square().mean()
+
+
+def _layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
 def _planned(ranks: Ranks, model: nn.Module, policy: str, args: tuple[Tensor, ...], **options: Any) -> Any:
     mesh = ranks.mesh(*((2, 2) if ranks.count == 4 else ()))
+    if policy == "whatever is best":
+        return autopar.compile(copy.deepcopy(model), mesh, **options)
     plan = search(traced(model, args, {}), mesh_of(mesh), FAST, Request(policy=policy))
     return autopar.compile(copy.deepcopy(model), mesh, plan=plan, **options)
 
@@ -79,12 +97,15 @@ def _planned(ranks: Ranks, model: nn.Module, policy: str, args: tuple[Tensor, ..
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
     "penalty": (Critic, _penalty),
     "residual": (Solution, _residual),
+    "curved": (_layers, _curved),
     "gradients of parameters": (Critic, _gradients_of_parameters),
 }
 
 
 def _args(name: str) -> tuple[Tensor, ...]:
     """What a plan is made for."""
+    if name == "curved":
+        return (torch.randn(8, 24).requires_grad_(),)
     if name == "residual":
         return torch.randn(8, 1).requires_grad_(), torch.randn(8, 1).requires_grad_()
     return (torch.randn(8, 3, 8, 8).requires_grad_(name == "penalty"),)
@@ -93,7 +114,7 @@ def _args(name: str) -> tuple[Tensor, ...]:
 def check_gradients_have_gradients(ranks: Ranks) -> None:
     """Three steps of each, on whole batches."""
     for name, (build, loss_of) in CASES.items():
-        for policy in POLICIES:
+        for policy in (*POLICIES, "whatever is best"):
             torch.manual_seed(0)
             plain = build()
             parallel = _planned(ranks, plain, policy, _args(name))
@@ -111,9 +132,9 @@ def check_gradients_have_gradients(ranks: Ranks) -> None:
 
 def check_rows_of_each_rank(ranks: Ranks) -> None:
     """Gradients are those of the mean of the ranks' losses, as under DDP."""
-    for name in ("penalty", "residual"):
+    for name in ("penalty", "residual", "curved"):
         build, loss_of = CASES[name]
-        for policy in POLICIES[:2]:
+        for policy in (*POLICIES, "whatever is best"):
             torch.manual_seed(0)
             plain = build()
             parallel = _planned(ranks, plain, policy, _args(name), inputs="local")
@@ -145,3 +166,37 @@ def check_pieces(ranks: Ranks) -> None:
             losses[-1].backward()
         near(*losses, LOSS, f"{policy}: loss")
         same_gradients(plain, parallel)
+
+
+class Tasks(nn.Module):
+    """Two heads on what is shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Sequential(nn.Linear(24, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 16))
+        self.heads = nn.ModuleList(nn.Linear(16, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shared = self.shared(x)
+        return self.heads[0](shared).square().mean(), self.heads[1](shared).square().mean()
+
+
+def check_several_backwards(ranks: Ranks) -> None:
+    """Through one call: of each task, and then of both."""
+    for policy in POLICIES:
+        torch.manual_seed(0)
+        plain = Tasks()
+        parallel = _planned(ranks, plain, policy, (torch.randn(16, 24),))
+        for _ in range(2):
+            x, found = torch.randn(16, 24), list[list[Tensor]]()
+            for model in (parallel, plain):
+                losses, shared = model(x), list(model.shared.parameters())
+                tasks = [torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses]
+                found.append([gradient for task in tasks for gradient in task])
+                (losses[0] + 2 * losses[1]).backward()
+            for ours, wanted in zip(*found, strict=True):
+                near(ours, wanted, GRADIENT, f"{policy}: of a task")
+            same_gradients(plain, parallel)
+            for model in (plain, parallel):
+                torch.optim.SGD(model.parameters(), lr=1e-2).step()
+                model.zero_grad()

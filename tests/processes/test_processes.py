@@ -90,7 +90,7 @@ FIRST = {
         "what_dtensors_do_not_run_says_what_does",
         "whole_copies_see_what_is_written",
     ],
-    "penalties": ["gradients_have_gradients", "rows_of_each_rank", "pieces"],
+    "penalties": ["gradients_have_gradients", "rows_of_each_rank", "pieces", "several_backwards"],
     "pipelines": [
         "steps_are_those_of_one_process",
         "evaluation_and_other_batches",
@@ -140,7 +140,7 @@ ON_FOUR = {
     "hooked": ["what_hooks_keep"],
     "micro_batches": ["policies", "parts_of_each_rank"],
     "norms": ["local_ones_are_those_of_ddp", "a_cumulative_average", "synced_norms_are_global_always"],
-    "penalties": ["gradients_have_gradients", "rows_of_each_rank", "pieces"],
+    "penalties": ["gradients_have_gradients", "rows_of_each_rank", "pieces", "several_backwards"],
     "pipelines": [
         "steps_are_those_of_one_process",
         "other_schedules",
