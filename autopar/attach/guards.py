@@ -18,6 +18,7 @@ from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
+import torch
 from torch import nn
 
 from autopar.errors import TraceError
@@ -74,7 +75,7 @@ class Guards:
     change in place, with snapshots; `whole`: of objects of which all counts. `modules`, `classes`: of the parts of the
     model, which parametrizations change. `kept`, `sizes`: where each module holds parts, parameters and buffers, and
     how many. `named`: what to call each place. `left`: what forward writes to containers and objects, which does not
-    count there; `owners`: the modules that these may be of.
+    count there; `owners`: the modules that these may be of. `outside`: as of `Reads`.
     """
 
     fixed: list[Place]
@@ -89,6 +90,7 @@ class Guards:
     left: list[Write]
     owners: WeakValueDictionary[str, nn.Module]
     hidden: Hidden
+    outside: list[torch.Tensor]
 
     def broken(self) -> str | None:
         """What has changed, in words; None where all is as it was."""
@@ -123,7 +125,7 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
     left = reads.left.not_looked_at()
     hides = hidden(left, modules)
     owners = WeakValueDictionary(modules)
-    guards = Guards([], [], [], [], [*model.modules()][1:], [], [], [], {}, left, owners, hides)
+    guards = Guards([], [], [], [], [*model.modules()][1:], [], [], [], {}, left, owners, hides, reads.outside)
     guards.classes = [*map(type, guards.modules)]  # (class and forward of the whole module are ours)
     own = {path: vars(module) if path else _Own(model) for path, module in modules.items()}
     written = reads.written

@@ -48,7 +48,7 @@ class Caller:
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self._signature = inspect.signature(forward)
+        self._signature = _signature_of(forward)
         self._kinds = {name: parameter.kind for name, parameter in self._signature.parameters.items()}
         self._takes_rest = inspect.Parameter.VAR_POSITIONAL in self._kinds.values()
         self.varying: set[str] = set()
@@ -100,6 +100,13 @@ class Caller:
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             return type(value)(self._as_tensors(part, f"{path}[{place}]") for place, part in enumerate(value))
         return value
+
+
+def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+    """As it may be called: a wrapper that says to be what it is wrapped around may take no arguments by name."""
+    told, own = inspect.signature(forward), inspect.signature(forward, follow_wrapped=False)
+    takes_names = inspect.Parameter.VAR_KEYWORD in {parameter.kind for parameter in own.parameters.values()}
+    return told if takes_names else own
 
 
 def _of_python(value: Any) -> Any:

@@ -262,7 +262,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
     drawn = random_state()
     reads.count(setting.counted)
     returning(copy, reads, notes, setting.derivatives)
-    watch_forward(copy, small_buffers(setting.model), notes, reads.counting)
+    watch_forward(copy, small_buffers(setting.model), notes, reads)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)
 
 

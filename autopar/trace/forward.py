@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from autopar._compat import FakeTensor, outside_modes, pytree
@@ -22,7 +23,7 @@ from autopar.trace.ambient import inference_without_gradients
 from autopar.trace.builtin import math_of_counted
 from autopar.trace.calls import flatten_inputs, with_argument
 from autopar.trace.checks import Checks
-from autopar.trace.counted import ARGUMENT, Counting, counted_from, standing
+from autopar.trace.counted import ARGUMENT, counted_from, standing
 from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
 from autopar.trace.eager import as_it_runs
@@ -37,6 +38,7 @@ from autopar.trace.modules import noted_on, replace_tensors, tensors_by_name
 from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.places import with_masks
+from autopar.trace.reads import Reads
 from autopar.trace.recurrent import with_dropout_between
 from autopar.trace.sharing import seen
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
@@ -67,7 +69,7 @@ X_OF_MASK = (
 )
 WITHOUT_GRADIENT = re.compile(
     "is_.*|detach|__get__|size|stride|dim|ndimension|numel|nelement|element_size|get_device|type|data_ptr|.*storage.*|"
-    "item|tolist|__(len|hash|repr|format|bool|int|float|index|contains|reduce_ex|deepcopy)__"
+    "item|tolist|.*_like|new_.*|arg(max|min|sort)|isnan|isinf|isfinite|gt|lt|ge|le|eq|ne|__(gt|lt|ge|le|eq|ne|len|hash|repr|format|bool|int|float|index|contains|reduce_ex|deepcopy)__"
 )
 A_SIZE = "take sizes from shapes, or pass them as numbers of Python's"
 OF_MASKS = ("__getitem__", "__setitem__", "nonzero", "argwhere", "where", "masked_select", "index_put_")
@@ -79,11 +81,11 @@ INSTEAD = {  # function -> what to write in its place
 }
 
 
-def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: list[str], counting: Counting) -> None:
+def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: list[str], reads: Reads) -> None:
     """Have `model`, a copy that is only traced and gives a `Returned`, run its forward in here. `values`: what is in
-    small buffers. `notes`: what is to be told beside the plan comes behind them. `counting`: numbers that
-    are arguments.
+    small buffers. `notes`: what is to be told beside the plan comes behind them.
     """
+    counting = reads.counting
     original = model.forward
     stand_for, modules = _registered(model), dict(model.named_modules())
     noted = {name: noted_on(value) for name, value in stand_for.items()}
@@ -96,7 +98,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         replace_tensors(model, looks := as_looks(looks_in(model), now), registered=False)
         try:
-            watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, counting)
+            watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, reads)
             watch.known |= set(map(id, tensors_in((args, kwargs))))
             for name, value in values.items():
                 watch.literals.know(name, now[name], value)
@@ -139,8 +141,9 @@ class _Watch(TorchFunctionMode):
     the functions gave; another tensor that requires grad is none that would be trained.
     """
 
-    def __init__(self, known: set[int], buffers: frozenset[int], notes: list[str], counting: Counting) -> None:
+    def __init__(self, known: set[int], buffers: frozenset[int], notes: list[str], reads: Reads) -> None:
         super().__init__()
+        counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.origins, self.literals, self.checks = Origins(), Literals(counting.beside), Checks(notes)
         self.beside, self.counting = counting.beside, counting
@@ -153,7 +156,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(value, torch.Tensor) and self._is_strange(value) for value in leaves):
+        if any(isinstance(value, torch.Tensor) and self._is_from_outside(value) for value in leaves):
             args, kwargs = self._without_gradient(func, args, kwargs or {})
         if func in (torch.autograd.backward, torch.Tensor.backward):
             raise TraceError(
@@ -313,6 +316,10 @@ class _Watch(TorchFunctionMode):
         is_held = id(held) in self.registered and not held.requires_grad
         return is_held and value.shape == held.shape and value.dtype == held.dtype and not value.requires_grad
 
+    def _is_from_outside(self, value: torch.Tensor) -> bool:
+        """Whether a trace cannot take it as it is."""
+        return isinstance(value, DTensor) or self._is_strange(value)
+
     def _is_strange(self, value: torch.Tensor) -> bool:
         """Whether gradients would have to go to it, or through it, and it is none of this trace."""
         is_unknown = id(value) not in self.known and value.requires_grad
@@ -324,8 +331,7 @@ class _Watch(TorchFunctionMode):
         """
         strange = [value for value in tensors_in((args, kwargs)) if self._is_strange(value)]
         name = getattr(func, "__name__", "")
-        follows = torch.is_grad_enabled() and not WITHOUT_GRADIENT.fullmatch(name)
-        if follows or any(value.is_leaf for value in strange):
+        if strange and torch.is_grad_enabled() and not WITHOUT_GRADIENT.fullmatch(name):
             raise TraceError(
                 f"the model reads a tensor {list(strange[0].shape)}{line_here()} that requires grad and is none of its "
                 "parameters, so it would not be trained; register it (nn.Parameter, nn.ModuleList, nn.ParameterList), "
@@ -333,10 +339,12 @@ class _Watch(TorchFunctionMode):
             )
         if name == "__get__":
             return args, kwargs
-        for value in strange:  # torch's trace would warn of them
-            if id(value) not in self.detached:
-                with outside_modes():
-                    self.detached[id(value)] = value, value.detach()
+        for value in tensors_in((args, kwargs)):  # torch's trace would warn of the ones, and cannot follow the others
+            if id(value) not in self.detached and self._is_from_outside(value):
+                with outside_modes(), torch.no_grad():
+                    whole = value.full_tensor() if isinstance(value, DTensor) else value
+                    self.detached[id(value)] = value, whole.detach()
+                self.outside.append(value)
         return pytree.tree_map_only(torch.Tensor, lambda one: self.detached.get(id(one), (one, one))[1], (args, kwargs))
 
 

@@ -64,7 +64,8 @@ class Reads:
     hold. `anew`: attributes of which forward makes another list, dict or set in each call. `classes`: those of modules,
     and what each has. `left`: what forward writes to these. `counting`: numbers that are arguments of the trace.
     `with_gradient`: buffers that forward sets to a tensor with one. `unregistered`: buffers that are none any more, as
-    forward sets them to tensors of other shapes, or with a gradient that goes on.
+    forward sets them to tensors of other shapes, or with a gradient that goes on. `outside`: tensors that are none of
+    the trace, of which it has the values: while they are held, no other has their ids, by which guards know them.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -79,6 +80,7 @@ class Reads:
     anew: set[Place] = field(default_factory=set[Place])
     with_gradient: set[str] = field(default_factory=set[str])
     unregistered: set[Place] = field(default_factory=set[Place])
+    outside: list[Tensor] = field(default_factory=list[Tensor])
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see

@@ -129,6 +129,7 @@ class Settings:
         those names in classes of the user's. `hooks`: callables of any kind.
         """
         self._left += functions
+        self._left += (call for name in sorted(self._methods) if _is_operator(name) for call in self._methods[name])
         for hook in hooks:
             self._look_at_call(hook)
         for kind in classes:
@@ -176,6 +177,9 @@ class Settings:
         for function in functions_of(given):
             if id(function) not in self._functions and not _is_torchs(function):
                 self._look_at_function(function, is_hook)
+                for name in globals_of(function.__code__, "IMPORT_NAME"):
+                    if (module := sys.modules.get(name)) is not None:
+                        self._hold(module)
 
     def _look_at_function(self, function: types.FunctionType, is_hook: bool) -> None:
         self._functions[id(function)] = function
@@ -259,9 +263,7 @@ class Settings:
                 self._left += [vars(one).get("__new__") for one in type.mro(value)]
                 self._left += [vars(one).get("__call__") for one in type.mro(type(value))]
             for kind in () if isinstance(value, (type, types.ModuleType)) else type(value).__mro__:  # its operators
-                self._left += (
-                    call for name, call in vars(kind).items() if name.startswith("__") and name not in MAKING
-                )
+                self._left += (call for name, call in vars(kind).items() if _is_operator(name))
 
     def _look_inside(self, holder: _Holder) -> None:
         value = holder.place.holder
@@ -294,6 +296,11 @@ def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
             if any(not (_is_torchs(call) or is_installed(call.__code__.co_filename)) for call in calls):
                 found.setdefault(name, []).append(calls[0])
     return found
+
+
+def _is_operator(name: str) -> bool:
+    """Whether Python calls a method without its name: `scale(x)`, `table[key]`."""
+    return name.startswith("__") and name not in MAKING
 
 
 def _is_installed(kind: type) -> bool:

@@ -4,6 +4,7 @@ there.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import types
@@ -27,6 +28,14 @@ later = types.SimpleNamespace()
 weak, seen = weakref.ref(behind), types.MappingProxyType(table)
 
 
+def _by_place(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def made(*args: Any) -> Any:
+        return call(*args) * scale.weight
+
+    return made
+
+
 def scaled(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def made(*args: Any, **kwargs: Any) -> Any:
@@ -43,6 +52,23 @@ def one_and() -> float:
 @torch.no_grad()
 def in_torchs() -> float:
     return scale.weight
+
+
+class Scaling:
+    """Called without its name."""
+
+    def __call__(self, model: Any) -> float:
+        return scale.weight
+
+
+class Positional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @_by_place
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
 
 
 class Kind(type):
@@ -91,6 +117,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[float], None]]] = {
     "a decorator of torch's": (lambda: Model(lambda _: in_torchs()), lambda to: setattr(scale, "weight", to)),
     "a decorated method": (Wrapped, lambda to: setattr(scale, "weight", to)),
     "a decorated forward": (WrappedForward, lambda to: setattr(scale, "weight", to)),
+    "a forward without names": (Positional, lambda to: setattr(scale, "weight", to)),
+    "an object that is called": (lambda: Model(Scaling()), lambda to: setattr(scale, "weight", to)),
     "a thread's": (lambda: Model(lambda _: here.weight), lambda to: setattr(here, "weight", to)),
     "a weak reference": (lambda: Model(lambda _: weak().weight), lambda to: setattr(behind, "weight", to)),  # type: ignore[union-attr]
     "a look at a dict": (lambda: Model(lambda _: seen["weight"]), lambda to: table.update(weight=to)),
@@ -153,12 +181,45 @@ def test_a_gradient_through_what_lies_outside_is_refused(one: DeviceMesh) -> Non
 
 
 @pytest.mark.parametrize("how", ["detached", "without gradients"])
-def test_without_one_it_is_read(one: DeviceMesh, how: str) -> None:
+@pytest.mark.parametrize("what", ["made", "a leaf", "a leaf that changes"])
+def test_without_one_it_is_read(one: DeviceMesh, how: str, what: str) -> None:
     plain, x = _reading(how), torch.randn(3, 4)
-    parallel = autopar.compile(plain, one)
-    for _ in range(2):
-        held.weight = 2 * torch.randn(4, 4, requires_grad=True)
-        near(parallel(x), plain(x), 1e-6, how)
+    parallel, leaf = autopar.compile(plain, one), torch.randn(4, 4, requires_grad=True)
+    for _ in range(3):
+        held.weight = (
+            2 * torch.randn(4, 4, requires_grad=True) if what == "made" else torch.randn(4, 4).requires_grad_()
+        )
+        if what == "a leaf that changes":
+            held.weight = leaf
+            leaf.data.mul_(1.5)
+        near(parallel(x), plain(x), 1e-6, f"{how}: {what}")
+
+
+class OfItself(nn.Module):
+    """Reads what the script makes of its own weight, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        average = held.weight
+        made = self.linear(x) + x @ average.t() + average[0] + torch.where(average > 0, average, 0.0).sum(0)
+        return (made + average.reshape(-1)[:4].softmax(0)).square().mean()
+
+
+def test_an_average_of_its_own_weight_is_read(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = OfItself()
+    pair, x = (plain, autopar.compile(copy.deepcopy(plain), one)), torch.randn(3, 4)
+    for _ in range(3):
+        for model in pair:
+            held.weight = 0.9 * model.linear.weight.detach().clone()
+            model(x).backward()
+        same_gradients(*pair)
+        for model in pair:
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
 
 
 @pytest.mark.parametrize("order", ["call first", "weight first"])
