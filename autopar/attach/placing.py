@@ -95,7 +95,7 @@ def newcomers(parallel: nn.Module, state: State) -> dict[str, nn.Parameter]:
         refuse_without_values(name, held)
     with torch.inference_mode(False), torch.no_grad():
         for held in found.values():
-            held.copy_(from_rank_zero(held.detach(), state.device_mesh))
+            _take(held, from_rank_zero(held.detach(), state.device_mesh))
             state.plain[id(held)] = held
     return found
 
@@ -111,7 +111,15 @@ def _share_buffers(parallel: nn.Module, state: State) -> None:
                 path, _, leaf = name.rpartition(".")
                 parallel.get_submodule(path)._buffers[leaf] = buffer = buffer.full_tensor()
             if not buffer.is_meta:
-                buffer.copy_(from_rank_zero(buffer, state.device_mesh))
+                _take(buffer, from_rank_zero(buffer, state.device_mesh))
+
+
+def _take(held: Tensor, sent: Tensor) -> None:
+    """Values that are others. What has them already is not written to: a script may have computed with it before the
+    first call, and its backward looks whether somebody did.
+    """
+    if held.device != sent.device or not torch.equal(held, sent):
+        held.copy_(sent)
 
 
 def layouts(parallel: nn.Module, state: State, new: Mapping[str, nn.Parameter]) -> dict[str, Layout]:

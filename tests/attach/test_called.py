@@ -198,3 +198,25 @@ def test_a_change_in_place_that_pieces_cannot_have_is_not_made_to_a_copy(one: De
     with torch.no_grad(), pytest.raises(NotImplementedError, match="t_"):
         parallel.weight.t_()
     near(parallel.weight.full_tensor(), before, 0.0, "weight")
+
+
+def test_a_part_is_called_before_the_whole(one: DeviceMesh) -> None:
+    """And both go into one loss: values that the first call shares over ranks are not written to where they are equal."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+            self.register_buffer("scale", torch.rand(8))
+
+        def encode(self, x: Tensor) -> Tensor:
+            return self.first(x) * self.scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.encode(x)).square().mean()
+
+    plain, x = Scaled(), torch.randn(3, 8)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    for model in (plain, parallel):
+        (model.encode(x).square().mean() + model(x)).backward()
+    same_gradients(plain, parallel)
