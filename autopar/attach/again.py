@@ -6,48 +6,97 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from autopar._compat import pytree
 from autopar.attach.generators import States, random_states
 from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, State, prepare
 from autopar.attach.run import Runner, Step
 from autopar.attach.steps import step_of
+from autopar.attach.tensors import as_dtensor, is_whole
+from autopar.ir.graph import input_type
+from autopar.ir.layout import Layout
 from autopar.trace.calls import Call
 from autopar.trace.counted import standing
 from autopar.trace.formulas import Place
 
 
 @dataclass(frozen=True)
+class Given:
+    """The arguments of a call, of which a rank keeps its pieces alone: who has given whole ones may let them go.
+
+    `leaves`: with None in the place of what `pieces` has: (place among them, shape, layout, piece).
+    """
+
+    call: Call
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+    pieces: list[tuple[int, tuple[int, ...], Layout, Tensor]]
+    device_mesh: DeviceMesh
+
+    @staticmethod
+    def of(call: Call, prepared: Prepared, step: Step) -> Given:
+        leaves, spec = pytree.tree_flatten((call.args, dict(sorted(call.kwargs.items()))))  # as `call.tensors` stand
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        pieces: list[tuple[int, tuple[int, ...], Layout, Tensor]] = []
+        for (node, number, layout), piece in zip(prepared.inputs, step.watched, strict=True):
+            if number < len(places):
+                shape = input_type(prepared.graph, node).shape
+                pieces.append((places[number], shape, layout, step.through.get(node.target, piece)))
+        for place in {*places} - {place for place, *_ in pieces}:  # of what no program reads the shape counts alone
+            leaves[place] = torch.empty(leaves[place].shape, dtype=leaves[place].dtype, device="meta")
+        for place, *_ in pieces:
+            leaves[place] = None
+        bare = replace(call, args=(), kwargs={}, tensors=())
+        return Given(bare, leaves, spec, pieces, step.device_mesh)
+
+    def again(self) -> Call:
+        """The call, of these pieces, with their gradients."""
+        leaves = [*self.leaves]
+        for place, shape, layout, piece in self.pieces:
+            leaves[place] = piece if is_whole(layout) else as_dtensor(piece, shape, layout, self.device_mesh)
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return replace(
+            self.call, args=args, kwargs=kwargs, tensors=tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        )
+
+
+@dataclass(frozen=True)
 class Before:
     """A call, and what it found: attributes of modules, hooks in forward, buffers that it changes, how many calls drew
-    before it, and, on one rank, the states of generators.
+    before it, and, on one rank, the states of generators. `given`: its arguments, once they are cut.
     """
 
     parallel: Any
     prepared: Prepared
-    call: Call
     key: Key
     attributes: dict[Place, Any]
     hooks: list[Any]
     buffers: dict[str, Tensor]
     drawn: int
     states: States
+    given: Given | None = None
 
     @staticmethod
-    def of(parallel: Any, prepared: Prepared, call: Call, key: Key, changed: Iterable[str]) -> Before:
+    def of(parallel: Any, prepared: Prepared, key: Key, changed: Iterable[str]) -> Before:
         """`changed`: buffers that are to be as they are now."""
         state, runner = parallel._autopar, prepared.runner
         buffers = {name: prepared.buffers[name][0][prepared.buffers[name][1]].clone() for name in changed}
         states = random_states(runner.mesh.ranks, runner.coordinates[0].device) if prepared.draws else []
         attributes = prepared.attributes_now() if prepared.has_attributes else {}
-        return Before(
-            parallel, prepared, call, key, attributes, prepared.hooks.held(), buffers, state.drawing_calls, states
-        )
+        return Before(parallel, prepared, key, attributes, prepared.hooks.held(), buffers, state.drawing_calls, states)
+
+    @property
+    def call(self) -> Call:
+        """As it was."""
+        assert self.given is not None
+        return self.given.again()
 
     @property
     def state(self) -> State:
@@ -95,19 +144,19 @@ def with_every_tangent(before: Before) -> Callable[[], tuple[Runner, Step]]:
     """
 
     def again() -> tuple[Runner, Step]:
-        state, key, prepared = before.state, before.key, before.prepared
+        state, key, prepared, call = before.state, before.key, before.prepared, before.call
         with before.back("a gradient arrives for an output beside the loss, for which the step is planned again now"):
             state.wants_tangents.add(key)
             full = next((one for one in state.programs[key] if not one.without_tangent and one.fits() is None), None)
             if full is None:
                 state.programs[key].remove(prepared)
-                full = prepare(before.parallel, state, before.call, key, training=before.parallel.training)
+                full = prepare(before.parallel, state, call, key, training=before.parallel.training)
             told = [[write.told for write in one.left] for one in (prepared, full)]
             if full.out_spec != prepared.out_spec or told[0] != told[1]:
                 raise RuntimeError(
                     "a gradient arrives for an output beside the loss, for which the step is planned again now, but "
                     "what forward gives and keeps is something else by now; call the module again, then backward"
                 )
-        return full.runner, before.step(full, before.call)
+        return full.runner, before.step(full, call)
 
     return again

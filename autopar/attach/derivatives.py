@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import is_batched, is_wanted
-from autopar.attach.again import Before
+from autopar.attach.again import Before, Given
 from autopar.attach.generators import drawing_from
 from autopar.attach.inputs import relaid_with_gradient, whole_with_gradient
 from autopar.attach.prepared import Prepared
@@ -55,7 +55,8 @@ def differentiated(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, L
             full = prepare(before.parallel, state, call, key, training=before.parallel.training)
         _refuse_other_draws(before.prepared, full)
     step = before.step(full, call)
-    step.differentiated = partial(differentiated, replace(before, prepared=full, call=call, key=key))
+    next_one = replace(before, prepared=full, key=key, given=Given.of(call, full, step))
+    step.differentiated = partial(differentiated, next_one)
     # Those of the call: `torch.func.functional_call` may have put them there.
     held = dict(zip((node.target for node in ctx.runner.parameters), ctx.parameters, strict=True))
     with torch.enable_grad(), drawing_from(before.states):
@@ -67,12 +68,12 @@ def differentiated(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, L
 def _asked_for(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, Layout]]) -> Derivative:
     """Raises RuntimeError where there is no program for it."""
     prepared, state, names = before.prepared, before.state, [node.target for node in ctx.runner.parameters]
-    functions = [function for function, _ in ctx.next_functions]
+    functions, count = [function for function, _ in ctx.next_functions], len(before.call.tensors)
     by_place = dict(zip(ctx.order, functions[: len(ctx.order)], strict=True))
     trained = tuple(name for place, name in enumerate(names) if is_wanted(by_place[place]))
     pairs = zip(ctx.step.through, functions[len(ctx.order) :], strict=True)
     through = tuple(path for path, function in pairs if is_wanted(function))
-    arguments = {node.target for node, place, _ in prepared.inputs if place < len(before.call.tensors)}
+    arguments = {node.target for node, place, _ in prepared.inputs if place < count}
     if state.pipe is not None or ctx.runner.played is not None:
         _refuse("a step in stages, or in micro-batches, has ended by then")
     if any(is_batched(gradient) for gradient, _ in given.values()):

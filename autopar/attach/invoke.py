@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
-from autopar.attach.again import Before, with_every_tangent
+from autopar.attach.again import Before, Given, with_every_tangent
 from autopar.attach.derivatives import differentiated
 from autopar.attach.hooks import refuse
 from autopar.attach.inputs import type_of
@@ -37,13 +38,14 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     if sum(map(len, hooked)) != count:
         refuse(parallel)
     parameters, computed = parameters_of(prepared, state.device_mesh), prepared.counting.computed(prepared.modules)
-    before = _before(parallel, prepared, call, key)
+    before = _before(parallel, prepared, key)
     step = step_of(state, prepared, call)
     if not prepared.has_trained and key.gradients and prepared.runner.program.backward is not None:
         state.trains_with(prepared)
     if prepared.without_tangent and key.gradients:
         step.without_tangent = prepared.without_tangent
     if before is not None:
+        before = replace(before, given=Given.of(call, prepared, step))
         step.states, step.differentiated = before.states, partial(differentiated, before)
         if prepared.without_tangent and prepared.runner.played is None:
             step.again = with_every_tangent(before)
@@ -66,12 +68,12 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     return _assemble_outputs(state, prepared, outputs, call, step, computed)
 
 
-def _before(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Before | None:
+def _before(parallel: Any, prepared: Prepared, key: Key) -> Before | None:
     """What backward needs to run the call again, if it has to."""
     if not key.gradients or prepared.runner.program.backward is None:
         return None
     changed = prepared.written if prepared.without_tangent else prepared.written_and_read
-    return Before.of(parallel, prepared, call, key, changed)
+    return Before.of(parallel, prepared, key, changed)
 
 
 def _keep(prepared: Prepared, made: Returned, computed: Computed) -> None:

@@ -201,7 +201,7 @@ def test_a_change_in_place_that_pieces_cannot_have_is_not_made_to_a_copy(one: De
 
 
 def test_a_part_is_called_before_the_whole(one: DeviceMesh) -> None:
-    """And both go into one loss: values that the first call shares over ranks are not written to where they are equal."""
+    """And both go into one loss: what the first call shares over ranks is not written to where it is equal."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:

@@ -5,6 +5,7 @@ equations, and gradients of gradients of parameters.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -200,3 +201,16 @@ def check_several_backwards(ranks: Ranks) -> None:
             for model in (plain, parallel):
                 torch.optim.SGD(model.parameters(), lr=1e-2).step()
                 model.zero_grad()
+
+
+def check_arguments_may_go(ranks: Ranks) -> None:
+    """A rank keeps its rows for a backward, and not the whole batch."""
+    parallel = _planned(ranks, Critic(), "data-parallel", _args("gradients of parameters"))
+    x = torch.randn(8, 3, 8, 8)
+    held = weakref.ref(x)
+    score = parallel(x)
+    del x
+    assert held() is None
+    slopes = torch.autograd.grad(score.square().sum(), list(parallel.parameters()), create_graph=True)
+    sum((one.square().sum() for one in slopes), torch.zeros(())).backward()
+    assert all(parameter.grad is not None for parameter in parallel.parameters())

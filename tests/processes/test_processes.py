@@ -90,7 +90,7 @@ FIRST = {
         "what_dtensors_do_not_run_says_what_does",
         "whole_copies_see_what_is_written",
     ],
-    "penalties": ["gradients_have_gradients", "rows_of_each_rank", "pieces", "several_backwards"],
+    "penalties": ["gradients_have_gradients", "rows_of_each_rank", "pieces", "several_backwards", "arguments_may_go"],
     "pipelines": [
         "steps_are_those_of_one_process",
         "evaluation_and_other_batches",
