@@ -59,8 +59,9 @@ class Given:
     def again(self) -> Call:
         """The call, of these pieces, with their gradients."""
         leaves = [*self.leaves]
-        for place, shape, layout, piece in self.pieces:
-            leaves[place] = piece if is_whole(layout) else as_dtensor(piece, shape, layout, self.device_mesh)
+        with torch.enable_grad():
+            for place, shape, layout, piece in self.pieces:
+                leaves[place] = piece if is_whole(layout) else as_dtensor(piece, shape, layout, self.device_mesh)
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return replace(
             self.call, args=args, kwargs=kwargs, tensors=tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
