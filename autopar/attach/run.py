@@ -259,8 +259,8 @@ def _all_rounds(
             assert program.backward is not None
             made = program.backward(saved, *runner.ones(), *coordinates, *seeds, so_far)
             settle()
-            for place, value in enumerate(made):
-                played.put_gradient(so_far, place, value, number)
+            for place in range(len(made)):  # by no name that would hold the last one while the next round runs
+                played.put_gradient(so_far, place, made[place], number)
             del made
     return tuple(as_terms(results, dtypes[0])), None if so_far is None else as_terms(so_far, runner.terms)
 
