@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar._compat import pytree
 from autopar.attach.generators import States, random_states
@@ -31,13 +32,15 @@ from autopar.trace.formulas import Place
 class Given:
     """The arguments of a call, of which a rank keeps its pieces alone: who has given whole ones may let them go.
 
-    `leaves`: with None in the place of what `pieces` has: (place among them, shape, layout, piece).
+    `leaves`: with None in the place of what `pieces` has (place among them, shape, layout, piece), and of what no
+    program reads (`unread`: place, shape, dtype). DTensors are pieces already.
     """
 
     call: Call
     leaves: list[Any]
     spec: pytree.TreeSpec
     pieces: list[tuple[int, tuple[int, ...], Layout, Tensor]]
+    unread: list[tuple[int, torch.Size, torch.dtype]]
     device_mesh: DeviceMesh
 
     @staticmethod
@@ -46,19 +49,22 @@ class Given:
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         pieces: list[tuple[int, tuple[int, ...], Layout, Tensor]] = []
         for (node, number, layout), piece in zip(prepared.inputs, step.watched, strict=True):
-            if number < len(places):
+            if number < len(places) and not isinstance(leaves[places[number]], DTensor):
                 shape = input_type(prepared.graph, node).shape
                 pieces.append((places[number], shape, layout, step.through.get(node.target, piece)))
-        for place in {*places} - {place for place, *_ in pieces}:  # of what no program reads the shape counts alone
-            leaves[place] = torch.empty(leaves[place].shape, dtype=leaves[place].dtype, device="meta")
-        for place, *_ in pieces:
-            leaves[place] = None
+        cut, unread = {place for place, *_ in pieces}, list[tuple[int, torch.Size, torch.dtype]]()
+        for place in places:
+            if not isinstance(leaf := leaves[place], DTensor):
+                leaves[place] = None
+                unread += [] if place in cut else [(place, leaf.shape, leaf.dtype)]
         bare = replace(call, args=(), kwargs={}, tensors=())
-        return Given(bare, leaves, spec, pieces, step.device_mesh)
+        return Given(bare, leaves, spec, pieces, unread, step.device_mesh)
 
     def again(self) -> Call:
         """The call, of these pieces, with their gradients."""
         leaves = [*self.leaves]
+        for place, shape, dtype in self.unread:
+            leaves[place] = torch.empty(shape, dtype=dtype, device="meta")
         with torch.enable_grad():
             for place, shape, layout, piece in self.pieces:
                 leaves[place] = piece if is_whole(layout) else as_dtensor(piece, shape, layout, self.device_mesh)
