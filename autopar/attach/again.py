@@ -96,8 +96,8 @@ class Before:
         state, runner = parallel._autopar, prepared.runner
         buffers = {name: prepared.buffers[name][0][prepared.buffers[name][1]].clone() for name in changed}
         states = random_states(runner.mesh.ranks, runner.coordinates[0].device) if prepared.draws else []
-        attributes = prepared.attributes_now() if prepared.has_attributes else {}
-        return Before(parallel, prepared, key, attributes, prepared.hooks.held(), buffers, state.drawing_calls, states)
+        attributes, hooks = prepared.attributes_now(), prepared.hooks.held()
+        return Before(parallel, prepared, key, attributes, hooks, buffers, state.drawing_calls, states)
 
     @property
     def call(self) -> Call:

@@ -23,7 +23,6 @@ from autopar.attach.inputs import relaid_with_gradient, whole_with_gradient
 from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, found, prepare
 from autopar.attach.tensors import as_dtensor, is_on_host, layout_of
-from autopar.emit.seeded import drawing
 from autopar.ir.graph import output_types
 from autopar.ir.layout import Layout
 from autopar.trace.derivatives import Derivative, derived
@@ -36,7 +35,8 @@ def differentiated(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, L
     """The gradients of parameters, and of arguments that have one, in order. `ctx`: of the function that ran forward;
     `given`: output -> gradient, and how its pieces lie.
     """
-    derivative = _asked_for(before, ctx, given)
+    call = before.call
+    derivative = _asked_for(before, len(call.tensors), ctx, given)
     state, device_mesh = before.state, ctx.step.device_mesh
     types = output_types(before.prepared.graph)
     tangents: list[Tensor] = []
@@ -46,7 +46,7 @@ def differentiated(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, L
         assert type is not None
         piece = _with_gradient_times(piece, before.ranks_of_rows)
         tangents.append(whole_with_gradient(piece, type.shape, layout, state.mesh, device_mesh))
-    call = derived(before.call, derivative, tangents)
+    call = derived(call, derivative, tangents)
     key = Key(call.key, True, before.key.ambient)
     with before.back(PATH):
         state.wants_tangents.add(key)
@@ -65,10 +65,10 @@ def differentiated(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, L
     return tuple(made.get(name) for name in (*held, *ctx.step.through))
 
 
-def _asked_for(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, Layout]]) -> Derivative:
-    """Raises RuntimeError where there is no program for it."""
+def _asked_for(before: Before, count: int, ctx: Any, given: Mapping[str, tuple[Tensor, Layout]]) -> Derivative:
+    """Of a call of so many tensors. Raises RuntimeError where there is no program for it."""
     prepared, state, names = before.prepared, before.state, [node.target for node in ctx.runner.parameters]
-    functions, count = [function for function, _ in ctx.next_functions], len(before.call.tensors)
+    functions = [function for function, _ in ctx.next_functions]
     by_place = dict(zip(ctx.order, functions[: len(ctx.order)], strict=True))
     trained = tuple(name for place, name in enumerate(names) if is_wanted(by_place[place]))
     pairs = zip(ctx.step.through, functions[len(ctx.order) :], strict=True)
@@ -94,8 +94,7 @@ def _refuse(why: str) -> NoReturn:
 
 def _refuse_other_draws(first: Prepared, full: Prepared) -> None:
     """Both have to drop out the same."""
-    before, now = ([(node.op, node.outputs) for node in drawing(one.graph)] for one in (first, full))
-    if now[: len(before)] != before:
+    if full.draws[: len(first.draws)] != first.draws:
         _refuse(
             "forward draws random numbers in a kernel that has no second derivatives (dropout of attention), where "
             "others would be drawn"

@@ -42,11 +42,10 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     step = step_of(state, prepared, call)
     if not prepared.has_trained and key.gradients and prepared.runner.program.backward is not None:
         state.trains_with(prepared)
-    if prepared.without_tangent and key.gradients:
-        step.without_tangent = prepared.without_tangent
     if before is not None:
         before = replace(before, given=Given.of(call, prepared, step))
-        step.states, step.differentiated = before.states, partial(differentiated, before)
+        step.states, step.without_tangent = before.states, prepared.without_tangent
+        step.differentiated = partial(differentiated, before)
         if prepared.without_tangent and prepared.runner.played is None:
             step.again = with_every_tangent(before)
     beside = [tensors[name] for tensors, name in prepared.beside]

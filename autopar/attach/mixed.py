@@ -6,11 +6,9 @@ A part of a parallel module that is called by itself (`parallel.decoder(z)`), an
 Here the DTensors are put together first, on all ranks alike: what is made is plain and whole, and gradients go back to
 the pieces. What changes a DTensor in place stays its own (`edits`).
 
-Plain numbers and DTensors in one operator are another thing, where autograd would send the one's gradient to the other.
-
-`loss + penalty` becomes plain (`dtensors`): that is Python's operator of DTensors. `loss += penalty`, `torch.add` and
-`torch.stack` are the plain tensor's, and end in an assertion without a word, or in backward, in an operator that nobody
-wrote. Here they say what to write.
+Plain numbers beside DTensors are such, too, where they have a gradient, or are changed in place (`loss += penalty`):
+autograd would send the one's gradient to the other. Where functions of torch are not asked (the step of an optimizer),
+that is refused in words of ours.
 """
 
 from __future__ import annotations
@@ -220,16 +218,12 @@ def _laid_out(plain: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             return args[0]
         if not is_in_backward() or op._schema.is_mutable:
             raise
-    like = next(_held(args))
+    like = next(one for one in _tensors(args) if isinstance(one, DTensor))
     args, kwargs = pytree.tree_map_only(DTensor, lambda held: held.full_tensor(), (args, kwargs))
     placements = [Replicate()] * like.device_mesh.ndim
     return pytree.tree_map_only(
         Tensor, lambda made: over_pieces(made, made.shape, placements, like.device_mesh), op(*args, **kwargs)
     )
-
-
-def _held(given: Iterable[Any]) -> Iterator[DTensor]:
-    return (one for one in _tensors(given) if isinstance(one, DTensor))
 
 
 def _given(plain: Any, op: Any, args: tuple[Any, ...], *rest: Any) -> Any:

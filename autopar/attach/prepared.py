@@ -18,7 +18,7 @@ from autopar.attach.inputs import type_of
 from autopar.attach.run import Runner
 from autopar.emit.seeded import drawing
 from autopar.ir.batch_norm import leads_to_outputs
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, TensorType
 from autopar.ir.layout import Layout
 from autopar.plan import Plan
 from autopar.trace.counted import Counting, held_at
@@ -135,14 +135,9 @@ class Prepared:
         )
 
     @cached_property
-    def draws(self) -> bool:
-        """Whether a call draws random numbers."""
-        return bool(drawing(self.graph))
-
-    @property
-    def has_attributes(self) -> bool:
-        """Whether forward sets attributes of modules, or finds numbers there."""
-        return bool(self.writes or self.counting.places)
+    def draws(self) -> tuple[tuple[str, tuple[TensorType | None, ...]], ...]:
+        """The operators by which a call draws random numbers, in order, and what they give."""
+        return tuple((node.op, node.outputs) for node in drawing(self.graph))
 
     @cached_property
     def written(self) -> tuple[str, ...]:
