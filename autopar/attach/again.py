@@ -20,7 +20,7 @@ from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, State, prepare
 from autopar.attach.run import Runner, Step
 from autopar.attach.steps import step_of
-from autopar.attach.tensors import as_dtensor, is_whole
+from autopar.attach.tensors import as_dtensor, can_exchange, exchange, is_whole
 from autopar.ir.graph import input_type
 from autopar.ir.layout import Layout
 from autopar.trace.calls import Call
@@ -77,7 +77,8 @@ class Given:
 @dataclass(frozen=True)
 class Before:
     """A call, and what it found: attributes of modules, hooks in forward, buffers that it changes, how many calls drew
-    before it, and, on one rank, the states of generators. `given`: its arguments, once they are cut.
+    before it, and, on one rank, the states of generators. `given`: its arguments, once they are cut. `buffers`: as they
+    were, those of `changed` alone, once it has written to them.
     """
 
     parallel: Any
@@ -85,6 +86,7 @@ class Before:
     key: Key
     attributes: dict[Place, Any]
     hooks: list[Any]
+    changed: frozenset[str]
     buffers: dict[str, Tensor]
     drawn: int
     states: States
@@ -94,10 +96,22 @@ class Before:
     def of(parallel: Any, prepared: Prepared, key: Key, changed: Iterable[str]) -> Before:
         """`changed`: buffers that are to be as they are now."""
         state, runner = parallel._autopar, prepared.runner
-        buffers = {name: prepared.buffers[name][0][prepared.buffers[name][1]].clone() for name in changed}
         states = random_states(runner.mesh.ranks, runner.coordinates[0].device) if prepared.draws else []
         attributes, hooks = prepared.attributes_now(), prepared.hooks.held()
-        return Before(parallel, prepared, key, attributes, hooks, buffers, state.drawing_calls, states)
+        return Before(parallel, prepared, key, attributes, hooks, frozenset(changed), {}, state.drawing_calls, states)
+
+    def keep(self, name: str, held: Tensor, value: Tensor, alone: bool) -> bool:
+        """Of a buffer that is about to become `value`; True where it is so by now. `alone`: nobody else has `value`,
+        whose memory is then that of what was before: there are two as it is, and backward would hold a third.
+        """
+        if name not in self.changed:
+            return False
+        if alone and can_exchange(held, value):
+            exchange(held, value)
+            self.buffers[name] = value
+            return True
+        self.buffers[name] = held.clone()
+        return False
 
     @property
     def call(self) -> Call:

@@ -51,6 +51,7 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
     beside = [tensors[name] for tensors, name in prepared.beside]
     outputs, written = prepared.runner(step, parameters, beside)
     rebound = memory_of(prepared.out_spec).rebound
+    alone = prepared.written_alone - rebound
     with torch.no_grad():
         for name, value in written:
             tensors, leaf = prepared.buffers[name]
@@ -60,6 +61,8 @@ def invoke(parallel: Any, prepared: Prepared, call: Call, key: Key) -> Any:
                     f"an operator of forward resizes buffer {name} from {tuple(held.shape)} to {tuple(value.shape)}, "
                     "as observers of quantizers do: call the plain model once before it is compiled"
                 )
+            if before is not None and before.keep(name, held, value, name in alone):
+                continue
             if name in rebound and not isinstance(held, DTensor):
                 tensors[leaf] = value.clone()  # it may be what an output, or backward, has
             else:
@@ -72,6 +75,8 @@ def _before(parallel: Any, prepared: Prepared, key: Key) -> Before | None:
     if not key.gradients or prepared.runner.program.backward is None:
         return None
     changed = prepared.written if prepared.without_tangent else prepared.written_and_read
+    if parallel._autopar.pipe is not None or prepared.runner.played is not None:
+        changed = ()  # backward has no other way there
     return Before.of(parallel, prepared, key, changed)
 
 

@@ -145,6 +145,12 @@ class Prepared:
         return tuple(result.target for result, _ in self.runner.results if result.kind == "buffer")
 
     @cached_property
+    def written_alone(self) -> frozenset[str]:
+        """Those of them whose new values lie where nothing else lies."""
+        told, alone = enumerate(self.runner.results), self.runner.program.alone
+        return frozenset(result.target for place, (result, _) in told if result.kind == "buffer" and place in alone)
+
+    @cached_property
     def written_and_read(self) -> tuple[str, ...]:
         """Those of them that outputs are made of, as they were before."""
         return tuple(name for name in self.written if leads_to_outputs(self.graph, name))
