@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar._compat import functional_collectives
-from autopar.emit import moves, ops, sends
+from autopar.emit import moves, ops, recurrent, sends
 from autopar.ir.graph import Const, TensorType
 from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.mesh import Mesh
@@ -41,9 +41,10 @@ def target_of(op: str) -> Any:
     namespace, _, rest = RENAMED.get(op, op).partition(".")
     name, _, overload = rest.partition(".")
     if namespace == "autopar":
-        found = vars(ops).get(name)
-        if isinstance(found, types.FunctionType) and found.__module__ == ops.__name__ and not name.startswith("_"):
-            return found
+        for module in (ops, recurrent):
+            found = vars(module).get(name)
+            if isinstance(found, types.FunctionType) and found.__module__ == module.__name__ and name[0] != "_":
+                return found
     elif all(part.isidentifier() and not part.startswith("__") for part in (namespace, name, overload or "default")):
         operators = getattr(torch.ops, namespace, None)
         packet = getattr(operators, name, None) if type(operators) is type(torch.ops.aten) else None

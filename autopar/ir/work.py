@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.ir import attention
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD, CAUSAL_AT, DROPOUT_AT, OPERANDS_OF_ATTENTION
@@ -106,6 +106,32 @@ def _sorted_bytes(node: Node, operands: Sequence[TensorType]) -> int:
     return operands[2].numel * sum(_widths(node, operands)) * ITEMSIZE[operands[0].dtype]
 
 
+class Loop(NamedTuple):
+    """A recurrent layer, a step at a time. `weight`: place of its matrix; `products`: how often all rows of all steps
+    meet it; `kernels`: that a step launches; `held`: numbers beside results while it runs, for each of a state.
+    """
+
+    weight: int
+    products: int
+    kernels: int
+    held: int = 0
+
+
+RECURRENT = {  # backward of a GRU makes its gates again, then gradients of both
+    "autopar.lstm.default": Loop(3, 1, 7),
+    "autopar.lstm_backward.default": Loop(4, 2, 6, 5),
+    "autopar.gru.default": Loop(2, 1, 6),
+    "autopar.gru_backward.default": Loop(3, 3, 4, 9),
+    "autopar.rnn.default": Loop(2, 1, 2),
+    "autopar.rnn_backward.default": Loop(2, 2, 3, 2),
+}
+
+
+def kernels_of(node: Node, operands: Sequence[TensorType]) -> int:
+    """How many kernels an operator that computes something launches."""
+    return RECURRENT[node.op].kernels * operands[0].shape[0] if node.op in RECURRENT else 1
+
+
 def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
     """Bytes that an operator on these (local) operands holds beside its results while it runs: those that its program
     sees. What a kernel takes and gives back by itself is not known here.
@@ -116,6 +142,11 @@ def temporary_bytes(node: Node, operands: Sequence[TensorType]) -> int:
         return attention.temporary_bytes(node, operands)
     if node.op in EXPERTS:
         return _sorted_bytes(node, operands) + 2 * operands[2].nbytes  # and their places, twice
+    if node.op in RECURRENT:
+        loop = RECURRENT[node.op]
+        return (
+            loop.held * math.prod(operands[0].shape[:2]) * operands[loop.weight].shape[1] * ITEMSIZE[operands[0].dtype]
+        )
     if node.op == "aten.mse_loss.default" and not (len(node.args) > 2 and node.args[2] == 0):
         return operands[0].nbytes  # the mean is made in the storage of what it is the mean of
     return 0
@@ -179,6 +210,9 @@ def flops_of(node: Node, operands: Sequence[TensorType]) -> tuple[float, str]:
         return scores * (3.0 * q[3] + 2.0 * v[3] if backward else q[3] + v[3]), "attention"
     if op in EXPERTS:
         return 2.0 * operands[2].numel * math.prod(_widths(node, operands)), "matmul"
+    if op in RECURRENT:
+        loop = RECURRENT[op]
+        return 2.0 * loop.products * math.prod(operands[0].shape[:2]) * operands[loop.weight].numel, "matmul"
     if op in GROUPED:  # each row of the left operand belongs to one group, and meets the right operand of that one
         left, right = operands[:2]
         each = right.shape[0] if len(left.shape) > len(right.shape) else 1

@@ -16,7 +16,7 @@ from autopar.ir.attention import OPERANDS_OF_ATTENTION, priced_as
 from autopar.ir.graph import Arg, Graph, Node, Ref, TensorType, map_refs
 from autopar.ir.layout import REPLICATE, Layout, Partial, Placement, Shard, local_shape, local_type
 from autopar.ir.mesh import Mesh
-from autopar.ir.work import FETCH, STORE, VIEWS, bytes_moved, flops_of
+from autopar.ir.work import FETCH, STORE, VIEWS, bytes_moved, flops_of, kernels_of
 from autopar.propose.stored import layouts_stored
 from autopar.rules.bodies import BODIES
 from autopar.rules.looped import Offer
@@ -268,7 +268,8 @@ def steps_of(
     if node.op not in VIEWS:
         dtype = next((type.dtype for type in locals_out if type is not None), "float32")
         op = priced_as(node) if node.op in OPERANDS_OF_ATTENTION else node.op
-        steps.append(Compute(op, flops / split, 1.0 * bytes_moved(node, locals_in, locals_out), dtype, 1, kind))
+        moved, kernels = 1.0 * bytes_moved(node, locals_in, locals_out), kernels_of(node, locals_in)
+        steps.append(Compute(op, flops / split, moved, dtype, kernels, kind))
     if body:
         for collective, nbytes in BODIES[body].comm(node, locals_in, locals_out):
             steps.append(Comm(collective, over(body_axes), mesh.size(over(body_axes)), nbytes))

@@ -151,6 +151,15 @@ NN: Table = {
     "aten.baddbmm.default": addmm,
     "autopar.expert_mm.default": expert_mm,
     "autopar.expert_mm_weight.default": expert_mm_weight,
+    # Recurrent layers: t steps, gates g, states h. Rows of the batch never meet.
+    "autopar.lstm.default": "t! b g!, b h!, b h!, g! h! -> t! b h!, b h!, t! b h!, t! b g!",
+    "autopar.lstm_backward.default": (
+        "t! b h!, b h!, b h!, b h!, g! h!, t! b h!, t! b h!, t! b g! -> t! b g!, b h!, b h!, g! h! | 01"
+    ),
+    "autopar.gru.default": "t! b g!, b h!, g! h!, g! -> t! b h!",
+    "autopar.gru_backward.default": "t! b h!, t! b g!, b h!, g! h!, g!, t! b h! -> t! b g!, b h!, g! h!, g! | 0",
+    "autopar.rnn.default": "t! b h!, b h!, g! h! -> t! b h!",
+    "autopar.rnn_backward.default": "t! b h!, b h!, g! h!, t! b h! -> t! b h!, b h!, g! h! | 0",
     "aten._grouped_mm.default": grouped_mm,
     "transformers.grouped_mm_fallback.default": "m! k, e! k n, e! -> m! n | 0 | 1",
     "transformers.grouped_mm_fallback_backward.default": "m! k, e! k n, e!, m! n -> m! k, e! k n | 3",

@@ -39,7 +39,7 @@ from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.places import with_masks
 from autopar.trace.reads import Reads
-from autopar.trace.recurrent import with_dropout_between
+from autopar.trace.recurrent import kept_as_loops
 from autopar.trace.sharing import seen
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.values import is_torchs
@@ -181,7 +181,7 @@ class _Watch(TorchFunctionMode):
         if is_data:
             func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
         written = None if any(isinstance(leaf, Picked) for leaf in leaves) else WRITTEN_OUT.get(func)
-        if (written := with_dropout_between(func, args) or written) is not None:
+        if (written := kept_as_loops(func, args) or written) is not None:
             with self:
                 return written(*args, **kwargs)
         args = self._with_places(func, args)

@@ -60,7 +60,9 @@ def test_an_lstm_reads_inputs_as_they_come(one: DeviceMesh, batched: bool) -> No
     plain = Straight()
     parallel = autopar.compile(plain, one)
     same_steps(plain, parallel, {"x": torch.randn(5, 4, 6) if batched else torch.randn(5, 6)}, steps=2)
-    assert not [node.op for node in parallel.plan.graph.nodes if "mkldnn" in node.op or "lstm" in node.op]
+    assert not [
+        op for op in {node.op for node in parallel.plan.graph.nodes} if "mkldnn" in op or op.startswith("aten.lstm")
+    ]
 
 
 @pytest.mark.parametrize("planned_first", [True, False], ids=["plain tensors", "DTensors"])
@@ -200,3 +202,51 @@ def test_dropout_between_layers_is_drawn(kind: type[Any], given: dict[str, Any],
             made[-1].square().sum().backward()
         near(made[1], made[0], 1e-5, f"train({mode})")
         same_gradients(plain, parallel)
+
+
+class Penalised(nn.Module):
+    """What a recurrent layer makes of a sequence, and, `inside`, how fast that changes."""
+
+    def __init__(self, kind: type[nn.RNNBase], inside: bool, **options: Any) -> None:
+        super().__init__()
+        self.inner, self.inside = kind(4, 5, **options).double(), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_() if self.inside else x
+        made = self.inner(x)[0].tanh().sum((0, 2)).exp().mean()
+        if not self.inside:
+            return made
+        (slope,) = torch.autograd.grad(made, x, create_graph=True)
+        return made + slope.square().sum()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(nn.LSTM, {"bidirectional": True}), (nn.GRU, {"num_layers": 2}), (nn.RNN, {}), (nn.RNN, {"nonlinearity": "relu"})],
+)
+def test_gradients_of_gradients_of_recurrent_layers(
+    one: DeviceMesh, kind: type[nn.RNNBase], options: dict[str, Any], inside: bool
+) -> None:
+    plain = Penalised(kind, inside, **options)
+    parallel = autopar.compile(plain, one)
+    for model in (plain, parallel):
+        torch.manual_seed(3)
+        x = torch.randn(3, 6, 4, dtype=torch.float64)
+        if inside:
+            model(x).backward()
+            continue
+        x.requires_grad_()
+        loss = model(x)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward()
+    same_gradients(plain, parallel)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_layer_is_one_operator_whatever_its_steps(one: DeviceMesh, kind: type[nn.RNNBase]) -> None:
+    counts = []
+    for steps in (3, 50):
+        parallel = autopar.compile(kind(4, 5), one, example_kwargs={"input": torch.randn(steps, 2, 4)})
+        counts.append(len(parallel.plan.graph.nodes))
+    assert counts[0] == counts[1] < 40

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from autopar.emit import ops
+from autopar.emit import ops, recurrent
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.ir.graph import Const, Node, Ref, TensorType, map_refs
-from autopar.ir.work import EXPERTS
+from autopar.ir.work import EXPERTS, RECURRENT
 from autopar.rules.bodies import BODIES
 from autopar.rules.local import localise
 from autopar.rules.notation import Rule
@@ -94,6 +94,7 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     ATTENTION_BACKWARD: ops.attention_backward,
     EXPERTS[0]: ops.expert_mm,
     EXPERTS[1]: ops.expert_mm_weight,
+    **{op: getattr(recurrent, op.split(".")[1]) for op in RECURRENT},
     IN_PARTS: ops.batch_norm_in_parts,
     IN_PARTS_BACKWARD: ops.batch_norm_in_parts_backward,
     "aten._fused_rms_norm_backward.default": _rms_norm_backward,

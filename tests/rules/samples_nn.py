@@ -121,6 +121,21 @@ def samples() -> Samples:
             s(f(6, 12, 12), f(6, 1, 18), ints(6, 6, 12), 24),
             s(f(24, 2, 96), f(24, 1, 48), _ids_with(-1, 6, 24, 2), 6),
         ],
+        "autopar.lstm.default": [
+            s(f(5, 12, 24), f(12, 6), f(12, 6), f(24, 6)),
+            s(f(1, 6, 4), f(6, 1), f(6, 1), f(4, 1)),
+        ],
+        "autopar.lstm_backward.default": [
+            s(f(5, 12, 6), *(f(12, 6) for _ in range(3)), f(24, 6), f(5, 12, 6), f(5, 12, 6), f(5, 12, 24)),
+        ],
+        "autopar.gru.default": [s(f(5, 12, 18), f(12, 6), f(18, 6), f(18)), s(f(1, 6, 3), f(6, 1), f(3, 1), f(3))],
+        "autopar.gru_backward.default": [
+            s(f(5, 12, 6), f(5, 12, 18), f(12, 6), f(18, 6), f(18), f(5, 12, 6)),
+        ],
+        "autopar.rnn.default": [s(f(5, 12, 6), f(12, 6), f(6, 6), relu) for relu in (False, True)],
+        "autopar.rnn_backward.default": [
+            s(f(5, 12, 6), f(12, 6), f(6, 6), f(5, 12, 6), relu) for relu in (False, True)
+        ],
         "transformers.grouped_mm_fallback.default": [s(f(24, 6), f(4, 6, 12), torch.tensor([3, 9, 9, 24]))],
         "transformers.grouped_mm_fallback_backward.default": [
             s(f(24, 6), f(4, 6, 12), torch.tensor([3, 9, 9, 24]), f(24, 12))

@@ -127,6 +127,22 @@ class Queue(nn.Module):
         return functional.cross_entropy(scores / 0.2, torch.zeros(len(x), dtype=torch.long))
 
 
+class Gated(nn.Module):
+    """Words through recurrent layers of all kinds, with a loss at every step and one of the last state."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.words, self.there = nn.Embedding(30, width), nn.LSTM(width, width, bidirectional=True, batch_first=True)
+        self.gates, self.plain = nn.GRU(2 * width, width), nn.RNN(width, width, nonlinearity="relu")
+        self.head = nn.Linear(width, 30)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x, (_, cell) = self.there(self.words(input_ids))
+        x, last = self.plain(self.gates(x.transpose(0, 1))[0])
+        loss = functional.cross_entropy(self.head(x.transpose(0, 1)).flatten(0, 1), labels.flatten())
+        return loss + cell.square().mean() + last.square().mean()
+
+
 def _mlp() -> Model:
     return Mlp(), {"x": torch.randn(12, 6, 24), "y": torch.randn(12, 6, 48)}
 
@@ -258,6 +274,7 @@ FAMILIES: dict[str, Callable[[], Model]] = {
     "grouped": _grouped,
     "cnn": _cnn,
     "queue": _queue,
+    "gated": lambda: (Gated(), _text(30)),
     "rotary": _rotary,
     "fno": _fno,
     "parts": _parts,
