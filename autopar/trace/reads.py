@@ -14,6 +14,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from autopar.trace.lines import line_here
 from autopar.trace.modules import FORWARD_HOOKS, OF_EVERY_MODULE, REGISTERED
 from autopar.trace.names import nodes_in
 from autopar.trace.records import is_state, leads_to, may_be_state, tensors_within
+from autopar.trace.recurrent import WEIGHTS, weights_have_changed
 from autopar.trace.settings import Of, Settings, methods_of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
@@ -267,6 +269,8 @@ def _noting(
     def __getattribute__(self: Any, name: str) -> Any:
         if not reads.is_open or name in OF_EVERY_MODULE or name.startswith("__"):
             return getting(self, name)
+        if name == "_weights_have_changed" and isinstance(self, nn.RNNBase):
+            return partial(weights_have_changed, self)
         own = getting(self, "__dict__")
         path = path_of.get(id(own))
         if path is None:
@@ -301,7 +305,10 @@ def _noting(
         if path is not None and reads.is_open and own.get(name, MISSING) is value:  # no property's
             is_tensor_slot = any(name in own.get(kept, ()) for kept in REGISTERED)
             is_new = was is not value or all(isinstance(leaf, CONSTANT) for leaf in pytree.tree_leaves(value))
-            if is_new and not (name in OF_EVERY_MODULE or is_tensor_slot or _looks_at_parameters(value)):
+            is_noted = (
+                is_tensor_slot or _looks_at_parameters(value) or (name == WEIGHTS and isinstance(self, nn.RNNBase))
+            )
+            if is_new and name not in OF_EVERY_MODULE and not is_noted:
                 before, _, _ = reads.written.get((path, name), (was, None, ""))
                 reads.written[path, name] = before, value, _line_outside_torch()
 

@@ -213,4 +213,16 @@ def kept_as_loops(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None
     return functools.partial(_layers, func) if is_drawn or _is_loop(x, each) else None
 
 
+def weights_have_changed(layer: Any) -> bool:
+    """What a recurrent layer is told that asks whether to look its weights up anew (`WEIGHTS`): always, in a trace.
+    Those that are made of others (`parametrize`) may write to buffers when they are asked for (`spectral_norm`): they
+    are asked as often as by torch, which looks first whether there is a new one.
+    """
+    for name in layer._flat_weights_names:
+        if name not in layer._parameters and hasattr(layer, name) and getattr(layer, name) is not None:
+            break
+    return True
+
+
+WEIGHTS = "_flat_weights"
 FUNCTIONS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 import autopar
 from autopar.errors import TraceError
@@ -250,3 +252,31 @@ def test_a_layer_is_one_operator_whatever_its_steps(one: DeviceMesh, kind: type[
         parallel = autopar.compile(kind(4, 5), one, example_kwargs={"input": torch.randn(steps, 2, 4)})
         counts.append(len(parallel.plan.graph.nodes))
     assert counts[0] == counts[1] < 40
+
+
+class Remade(nn.Module):
+    """A recurrent layer whose states' matrix is made of others in every call."""
+
+    def __init__(self, kind: type[nn.RNNBase], remake: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.inner = remake(kind(6, 6), "weight_hh_l0")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0].square().mean()
+
+
+@pytest.mark.parametrize(
+    "remake", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal]
+)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_weights_that_are_made_of_others(
+    one: DeviceMesh, kind: type[nn.RNNBase], remake: Callable[..., nn.Module]
+) -> None:
+    """Spectral norms change buffers each time when they are asked for."""
+    models: list[nn.Module] = []
+    for _ in range(2):  # a copy would ask, too
+        torch.manual_seed(4)
+        models.append(Remade(kind, remake))
+    plain, parallel = models[0], autopar.compile(models[1], one)
+    same_steps(plain, parallel, {"x": torch.randn(5, 3, 6)}, steps=3)
+    same_state(plain, parallel)
