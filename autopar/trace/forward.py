@@ -37,6 +37,7 @@ from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import noted_on, replace_tensors, tensors_by_name
 from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
+from autopar.trace.packed import Packing
 from autopar.trace.places import with_masks
 from autopar.trace.reads import Reads
 from autopar.trace.recurrent import kept_as_loops
@@ -74,8 +75,6 @@ WITHOUT_GRADIENT = re.compile(
 A_SIZE = "take sizes from shapes, or pass them as numbers of Python's"
 OF_MASKS = ("__getitem__", "__setitem__", "nonzero", "argwhere", "where", "masked_select", "index_put_")
 INSTEAD = {  # function -> what to write in its place
-    "_pack_padded_sequence": "give the RNN the padded batch: in one direction its outputs up to each length are the "
-    "same; take the last one with gather, and mask those behind it",
     "repeat_interleave": "say how long it becomes: output_size=, the sum of the repeats",
     "bincount": "count with torch.nn.functional.one_hot(x, classes).sum(0)",
 }
@@ -147,6 +146,7 @@ class _Watch(TorchFunctionMode):
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.origins, self.literals, self.checks = Origins(), Literals(counting.beside), Checks(notes)
         self.beside, self.counting = counting.beside, counting
+        self.packing = Packing(self.origins, self.checks)
         self.reads_at = ReadsAt()
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.taken = Taken()
@@ -180,6 +180,9 @@ class _Watch(TorchFunctionMode):
         is_data = func == DATA.__get__
         if is_data:
             func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
+        if (packed := self.packing.answer(func, args)) is not None:
+            with self:
+                return packed()
         written = None if any(isinstance(leaf, Picked) for leaf in leaves) else WRITTEN_OUT.get(func)
         if (written := kept_as_loops(func, args) or written) is not None:
             with self:

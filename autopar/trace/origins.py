@@ -52,7 +52,7 @@ class Origins:
         name = str(getattr(func, "__name__", func))
         if writes_in_place(name, kwargs):
             self.forget()
-        elif name.strip("_") in PURE and isinstance(result, torch.Tensor):
+        elif name.strip("_") in PURE and isinstance(result, torch.Tensor) and not any(result is one for one in args):
             try:
                 key = name.strip("_"), self._told(args), self._told(tuple(sorted(kwargs.items())))
                 number = self._by_making.get(key)

@@ -271,8 +271,7 @@ def _noting(
             return getting(self, name)
         if name == "_weights_have_changed" and isinstance(self, nn.RNNBase):
             return partial(weights_have_changed, self)
-        own = getting(self, "__dict__")
-        path = path_of.get(id(own))
+        path = path_of.get(id(own := getting(self, "__dict__")))
         if path is None:
             return getting(self, name)
         if name in own:
@@ -305,10 +304,7 @@ def _noting(
         if path is not None and reads.is_open and own.get(name, MISSING) is value:  # no property's
             is_tensor_slot = any(name in own.get(kept, ()) for kept in REGISTERED)
             is_new = was is not value or all(isinstance(leaf, CONSTANT) for leaf in pytree.tree_leaves(value))
-            is_noted = (
-                is_tensor_slot or _looks_at_parameters(value) or (name == WEIGHTS and isinstance(self, nn.RNNBase))
-            )
-            if is_new and name not in OF_EVERY_MODULE and not is_noted:
+            if is_new and not (name in OF_EVERY_MODULE or is_tensor_slot or _notes_weights(self, name, value)):
                 before, _, _ = reads.written.get((path, name), (was, None, ""))
                 reads.written[path, name] = before, value, _line_outside_torch()
 
@@ -330,9 +326,11 @@ def holds_references(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(part, weakref.ref) for part in value)
 
 
-def _looks_at_parameters(value: Any) -> bool:
-    """Also what looks at modules (torch's transforms note so what they have made), which are those of the trace."""
-    if isinstance(value, weakref.ref):
+def _notes_weights(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether parameters are noted, or what a recurrent layer makes of them; also what looks at modules (torch's
+    transforms note so what they have made), which are those of the trace.
+    """
+    if isinstance(value, weakref.ref) or (name == WEIGHTS and isinstance(module, nn.RNNBase)):
         return True
     return isinstance(value, list) and (
         holds_references(value) or (bool(value) and all(isinstance(part, nn.Parameter) for part in value))

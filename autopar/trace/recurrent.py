@@ -149,35 +149,58 @@ for _name, _fake, _backward_fake, _saving, _gradients in (
 # --- in the place of torch's functions --------------------------------------------------------------------------------
 
 
-def _layers(
-    function: Callable[..., Any], input: Tensor, hx: Any, weights: list[Tensor], has_biases: bool, num_layers: int,
-    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+def layers_of(
+    function: Callable[..., Any], x: Tensor, hx: Any, weights: list[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool, mask: Tensor | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """What `torch.lstm` and its like give for padded sequences (their arguments)."""
+    """What `torch.lstm` and its like give for sequences [steps, batch, width] (their arguments): all states, and the
+    last ones. `mask` [steps, batch]: of the steps that a sequence has; what lies behind is of no meaning.
+    """
     states: Any = hx if isinstance(hx, (tuple, list)) else (hx,)
     directions = 2 if bidirectional else 1
     each = len(weights) // (num_layers * directions)
-    x, ends = input.transpose(0, 1) if batch_first else input, list[tuple[Tensor, ...]]()
+    turned, ends = None if mask is None else _turned(mask), list[tuple[Tensor, ...]]()
     for layer in range(num_layers):
         ways: list[Tensor] = []
         for place in range(layer * directions, (layer + 1) * directions):
             own, begin = weights[place * each : (place + 1) * each], [state[place] for state in states]
-            way, *end = _one_way(function, x.flip(0) if len(ways) else x, begin, own, has_biases)
-            ways.append(way.flip(0) if len(ways) else way)
+            way, *end = _one_way(function, _back(x, turned) if ways else x, begin, own, has_biases, mask)
+            ways.append(_back(way, turned) if ways else way)
             ends.append(tuple(end))
         x = torch.cat(ways, 2) if bidirectional else ways[0]
         if layer < num_layers - 1:
             x = functional.dropout(x, dropout, train)
-    made = x.transpose(0, 1) if batch_first else x
-    return made, *(torch.stack(parts) for parts in zip(*ends, strict=True))
+    return x, *(torch.stack(parts) for parts in zip(*ends, strict=True))
+
+
+def _turned(mask: Tensor) -> Tensor:
+    """For each step of each sequence the one that it changes places with, from the end of that sequence."""
+    steps = torch.arange(len(mask), device=mask.device).unsqueeze(1)
+    return torch.where(mask, mask.sum(0) - 1 - steps, steps)
+
+
+def _back(x: Tensor, turned: Tensor | None) -> Tensor:
+    """The steps from the last one on."""
+    return x.flip(0) if turned is None else x.gather(0, turned.unsqueeze(2).expand_as(x))
+
+
+def _padded(
+    function: Callable[..., Any], input: Tensor, hx: Any, weights: list[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The same for arguments of padded sequences."""
+    x = input.transpose(0, 1) if batch_first else input
+    made, *ends = layers_of(function, x, hx, weights, has_biases, num_layers, dropout, train, bidirectional)
+    return made.transpose(0, 1) if batch_first else made, *ends
 
 
 def _one_way(
-    function: Callable[..., Any], x: Tensor, begin: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool
-) -> tuple[Tensor, ...]:
+    function: Callable[..., Any], x: Tensor, begin: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool,
+    mask: Tensor | None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(all states, the last ones) of one layer, in the order of `x`."""
     ours = torch.ops.autopar
-    if not _is_loop(x, len(weights)):
+    if not is_loop(x, len(weights)):
         states = [state.unsqueeze(0) for state in begin]
         told = states if function is torch.lstm else states[0]
         made, *ends = function(x, told, [*weights], has_biases, 1, 0.0, False, False, False)
@@ -187,16 +210,31 @@ def _one_way(
         gates = functional.linear(x, of_input, biases[0] if biases else None)
         bias = biases[1] if biases else x.new_zeros(len(of_state))
         made = ours.gru(gates, begin[0], of_state, bias)
-        return made, made[-1]
+        return made, _last(made, mask)
     gates = functional.linear(x, of_input, biases[0] + biases[1] if biases else None)
     if function is torch.lstm:
-        made, last, *_ = ours.lstm(gates, *begin, of_state)
-        return made, made[-1], last
+        made, last, *_ = ours.lstm(gates if mask is None else _kept_behind(gates, mask), *begin, of_state)
+        return made, _last(made, mask), last
     made = ours.rnn(gates, begin[0], of_state, function is torch.rnn_relu)
-    return made, made[-1]
+    return made, _last(made, mask)
 
 
-def _is_loop(x: Tensor, weights: int) -> bool:
+def _last(made: Tensor, mask: Tensor | None) -> Tensor:
+    """The state [batch, width] behind the last step of each sequence."""
+    if mask is None:
+        return made[-1]
+    place = (mask.sum(0) - 1).clamp(min=0).reshape(1, -1, 1)
+    return made.gather(0, place.expand(1, *made.shape[1:])).squeeze(0)
+
+
+def _kept_behind(gates: Tensor, mask: Tensor) -> Tensor:
+    """Gates of an LSTM that behind a sequence let nothing into a cell, and all of it through."""
+    closed = gates.new_full((gates.shape[2] // 4,), -torch.inf)
+    behind = torch.cat([closed, -closed, torch.zeros_like(closed), torch.zeros_like(closed)])
+    return torch.where(mask.unsqueeze(2), gates, behind)
+
+
+def is_loop(x: Tensor, weights: int) -> bool:
     """Whether layers with so many weights each way are operators of ours: not where states are projected (which takes
     an odd number), or autocast casts.
     """
@@ -210,7 +248,7 @@ def kept_as_loops(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None
     x, _, weights, _, layers, dropout, train, bidirectional, _ = args
     each = len(weights) // (layers * (2 if bidirectional else 1))
     is_drawn = train and dropout and layers > 1
-    return functools.partial(_layers, func) if is_drawn or _is_loop(x, each) else None
+    return functools.partial(_padded, func) if is_drawn or is_loop(x, each) else None
 
 
 def weights_have_changed(layer: Any) -> bool:

@@ -140,8 +140,8 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "places": (lambda z, y, t: z.reshape(-1, 5)[(y.reshape(-1) > 1).nonzero().squeeze(-1)].sum(), "nonzero gives"),
     "unique": (lambda z, y, t: z.sum() * len(torch.unique(y)), "depends on values"),
     "packed": (
-        lambda z, y, t: nn.utils.rnn.pack_padded_sequence(z, (y > 1).sum(1).cpu() + 1, True, False).data.sum(),
-        "what pack_padded_sequence gives depends on values .* give the RNN the padded batch",
+        lambda z, y, t: nn.utils.rnn.pack_padded_sequence(z, (y > 1).sum(1).cpu() + 1, True, False).data[:3].sum(),
+        "an index of their number",
     ),
     "returned": (lambda z, y, t: z[y > 1], "returns rows that a boolean mask picks"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
@@ -26,7 +27,7 @@ from tests.processes.compare import (
 )
 from tests.processes.errors import refused
 from tests.processes.worker import Ranks
-from tests.support import recurrent, toy_rules
+from tests.support import packed, recurrent, toy_rules
 from tests.support.machines import FAST
 from tests.support.transformers import WORDS, Translated, WordModel, batch
 
@@ -48,6 +49,13 @@ def check_recurrent_networks(ranks: Ranks) -> None:
             )
         loss.backward(), made.backward()
         same_gradients(plain, parallel)
+
+
+def check_packed_sequences(ranks: Ranks) -> None:
+    for plain in (packed.Packed(nn.LSTM, bidirectional=True, num_layers=2), packed.Packed(nn.GRU), packed.Captions()):
+        parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST)
+        same_steps(plain, parallel, packed.batch(), steps=2)
+        splits(parallel)
 
 
 def check_autocast(ranks: Ranks) -> None:

@@ -1,0 +1,134 @@
+"""Sequences of several lengths, packed for recurrent layers (`torch.nn.utils.rnn`): how many steps there are in all
+depends on values, which a program cannot.
+
+In a trace a `PackedSequence` has the padded batch, its steps in front, as rows that a mask picks (`Picked`): of all
+steps those that a sequence has. Layers run over all of them, and nothing of what lies behind a sequence reaches
+anybody. Nothing is sorted, as no layer needs it: the order of the batch is that in which it came.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import rnn
+
+from autopar.errors import TraceError
+from autopar.trace.checks import Checks
+from autopar.trace.lines import line_here
+from autopar.trace.masked import Picked
+from autopar.trace.origins import Origins
+from autopar.trace.recurrent import FUNCTIONS, is_loop, layers_of
+
+PACKS, PADS, LAYERS = (
+    function.__code__ for function in (rnn.pack_padded_sequence, rnn.pad_packed_sequence, nn.RNNBase.permute_hidden)
+)
+NOT_AS_MANY = "pack_padded_sequence{} was given lengths of shape {} for a batch of {}: give one for each sequence"
+NO_LENGTHS = (
+    "pack_padded_sequence{} was given a length that is less than 1, more than the {} steps of its batch, or, with "
+    "enforce_sorted=True, more than the one before"
+)
+SHORTER = (
+    "pad_packed_sequence{} gives as many steps as the longest sequence of a batch has, a program always {}, and no "
+    "sequence has so many: pass total_length=, or batches that are no longer than their longest sequence"
+)
+DRAWN = (
+    "dropout between recurrent layers is drawn for all steps of a padded batch, also where it was packed: other "
+    "numbers are drawn than by torch, on one process, too"
+)
+NO_LOOP = (
+    "packed sequences reach a recurrent layer{} with projections (proj_size), or under autocast, whose last states are "
+    "not known then: give it the padded batch"
+)
+
+
+class Packing:
+    """What one forward packs."""
+
+    def __init__(self, origins: Origins, checks: Checks) -> None:
+        self.origins, self.checks = origins, checks
+        self.orders: dict[int, Tensor] = {}  # by id; orders that change nothing
+        self.sizes: dict[int, tuple[Tensor, int]] = {}  # by id; what `batch_sizes` is, and its first
+
+    def answer(self, func: Any, args: Sequence[Any]) -> Callable[[], Any] | None:
+        """What gives what `func` gives where that has to do with packed sequences; None: it has not."""
+        name, code = getattr(func, "__name__", ""), sys._getframe(2).f_code
+        is_order = any(id(one) in self.orders for one in args[1:] if isinstance(one, Tensor))
+        match name:
+            case "sort" if code is PACKS:
+                return lambda: (args[0], self._order(args[0]))
+            case "empty_like" | "scatter_" | "to" | "cpu" if id(args[0]) in self.orders and _is_torchs(code):
+                return lambda: args[0]  # its inverse, too
+            case "index_select" | "__getitem__" if is_order and _is_torchs(code):
+                return lambda: args[0]
+            case "__getitem__" if id(args[0]) in self.sizes and args[1] == 0:
+                return lambda: self.sizes[id(args[0])][1]
+            case "_pack_padded_sequence":
+                is_sorted = code is not PACKS or sys._getframe(2).f_locals["enforce_sorted"]
+                return lambda: self._packed(*args, is_sorted=is_sorted)
+            case "_pad_packed_sequence" if _is_packed(args[0]):
+                is_as_long = code is not PADS or sys._getframe(2).f_locals["total_length"] is None
+                return lambda: self._padded(*args, is_as_long=is_as_long)
+            case _ if func in FUNCTIONS and _is_packed(args[0]):
+                return lambda: self._layers(func, *args)
+            case _:
+                return None
+
+    def _order(self, lengths: Tensor) -> Tensor:
+        return self._is_order(torch.arange(len(lengths), device=lengths.device))
+
+    def _is_order(self, order: Tensor) -> Tensor:
+        self.orders[id(order)] = order
+        return order
+
+    def _packed(self, input: Tensor, lengths: Tensor, batch_first: bool, is_sorted: bool) -> tuple[Picked, Tensor]:
+        x = input.transpose(0, 1) if batch_first else input
+        if lengths.shape != x.shape[1:2]:
+            raise TraceError(NOT_AS_MANY.format(line_here(), list(lengths.shape), x.shape[1]))
+        lengths = lengths.to(x.device)
+        mask = torch.arange(len(x), device=x.device).unsqueeze(1) < lengths
+        wrong = (lengths < 1) | (lengths > len(x))
+        self.checks.add(NO_LENGTHS.format(line_here(), len(x)), wrong)
+        if is_sorted and len(lengths) > 1:
+            self.checks.add(NO_LENGTHS.format(line_here(), len(x)), lengths[:-1] < lengths[1:])
+        beside = mask.reshape(*mask.shape, *[1] * (x.ndim - 2))
+        sizes = mask.sum(1).cpu()
+        self.sizes[id(sizes)] = sizes, len(lengths)
+        key = "packed", self.origins.of(lengths), len(x)
+        return Picked(torch.where(beside, x, torch.zeros_like(x)), mask, key, self.origins), sizes
+
+    def _padded(
+        self, data: Picked, batch_sizes: Tensor, batch_first: bool, padding: float, steps: int, is_as_long: bool
+    ) -> tuple[Tensor, Tensor]:
+        lengths, here = data.mask.sum(0), len(data.mask)
+        if is_as_long:
+            self.checks.add(SHORTER.format(line_here(), here), lengths.max() != here)
+        made = data.kept(fill=padding)
+        if steps > here:
+            made = functional.pad(made, (0, 0) * (made.ndim - 1) + (0, steps - here), value=padding)
+        return made.transpose(0, 1) if batch_first else made, lengths.cpu()
+
+    def _layers(
+        self, function: Any, data: Picked, batch_sizes: Tensor, hx: Any, weights: list[Tensor], *options: Any
+    ) -> Any:
+        """`torch.lstm` and its like, of packed sequences (their arguments)."""
+        _, layers, dropout, train, bidirectional = options
+        if not is_loop(data.dense, len(weights) // (layers * (2 if bidirectional else 1))):
+            raise TraceError(NO_LOOP.format(line_here()))
+        if dropout and train and layers > 1 and DRAWN not in self.checks.notes:
+            self.checks.notes.append(DRAWN)
+        made, *ends = layers_of(function, data.dense, hx, weights, *options, mask=data.mask)
+        return data.like(made), *ends
+
+
+def _is_torchs(code: CodeType) -> bool:
+    return code.co_filename in (PACKS.co_filename, LAYERS.co_filename)
+
+
+def _is_packed(data: Any) -> bool:
+    return isinstance(data, Picked) and isinstance(data.key, tuple) and data.key[0] == "packed"

@@ -1,0 +1,107 @@
+"""Packed sequences, in whose place there is the padded batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar.errors import CheckFailed, TraceError
+from tests.processes.compare import same_steps
+from tests.support.packed import BATCH, LENGTHS, WIDTH, Captions, Longer, Packed, batch
+
+CASES: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
+    "lstm": (nn.LSTM, {"batch_first": True}),
+    "gru": (nn.GRU, {}),
+    "rnn": (nn.RNN, {"batch_first": True, "nonlinearity": "relu"}),
+    "lstm two layers both ways": (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+    "gru two layers both ways": (nn.GRU, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_sequences_have_the_numbers_of_torch(one: DeviceMesh, case: str) -> None:
+    kind, options = CASES[case]
+    plain = Packed(kind, **options).double()
+    parallel = autopar.compile(plain, one)
+    same_steps(plain, parallel, batch(), steps=2)
+    same_steps(plain, parallel, batch((7, 1, 1, 7, 6, 2, 3, 3), seed=1))
+
+
+@pytest.mark.parametrize("given", ["sorted", "numbers", "a state"])
+def test_lengths_and_states_as_scripts_give_them(one: DeviceMesh, given: str) -> None:
+    plain, data = Packed(nn.GRU, is_sorted=given == "sorted"), batch()
+    if given == "sorted":
+        data = batch(tuple(sorted(LENGTHS, reverse=True)))
+    if given == "numbers":
+        data["lengths"] = [*LENGTHS]
+    if given == "a state":
+        data["state"] = torch.randn(1, BATCH, WIDTH)
+    same_steps(plain, autopar.compile(plain, one), data, steps=2)
+
+
+def test_a_loss_of_packed_outputs(one: DeviceMesh) -> None:
+    plain = Captions()
+    same_steps(plain, autopar.compile(plain, one), batch(), steps=2)
+
+
+def test_outputs_may_be_longer(one: DeviceMesh) -> None:
+    plain, data = Longer(), {"x": torch.randn(3, 5, WIDTH), "lengths": torch.tensor([2, 4, 1])}
+    same_steps(plain, autopar.compile(plain, one), data, steps=2)
+
+
+def test_what_lies_behind_a_sequence_reaches_nobody(one: DeviceMesh) -> None:
+    plain, data = Longer(), {"x": torch.randn(3, 5, WIDTH), "lengths": torch.tensor([2, 4, 1])}
+    for row, length in enumerate(data["lengths"].tolist()):
+        data["x"][row, length:] = float("nan")
+    same_steps(plain, autopar.compile(plain, one), data, steps=2)
+
+
+def test_micro_batches_know_the_longest_sequence_of_all(one: DeviceMesh) -> None:
+    plain = Packed(nn.LSTM, bidirectional=True)
+    parallel = autopar.compile(plain, one, micro_batches=4)
+    same_steps(plain, parallel, batch((7, 3, 5, 1, 2, 2, 6, 4)), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "is_sorted", "told"),
+    [
+        ((6, 5, 4, 3, 2, 1, 1, 1), False, "pad_packed_sequence at .* no sequence has so many: pass total_length="),
+        (LENGTHS, True, "with enforce_sorted=True, more than the one before"),
+        ((7, 0, 1, 1, 1, 1, 1, 1), False, "a length that is less than 1"),
+        ((8, 7, 1, 1, 1, 1, 1, 1), False, "more than the 7 steps of its batch"),
+    ],
+)
+def test_what_torch_refuses_or_makes_shorter_is_an_error(
+    one: DeviceMesh, lengths: tuple[int, ...], is_sorted: bool, told: str
+) -> None:
+    parallel = autopar.compile(Packed(nn.LSTM, is_sorted), one)
+    with pytest.raises(CheckFailed, match=told):
+        parallel(**batch(lengths))
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_what_is_not_packed_says_so(one: DeviceMesh) -> None:
+    class Projected(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Packed(nn.LSTM, proj_size=2)
+            self.inner.head = nn.Linear(2, 10)
+
+        def forward(self, **data: Any) -> Any:
+            return self.inner(**data)
+
+    with pytest.raises(TraceError, match=r"with projections \(proj_size\).* give it the padded batch"):
+        autopar.compile(Projected(), one)(**batch())
+    with pytest.raises(TraceError, match=r"was given lengths of shape \[4\] for a batch of 8"):
+        autopar.compile(Packed(nn.LSTM), one)(**batch() | {"lengths": torch.ones(4, dtype=torch.long)})
+
+
+def test_dropout_between_packed_layers_is_told(one: DeviceMesh) -> None:
+    parallel = autopar.compile(Packed(nn.GRU, num_layers=2, dropout=0.5), one)
+    parallel(**batch())
+    assert any("drawn for all steps of a padded batch" in note for note in parallel.plan.notes)
