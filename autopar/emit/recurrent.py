@@ -11,6 +11,15 @@ import torch
 from torch import Tensor
 
 
+def _is_half(state: Tensor) -> bool:
+    return state.element_size() == 2
+
+
+def _summed(state: Tensor) -> Tensor:
+    """A copy, in which terms of many steps can be added up: of 16 bits they would be lost."""
+    return state.to(torch.float32 if _is_half(state) else state.dtype, copy=True)
+
+
 @torch.library.custom_op("autopar::lstm_in_turn", mutates_args=())
 def lstm_in_turn(gates: Tensor, h: Tensor, c: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All (h, c, gates) of an LSTM, of the inputs' part of its gates (input, forget, cell, output) and the states
@@ -18,7 +27,8 @@ def lstm_in_turn(gates: Tensor, h: Tensor, c: Tensor, weight: Tensor) -> tuple[T
     """
     width, turned = c.shape[1], weight.t()
     made, cells = (gates.new_empty(*gates.shape[:2], width) for _ in range(2))
-    full, now = torch.empty_like(gates, memory_format=torch.contiguous_format), torch.empty_like(c)
+    full, c, is_half = torch.empty_like(gates, memory_format=torch.contiguous_format), _summed(c), _is_half(c)
+    now = torch.empty_like(c)
     parts = full[:, :, : 2 * width], full[:, :, 2 * width : 3 * width], full[:, :, 3 * width :]
     steps = (gates, full, made, cells, *parts, *parts[0].chunk(2, 2))
     for gate, all_four, own_h, own_c, first, cell, last, enter, forget in zip(
@@ -28,10 +38,13 @@ def lstm_in_turn(gates: Tensor, h: Tensor, c: Tensor, weight: Tensor) -> tuple[T
         first.sigmoid_()
         cell.tanh_()
         last.sigmoid_()
-        torch.mul(forget, c, out=own_c).addcmul_(enter, cell)
-        torch.tanh(own_c, out=now)
+        if is_half:
+            own_c.copy_(c.mul_(forget).addcmul_(enter, cell))
+        else:
+            c = torch.mul(forget, c, out=own_c).addcmul_(enter, cell)
+        torch.tanh(c, out=now)
         torch.mul(last, now, out=own_h)
-        h, c = own_h, own_c
+        h = own_h
     return made, cells, full
 
 
@@ -42,11 +55,15 @@ def gru_in_turn(gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor) -> Tenso
     made, both, turned = gates.new_empty(*gates.shape[:2], width), torch.empty_like(gates[0]), weight.t()
     first, new = both[:, : 2 * width], both[:, 2 * width :]
     reset, update = first.chunk(2, 1)
+    total, is_half = _summed(h), _is_half(h)
     for gate, own in zip(gates.unbind(), made.unbind(), strict=True):
         torch.addmm(bias, h, turned, out=both)
         first.add_(gate[:, : 2 * width]).sigmoid_()
         new.mul_(reset).add_(gate[:, 2 * width :]).tanh_()
-        torch.lerp(new, h, update, out=own)
+        if is_half:
+            own.copy_(total.sub_(new).mul_(update).add_(new))
+        else:
+            total = torch.lerp(new, total, update, out=own)
         h = own
     return made
 
@@ -68,7 +85,8 @@ def lstm_back_in_turn(
     """Gradients of (gates, h, c). `by` [steps, batch, 4, width]: what a gate's is, times that of the cell, or, for the
     last gate, of the output; `through`: what of the output's goes into the cell.
     """
-    made, grad_h, grad_c = torch.empty_like(by), torch.zeros_like(grad_c), grad_c.clone()
+    made, grad_h, dtype = torch.empty_like(by), torch.zeros_like(grad_c), grad_c.dtype
+    grad_c = _summed(grad_c)
     for step in range(len(grad) - 1, -1, -1):
         own = made[step]
         grad_h += grad[step]
@@ -77,7 +95,7 @@ def lstm_back_in_turn(
         torch.mul(by[step, :, 3], grad_h, out=own[:, 3])
         torch.mm(own.flatten(1), weight, out=grad_h)
         grad_c *= forget[step]
-    return made.flatten(2), grad_h, grad_c
+    return made.flatten(2), grad_h, grad_c.to(dtype)
 
 
 @torch.library.custom_op("autopar::back_in_turn", mutates_args=())

@@ -42,8 +42,8 @@ DRAWN = (
     "numbers are drawn than by torch, on one process, too"
 )
 NO_LOOP = (
-    "packed sequences reach a recurrent layer{} with projections (proj_size), or under autocast, whose last states are "
-    "not known then: give it the padded batch"
+    "packed sequences reach a recurrent layer{} with projections (proj_size), whose last states are not known then: "
+    "give it the padded batch"
 )
 
 
@@ -118,7 +118,7 @@ class Packing:
     ) -> Any:
         """`torch.lstm` and its like, of packed sequences (their arguments)."""
         _, layers, dropout, train, bidirectional = options
-        if not is_loop(data.dense, len(weights) // (layers * (2 if bidirectional else 1))):
+        if not is_loop(len(weights) // (layers * (2 if bidirectional else 1))):
             raise TraceError(NO_LOOP.format(line_here()))
         if dropout and train and layers > 1 and DRAWN not in self.checks.notes:
             self.checks.notes.append(DRAWN)

@@ -200,23 +200,32 @@ def _one_way(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(all states, the last ones) of one layer, in the order of `x`."""
     ours = torch.ops.autopar
-    if not is_loop(x, len(weights)):
+    if not is_loop(len(weights)):
         states = [state.unsqueeze(0) for state in begin]
         told = states if function is torch.lstm else states[0]
         made, *ends = function(x, told, [*weights], has_biases, 1, 0.0, False, False, False)
         return made, *(end.squeeze(0) for end in ends)
     of_input, of_state, *biases = weights
+    dtype = _dtype_of(function, x, begin[0])
+    begin, of_state = [state.to(dtype) for state in begin], of_state.to(dtype)
     if function is torch.gru:
-        gates = functional.linear(x, of_input, biases[0] if biases else None)
-        bias = biases[1] if biases else x.new_zeros(len(of_state))
+        gates = functional.linear(x, of_input, biases[0] if biases else None).to(dtype)
+        bias = biases[1].to(dtype) if biases else gates.new_zeros(len(of_state))
         made = ours.gru(gates, begin[0], of_state, bias)
         return made, _last(made, mask)
-    gates = functional.linear(x, of_input, biases[0] + biases[1] if biases else None)
+    gates = functional.linear(x, of_input, biases[0] + biases[1] if biases else None).to(dtype)
     if function is torch.lstm:
         made, last, *_ = ours.lstm(gates if mask is None else _kept_behind(gates, mask), *begin, of_state)
         return made, _last(made, mask), last
     made = ours.rnn(gates, begin[0], of_state, function is torch.rnn_relu)
     return made, _last(made, mask)
+
+
+def _dtype_of(function: Any, x: Tensor, state: Tensor) -> torch.dtype:
+    """What states are kept in. Autocast casts all of a layer, but for a GRU's states on a CPU."""
+    device = x.device.type
+    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts and (function is not torch.gru or device != "cpu") else state.dtype
 
 
 def _last(made: Tensor, mask: Tensor | None) -> Tensor:
@@ -234,21 +243,21 @@ def _kept_behind(gates: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.unsqueeze(2), gates, behind)
 
 
-def is_loop(x: Tensor, weights: int) -> bool:
-    """Whether layers with so many weights each way are operators of ours: not where states are projected (which takes
-    an odd number), or autocast casts.
+def is_loop(weights: int) -> bool:
+    """Whether layers with so many weights each way are operators of ours: not where states are projected, which takes
+    an odd number.
     """
-    return weights % 2 == 0 and not torch.is_autocast_enabled(x.device.type)
+    return weights % 2 == 0
 
 
 def kept_as_loops(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None:
     """What to run in the place of a function of recurrent layers, where that is for padded sequences."""
     if func not in FUNCTIONS or len(args) != 9 or isinstance(args[3], (list, tuple)) or not len(args[0]):
         return None
-    x, _, weights, _, layers, dropout, train, bidirectional, _ = args
+    _, _, weights, _, layers, dropout, train, bidirectional, _ = args
     each = len(weights) // (layers * (2 if bidirectional else 1))
     is_drawn = train and dropout and layers > 1
-    return functools.partial(_padded, func) if is_drawn or is_loop(x, each) else None
+    return functools.partial(_padded, func) if is_drawn or is_loop(each) else None
 
 
 def weights_have_changed(layer: Any) -> bool:

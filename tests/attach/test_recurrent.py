@@ -280,3 +280,22 @@ def test_weights_that_are_made_of_others(
     plain, parallel = models[0], autopar.compile(models[1], one)
     same_steps(plain, parallel, {"x": torch.randn(5, 3, 6)}, steps=3)
     same_state(plain, parallel)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_autocast_casts_layers_as_torch_does(one: DeviceMesh, kind: type[nn.RNNBase]) -> None:
+    """No further from the numbers of float64 than twice what torch is, over many steps."""
+    plain, x = kind(8, 6, num_layers=2), torch.randn(200, 3, 8)
+    exact, parallel = copy.deepcopy(plain).double(), autopar.compile(plain, one, outputs="global")
+    (wanted, _), off = exact(x.double()), []
+    wanted.square().mean().backward()
+    for model in (plain, parallel):
+        with torch.autocast("cpu", torch.bfloat16):
+            made, _ = model(x)
+        made.float().square().mean().backward()
+        off.append([(made.double() - wanted).abs().mean()])
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            assert ours.grad is not None and theirs.grad is not None
+            off[-1].append((ours.grad.double() - theirs.grad).norm() / theirs.grad.norm())
+        assert made.dtype == (torch.float32 if kind is nn.GRU else torch.bfloat16)
+    assert all(ours <= 2 * theirs for theirs, ours in zip(*off, strict=True)), off

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers.integrations.moe  # whose operators have rules
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,6 +24,7 @@ from tests.support.kernels import OPERATOR, Called, has_kernel
 from tests.support.plans import PlanSampler
 from tests.support.residence import ResidenceSampler
 
+assert transformers.integrations.moe  # imported for what it registers
 DEVICES = ("cpu", "cuda")
 # Operators with a rule that a device lacks: a trace on the CPU has the parts of a fused RMS norm in their place.
 LACKING: dict[str, list[str]] = {"cpu": ["aten._fused_rms_norm_backward.default"], "cuda": []}
