@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from autopar.errors import TraceError
+from autopar.trace.code import CODE
 from autopar.trace.counted import called, kind_of
 from autopar.trace.modules import REGISTERED
 from autopar.trace.numbers import is_number
@@ -36,8 +37,11 @@ from autopar.trace.values import (
     SCALARS,
     Hidden,
     few_in,
+    file_of,
     held_in,
     inside,
+    is_installed,
+    led_to,
     own_names,
     snapshot,
     told,
@@ -212,6 +216,13 @@ def _add(
         guards.changing.append(((place, key), snapshot(value, guards.hidden)))
         if isinstance(value, (list, tuple, dict, deque)) and few_in(value):
             _add_parts(guards, value, called, traced)
+    for there in led_to(value):
+        _add(guards, {"": there}, "", there, f"what {called} leads to", None if traced is None else (traced[0], there))
+    _add_parts_of_code(guards, value, called)
+
+
+def _add_parts_of_code(guards: Guards, value: Any, called: str) -> None:
+    """What functions are given once for all, and variables of those around them."""
     if isinstance(value, (partial, types.MethodType)):
         inside_it = [value.__self__] if isinstance(value, types.MethodType) else [*value.args, *value.keywords.values()]
         for part in inside_it:
@@ -239,7 +250,7 @@ def _add_names(
         part = own.get(name, MISSING)
         owner = next((one for one in type(value).__mro__ if name in vars(one)), None)
         if own.get(name, MISSING) is MISSING and owner is not None:  # of its class, until it is set on the object
-            if not isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS)):
+            if not isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS, *CODE)) or is_installed(file_of(owner)):
                 continue
             _add(guards, vars(owner), name, vars(owner)[name], f"{called}.{name}")
         if read is not None and traced is not None:

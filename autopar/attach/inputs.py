@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.attach.foreach import terms_in
+from autopar.attach.results import refuse_batches
 from autopar.attach.tensors import (
     as_dtensor,
     as_stored,
@@ -83,6 +84,7 @@ class _Relaid(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        refuse_batches(ctx.like[-1].size(), gradient)
         return relaid_with_gradient(gradient, *ctx.like), None, None, None, None
 
 
@@ -98,6 +100,7 @@ class _Piece(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        refuse_batches(ctx.like[-1].size(), gradient)
         return None if gradient is None else whole_with_gradient(gradient, *ctx.like), None, None, None
 
 
@@ -111,6 +114,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        refuse_batches(ctx.like[-1].size(), gradient)
         return piece_with_gradient(gradient, *ctx.like), None, None, None, None
 
 

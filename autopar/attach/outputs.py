@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.attach.inputs import piece_with_gradient, relaid_with_gradient
 from autopar.attach.late import Late
+from autopar.attach.results import refuse_batches
 from autopar.attach.tensors import as_dtensor, is_whole, whole_within
 from autopar.attach.whole_values import averaged
 from autopar.ir import layout as plain
@@ -50,6 +51,7 @@ class _WholeWhenRead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        refuse_batches(ctx.device_mesh.size(), gradient)
         if ctx.averages:
             gradient = averaged(gradient, ctx.device_mesh)
         piece = piece_with_gradient(gradient, ctx.layout, ctx.mesh, ctx.device_mesh)

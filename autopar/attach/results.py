@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar._compat import is_batched, is_wanted
 from autopar.ir.graph import Result
 from autopar.ir.layout import Layout
 
@@ -29,6 +30,20 @@ def check_saved(saved: Sequence[Any] | None, before: Sequence[tuple[int, int]]) 
         raise RuntimeError(
             "an output or a buffer of the module was changed in place between forward and backward, which needs what "
             "it was: change a copy (output.clone()), or call backward first"
+        )
+
+
+def refuse_batches(ranks: int, *gradients: Tensor | None, of_parameters: Iterable[Any] = ()) -> None:
+    """Raises RuntimeError where one of them stands for a batch of gradients, and meets other ranks, or parameters
+    (`of_parameters`: functions of autograd), which are DTensors. Elsewhere a program can run on such.
+    """
+    if not any(gradient is not None and is_batched(gradient) for gradient in gradients):
+        return
+    if ranks > 1 or any(map(is_wanted, of_parameters)):
+        raise RuntimeError(
+            "gradients of a parallel module are taken in a batch (is_grads_batched=True, or vectorize=True of "
+            "torch.autograd.functional), which works on one process, for arguments: take them one by one, by "
+            "torch.autograd.grad(y[i], x, retain_graph=True) in a loop, or without vectorize"
         )
 
 

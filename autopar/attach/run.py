@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar._compat import keeps_graph, without_torch_function
 from autopar.attach.generators import States, drawing_from
-from autopar.attach.results import apart_from, behind_a_function, check_saved, own, told_apart, versions
+from autopar.attach.results import apart_from, behind_a_function, check_saved, own, refuse_batches, told_apart, versions
 from autopar.attach.rounds import Played
 from autopar.attach.rows import Rows
 from autopar.attach.tensors import as_stored, gradient_of, local_of, relaid
@@ -230,6 +230,8 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         runner = ctx.runner
+        behind = (function for function, _ in ctx.next_functions[: len(ctx.order)])
+        refuse_batches(ctx.step.device_mesh.size(), *gradients, of_parameters=behind)
         with runner.watch.call(BACKWARD):
             nothing = [gradient_of(one, torch.zeros_like(local_of(one))) for one in ctx.beside]
             found = _backward(ctx, gradients)

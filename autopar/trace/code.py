@@ -37,14 +37,15 @@ def names_of(code: types.CodeType) -> Iterator[str]:
 
 
 def asked_of(code: types.CodeType) -> set[str]:
-    """The names that code may look up by text that stands there (`getattr(config, "weight", 1.0)`)."""
-    return {
-        constant
-        for part in _codes(code)
-        if BY_TEXT & {*part.co_names}
-        for constant in part.co_consts
-        if isinstance(constant, str) and constant.isidentifier()
-    }
+    """The names that code may look up by text that stands there (`getattr(config, "weight", 1.0)`, or one of the names
+    that a loop goes over).
+    """
+    parts = [*_codes(code)]
+    if not any(BY_TEXT & {*part.co_names} for part in parts):
+        return set()
+    constants = [constant for part in parts for constant in part.co_consts]
+    constants += [each for one in constants if isinstance(one, (tuple, frozenset)) for each in one]
+    return {one for one in constants if isinstance(one, str) and one.isidentifier()}
 
 
 def globals_of(code: types.CodeType, *how: str) -> Iterator[str]:

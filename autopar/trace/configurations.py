@@ -22,6 +22,7 @@ from autopar.trace.values import (
     is_grown_table,
     is_noted_once,
     is_of_torch,
+    led_to,
     own_names,
     snapshot,
 )
@@ -55,9 +56,10 @@ class Configurations:
 
     def watch(self, value: Any, is_open: Callable[[], bool]) -> None:
         """Note from now on what is read of `value` while `is_open` says so."""
-        if isinstance(value, (list, tuple, dict, deque)):
-            for part in few_in(value):
-                self.watch(part, is_open)
+        for part in few_in(value) if isinstance(value, (list, tuple, dict, deque)) else led_to(value):
+            self.watch(part, is_open)
+        if type(value).__module__.startswith(("weakref", "_weakref")):
+            return
         if self.is_known(value) or own_names(value) is None or is_of_torch(type(value)):  # looking is a read, too
             return
         if not self.notes_reads_of(value, is_open):

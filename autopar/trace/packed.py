@@ -28,6 +28,10 @@ from autopar.trace.recurrent import FUNCTIONS, is_loop, layers_of
 PACKS, PADS, LAYERS = (
     function.__code__ for function in (rnn.pack_padded_sequence, rnn.pad_packed_sequence, nn.RNNBase.permute_hidden)
 )
+NAMES = frozenset((
+    "sort", "empty_like", "scatter_", "to", "cpu", "index_select", "__getitem__", "_pack_padded_sequence",
+    "_pad_packed_sequence", *(function.__name__ for function in FUNCTIONS),
+))  # fmt: skip
 NOT_AS_MANY = "pack_padded_sequence{} was given lengths of shape {} for a batch of {}: give one for each sequence"
 NO_LENGTHS = (
     "pack_padded_sequence{} was given a length that is less than 1, more than the {} steps of its batch, or, with "
@@ -57,7 +61,9 @@ class Packing:
 
     def answer(self, func: Any, args: Sequence[Any]) -> Callable[[], Any] | None:
         """What gives what `func` gives where that has to do with packed sequences; None: it has not."""
-        name, code = getattr(func, "__name__", ""), sys._getframe(2).f_code
+        if (name := getattr(func, "__name__", "")) not in NAMES:
+            return None
+        code = sys._getframe(2).f_code
         is_order = any(id(one) in self.orders for one in args[1:] if isinstance(one, Tensor))
         match name:
             case "sort" if code is PACKS:

@@ -8,6 +8,7 @@ is, but for names that are made of text (`getattr(cfg, f"{kind}_weight")`).
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
 import enum
 import functools
@@ -28,7 +29,17 @@ import torch
 from torch import Tensor, nn
 
 from autopar.trace.code import CODE, TYPES, asked_of, asks_for_nothing, functions_of, globals_of, names_of, needs_types
-from autopar.trace.values import IN_PLACE, MISSING, SCALARS, few_in, file_of, is_installed, is_of_torch, is_torchs
+from autopar.trace.values import (
+    IN_PLACE,
+    MISSING,
+    SCALARS,
+    few_in,
+    file_of,
+    is_installed,
+    is_of_torch,
+    is_torchs,
+    led_to,
+)
 
 FUNCTIONS, HOLDERS = 2000, 2000  # of the user's code and objects are looked at, at most
 MAKING = (
@@ -218,8 +229,9 @@ class Settings:
                 if name not in read:  # but of an attribute: `self.loss`, in a script that calls its loss so
                     continue
             self._see(function.__globals__, name, value, is_pips)
-        if not is_pips:
-            for name in sorted(set(globals_of(function.__code__, "STORE_GLOBAL")) - function.__globals__.keys()):
+        if not is_pips:  # what is not there yet
+            named = {*globals_of(function.__code__)} - function.__globals__.keys() - vars(builtins).keys()
+            for name in sorted(named):
                 self._see(function.__globals__, name, MISSING)
 
     def _see(self, place: Mapping[str, Any], name: str, value: Any, is_pips: bool = False) -> None:
@@ -227,18 +239,21 @@ class Settings:
         if (id(place), name) in self._known:
             return
         self._known[id(place), name] = place
-        if isinstance(value, CODE):
+        if isinstance(value, (*CODE, CACHED)):
             self._left.append(value)
         if isinstance(value, types.ModuleType):
             self._hold(value)
             return
+        if isinstance(value, types.FunctionType) and isinstance(vars(value).get("registry"), types.MappingProxyType):
+            self._see(vars(value), "registry", vars(value)["registry"])  # of `functools.singledispatch`
         if isinstance(value, nn.Module):
             self.owners.append(value)
         if isinstance(value, ContextVar):
             self._see(Now(value.get), name, Now(value.get).get(name, MISSING))
         if isinstance(value, CACHED) and value.cache_info().currsize and asks_for_nothing(value):
             self._hold(value())  # made before, and given again
-        if isinstance(value, weakref.ref) and (there := value()) is not None:
+        for there in led_to(value):
+            self._left += [value()] if isinstance(value, weakref.WeakMethod) else []
             self._hold(there)
         if isinstance(value, partial):
             given = {**dict(zip(map(str, range(len(value.args))), value.args, strict=True)), **value.keywords}
@@ -259,6 +274,8 @@ class Settings:
             self._holders[id(value)] = _Holder(Of(value))
             if not isinstance(value, (type, types.ModuleType, types.FunctionType)):
                 self.owners.append(value)
+                if is_users_class(type(value)):
+                    self._see(Now(partial(type, value)), "__class__", type(value))
             if isinstance(value, type) and not _is_installed(value):  # calling it may give what is there already
                 self._left += [vars(one).get("__new__") for one in type.mro(value)]
                 self._left += [vars(one).get("__call__") for one in type.mro(type(value))]
@@ -274,9 +291,11 @@ class Settings:
             if name.startswith("__"):
                 continue
             static = inspect.getattr_static(value, name, MISSING)
-            if _is_code(static) and name not in getattr(value, "__dict__", {}):
-                owner = next(one for one in _classes(value) if name in vars(one))
+            if _is_code(static) and name not in (own := getattr(value, "__dict__", {})):
+                owner = next((one for one in _classes(value) if name in vars(one)), type(type(value)))
                 self._see(self._classes.setdefault(owner, vars(owner)), name, static)
+                if isinstance(own, dict):  # an object may get one of its own
+                    self._see(own, name, MISSING)
             elif (part := holder.place.get(name, MISSING)) is not MISSING:
                 self._see(holder.place, name, part)
         if not isinstance(value, (type, types.ModuleType, Mapping)):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
 import functools
 import operator
 import random
 import sys
 import types
+import weakref
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -129,6 +131,21 @@ def few_in(value: Any) -> list[Any]:
     """The same, of what holds few."""
     found = held_in(value)
     return found if len(found) <= FEW else []
+
+
+def led_to(value: Any) -> list[Any]:
+    """The objects that a weak reference, a proxy, a weak method or a weak table leads to."""
+    if type(value) in weakref.ProxyTypes:
+        with contextlib.suppress(ReferenceError):  # it is gone
+            return [value.__repr__.__self__]
+        return []
+    if isinstance(value, weakref.WeakMethod):
+        return [method.__self__] if (method := value()) is not None else []
+    if isinstance(value, weakref.ref):
+        return [there] if (there := value()) is not None else []
+    if isinstance(value, (weakref.WeakSet, weakref.WeakKeyDictionary)):
+        return [*value][:FEW]
+    return [*value.values()][:FEW] if isinstance(value, weakref.WeakValueDictionary) else []
 
 
 Hidden = Mapping[int, Set[Any] | None]  # id of a container or object -> keys that do not count; None: all

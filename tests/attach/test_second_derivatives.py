@@ -332,6 +332,16 @@ def test_a_gradient_of_zeros_is_one(one: DeviceMesh) -> None:
     near(parallel.weight.grad, plain.weight.grad, GRADIENT, "of both")
 
 
+def test_gradients_in_a_batch_are_those_of_arguments_alone(one: DeviceMesh) -> None:
+    plain, x = _layers(), torch.randn(2, 8)
+    parallel = autopar.compile(copy.deepcopy(plain), one)
+    found = [torch.autograd.functional.jacobian(model, x, vectorize=True) for model in (plain, parallel)]
+    near(found[1], found[0], GRADIENT, "rows of a Jacobian")
+    made = parallel(x).flatten()
+    with pytest.raises(RuntimeError, match=r"in a batch .* take them one by one"):
+        torch.autograd.grad(made, parallel[0].weight, torch.eye(made.numel()), is_grads_batched=True)
+
+
 def test_gradients_in_a_batch_are_refused(one: DeviceMesh) -> None:
     parallel, x = autopar.compile(_layers(), one), torch.randn(1, 8)
     with pytest.raises(RuntimeError, match=r"create_graph=True.*in a batch .is_grads_batched"):
