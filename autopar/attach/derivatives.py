@@ -115,7 +115,9 @@ def _by_name(
         if int(result.target) >= len(names):  # what forward checks, as it did before
             continue
         name, type = names[int(result.target)], types[result.target]
-        assert value is not None and type is not None
+        if value is None:  # no output is made of it
+            continue
+        assert type is not None
         parameter = held.get(name)
         if isinstance(parameter, DTensor):
             lies = layout_of(parameter)

@@ -68,5 +68,5 @@ def gradients_of(
                     "derivatives are traced (under an autocast of a device, say); put the model and what takes the "
                     "gradient into one module, and compile that"
                 )
-        found = [*torch.autograd.grad(of, by, tangents, create_graph=True, materialize_grads=True)]
+        found = [*torch.autograd.grad(of, by, tangents, create_graph=True, allow_unused=True)]
     return found

@@ -44,7 +44,7 @@ from autopar.trace.recurrent import kept_as_loops
 from autopar.trace.sharing import seen
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.values import is_torchs
-from autopar.trace.written_out import WRITTEN_OUT, copied, with_limits
+from autopar.trace.written_out import WRITTEN_OUT, copied, with_condition, with_limits
 
 # They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
 CHECKING: dict[Any, str] = {
@@ -177,7 +177,7 @@ class _Watch(TorchFunctionMode):
             self.reads_at.set_anew({made for made, of in self.data.items() if of == id(args[0])})
             func, kwargs = torch.Tensor.copy_, {}
         self._refuse_what_is_not_traced(func, args, kwargs)
-        args, kwargs = with_limits(func, *dense_lookup(func, with_masks(func, args), kwargs))
+        args, kwargs = with_limits(func, *dense_lookup(func, with_condition(func, with_masks(func, args)), kwargs))
         func = REPLACED.get(func, func)
         is_data = func == DATA.__get__
         if is_data:

@@ -52,6 +52,17 @@ def _at_least(value: Tensor, least: float) -> Tensor:
     return value + (value.clamp(min=least) - value).detach()
 
 
+def with_condition(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `torch.where`, whose condition may be bytes for torch, but not for its trace."""
+    if getattr(func, "__name__", "") != "where" or len(args) < 3:
+        return args
+    place = 1 if func is Tensor.where else 0
+    condition = args[place]
+    if not isinstance(condition, Tensor) or condition.dtype != torch.uint8:
+        return args
+    return (*args[:place], condition.bool(), *args[place + 1 :])
+
+
 def with_limits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `torch.clamp(x, 0, limit)`, both limits of which are tensors, where one is: torch takes a number
     out of it.

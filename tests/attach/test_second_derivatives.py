@@ -346,3 +346,16 @@ def test_gradients_in_a_batch_are_refused(one: DeviceMesh) -> None:
     parallel, x = autopar.compile(_layers(), one), torch.randn(1, 8)
     with pytest.raises(RuntimeError, match=r"create_graph=True.*in a batch .is_grads_batched"):
         torch.autograd.functional.hessian(lambda at: parallel(at).sum(), x, create_graph=True, vectorize=True)
+
+
+def test_what_no_gradient_reaches_has_none(one: DeviceMesh) -> None:
+    plain, x = Tied(), torch.randn(4, 8)
+    plain.unused = nn.Linear(8, 8)
+    parallel = autopar.compile(plain, one)
+    found: list[list[Tensor | None]] = []
+    for model in (plain, parallel):
+        parameters = list(model.parameters())
+        found.append([*torch.autograd.grad(model(x).sum(), parameters, create_graph=True, allow_unused=True)])
+        with pytest.raises(RuntimeError, match="allow_unused"):
+            torch.autograd.grad(model(x).sum(), parameters, create_graph=True)
+    assert [one is None for one in found[1]] == [one is None for one in found[0]] == [False] * 3 + [True] * 2

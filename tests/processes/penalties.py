@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.functional import jacobian
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import autopar
@@ -18,6 +19,7 @@ from autopar.attach.tensors import mesh_of
 from autopar.measure.twin import traced
 from autopar.search import Request, search
 from tests.processes.compare import GRADIENT, LOSS, near, same_gradients
+from tests.processes.errors import refused
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
 
@@ -214,3 +216,10 @@ def check_arguments_may_go(ranks: Ranks) -> None:
     slopes = torch.autograd.grad(score.square().sum(), list(parallel.parameters()), create_graph=True)
     sum((one.square().sum() for one in slopes), torch.zeros(())).backward()
     assert all(parameter.grad is not None for parameter in parallel.parameters())
+
+
+def check_gradients_in_a_batch_are_refused(ranks: Ranks) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(4, 8, requires_grad=True)
+    parallel = autopar.compile(model, ranks.mesh(), hardware=FAST)
+    refused(RuntimeError, "take them one by one", lambda: jacobian(parallel, x, vectorize=True))
+    near(jacobian(parallel, x), jacobian(model, x), GRADIENT, "rows of a Jacobian, one by one")
