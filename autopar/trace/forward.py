@@ -37,7 +37,7 @@ from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import noted_on, replace_tensors, tensors_by_name
 from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
-from autopar.trace.packed import Packing
+from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
 from autopar.trace.places import with_masks
 from autopar.trace.reads import Reads
 from autopar.trace.recurrent import kept_as_loops
@@ -146,7 +146,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
-        self.origins, self.literals, self.checks = Origins(), Literals(counting.beside), Checks(notes)
+        self.origins, self.literals, self.checks = Origins(notes), Literals(counting.beside), Checks(notes)
         self.beside, self.counting = counting.beside, counting
         self.packing = Packing(self.origins, self.checks)
         self.reads_at = ReadsAt()
@@ -189,13 +189,11 @@ class _Watch(TorchFunctionMode):
         if (written := kept_as_loops(func, args) or written) is not None:
             with self:
                 return written(*args, **kwargs)
-        args = self._with_places(func, args)
+        args, kwargs = self._with_places(func, args, kwargs)
         if (answer := self.beside.answer(func, args)) is not None:
             return answer
-        if (answer := self.literals.answer(func, args, kwargs)) is not None:
-            if self.literals.asks_buffers((args, kwargs)):
-                self.checks.answered(func, args, kwargs, answer)
-            return answer
+        if (known := self._of_known(func, args, kwargs)) is not None:
+            return known
         if (expected := self.checks.answer(func, args)) is not None:
             return expected
         if (number := taken_out(func, args, self.checks)) is not None:
@@ -206,6 +204,19 @@ class _Watch(TorchFunctionMode):
         self._see(func, args, result, is_data)
         self.results += self.taken.made_by(result, kwargs)
         return result
+
+    def _of_known(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` gives that asks tensors whose values are known; None where it asks others, or nothing. The values
+        of buffers are checked in each call.
+        """
+        if (answer := self.literals.answer(func, args, kwargs)) is not None:
+            if self.literals.asks_buffers((args, kwargs)):
+                self.checks.answered(func, args, kwargs, answer)
+            return answer
+        places = self.literals.nonzero(func, args, kwargs)
+        if places is not None and self.literals.asks_buffers(args):
+            self.checks.answered(None, args, {}, self.literals.known(args[0]))
+        return places
 
     def _gradients(self, args: Any, kwargs: Any) -> Any:
         found = self.taken.grad(*args, **kwargs)
@@ -294,6 +305,8 @@ class _Watch(TorchFunctionMode):
         for value in tensors_in(result):
             if any(isinstance(size, torch.SymInt) for size in value.shape):
                 name = getattr(func, "__name__", str(func))
+                if caller(2) == LAYERS.co_filename:
+                    raise HangsOnValues(GIVEN_PACKED.format(line_here()))
                 raise HangsOnValues(
                     f"the shape of what {name.lstrip('_')} gives depends on values{line_here()}, and a program has one "
                     f"shape; {INSTEAD.get(name, X_OF_MASK if name in OF_MASKS else A_SIZE)}"
@@ -307,14 +320,14 @@ class _Watch(TorchFunctionMode):
         self.beside.made(func, args, kwargs, result)
         return result
 
-    def _with_places(self, func: Any, args: Any) -> Any:
+    def _with_places(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of `func` with what is known of an index, and of sizes, in them."""
         args = with_counted_places(func, args)
-        args, sizes = self.literals.sizes(func, self.literals.places(func, args))
+        args, kwargs, sizes = self.literals.sizes(func, self.literals.places(func, args), kwargs)
         for size, number in sizes:
             if self.literals.asks_buffers(size):
                 self.checks.answered(None, (size,), {}, number)
-        return args
+        return args, kwargs
 
     def _may_be_set(self, held: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether that is a buffer, or a parameter that does not train, and `value` may be what it holds."""

@@ -40,9 +40,11 @@ CASTS = frozenset(
     ("to", "type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "detach", "contiguous")
 )
 FRESH = ELEMENTWISE - CASTS - {"pos"}
-SIZED = frozenset(
-    ("pad", "view", "reshape", "expand", "repeat", "tile", "unflatten", "narrow", "split", "__getitem__", "__setitem__")
-)
+_SIZED = """
+    pad view reshape expand repeat tile unflatten narrow split as_strided new_zeros new_ones new_full new_empty
+    __getitem__ __setitem__
+"""
+SIZED = frozenset(_SIZED.split())
 ASKS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "equal", "allclose", "is_nonzero"))
 
 
@@ -92,13 +94,13 @@ class Literals:
             return None
         return self._run(func, args, kwargs)
 
-    def sizes(self, func: Any, args: Any) -> tuple[Any, list[tuple[Tensor, int]]]:
+    def sizes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[tuple[Tensor, int]]]:
         """The arguments of `func` with numbers in the place of known tensors that say how large something is, or where
         a slice begins or ends; and these tensors with their numbers.
         """
         name = getattr(func, "__name__", "")
-        if not self._known or name not in SIZED or len(args) < 2:
-            return args, []
+        if not self._known or name not in SIZED or not args:
+            return args, kwargs, []
         found: list[tuple[Tensor, int]] = []
 
         def number(one: Any) -> Any:
@@ -117,8 +119,8 @@ class Literals:
         def part(one: Any) -> Any:
             return one if only_slices and not isinstance(one, slice) else number(one)
 
-        rest = pytree.tree_map(part, args[1:], is_leaf=lambda one: isinstance(one, slice))
-        return (args[0], *rest), found
+        rest, named = pytree.tree_map(part, (args[1:], kwargs), is_leaf=lambda one: isinstance(one, slice))
+        return (args[0], *rest), named, found
 
     def places(self, func: Any, args: Any) -> Any:
         """The arguments of `x[mask]` and `x[mask] = y` with the places of what is true in each mask that is made of
@@ -143,6 +145,21 @@ class Literals:
                 self._made_of[id(found[-1])] = self._root()
         return args[0], tuple(found), *args[2:]
 
+    def nonzero(self, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """Where a known tensor is not zero, as `x.nonzero()` has it; None where something else is asked."""
+        if getattr(func, "__name__", "") != "nonzero" or kwargs or len(args) != 1 or id(args[0]) not in self._known:
+            return None
+        with outside_modes():
+            real = self._known[id(args[0])][1].nonzero()
+        made = torch.tensor(real.tolist(), dtype=torch.int64, device=args[0].device).reshape(real.shape)
+        self._known[id(made)], self._made_of[id(made)] = (made, real), self._root()
+        return made
+
+    def known(self, tensor: Tensor) -> list[Any]:
+        """What is in a tensor that is known."""
+        with outside_modes():
+            return self._known[id(tensor)][1].tolist()
+
     def _mask(self, value: Any) -> Tensor | None:
         """What is in a mask that is made of numbers alone, or that the model's code holds; None for all else."""
         if isinstance(value, list) and value and all(isinstance(one, bool) for one in cast("list[Any]", value)):
@@ -157,7 +174,7 @@ class Literals:
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
         name = getattr(func, "__name__", "")
-        if not self._known and name not in MADE | LIKE:
+        if not self._known and name not in MADE | LIKE | ELEMENTWISE:
             return
         given = tensors_in((args, kwargs))
         if writes_in_place(name, kwargs):
@@ -174,7 +191,7 @@ class Literals:
                     like = torch.empty(args[0].shape, dtype=args[0].dtype)
                 self._known[id(like)], self._made_of[id(like)] = (like, like), self._root()
                 self._keep(func, (like, *args[1:]), kwargs, result)
-        elif name.strip("_") in FOLLOWED and self._are_known(args, kwargs) and (given or name in MADE):
+        elif name.strip("_") in FOLLOWED and self._are_known(args, kwargs) and (given or name in MADE | ELEMENTWISE):
             self._keep(func, args, kwargs, result)
         elif name.strip("_") not in FRESH and tensors_in(result):
             self._forget(tensors_in(args[0]) if name == "__getitem__" else given)  # it looks at no index

@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from autopar.errors import TraceError
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
 from autopar.trace.places import Places, is_mask, refused
 from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OPERATORS, ROWWISE
+
+DRAWN = (
+    "dropout of rows that a mask picks, or of packed sequences, is drawn for all rows: other numbers are drawn than by "
+    "torch, on one process, too"
+)
 
 
 class Picked:
@@ -180,6 +186,8 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return first.like(func(*_dense(args), **_dense(kwargs)))
     if not isinstance(args[0], Picked):
         raise refused(name)
+    if name == "dropout":
+        return _dropped(*args, **kwargs)
     if name in ("reshape", "view", "flatten"):
         return _reshaped(name, args[0], args[1:], kwargs)
     if name == "getitem":
@@ -195,6 +203,14 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return _along(func, name, place, given, args, kwargs)
         return _whole(name, args[0], args[1:], kwargs)
     raise refused(name)
+
+
+def _dropped(input: Picked, p: float = 0.5, training: bool = True, inplace: bool = False) -> Picked:
+    if inplace:
+        raise refused("dropout in place")
+    if training and p and DRAWN not in input.origins.notes:
+        input.origins.notes.append(DRAWN)
+    return input.like(functional.dropout(input.dense, p, training))
 
 
 def _name_of(func: Any) -> str:

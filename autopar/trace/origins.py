@@ -29,9 +29,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class Origins:
-    """Numbers of values: equal ones are the same function of the same. What is written to in place forgets them all."""
+    """Numbers of values: equal ones are the same function of the same. What is written to in place forgets them all.
+    `notes`: what is to be told beside the plan.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, notes: list[str]) -> None:
+        self.notes = notes
         self._by_id: dict[int, int] = {}
         self._by_making: dict[Any, int] = {}
         self._next = 0

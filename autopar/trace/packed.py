@@ -21,7 +21,7 @@ from torch.nn.utils import rnn
 from autopar.errors import TraceError
 from autopar.trace.checks import Checks
 from autopar.trace.lines import line_here
-from autopar.trace.masked import Picked
+from autopar.trace.masked import DRAWN, Picked
 from autopar.trace.origins import Origins
 from autopar.trace.recurrent import FUNCTIONS, is_loop, layers_of
 
@@ -41,9 +41,9 @@ SHORTER = (
     "pad_packed_sequence{} gives as many steps as the longest sequence of a batch has, a program always {}, and no "
     "sequence has so many: pass total_length=, or batches that are no longer than their longest sequence"
 )
-DRAWN = (
-    "dropout between recurrent layers is drawn for all steps of a padded batch, also where it was packed: other "
-    "numbers are drawn than by torch, on one process, too"
+GIVEN_PACKED = (
+    "a recurrent layer reads a PackedSequence{} that forward has not packed, and how many rows its steps have depends "
+    "on values: give the model the padded batch and its lengths, and pack them in forward"
 )
 NO_LOOP = (
     "packed sequences reach a recurrent layer{} with projections (proj_size), whose last states are not known then: "

@@ -178,7 +178,7 @@ class Reads:
                 is_table = now is value and is_grown_table(was, now)
                 if is_table and id(now) in originals:
                     continue
-                return Change(f"{name}, which is no attribute of a module", is_table)
+                return Change(f"{name}{_owner(place)}, which is no attribute of a module", is_table)
         for kind, had in self.classes:
             now = {name: value for name, value in vars(kind).items() if not name.startswith("__")}
             if written := sorted(name for name, value in now.items() if had.get(name, MISSING) is not value):
@@ -192,6 +192,13 @@ class Reads:
             leading = self._leading_to([one])
             self.counting.asked_for |= leading if len(leading) == 1 else set()
         return change
+
+
+def _owner(place: Mapping[str, Any]) -> str:
+    """Of what class or module it is, in words."""
+    if isinstance(place, Of):
+        return f" of an object of class {type(place.holder).__module__}.{type(place.holder).__name__}"
+    return f" of module {place['__name__']}" if "__builtins__" in place and "__name__" in place else ""
 
 
 def refuse(change: Change) -> NoReturn:

@@ -292,7 +292,7 @@ class Settings:
                 continue
             static = inspect.getattr_static(value, name, MISSING)
             if _is_code(static) and name not in (own := getattr(value, "__dict__", {})):
-                owner = next((one for one in _classes(value) if name in vars(one)), type(type(value)))
+                owner = next(one for one in (*_classes(value), *type(value).__mro__) if name in vars(one))
                 self._see(self._classes.setdefault(owner, vars(owner)), name, static)
                 if isinstance(own, dict):  # an object may get one of its own
                     self._see(own, name, MISSING)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar
-from autopar.errors import TraceError
+from autopar.errors import CheckFailed, TraceError
 from autopar.trace.beside import Beside
 from autopar.trace.literals import Literals
 from tests.processes.compare import both_backward, same_gradients
@@ -52,7 +52,27 @@ def of_numbers(x: Tensor) -> Tensor:
     return x[: int(torch.full((), 3))] if bool(torch.eye(2)[0, 0] == 1) else x
 
 
-ANSWERED = {"solved": solved, "of sizes": of_sizes, "of numbers": of_numbers}
+def of_quotients(x: Tensor) -> Tensor:
+    """Of Python's numbers, as sizes of views, by name and as arguments (Longformer)."""
+    rows = torch.div(x.shape[0], 2, rounding_mode="trunc")
+    pairs = x.view(rows, 2, 4).contiguous()
+    shifted = pairs.as_strided(size=(rows - 1, 3, 4), stride=(8, 4, 1))
+    return shifted + x.new_ones((rows - 1, 1, 1))
+
+
+def of_places(x: Tensor) -> Tensor:
+    """Where a mask of numbers is true."""
+    kept = (torch.arange(4) % 3 == 0).nonzero().squeeze(-1)
+    return x.index_select(1, kept) * len(kept)
+
+
+ANSWERED = {
+    "quotients": of_quotients,
+    "places": of_places,
+    "solved": solved,
+    "of sizes": of_sizes,
+    "of numbers": of_numbers,
+}
 
 
 @pytest.mark.parametrize("name", ANSWERED)
@@ -124,3 +144,25 @@ def test_only_what_is_made_of_numbers_is_known() -> None:
     literals.made(torch.zeros, (3,), {}, made)
     literals.made(torch.Tensor.to, (made, other), {}, torch.empty(3))  # perhaps a look at the same memory
     assert literals.answer(torch.Tensor.tolist, (made,), {}) is None
+
+
+def test_where_a_buffer_is_not_zero(one: DeviceMesh) -> None:
+    """Coupling layers of flows ask it of their masks; another mask is another call's error."""
+
+    class Coupling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.tensor([True, False, True, True]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            return x[:, self.mask.nonzero().squeeze(-1)].sin().sum() + x[:, (~self.mask).nonzero().squeeze(-1)].sum()
+
+    plain, x = Coupling(), torch.randn(3, 4)
+    parallel = autopar.compile(plain, one)
+    both_backward(plain, parallel, x)
+    same_gradients(plain, parallel)
+    parallel.mask[1] = True
+    with pytest.raises(CheckFailed, match="a buffer that forward asks"):
+        parallel(x)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import autopar
 from autopar.errors import CheckFailed, TraceError
 from tests.processes.compare import same_steps
-from tests.support.packed import BATCH, LENGTHS, WIDTH, Captions, Longer, Packed, batch
+from tests.support.packed import BATCH, LENGTHS, STEPS, WIDTH, Captions, Longer, Packed, batch
 
 CASES: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
     "lstm": (nn.LSTM, {"batch_first": True}),
@@ -101,7 +102,41 @@ def test_what_is_not_packed_says_so(one: DeviceMesh) -> None:
         autopar.compile(Packed(nn.LSTM), one)(**batch() | {"lengths": torch.ones(4, dtype=torch.long)})
 
 
-def test_dropout_between_packed_layers_is_told(one: DeviceMesh) -> None:
-    parallel = autopar.compile(Packed(nn.GRU, num_layers=2, dropout=0.5), one)
-    parallel(**batch())
-    assert any("drawn for all steps of a padded batch" in note for note in parallel.plan.notes)
+def test_what_was_packed_outside_says_to_pack_it_in_forward(one: DeviceMesh) -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(WIDTH, WIDTH)
+
+        def forward(self, packed: Any) -> Any:
+            return self.inner(packed)[1][0].sum()
+
+    given = pack_padded_sequence(torch.randn(STEPS, BATCH, WIDTH), torch.tensor(LENGTHS), enforce_sorted=False)
+    with pytest.raises(TraceError, match=r"a recurrent layer reads a PackedSequence at .* pack them in forward"):
+        autopar.compile(Read(), one)(given)
+
+
+class Dropped(Captions):
+    """Of packed rows, before and behind the layer."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        made, _ = self.inner(PackedSequence(self.dropout(self.words(packed.data)), *packed[1:]))
+        return self.head(self.dropout(made.data)).square().mean()
+
+
+@pytest.mark.parametrize("model", [Packed(nn.GRU, num_layers=2, dropout=0.5), Dropped(0.5)])
+def test_dropout_of_what_is_packed_is_told(one: DeviceMesh, model: nn.Module) -> None:
+    parallel = autopar.compile(model, one)
+    drawn = {parallel(**batch()).item() for _ in range(3)}
+    assert len(drawn) == 3
+    assert any("is drawn for all rows" in note for note in parallel.plan.notes)
+
+
+def test_dropout_that_drops_nothing_is_none(one: DeviceMesh) -> None:
+    plain = Dropped(0.0)
+    same_steps(plain, autopar.compile(plain, one), batch(), steps=2)
