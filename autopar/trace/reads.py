@@ -197,8 +197,8 @@ class Reads:
 def _owner(place: Mapping[str, Any]) -> str:
     """Of what class or module it is, in words."""
     if isinstance(place, Of):
-        return f" of an object of class {type(place.holder).__module__}.{type(place.holder).__name__}"
-    return f" of module {place['__name__']}" if "__builtins__" in place and "__name__" in place else ""
+        return f" (in an object of class {type(place.holder).__module__}.{type(place.holder).__name__})"
+    return f" (in {place['__name__']})" if "__builtins__" in place and "__name__" in place else ""
 
 
 def refuse(change: Change) -> NoReturn:
