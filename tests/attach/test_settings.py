@@ -329,7 +329,7 @@ def test_a_table_of_what_was_found_out_may_grow_once(one: DeviceMesh) -> None:
 def test_a_table_that_grows_at_each_call_or_that_says_what_is_computed_is_refused(
     one: DeviceMesh, weight: Callable[[Any], float]
 ) -> None:
-    with pytest.raises(TraceError, match="forward changes found_out .*, which is no attribute"):
+    with pytest.raises(TraceError, match=r"forward changes found_out .*, which is no attribute"):
         autopar.compile(Model(weight), one)(torch.rand(3, 4))
 
 
