@@ -53,6 +53,11 @@ MAKING = (
     "__reduce__",
 )
 CACHED = type(functools.cache(len))
+FLAGS: dict[str, Callable[[], Any]] = {  # of torch, that forward may ask for
+    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "benchmark": lambda: torch.backends.cudnn.benchmark,
+}
 TYPED_IN = ("<stdin>", "<string>", "<ipython", "<console>", "<python")  # code of no file, that somebody wrote
 GIVEN = "what a hook is given"
 OTHERS = (Tensor, np.ndarray, np.generic, enum.Enum, torch.autograd.Function)
@@ -215,6 +220,8 @@ class Settings:
             asked &= {*globals_of(function.__code__)}
             self.asking.append((function.__globals__, asked | ({"is"} if needs_types(function.__code__) else set())))
         self._names |= names
+        for name in sorted(names & FLAGS.keys()):
+            self._see(Now(FLAGS[name]), name, FLAGS[name]())
         if not is_pips:
             self._asked |= asked_of(function.__code__)
         # In one order on all ranks: what is found first names what is found.

@@ -118,6 +118,10 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, pytest.Mo
     "found by names in a loop": (lambda m, x: of_names(x), _replace(held, "before", lambda x: x * 7)),
     "a global that comes": (lambda m, x: of_what_comes_later(x), lambda m, p: p.setitem(globals(), "later", 3.0)),
     "the class of an object": (lambda m, x: of_class(x), _replace(held, "__class__", Doubled)),
+    "a flag of torch": (
+        lambda m, x: x * (3 if torch.are_deterministic_algorithms_enabled() else 1),
+        lambda m, patch: torch.use_deterministic_algorithms(True),
+    ),
     "another implementation": (lambda m, x: dispatched(2, x), _register),
 }
 
@@ -126,6 +130,7 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, pytest.Mo
 def test_what_a_script_replaces_is_seen(one: DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     does, change = CASES[name]
     cached.cache_clear()
+    torch.use_deterministic_algorithms(False)
     plain, x = Calls(does), torch.randn(2, 4)
     parallel = autopar.compile(plain, one)
     for number in range(2):
@@ -135,6 +140,7 @@ def test_what_a_script_replaces_is_seen(one: DeviceMesh, monkeypatch: pytest.Mon
         for model in (plain, parallel):
             change(model, monkeypatch)
     torch.testing.assert_close(parallel(x), plain(x))
+    torch.use_deterministic_algorithms(False)
 
 
 def test_the_forward_of_the_models_own_class(one: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
