@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar._compat import functional_collectives
-from autopar.emit import moves, ops, recurrent, sends
+from autopar.emit import ctc, moves, ops, recurrent, sends
 from autopar.ir.graph import Const, TensorType
 from autopar.ir.layout import Partial, Replicate, Shard
 from autopar.ir.mesh import Mesh
@@ -41,7 +41,7 @@ def target_of(op: str) -> Any:
     namespace, _, rest = RENAMED.get(op, op).partition(".")
     name, _, overload = rest.partition(".")
     if namespace == "autopar":
-        for module in (ops, recurrent):
+        for module in (ops, recurrent, ctc):
             found = vars(module).get(name)
             if isinstance(found, types.FunctionType) and found.__module__ == module.__name__ and name[0] != "_":
                 return found

@@ -160,6 +160,8 @@ NN: Table = {
     "autopar.gru_backward.default": "t! b h!, t! b g!, b h!, g! h!, g!, t! b h! -> t! b g!, b h!, g! h!, g! | 0",
     "autopar.rnn.default": "t! b h!, b h!, g! h! -> t! b h!",
     "autopar.rnn_backward.default": "t! b h!, b h!, g! h!, t! b h! -> t! b h!, b h!, g! h! | 0",
+    "autopar.ctc.default": "t! b c!, b s!, b, b -> b",
+    "autopar.ctc_backward.default": "b, t! b c!, b s!, b, b -> t! b c! | 0",
     "aten._grouped_mm.default": grouped_mm,
     "transformers.grouped_mm_fallback.default": "m! k, e! k n, e! -> m! n | 0 | 1",
     "transformers.grouped_mm_fallback_backward.default": "m! k, e! k n, e!, m! n -> m! k, e! k n | 3",

@@ -26,6 +26,7 @@ from autopar.trace.checks import Checks
 from autopar.trace.counted import ARGUMENT, counted_from, standing
 from autopar.trace.counted_index import with_counted_places
 from autopar.trace.covariance import corrcoef, cov
+from autopar.trace.ctc import kept_as_one
 from autopar.trace.eager import as_it_runs
 from autopar.trace.encoders import as_torchs_encoders
 from autopar.trace.gradients import Taken
@@ -182,9 +183,9 @@ class _Watch(TorchFunctionMode):
         is_data = func == DATA.__get__
         if is_data:
             func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
-        if (packed := self.packing.answer(func, args)) is not None:
+        if (made := self.packing.answer(func, args) or kept_as_one(func, args, kwargs, self.checks)) is not None:
             with self:
-                return packed()
+                return made()
         written = None if any(isinstance(leaf, Picked) for leaf in leaves) else WRITTEN_OUT.get(func)
         if (written := kept_as_loops(func, args) or written) is not None:
             with self:

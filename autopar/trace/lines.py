@@ -43,10 +43,6 @@ COLLECTIVE = (
     "A program computes with the whole batch on all ranks, and would count what each rank sends as another part of it: "
     "leave the collective out where the model runs under autopar (as where there is one process)."
 )
-CTC = (
-    "Its sizes hang on the values of the lengths: return the log-probabilities from forward, and compute F.ctc_loss of "
-    "what the parallel module gives (without micro_batches= and `pipe`)."
-)
 GRAPH = re.compile(r"\s*(class .*\n)?\s*def forward\(self")
 NO_ROWS = re.compile(r"\[(.*, )?0[,\]]")
 EMPTY = "A batch without rows has nothing to compute: leave it out."
@@ -89,7 +85,6 @@ ADVICE = (
     (re.compile("Expected inputs of BF16 type"), GROUPED),
     (re.compile("Unsupported input type <class 'numpy"), ARRAY),
     (re.compile("Unsupported input type|functorch/issues/475"), OBJECT),
-    (re.compile("_ctc_loss"), CTC),
     (
         re.compile(
             r"torch\.distributed\.nn|c10d|ProcessGroup\w*::|meta (broadcast|all_\w+|reduce\w*|gather|scatter)_? has"

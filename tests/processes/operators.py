@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import autopar
 from autopar import PlanMismatch
-from tests.attach import test_embeddings
+from tests.attach import test_ctc, test_embeddings
 from tests.attach.test_autocast import Mixed
 from tests.processes.compare import (
     LOSS,
@@ -56,6 +56,12 @@ def check_packed_sequences(ranks: Ranks) -> None:
         parallel = autopar.compile(plain, ranks.mesh(), hardware=FAST)
         same_steps(plain, parallel, packed.batch(), steps=2)
         splits(parallel)
+
+
+def check_losses_without_alignment(ranks: Ranks) -> None:
+    for form in ("padded", "picked"):
+        plain = test_ctc.Heard(form)
+        same_steps(plain, autopar.compile(plain, ranks.mesh(), hardware=FAST), test_ctc.batch(form), steps=2)
 
 
 def check_autocast(ranks: Ranks) -> None:

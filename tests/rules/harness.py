@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.emit import ops, recurrent
+from autopar.emit import ctc, ops, recurrent
 from autopar.ir.attention import ATTENTION, ATTENTION_BACKWARD
 from autopar.ir.batch_norm import IN_PARTS, IN_PARTS_BACKWARD
 from autopar.ir.graph import Const, Node, Ref, TensorType, map_refs
@@ -94,6 +94,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     ATTENTION_BACKWARD: ops.attention_backward,
     EXPERTS[0]: ops.expert_mm,
     EXPERTS[1]: ops.expert_mm_weight,
+    "autopar.ctc.default": ctc.ctc,
+    "autopar.ctc_backward.default": ctc.ctc_backward,
     **{op: getattr(recurrent, op.split(".")[1]) for op in RECURRENT},
     IN_PARTS: ops.batch_norm_in_parts,
     IN_PARTS_BACKWARD: ops.batch_norm_in_parts_backward,

@@ -88,6 +88,11 @@ def _upsample(name: str, x: torch.Tensor, size: list[int], *args: Any) -> Sample
     return {f"aten.{name}.default": [s(x, size, *args)], f"aten.{name}_backward.default": [backward]}
 
 
+def _spoken() -> list[torch.Tensor]:
+    """What `ctc` reads: log-probabilities, targets, lengths of both."""
+    return [f(9, 12, 6).log_softmax(2), ints(5, 12, 4) + 1, ints(5, 12) + 5, ints(5, 12)]
+
+
 def _ids_with(value: int, high: int, *shape: int) -> torch.Tensor:
     ids = ints(high, *shape)
     ids.flatten()[2] = value
@@ -121,6 +126,8 @@ def samples() -> Samples:
             s(f(6, 12, 12), f(6, 1, 18), ints(6, 6, 12), 24),
             s(f(24, 2, 96), f(24, 1, 48), _ids_with(-1, 6, 24, 2), 6),
         ],
+        "autopar.ctc.default": [s(*_spoken(), 0, zeroes) for zeroes in (False, True)],
+        "autopar.ctc_backward.default": [s(f(12), *_spoken(), 0, zeroes) for zeroes in (False, True)],
         "autopar.lstm.default": [
             s(f(5, 12, 24), f(12, 6), f(12, 6), f(24, 6)),
             s(f(1, 6, 4), f(6, 1), f(6, 1), f(4, 1)),

@@ -170,21 +170,6 @@ def test_an_array_among_the_inputs_is_told_so() -> None:
         capture(model, (torch.randn(2, 4).numpy(),), {})
 
 
-class Ctc(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor, y: Tensor, lengths: Tensor, wanted: Tensor) -> Tensor:
-        return nn.functional.ctc_loss(self.linear(x).log_softmax(-1), y, lengths, wanted)
-
-
-def test_a_loss_whose_sizes_hang_on_values_belongs_outside() -> None:
-    inputs = torch.randn(6, 2, 4), torch.randint(1, 5, (2, 3)), torch.tensor([6, 6]), torch.tensor([3, 2])
-    with pytest.raises(TraceError, match=r"return the log-probabilities from forward, and compute F.ctc_loss of"):
-        capture(Ctc(), inputs, {})
-
-
 def test_the_half_of_a_model_that_could_be_traced_is_not_printed(capfd: pytest.CaptureFixture[str]) -> None:
     def told(x: Tensor) -> Tensor:
         print("seen", file=sys.stderr)
