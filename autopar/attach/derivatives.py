@@ -77,7 +77,11 @@ def _asked_for(before: Before, count: int, ctx: Any, given: Mapping[str, tuple[T
     if state.pipe is not None or ctx.runner.played is not None:
         _refuse("a step in stages, or in micro-batches, has ended by then")
     if any(is_batched(gradient) for gradient, _ in given.values()):
-        _refuse("gradients are taken in a batch (is_grads_batched=True, vectorize=True)")
+        raise RuntimeError(
+            "backward was called with create_graph=True, and gradients are taken in a batch (is_grads_batched=True, "
+            "vectorize=True): take them one by one, by torch.autograd.grad(y[i], x, create_graph=True) in a loop, or "
+            "without vectorize"
+        )
     if not arguments.issuperset(through):
         _refuse("gradients lead to what an earlier call has left in the module")
     if any(isinstance(one, DTensor) and is_on_host(one) for one in ctx.parameters):

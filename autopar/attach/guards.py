@@ -28,7 +28,7 @@ from autopar.trace.modules import REGISTERED
 from autopar.trace.numbers import is_number
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
-from autopar.trace.settings import Cell, Of, is_users_class
+from autopar.trace.settings import Cell, Now, Of, is_users_class
 from autopar.trace.values import (
     COLLECTIONS,
     CONTAINERS,
@@ -41,7 +41,9 @@ from autopar.trace.values import (
     held_in,
     inside,
     is_installed,
+    is_mine,
     led_to,
+    operators_of,
     own_names,
     snapshot,
     told,
@@ -218,6 +220,8 @@ def _add(
             _add_parts(guards, value, called, traced)
     for there in led_to(value):
         _add(guards, {"": there}, "", there, f"what {called} leads to", None if traced is None else (traced[0], there))
+    if own_names(value) is not None:
+        _add_class(guards, value, called)
     _add_parts_of_code(guards, value, called)
 
 
@@ -232,6 +236,16 @@ def _add_parts_of_code(guards: Guards, value: Any, called: str) -> None:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if not isinstance(cell.cell_contents, (types.FunctionType, nn.Module)):
                 _add(guards, Cell(cell), name, cell.cell_contents, f"the variable {name} of {called}")
+
+
+def _add_class(guards: Guards, value: Any, called: str) -> None:
+    """The class of an object, and its operators, which are called past the object."""
+    if not is_mine(type(value)):
+        return
+    kind = Now(partial(type, value)), "__class__", type(value)
+    for place, name, was in (kind, *((vars(one), name, call) for one, name, call in operators_of(type(value)))):
+        guards.named[id(place), name] = f"{called}.{name}"
+        _fix(guards, place, name, was)
 
 
 def _counts_whole(value: Any, reads: Reads, copied: Any) -> bool:
@@ -252,6 +266,9 @@ def _add_names(
         if own.get(name, MISSING) is MISSING and owner is not None:  # of its class, until it is set on the object
             if not isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS, *CODE)) or is_installed(file_of(owner)):
                 continue
+            for one in type(value).__mro__[: type(value).__mro__.index(owner)]:
+                if is_mine(one):
+                    _add(guards, vars(one), name, MISSING, f"{called}.{name}")
             _add(guards, vars(owner), name, vars(owner)[name], f"{called}.{name}")
         if read is not None and traced is not None:
             _add(guards, own, name, part, f"{called}.{name}", (traced[0], vars(traced[1]).get(name)))

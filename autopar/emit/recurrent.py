@@ -95,7 +95,7 @@ def lstm_back_in_turn(
         torch.mul(by[step, :, 3], grad_h, out=own[:, 3])
         torch.mm(own.flatten(1), weight, out=grad_h)
         grad_c *= forget[step]
-    return made.flatten(2), grad_h, grad_c.to(dtype)
+    return made.view(*grad.shape[:2], -1), grad_h, grad_c.to(dtype)
 
 
 @torch.library.custom_op("autopar::back_in_turn", mutates_args=())
@@ -111,7 +111,7 @@ def back_in_turn(grad: Tensor, by: Tensor, kept: Tensor | None, weight: Tensor) 
         torch.mm(own.flatten(1), weight, out=grad_h)
         if kept is not None:
             grad_h.addcmul_(state, kept[step])
-    return made.flatten(2), states, grad_h
+    return made.view(*grad.shape[:2], -1), states, grad_h
 
 
 @lstm_in_turn.register_fake
@@ -157,8 +157,8 @@ def lstm_backward(
     grad: Tensor, grad_c: Tensor, h: Tensor, c: Tensor, weight: Tensor, made: Tensor, cells: Tensor, full: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of (gates, h, c, weight). `grad`: of all h, `grad_c`: of the last c."""
-    enter, forget, cell, last = full.unflatten(2, (4, -1)).unbind(2)
-    bent, by = cells.tanh(), torch.empty_like(full).unflatten(2, (4, -1))
+    enter, forget, cell, last = _by_gate(full, 4).unbind(2)
+    bent, by = cells.tanh(), _by_gate(torch.empty_like(full), 4)
     _put(by, 0, cell, _slope(enter))
     _put(by, 1, _one_before(c, cells), _slope(forget))
     _put(by, 2, enter, cell.square().neg_().add_(1))
@@ -178,8 +178,8 @@ def gru_backward(
     grad: Tensor, gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor, made: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of (gates, h, weight, bias). `grad`: of all h."""
-    before, each = _one_before(h, made), gates.unflatten(2, (3, -1))
-    states = torch.matmul(before, weight.t()).add_(bias).unflatten(2, (3, -1))
+    before, each = _one_before(h, made), _by_gate(gates, 3)
+    states = _by_gate(torch.matmul(before, weight.t()).add_(bias), 3)
     states.narrow(2, 0, 2).add_(each.narrow(2, 0, 2)).sigmoid_()
     reset, update, new_of_state = states.unbind(2)
     new, by = torch.addcmul(each.select(2, 2), reset, new_of_state).tanh_(), torch.empty_like(states)
@@ -221,5 +221,9 @@ def _put(by: Tensor, gate: int, one: Tensor, other: Tensor) -> None:
     torch.ops.aten.copy_.default(by.select(2, gate), one).mul_(other)  # fake CUDA tensors lack methods and indexing
 
 
+def _by_gate(gates: Tensor, count: int) -> Tensor:
+    return gates.view(*gates.shape[:2], count, gates.shape[2] // count)
+
+
 def _of_weight(of_gates: Tensor, before: Tensor) -> Tensor:
-    return of_gates.flatten(0, 1).t() @ before.flatten(0, 1)
+    return of_gates.reshape(-1, of_gates.shape[2]).t() @ before.reshape(-1, before.shape[2])

@@ -5,14 +5,24 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
+
+import torch
+
+from autopar.trace.values import is_installed, is_torchs
 
 CODE = (types.FunctionType, types.MethodType, classmethod, staticmethod, property, cached_property, partial)
 TYPES = frozenset(("type", "int", "float"))
 BY_TEXT = frozenset(("getattr", "hasattr", "attrgetter", "vars", "__dict__"))
 TAKES_TYPES = frozenset(("dtype", "to", "type", "astype", "view"))  # torch and numpy ask for those of Python
+TYPED_IN = ("<stdin>", "<string>", "<ipython", "<console>", "<python")  # code of no file, that somebody wrote
+FLAGS: dict[str, Callable[[], Any]] = {  # of torch, that forward may ask for
+    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "benchmark": lambda: torch.backends.cudnn.benchmark,
+}
 
 
 def functions_of(value: Any) -> list[types.FunctionType]:
@@ -86,3 +96,21 @@ def asks_for_nothing(value: Any) -> bool:
     """Whether a function has no parameters."""
     functions = functions_of(value)
     return bool(functions) and not inspect.signature(functions[-1]).parameters
+
+
+def is_torchs_code(function: types.FunctionType) -> bool:
+    file = function.__code__.co_filename
+    return is_torchs(file) and not file.startswith(TYPED_IN)
+
+
+def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
+    """Name -> the methods and properties that classes of the user's have by that name: of modules, and of what these
+    hold.
+    """
+    found: dict[str, list[Any]] = {}
+    for kind in dict.fromkeys(one for made in kinds for one in made.__mro__):
+        for name, value in vars(kind).items():
+            calls = functions_of(value)
+            if any(not (is_torchs_code(call) or is_installed(call.__code__.co_filename)) for call in calls):
+                found.setdefault(name, []).append(calls[0])
+    return found

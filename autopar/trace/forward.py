@@ -88,8 +88,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
     counting = reads.counting
     original = model.forward
     stand_for, modules = _registered(model), dict(model.named_modules())
-    owner = next(kind for kind in type(model).__mro__ if "forward" in vars(kind))
-    reads.see(vars(owner), "forward", vars(owner)["forward"])
+    reads.see_of_class(type(model), "forward")
     noted = {name: noted_on(value) for name, value in stand_for.items()}
     for part in model.modules():
         as_torchs_encoders(part)

@@ -3,15 +3,15 @@ depends on values, which a program cannot.
 
 In a trace a `PackedSequence` has the padded batch, its steps in front, as rows that a mask picks (`Picked`): of all
 steps those that a sequence has. Layers run over all of them, and nothing of what lies behind a sequence reaches
-anybody. Nothing is sorted, as no layer needs it: the order of the batch is that in which it came.
+anybody. Rows stay in the order of the batch, as no layer needs another: within torch's functions what is sorted by
+length, and sorted back, is not. The order itself is there for who asks for it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,16 @@ NAMES = frozenset((
 ))  # fmt: skip
 NOT_AS_MANY = "pack_padded_sequence{} was given lengths of shape {} for a batch of {}: give one for each sequence"
 NO_LENGTHS = (
-    "pack_padded_sequence{} was given a length that is less than 1, more than the {} steps of its batch, or, with "
-    "enforce_sorted=True, more than the one before"
+    "pack_padded_sequence{} was given a length that is less than 1, or more than the {} steps of its batch: leave such "
+    "sequences out, or give lengths that fit"
+)
+NOT_SORTED = (
+    "pack_padded_sequence{} was told that lengths are sorted, the longest first (enforce_sorted=True), and they are "
+    "not: sort the batch, or pass enforce_sorted=False"
+)
+OF_ANOTHER = (
+    "a PackedSequence{} is put together of rows of one and sizes or indices of another, or without the sorted_indices "
+    "and unsorted_indices that it was packed with: pass on all of them (packed._replace(data=...))"
 )
 SHORTER = (
     "pad_packed_sequence{} gives as many steps as the longest sequence of a batch has, a program always {}, and no "
@@ -51,46 +59,70 @@ NO_LOOP = (
 )
 
 
+class Key(NamedTuple):
+    """Whose rows they are: of lengths of that number, so many steps, and sequences, which came sorted by length."""
+
+    lengths: int
+    steps: int
+    sequences: int
+    is_sorted: bool
+
+
 class Packing:
     """What one forward packs."""
 
     def __init__(self, origins: Origins, checks: Checks) -> None:
         self.origins, self.checks = origins, checks
-        self.orders: dict[int, Tensor] = {}  # by id; orders that change nothing
-        self.sizes: dict[int, tuple[Tensor, int]] = {}  # by id; what `batch_sizes` is, and its first
+        self.orders: dict[int, tuple[Tensor, int]] = {}  # by id; and the number of the lengths that it is by
+        self.sizes: dict[int, tuple[Tensor, Any]] = {}  # by id; what `batch_sizes` is, and the key of its rows
 
     def answer(self, func: Any, args: Sequence[Any]) -> Callable[[], Any] | None:
         """What gives what `func` gives where that has to do with packed sequences; None: it has not."""
         if (name := getattr(func, "__name__", "")) not in NAMES:
             return None
-        code = sys._getframe(2).f_code
-        is_order = any(id(one) in self.orders for one in args[1:] if isinstance(one, Tensor))
+        frame = sys._getframe(2)
+        code, is_order = frame.f_code, any(id(one) in self.orders for one in args[1:] if isinstance(one, Tensor))
+        is_torchs = code.co_filename in (PACKS.co_filename, LAYERS.co_filename)
         match name:
             case "sort" if code is PACKS:
                 return lambda: (args[0], self._order(args[0]))
-            case "empty_like" | "scatter_" | "to" | "cpu" if id(args[0]) in self.orders and _is_torchs(code):
-                return lambda: args[0]  # its inverse, too
-            case "index_select" | "__getitem__" if is_order and _is_torchs(code):
+            case "to" | "cpu" | "scatter_" if id(args[0]) in self.orders and is_torchs:
+                return lambda: args[0]
+            case "empty_like" if id(args[0]) in self.orders and is_torchs:
+                return lambda: self._is_order(args[0].argsort(), self.orders[id(args[0])][1])  # which is written next
+            case "index_select" if is_order and code is PADS:
+                return lambda: args[0].contiguous()
+            case "index_select" | "__getitem__" if is_order and is_torchs:
                 return lambda: args[0]
             case "__getitem__" if id(args[0]) in self.sizes and args[1] == 0:
-                return lambda: self.sizes[id(args[0])][1]
+                return lambda: self.sizes[id(args[0])][1].sequences
             case "_pack_padded_sequence":
-                is_sorted = code is not PACKS or sys._getframe(2).f_locals["enforce_sorted"]
+                is_sorted = code is not PACKS or frame.f_locals["enforce_sorted"]
                 return lambda: self._packed(*args, is_sorted=is_sorted)
             case "_pad_packed_sequence" if _is_packed(args[0]):
-                is_as_long = code is not PADS or sys._getframe(2).f_locals["total_length"] is None
+                is_pads = code is PADS
+                self._check(args[0], args[1], frame.f_locals["sequence"].unsorted_indices if is_pads else None)
+                is_as_long = not is_pads or frame.f_locals["total_length"] is None
                 return lambda: self._padded(*args, is_as_long=is_as_long)
             case _ if func in FUNCTIONS and _is_packed(args[0]):
+                self._check(args[0], args[1], frame.f_locals.get("sorted_indices"))
                 return lambda: self._layers(func, *args)
             case _:
                 return None
 
     def _order(self, lengths: Tensor) -> Tensor:
-        return self._is_order(torch.arange(len(lengths), device=lengths.device))
+        return self._is_order(lengths.sort(descending=True)[1], self.origins.of(lengths))
 
-    def _is_order(self, order: Tensor) -> Tensor:
-        self.orders[id(order)] = order
+    def _is_order(self, order: Tensor, number: int) -> Tensor:
+        self.orders[id(order)] = order, number
         return order
+
+    def _check(self, data: Picked, sizes: Tensor, order: Tensor | None) -> None:
+        """Raises TraceError where rows, sizes and order are not of one packed batch."""
+        _, key = self.sizes.get(id(sizes), (None, None))
+        number = None if order is None else self.orders.get(id(order), (None, -1))[1]
+        if key != data.key or number != (None if key.is_sorted else key.lengths):
+            raise TraceError(OF_ANOTHER.format(line_here()))
 
     def _packed(self, input: Tensor, lengths: Tensor, batch_first: bool, is_sorted: bool) -> tuple[Picked, Tensor]:
         x = input.transpose(0, 1) if batch_first else input
@@ -101,11 +133,11 @@ class Packing:
         wrong = (lengths < 1) | (lengths > len(x))
         self.checks.add(NO_LENGTHS.format(line_here(), len(x)), wrong)
         if is_sorted and len(lengths) > 1:
-            self.checks.add(NO_LENGTHS.format(line_here(), len(x)), lengths[:-1] < lengths[1:])
+            self.checks.add(NOT_SORTED.format(line_here()), lengths[:-1] < lengths[1:])
         beside = mask.reshape(*mask.shape, *[1] * (x.ndim - 2))
         sizes = mask.sum(1).cpu()
-        self.sizes[id(sizes)] = sizes, len(lengths)
-        key = "packed", self.origins.of(lengths), len(x)
+        key = Key(self.origins.of(lengths), len(x), len(lengths), is_sorted)
+        self.sizes[id(sizes)] = sizes, key
         return Picked(torch.where(beside, x, torch.zeros_like(x)), mask, key, self.origins), sizes
 
     def _padded(
@@ -132,9 +164,5 @@ class Packing:
         return data.like(made), *ends
 
 
-def _is_torchs(code: CodeType) -> bool:
-    return code.co_filename in (PACKS.co_filename, LAYERS.co_filename)
-
-
 def _is_packed(data: Any) -> bool:
-    return isinstance(data, Picked) and isinstance(data.key, tuple) and data.key[0] == "packed"
+    return isinstance(data, Picked) and isinstance(data.key, Key)

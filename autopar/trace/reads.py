@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.builtin import types_of_counted
+from autopar.trace.code import methods_of
 from autopar.trace.configurations import Configurations
 from autopar.trace.counted import Counting
 from autopar.trace.formulas import Place
@@ -32,7 +33,7 @@ from autopar.trace.modules import FORWARD_HOOKS, OF_EVERY_MODULE, REGISTERED
 from autopar.trace.names import nodes_in
 from autopar.trace.records import is_state, leads_to, may_be_state, tensors_within
 from autopar.trace.recurrent import WEIGHTS, weights_have_changed
-from autopar.trace.settings import Of, Settings, methods_of
+from autopar.trace.settings import Of, Settings
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
     COLLECTIONS,
@@ -46,6 +47,7 @@ from autopar.trace.values import (
     few_in,
     held_in,
     is_grown_table,
+    is_mine,
     is_noted_once,
     is_torchs,
     own_names,
@@ -149,6 +151,15 @@ class Reads:
         """That this value is found outside the instances."""
         self.names.append((place, name, value, snapshot(value)))
         self.left.see(place, name, value)
+
+    def see_of_class(self, kind: type, name: str) -> None:
+        """That objects of this class have that from it, or from one that it is made of, until one in front has it."""
+        for one in kind.__mro__:
+            if name in vars(one):
+                self.see(vars(one), name, vars(one)[name])
+                return
+            if is_mine(one):
+                self.names.append((vars(one), name, MISSING, snapshot(MISSING)))
 
     def changed(self, originals: Collection[int]) -> Change | None:
         """What the trace changed that is no attribute of a module: lists that grew, counters of the user's. Tables that
@@ -300,7 +311,7 @@ def _noting(
                     reads.attributes.setdefault((path, name), MISSING)
                 if owner is not None and (type(self), name) not in seen_of_class:
                     seen_of_class.add((type(self), name))
-                    reads.see(vars(owner), name, vars(owner)[name])
+                    reads.see_of_class(type(self), name)
         return getting(self, name)
 
     def __setattr__(self: Any, name: str, value: Any) -> None:

@@ -28,7 +28,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopar.trace.code import CODE, TYPES, asked_of, asks_for_nothing, functions_of, globals_of, names_of, needs_types
+from autopar.trace.code import (
+    CODE,
+    FLAGS,
+    TYPES,
+    asked_of,
+    asks_for_nothing,
+    functions_of,
+    globals_of,
+    is_torchs_code,
+    names_of,
+    needs_types,
+)
 from autopar.trace.values import (
     IN_PLACE,
     MISSING,
@@ -36,9 +47,11 @@ from autopar.trace.values import (
     few_in,
     file_of,
     is_installed,
+    is_mine,
     is_of_torch,
     is_torchs,
     led_to,
+    operators_of,
 )
 
 FUNCTIONS, HOLDERS = 2000, 2000  # of the user's code and objects are looked at, at most
@@ -53,12 +66,6 @@ MAKING = (
     "__reduce__",
 )
 CACHED = type(functools.cache(len))
-FLAGS: dict[str, Callable[[], Any]] = {  # of torch, that forward may ask for
-    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
-    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
-    "benchmark": lambda: torch.backends.cudnn.benchmark,
-}
-TYPED_IN = ("<stdin>", "<string>", "<ipython", "<console>", "<python")  # code of no file, that somebody wrote
 GIVEN = "what a hook is given"
 OTHERS = (Tensor, np.ndarray, np.generic, enum.Enum, torch.autograd.Function)
 
@@ -191,7 +198,7 @@ class Settings:
 
     def _look_at_code(self, given: Any, is_hook: bool = False) -> None:
         for function in functions_of(given):
-            if id(function) not in self._functions and not _is_torchs(function):
+            if id(function) not in self._functions and not is_torchs_code(function):
                 self._look_at_function(function, is_hook)
                 for name in globals_of(function.__code__, "IMPORT_NAME"):
                     if (module := sys.modules.get(name)) is not None:
@@ -281,6 +288,8 @@ class Settings:
             self._holders[id(value)] = _Holder(Of(value))
             if not isinstance(value, (type, types.ModuleType, types.FunctionType)):
                 self.owners.append(value)
+                for one, name, call in operators_of(type(value)):
+                    self._see(self._class(one), name, call)
                 if is_users_class(type(value)):
                     self._see(Now(partial(type, value)), "__class__", type(value))
             if isinstance(value, type) and not _is_installed(value):  # calling it may give what is there already
@@ -288,6 +297,10 @@ class Settings:
                 self._left += [vars(one).get("__call__") for one in type.mro(type(value))]
             for kind in () if isinstance(value, (type, types.ModuleType)) else type(value).__mro__:  # its operators
                 self._left += (call for name, call in vars(kind).items() if _is_operator(name))
+
+    def _class(self, kind: type) -> Mapping[str, Any]:
+        """Its place, one for each."""
+        return self._classes.setdefault(kind, vars(kind))
 
     def _look_inside(self, holder: _Holder) -> None:
         value = holder.place.holder
@@ -300,7 +313,10 @@ class Settings:
             static = inspect.getattr_static(value, name, MISSING)
             if _is_code(static) and name not in (own := getattr(value, "__dict__", {})):
                 owner = next(one for one in (*_classes(value), *type(value).__mro__) if name in vars(one))
-                self._see(self._classes.setdefault(owner, vars(owner)), name, static)
+                self._see(self._class(owner), name, static)
+                for one in _classes(value)[: _classes(value).index(owner)] if owner in _classes(value) else ():
+                    if is_mine(one):
+                        self._see(self._class(one), name, MISSING)
                 if isinstance(own, dict):  # an object may get one of its own
                     self._see(own, name, MISSING)
             elif (part := holder.place.get(name, MISSING)) is not MISSING:
@@ -311,19 +327,6 @@ class Settings:
                 self._see(holder.place, name, MISSING)
 
 
-def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
-    """Name -> the methods and properties that classes of the user's have by that name: of modules, and of what these
-    hold.
-    """
-    found: dict[str, list[Any]] = {}
-    for kind in dict.fromkeys(one for made in kinds for one in made.__mro__):
-        for name, value in vars(kind).items():
-            calls = functions_of(value)
-            if any(not (_is_torchs(call) or is_installed(call.__code__.co_filename)) for call in calls):
-                found.setdefault(name, []).append(calls[0])
-    return found
-
-
 def _is_operator(name: str) -> bool:
     """Whether Python calls a method without its name: `scale(x)`, `table[key]`."""
     return name.startswith("__") and name not in MAKING
@@ -331,11 +334,6 @@ def _is_operator(name: str) -> bool:
 
 def _is_installed(kind: type) -> bool:
     return is_installed(file_of(kind))
-
-
-def _is_torchs(function: types.FunctionType) -> bool:
-    file = function.__code__.co_filename
-    return is_torchs(file) and not file.startswith(TYPED_IN)
 
 
 def is_users_class(value: Any) -> bool:

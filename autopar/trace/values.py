@@ -133,6 +133,24 @@ def few_in(value: Any) -> list[Any]:
     return found if len(found) <= FEW else []
 
 
+_OPERATORS = """
+    call getitem len iter bool contains add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg float int
+    index enter exit getattr eq lt gt le ge
+"""
+OPERATORS = frozenset(f"__{name}__" for name in _OPERATORS.split())  # what Python calls of an object without its name
+
+
+def is_mine(kind: type) -> bool:
+    """Whether a class is of a script's, whose attributes may be set: none of torch, Python, ours or a package."""
+    return kind.__module__ == "__main__" or not (is_torchs(file := file_of(kind)) or is_installed(file))
+
+
+def operators_of(kind: type) -> list[tuple[type, str, Any]]:
+    """The operators of a class, and those that it has from others of a script's: whose, name, what."""
+    kinds = [one for one in kind.__mro__ if is_mine(one)]
+    return [(one, name, vars(one)[name]) for one in kinds for name in sorted(OPERATORS & vars(one).keys())]
+
+
 def led_to(value: Any) -> list[Any]:
     """The objects that a weak reference, a proxy, a weak method or a weak table leads to."""
     if type(value) in weakref.ProxyTypes:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import autopar
 from autopar.errors import CheckFailed, TraceError
@@ -72,7 +72,7 @@ def test_micro_batches_know_the_longest_sequence_of_all(one: DeviceMesh) -> None
     ("lengths", "is_sorted", "told"),
     [
         ((6, 5, 4, 3, 2, 1, 1, 1), False, "pad_packed_sequence at .* no sequence has so many: pass total_length="),
-        (LENGTHS, True, "with enforce_sorted=True, more than the one before"),
+        (LENGTHS, True, r"lengths are sorted.*they are not: sort the batch, or pass enforce_sorted=False"),
         ((7, 0, 1, 1, 1, 1, 1, 1), False, "a length that is less than 1"),
         ((8, 7, 1, 1, 1, 1, 1, 1), False, "more than the 7 steps of its batch"),
     ],
@@ -114,6 +114,64 @@ def test_what_was_packed_outside_says_to_pack_it_in_forward(one: DeviceMesh) -> 
     given = pack_padded_sequence(torch.randn(STEPS, BATCH, WIDTH), torch.tensor(LENGTHS), enforce_sorted=False)
     with pytest.raises(TraceError, match=r"a recurrent layer reads a PackedSequence at .* pack them in forward"):
         autopar.compile(Read(), one)(given)
+
+
+class Shown(nn.Module):
+    """What a script does with the order of what is packed."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.inner, self.form = nn.GRU(WIDTH, WIDTH, batch_first=True), form
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        weights = torch.arange(1.0, len(x) + 1)
+        match self.form:
+            case "sorted":
+                return (self.inner(packed)[1][0].square().mean(1)[packed.sorted_indices] * weights).sum()
+            case "sorted back":
+                return (
+                    self.inner(packed)[1][0].square().mean(1).index_select(0, packed.unsorted_indices) * weights
+                ).sum()
+            case "sizes":
+                return self.inner(packed)[0].data.square().sum() / packed.batch_sizes.sum()
+            case "without":
+                return self.inner(PackedSequence(packed.data, packed.batch_sizes))[1].sum()
+            case "padded without":
+                return pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))[0].sum()
+            case _:
+                other = pack_padded_sequence(x, lengths.flip(0), batch_first=True, enforce_sorted=False)
+                return self.inner(PackedSequence(packed.data, *other[1:]))[1].sum()
+
+
+@pytest.mark.parametrize("form", ["sorted", "sorted back", "sizes"])
+def test_the_order_is_there_for_who_asks(one: DeviceMesh, form: str) -> None:
+    plain, data = Shown(form), {"x": torch.randn(4, 5, WIDTH), "lengths": torch.tensor([2, 5, 1, 4])}
+    same_steps(plain, autopar.compile(plain, one), data, steps=2)
+
+
+@pytest.mark.parametrize("form", ["without", "padded without", "of another"])
+def test_what_is_put_together_of_several_is_refused(one: DeviceMesh, form: str) -> None:
+    with pytest.raises(TraceError, match=r"a PackedSequence at .* pass on all of them"):
+        autopar.compile(Shown(form), one)(torch.randn(4, 5, WIDTH), torch.tensor([2, 5, 1, 4]))
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_outputs_lie_in_memory_as_with_torch(one: DeviceMesh, is_sorted: bool) -> None:
+    """So that dropout behind them draws the same."""
+
+    class Tagger(Packed):
+        def forward(self, x: Any, lengths: Any, y: Any, state: Any = None) -> torch.Tensor:
+            packed = pack_padded_sequence(self.words(x), lengths, True, self.is_sorted)
+            made, _ = pad_packed_sequence(self.inner(packed)[0], batch_first=True)
+            return self.head(nn.functional.dropout(made, 0.5, self.training)).square().mean()
+
+    plain = Tagger(nn.LSTM, is_sorted, batch_first=True)
+    parallel, losses = autopar.compile(plain, one), []
+    for model in (plain, parallel):
+        torch.manual_seed(5)
+        losses.append(model(**batch(tuple(sorted(LENGTHS, reverse=True)))))
+    torch.testing.assert_close(losses[1], losses[0])
 
 
 class Dropped(Captions):

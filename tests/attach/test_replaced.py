@@ -24,8 +24,23 @@ class Scale:
     def times(self, x: Tensor) -> Tensor:
         return x * self.factor
 
+    def __call__(self, x: Tensor) -> Tensor:
+        return x - self.factor
+
+    def __mul__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
 
 class Doubled(Scale):
+    pass
+
+
+class Tripled(Scale):
+    def times(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+class Plain(nn.Linear):
     pass
 
 
@@ -79,7 +94,7 @@ class Calls(Base):
     def __init__(self, does: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.does, self.scale = does, Scale()
-        self.seen = weakref.ref(held)
+        self.seen, self.doubled, self.other = weakref.ref(held), Doubled(), Plain(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.does(self, self.linear(x))
@@ -118,6 +133,18 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, pytest.Mo
     "found by names in a loop": (lambda m, x: of_names(x), _replace(held, "before", lambda x: x * 7)),
     "a global that comes": (lambda m, x: of_what_comes_later(x), lambda m, p: p.setitem(globals(), "later", 3.0)),
     "the class of an object": (lambda m, x: of_class(x), _replace(held, "__class__", Doubled)),
+    "a method that was inherited": (
+        lambda m, x: m.doubled.times(x),
+        _replace(Doubled, "times", lambda self, x: x * 9),
+    ),
+    "a forward that was inherited": (lambda m, x: m.other(x), _replace(Plain, "forward", lambda self, x: x * 9)),
+    "the class of what a module holds": (
+        lambda m, x: m.doubled.times(x),
+        lambda m, patch: patch.setattr(m.doubled, "__class__", Tripled),
+    ),
+    "what is called": (lambda m, x: m.scale(x), _replace(Scale, "__call__", lambda self, x: x * 9)),
+    "an operator": (lambda m, x: m.scale * x, _replace(Scale, "__mul__", lambda self, x: x * 9)),
+    "an operator of a global": (lambda m, x: held * x, _replace(Scale, "__mul__", lambda self, x: x * 9)),
     "a flag of torch": (
         lambda m, x: x * (3 if torch.are_deterministic_algorithms_enabled() else 1),
         lambda m, patch: torch.use_deterministic_algorithms(True),
