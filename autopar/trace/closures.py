@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from torch import Size, Tensor, nn
 
-from autopar.trace.values import held_in, put_in
+from autopar.trace.values import held_in, led_to, put_in
 
 
 def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> list[tuple[Any, Any]]:
@@ -65,6 +65,8 @@ class _Turned:
             return value
         if id(value) in self.copy_of:
             return self.copy_of[id(value)]
+        if isinstance(value, WEAK):
+            return self._weak(value)
         match value:
             case types.FunctionType():
                 return self._function(value)
@@ -73,8 +75,6 @@ class _Turned:
             case partial():
                 given = cast("partial[Any]", value)
                 return partial(self.of(given.func), *map(self.of, given.args), **self._named(given.keywords))
-            case weakref.ref():
-                return weakref.ref(self.of(value()))
             case list():
                 return self._as_rebuilt(value, [*map(self.of, held_in(value))])
             case dict():
@@ -86,7 +86,7 @@ class _Turned:
         """`of`, of what a copy holds; its lists and dictionaries (hooks, tables of activations) are its own already."""
         if self.copy_of.get(id(value)) is value:  # no copy: everybody's
             return value
-        if isinstance(value, (types.FunctionType, types.MethodType, partial, tuple, weakref.ref)):
+        if isinstance(value, (types.FunctionType, types.MethodType, partial, tuple, *WEAK)):
             return self.of(value)
         if isinstance(value, (list, dict)) and id(value) not in self.own:
             self.own[id(value)] = value
@@ -95,6 +95,18 @@ class _Turned:
         if isinstance(value, (Tensor, nn.Module)):
             return value
         return self.copy_of.get(id(value), value)  # a hook may be an object that the model holds elsewhere, too
+
+    def _weak(self, value: Any) -> Any:
+        """Of the same kind, to what stands for what it leads to."""
+        match value:
+            case weakref.ref():
+                return weakref.ref(self.of(value()))
+            case weakref.WeakSet():
+                return weakref.WeakSet(map(self.of, value))
+            case weakref.WeakValueDictionary():
+                return weakref.WeakValueDictionary({name: self.of(part) for name, part in value.items()})
+            case _:
+                return weakref.WeakKeyDictionary({self.of(key): self.of(part) for key, part in value.items()})
 
     def _as_rebuilt(self, value: Any, made: Any) -> Any:
         self.rebuilt.append((made, value))
@@ -144,8 +156,13 @@ class _Turned:
         return any(self._reaches(part, seen) for part in parts_of(value))
 
 
+WEAK = (weakref.ref, weakref.WeakSet, weakref.WeakValueDictionary, weakref.WeakKeyDictionary)
+
+
 def parts_of(value: Any) -> list[Any]:
-    """What a function, or a plain container, holds."""
+    """What a function, or a plain container, holds, or leads to."""
+    if isinstance(value, WEAK):
+        return [*led_to(value), *(value.values() if isinstance(value, weakref.WeakKeyDictionary) else ())]
     match value:
         case types.FunctionType():
             named = [*(value.__kwdefaults__ or {}).values()]
@@ -157,8 +174,6 @@ def parts_of(value: Any) -> list[Any]:
                 return []
         case types.MethodType():
             return [value.__func__, value.__self__]
-        case weakref.ref():
-            return [value()]
         case partial():
             given = cast("partial[Any]", value)
             return [given.func, *given.args, *given.keywords.values()]

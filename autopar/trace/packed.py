@@ -119,9 +119,10 @@ class Packing:
 
     def _check(self, data: Picked, sizes: Tensor, order: Tensor | None) -> None:
         """Raises TraceError where rows, sizes and order are not of one packed batch."""
-        _, key = self.sizes.get(id(sizes), (None, None))
+        key: Key = data.key
+        _, of_sizes = self.sizes.get(id(sizes), (None, None))
         number = None if order is None else self.orders.get(id(order), (None, -1))[1]
-        if key != data.key or number != (None if key.is_sorted else key.lengths):
+        if of_sizes != key or number != (None if key.is_sorted else key.lengths):
             raise TraceError(OF_ANOTHER.format(line_here()))
 
     def _packed(self, input: Tensor, lengths: Tensor, batch_first: bool, is_sorted: bool) -> tuple[Picked, Tensor]:

@@ -146,6 +146,18 @@ def test_only_what_is_made_of_numbers_is_known() -> None:
     assert literals.answer(torch.Tensor.tolist, (made,), {}) is None
 
 
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition")
+def test_conditions_of_bytes(one: DeviceMesh) -> None:
+    def does(x: Tensor) -> Tensor:
+        kept = torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
+        return torch.where(kept, x, 2 * x) + x.where(kept, x.sin())
+
+    plain, x = Model(does), torch.randn(6, 4, dtype=torch.float64)
+    parallel = autopar.compile(plain, one)
+    both_backward(plain, parallel, x)
+    same_gradients(plain, parallel)
+
+
 def test_where_a_buffer_is_not_zero(one: DeviceMesh) -> None:
     """Coupling layers of flows ask it of their masks; another mask is another call's error."""
 

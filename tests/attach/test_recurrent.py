@@ -1,6 +1,7 @@
 """Recurrent networks, whose modules hold their parameters a second time, in lists and by weak references."""
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -299,3 +300,27 @@ def test_autocast_casts_layers_as_torch_does(one: DeviceMesh, kind: type[nn.RNNB
             off[-1].append((ours.grad.double() - theirs.grad).norm() / theirs.grad.norm())
         assert made.dtype == (torch.float32 if kind is nn.GRU else torch.bfloat16)
     assert all(ours <= 2 * theirs for theirs, ours in zip(*off, strict=True)), off
+
+
+class Led(nn.Module):
+    """Its own parts, through all that leads to them weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.all, self.named = weakref.WeakSet([self.linear]), weakref.WeakValueDictionary(one=self.other)
+        self.by = weakref.WeakKeyDictionary({self.linear: 3.0})
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.named["one"](x) * self.by[self.linear]
+        for part in self.all:
+            made = made + part(x)
+        return made.square().mean()
+
+
+def test_what_leads_to_parts_weakly_leads_to_those_that_are_trained(one: DeviceMesh) -> None:
+    plain, models = Led(), [Led()]
+    models[0].load_state_dict(plain.state_dict())
+    parallel, data = autopar.compile(models.pop(), one), {"x": torch.randn(3, 4)}
+    gc.collect()
+    same_steps(plain, parallel, data, steps=2)
