@@ -219,7 +219,9 @@ def _add(
         if isinstance(value, (list, tuple, dict, deque)) and few_in(value):
             _add_parts(guards, value, called, traced)
     for there in led_to(value):
-        _add(guards, {"": there}, "", there, f"what {called} leads to", None if traced is None else (traced[0], there))
+        if not isinstance(there, (nn.Module, torch.Tensor)):  # which are looked at by themselves, and freed as ever
+            within = None if traced is None else (traced[0], there)
+            _add(guards, {"": there}, "", there, f"what {called} leads to", within)
     if own_names(value) is not None:
         _add_class(guards, value, called)
     _add_parts_of_code(guards, value, called)

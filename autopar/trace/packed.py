@@ -94,7 +94,7 @@ class Packing:
                 return lambda: args[0].contiguous()
             case "index_select" | "__getitem__" if is_order and is_torchs:
                 return lambda: args[0]
-            case "__getitem__" if id(args[0]) in self.sizes and args[1] == 0:
+            case "__getitem__" if id(args[0]) in self.sizes and isinstance(args[1], int) and not args[1]:
                 return lambda: self.sizes[id(args[0])][1].sequences
             case "_pack_padded_sequence":
                 is_sorted = code is not PACKS or frame.f_locals["enforce_sorted"]
