@@ -94,7 +94,7 @@ class Packing:
                 return lambda: args[0].contiguous()
             case "index_select" | "__getitem__" if is_order and is_torchs:
                 return lambda: args[0]
-            case "__getitem__" if id(args[0]) in self.sizes and isinstance(args[1], int) and not args[1]:
+            case "__getitem__" if id(args[0]) in self.sizes and _is_zero(args[1]):
                 return lambda: self.sizes[id(args[0])][1].sequences
             case "_pack_padded_sequence":
                 is_sorted = code is not PACKS or frame.f_locals["enforce_sorted"]
@@ -163,6 +163,10 @@ class Packing:
             self.checks.notes.append(DRAWN)
         made, *ends = layers_of(function, data.dense, hx, weights, *options, mask=data.mask)
         return data.like(made), *ends
+
+
+def _is_zero(index: Any) -> bool:
+    return isinstance(index, int) and not index
 
 
 def _is_packed(data: Any) -> bool:
