@@ -14,7 +14,8 @@ def ctc_alone(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zeroes: bool
 ) -> Tensor:
     """`ctc`."""
-    return torch.ops.aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zeroes)[0].clone()
+    given = _wide(log_probs), targets, input_lengths, target_lengths
+    return torch.ops.aten._ctc_loss.Tensor(*given, blank, zeroes)[0].to(log_probs.dtype, copy=True)
 
 
 @torch.library.custom_op("autopar::ctc_backward_alone", mutates_args=())
@@ -23,9 +24,15 @@ def ctc_backward_alone(
     zeroes: bool,
 ) -> Tensor:  # fmt: skip
     """`ctc_backward`."""
-    given = log_probs, targets, input_lengths, target_lengths
+    given = _wide(log_probs), targets, input_lengths, target_lengths
     loss, table = torch.ops.aten._ctc_loss.Tensor(*given, blank, zeroes)
-    return torch.ops.aten._ctc_loss_backward.Tensor(grad, *given, loss, table, blank, zeroes)
+    made = torch.ops.aten._ctc_loss_backward.Tensor(_wide(grad), *given, loss, table, blank, zeroes)
+    return made.to(log_probs.dtype)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """As kernels take it: they have no types of 16 bits."""
+    return value.float() if value.element_size() == 2 else value
 
 
 @ctc_alone.register_fake

@@ -68,6 +68,8 @@ def _loss(
     """As `torch.nn.functional.ctc_loss`, and `torch.ctc_loss`, which has a number in the place of `reduction`."""
     reduction = REDUCTIONS[reduction] if isinstance(reduction, int) else reduction
     is_one = log_probs.ndim == 2
+    if torch.is_autocast_enabled(log_probs.device.type) and log_probs.dtype != torch.float64:
+        log_probs = log_probs.float()  # as autocast has it
     log_probs = log_probs.unsqueeze(1) if is_one else log_probs
     if isinstance(targets, Tensor) and targets.ndim == 1 and isinstance(target_lengths, (list, tuple)):
         targets = pad_sequence([*targets.split([*target_lengths])], batch_first=True)

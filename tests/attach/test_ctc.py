@@ -74,6 +74,22 @@ def test_micro_batches(one: DeviceMesh) -> None:
     same_steps(plain, autopar.compile(plain, one, micro_batches=2), batch(), steps=2)
 
 
+def test_autocast_and_halves(one: DeviceMesh) -> None:
+    """Autocast makes it in float32. torch has no kernel for halves, a program that computes in them does."""
+    plain = Heard()
+    parallel, given = autopar.compile(plain, one), batch()
+    losses = []
+    for model in (plain, parallel):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(**given))
+        losses[-1].backward()
+    assert losses[1].dtype == losses[0].dtype == torch.float32
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=0)
+    halved = autopar.compile(Heard(), one, precision="bf16")
+    halved.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(halved(**given).float(), plain(**given), rtol=5e-2, atol=0)
+
+
 def test_a_model_of_transformers_with_labels(one: DeviceMesh) -> None:
     config = Wav2Vec2Config(
         vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=36,
