@@ -20,7 +20,7 @@ from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, State, prepare
 from autopar.attach.run import Runner, Step
 from autopar.attach.steps import step_of
-from autopar.attach.tensors import as_dtensor, can_exchange, exchange, is_whole
+from autopar.attach.tensors import as_dtensor, exchange, is_whole
 from autopar.ir.graph import input_type
 from autopar.ir.layout import Layout
 from autopar.trace.calls import Call
@@ -106,8 +106,7 @@ class Before:
         """
         if name not in self.changed:
             return False
-        if alone and can_exchange(held, value):
-            exchange(held, value)
+        if alone and exchange(held, value):
             self.buffers[name] = value
             return True
         self.buffers[name] = held.clone()

@@ -37,10 +37,9 @@ from autopar.trace.values import (
     SCALARS,
     Hidden,
     few_in,
-    file_of,
     held_in,
+    in_front,
     inside,
-    is_installed,
     is_mine,
     led_to,
     operators_of,
@@ -266,11 +265,11 @@ def _add_names(
         part = own.get(name, MISSING)
         owner = next((one for one in type(value).__mro__ if name in vars(one)), None)
         if own.get(name, MISSING) is MISSING and owner is not None:  # of its class, until it is set on the object
-            if not isinstance(vars(owner)[name], (*SCALARS, *CONTAINERS, *CODE)) or is_installed(file_of(owner)):
+            found = vars(owner)[name]
+            if not isinstance(found, (*SCALARS, *CONTAINERS)) and not (isinstance(found, CODE) and is_mine(owner)):
                 continue
-            for one in type(value).__mro__[: type(value).__mro__.index(owner)]:
-                if is_mine(one):
-                    _add(guards, vars(one), name, MISSING, f"{called}.{name}")
+            for one in in_front(type(value).__mro__, owner):
+                _add(guards, vars(one), name, MISSING, f"{called}.{name}")
             _add(guards, vars(owner), name, vars(owner)[name], f"{called}.{name}")
         if read is not None and traced is not None:
             _add(guards, own, name, part, f"{called}.{name}", (traced[0], vars(traced[1]).get(name)))

@@ -298,16 +298,16 @@ def layout_of(held: DTensor) -> Layout:
     )
 
 
-def can_exchange(one: Tensor, other: Tensor) -> bool:
-    """Whether `exchange` has a way to."""
+def exchange(one: Tensor, other: Tensor) -> bool:
+    """Let each hold what the other has held, in place, with no more memory: by exclusive or of their bytes. False where
+    they do not lie in a row, or are of several kinds; then they are as they were.
+    """
     if isinstance(one, DTensor) or isinstance(other, DTensor) or (one.dtype, one.device) != (other.dtype, other.device):
         return False
-    return one.is_contiguous() and other.is_contiguous()
-
-
-def exchange(one: Tensor, other: Tensor) -> None:
-    """Let each hold what the other has held, in place, with no more memory: by exclusive or of their bytes."""
+    if not (one.is_contiguous() and other.is_contiguous()):
+        return False
     first, second = (tensor.view(-1).view(torch.uint8) for tensor in (one, other))
     first.bitwise_xor_(second)
     second.bitwise_xor_(first)
     first.bitwise_xor_(second)
+    return True

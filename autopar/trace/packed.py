@@ -135,11 +135,11 @@ class Packing:
         self.checks.add(NO_LENGTHS.format(line_here(), len(x)), wrong)
         if is_sorted and len(lengths) > 1:
             self.checks.add(NOT_SORTED.format(line_here()), lengths[:-1] < lengths[1:])
-        beside = mask.reshape(*mask.shape, *[1] * (x.ndim - 2))
         sizes = mask.sum(1).cpu()
         key = Key(self.origins.of(lengths), len(x), len(lengths), is_sorted)
         self.sizes[id(sizes)] = sizes, key
-        return Picked(torch.where(beside, x, torch.zeros_like(x)), mask, key, self.origins), sizes
+        rows = Picked(x, mask, key, self.origins)
+        return rows.like(rows.kept()), sizes
 
     def _padded(
         self, data: Picked, batch_sizes: Tensor, batch_first: bool, padding: float, steps: int, is_as_long: bool

@@ -46,8 +46,8 @@ from autopar.trace.values import (
     Change,
     few_in,
     held_in,
+    in_front,
     is_grown_table,
-    is_mine,
     is_noted_once,
     is_torchs,
     own_names,
@@ -154,12 +154,9 @@ class Reads:
 
     def see_of_class(self, kind: type, name: str) -> None:
         """That objects of this class have that from it, or from one that it is made of, until one in front has it."""
-        for one in kind.__mro__:
-            if name in vars(one):
-                self.see(vars(one), name, vars(one)[name])
-                return
-            if is_mine(one):
-                self.names.append((vars(one), name, MISSING, snapshot(MISSING)))
+        owner = next(one for one in kind.__mro__ if name in vars(one))
+        self.names += [(vars(one), name, MISSING, snapshot(MISSING)) for one in in_front(kind.__mro__, owner)]
+        self.see(vars(owner), name, vars(owner)[name])
 
     def changed(self, originals: Collection[int]) -> Change | None:
         """What the trace changed that is no attribute of a module: lists that grew, counters of the user's. Tables that

@@ -71,7 +71,7 @@ def _keep_lstm(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...])
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     tensors = [one for one in inputs if isinstance(one, Tensor)]
-    ctx.relu = inputs[-1]
+    ctx.relu = inputs[-1] is True
     ctx.save_for_backward(*tensors, output)
 
 

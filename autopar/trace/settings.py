@@ -46,6 +46,7 @@ from autopar.trace.values import (
     SCALARS,
     few_in,
     file_of,
+    in_front,
     is_installed,
     is_mine,
     is_of_torch,
@@ -314,9 +315,8 @@ class Settings:
             if _is_code(static) and name not in (own := getattr(value, "__dict__", {})):
                 owner = next(one for one in (*_classes(value), *type(value).__mro__) if name in vars(one))
                 self._see(self._class(owner), name, static)
-                for one in _classes(value)[: _classes(value).index(owner)] if owner in _classes(value) else ():
-                    if is_mine(one):
-                        self._see(self._class(one), name, MISSING)
+                for one in in_front(_classes(value), owner) if owner in _classes(value) else ():
+                    self._see(self._class(one), name, MISSING)
                 if isinstance(own, dict):  # an object may get one of its own
                     self._see(own, name, MISSING)
             elif (part := holder.place.get(name, MISSING)) is not MISSING:
@@ -340,7 +340,7 @@ def is_users_class(value: Any) -> bool:
     """Whether it is a class of the user's that settings may be kept in."""
     if not isinstance(value, type) or issubclass(value, (nn.Module, Tensor, torch.autograd.Function, enum.Enum)):
         return False
-    return value.__module__ == "__main__" or not (is_torchs(file_of(value)) or is_installed(file_of(value)))
+    return is_mine(value)
 
 
 def _has_settings(value: Any) -> bool:

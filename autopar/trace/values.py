@@ -145,6 +145,11 @@ def is_mine(kind: type) -> bool:
     return kind.__module__ == "__main__" or not (is_torchs(file := file_of(kind)) or is_installed(file))
 
 
+def in_front(kinds: Sequence[type], owner: type) -> list[type]:
+    """Those of a script's that are asked before `owner`, and may be given what it has."""
+    return [one for one in kinds[: kinds.index(owner)] if is_mine(one)]
+
+
 def operators_of(kind: type) -> list[tuple[type, str, Any]]:
     """The operators of a class, and those that it has from others of a script's: whose, name, what."""
     kinds = [one for one in kind.__mro__ if is_mine(one)]

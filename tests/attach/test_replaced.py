@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import GPT2Config
 
 import autopar
 
@@ -79,7 +80,7 @@ def of_names(x: Tensor) -> Tensor:
 
 def of_what_comes_later(x: Tensor) -> Tensor:
     try:
-        return x * later  # type: ignore[name-defined, no-any-return]
+        return x * later
     except NameError:
         return x
 
@@ -121,10 +122,10 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, pytest.Mo
     ),
     "a method of a global": (lambda m, x: held.times(x), _replace(held, "times", lambda x: x * 9)),
     "its class's": (lambda m, x: held.times(x), _replace(Scale, "times", lambda self, x: x * 9)),
-    "behind a reference": (lambda m, x: x * reference().factor, _replace(held, "factor", 5.0)),  # type: ignore[union-attr]
+    "behind a reference": (lambda m, x: x * reference().factor, _replace(held, "factor", 5.0)),
     "behind the module's": (lambda m, x: x * m.seen().factor, _replace(held, "factor", 5.0)),
     "behind a proxy": (lambda m, x: x * proxy.factor, _replace(held, "factor", 5.0)),
-    "behind a weak method": (lambda m, x: method()(x), _replace(held, "factor", 5.0)),  # type: ignore[misc]
+    "behind a weak method": (lambda m, x: method()(x), _replace(held, "factor", 5.0)),
     "in a table of values": (lambda m, x: x * values["one"].factor, _replace(held, "factor", 5.0)),
     "in a table of keys": (lambda m, x: x * sum(one.factor for one in keys), _replace(held, "factor", 5.0)),
     "in a set": (lambda m, x: x * sum(one.factor for one in members), _replace(held, "factor", 5.0)),
@@ -180,3 +181,21 @@ def test_the_forward_of_the_models_own_class(one: DeviceMesh, monkeypatch: pytes
     before = parallel(x)
     monkeypatch.setattr(Own, "forward", lambda self, x: self.linear(x) * 4)
     torch.testing.assert_close(parallel(x), 2 * before)
+
+
+def test_numbers_of_a_packages_class_are_seen(one: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a script's; of its methods only a script's classes are looked at."""
+
+    class Configured(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = GPT2Config()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * len(self.config.model_type)
+
+    plain, x = Configured(), torch.randn(2, 4)
+    parallel = autopar.compile(plain, one)
+    before = parallel(x)
+    monkeypatch.setattr(GPT2Config, "model_type", "x")
+    torch.testing.assert_close(parallel(x), before / 4)
