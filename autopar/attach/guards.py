@@ -7,6 +7,7 @@ traced. Values that cannot change in place are compared by identity first, which
 
 from __future__ import annotations
 
+import enum
 import operator
 import types
 import weakref
@@ -24,11 +25,12 @@ from torch import nn
 from autopar.errors import TraceError
 from autopar.trace.code import CODE
 from autopar.trace.counted import called, kind_of
+from autopar.trace.lookups import Cell, Now, Of
 from autopar.trace.modules import REGISTERED
 from autopar.trace.numbers import is_number
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads
-from autopar.trace.settings import Cell, Now, Of, is_users_class
+from autopar.trace.settings import is_users_class
 from autopar.trace.values import (
     COLLECTIONS,
     CONTAINERS,
@@ -202,7 +204,7 @@ def _add(
     if (id(place), key) in guards.named:
         return
     guards.named[id(place), key] = called
-    if is_users_class(value):
+    if is_users_class(value) or (isinstance(value, (*SCALARS, enum.Enum)) and hasattr(value, "__dict__")):
         for name, part in vars(value).items():
             if not name.startswith("__") and isinstance(part, (*SCALARS, *CONTAINERS)):
                 _add(guards, vars(value), name, part, f"{called}.{name}")
@@ -228,15 +230,22 @@ def _add(
 
 def _add_parts_of_code(guards: Guards, value: Any, called: str) -> None:
     """What functions are given once for all, and variables of those around them."""
-    if isinstance(value, (partial, types.MethodType)):
-        inside_it = [value.__self__] if isinstance(value, types.MethodType) else [*value.args, *value.keywords.values()]
-        for part in inside_it:
-            if not isinstance(part, nn.Module):
-                _add(guards, {"": part}, "", part, f"what {called} holds")
+    if isinstance(value, types.MethodType):
+        _add_held(guards, [value.__self__], called)
+    if isinstance(value, partial):
+        given = cast("partial[Any]", value)
+        _add(guards, {"": given.keywords}, "", given.keywords, f"the keywords of {called}")
+        _add_held(guards, [given.func, *given.args, *given.keywords.values()], called)
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if not isinstance(cell.cell_contents, (types.FunctionType, nn.Module)):
                 _add(guards, Cell(cell), name, cell.cell_contents, f"the variable {name} of {called}")
+
+
+def _add_held(guards: Guards, parts: list[Any], called: str) -> None:
+    for part in parts:
+        if not isinstance(part, nn.Module):
+            _add(guards, {"": part}, "", part, f"what {called} holds")
 
 
 def _add_class(guards: Guards, value: Any, called: str) -> None:
@@ -261,7 +270,8 @@ def _add_names(
     """The attributes of a configuration: those that were read, or all where nobody watched."""
     read = None if traced is None else traced[0].inside.read(traced[1])
     without = guards.hidden.get(id(value)) or ()
-    for name in (name for name in (list(own_names(value) or ()) if read is None else read) if name not in without):
+    names = [*(own_names(value) or ()), *_plain_of_class(value)] if read is None else read
+    for name in (name for name in names if name not in without):
         part = own.get(name, MISSING)
         owner = next((one for one in type(value).__mro__ if name in vars(one)), None)
         if own.get(name, MISSING) is MISSING and owner is not None:  # of its class, until it is set on the object
@@ -273,8 +283,15 @@ def _add_names(
             _add(guards, vars(owner), name, vars(owner)[name], f"{called}.{name}")
         if read is not None and traced is not None:
             _add(guards, own, name, part, f"{called}.{name}", (traced[0], vars(traced[1]).get(name)))
-        elif isinstance(part, SCALARS):
+        elif isinstance(part, SCALARS) or part is MISSING:
             _add(guards, own, name, part, f"{called}.{name}")
+
+
+def _plain_of_class(value: Any) -> list[str]:
+    """The names of numbers, text and the like that it may have from classes of a script's."""
+    kinds = [kind for kind in type(value).__mro__ if is_mine(kind)]
+    own = [(name, part) for kind in kinds for name, part in vars(kind).items() if not name.startswith("__")]
+    return [name for name, part in own if isinstance(part, SCALARS)]
 
 
 def _add_parts(

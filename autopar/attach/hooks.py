@@ -23,9 +23,13 @@ def hooked(parallel: nn.Module, kinds: Sequence[str] = OF_BACKWARD) -> list[dict
     return [getattr(module, kind) for module in parallel.modules() if module is not parallel for kind in kinds]
 
 
+def _for_all_modules() -> bool:
+    return bool(global_forward_hooks or global_forward_pre_hooks)
+
+
 def refuse(parallel: nn.Module) -> None:
     """Raise where a submodule has hooks in backward, naming it and the first of them, or where all modules have."""
-    if global_forward_hooks or global_forward_pre_hooks:
+    if _for_all_modules():
         raise RuntimeError(
             "hooks are registered for all modules (register_module_forward_hook), which a compiled step would never "
             "call; remove them"
@@ -72,8 +76,8 @@ class Registered:
                 held.update(are)
 
     def changed(self) -> bool:
-        """Whether others are there by now."""
-        if sum(map(len, self._all)) != self._count:
+        """Whether others are there by now, or some for all modules, which are refused."""
+        if _for_all_modules() or sum(map(len, self._all)) != self._count:
             return True
         now = [hook for held in self._some for hook in held.values()]
         return len(now) != len(self._were) or any(was() != hook for was, hook in zip(self._were, now, strict=True))

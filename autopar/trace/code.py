@@ -6,14 +6,15 @@ import dis
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cached_property, partial, partialmethod, singledispatchmethod
 from typing import Any
 
 import torch
 
 from autopar.trace.values import is_installed, is_torchs
 
-CODE = (types.FunctionType, types.MethodType, classmethod, staticmethod, property, cached_property, partial)
+OF_A_FUNCTION = (partial, partialmethod, cached_property, singledispatchmethod)
+CODE = (types.FunctionType, types.MethodType, classmethod, staticmethod, property, *OF_A_FUNCTION)
 TYPES = frozenset(("type", "int", "float"))
 BY_TEXT = frozenset(("getattr", "hasattr", "attrgetter", "vars", "__dict__"))
 TAKES_TYPES = frozenset(("dtype", "to", "type", "astype", "view"))  # torch and numpy ask for those of Python
@@ -30,7 +31,7 @@ def functions_of(value: Any) -> list[types.FunctionType]:
     (`functools.wraps`), from outside to inside; none where it is no code of Python's.
     """
     value = value.fget if isinstance(value, property) else value
-    value = value.func if isinstance(value, (partial, cached_property)) else value
+    value = value.func if isinstance(value, OF_A_FUNCTION) else value
     value = value.__func__ if isinstance(value, (types.MethodType, classmethod, staticmethod)) else value
     found: list[types.FunctionType] = []
     while value is not None and not any(value is one for one in found):
@@ -56,6 +57,14 @@ def asked_of(code: types.CodeType) -> set[str]:
     constants = [constant for part in parts for constant in part.co_consts]
     constants += [each for one in constants if isinstance(one, (tuple, frozenset)) for each in one]
     return {one for one in constants if isinstance(one, str) and one.isidentifier()}
+
+
+def variables_of(code: types.CodeType) -> set[str]:
+    """The variables of the environment that code may ask for: the text in it, where it asks for any."""
+    parts = [*_codes(code)]
+    if not any({"environ", "getenv"} & {*part.co_names} for part in parts):
+        return set()
+    return {one for part in parts for one in part.co_consts if isinstance(one, str) and one.isidentifier()}
 
 
 def globals_of(code: types.CodeType, *how: str) -> Iterator[str]:

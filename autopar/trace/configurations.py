@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from autopar.trace.settings import Of
+from autopar.trace.lookups import Of
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
     CONSTANT,

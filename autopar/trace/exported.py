@@ -59,7 +59,8 @@ def _no_unknown_constants(exported: torch.export.ExportedProgram) -> None:
             raise TraceError(
                 f"the model reads or writes a parameter, a buffer or an argument behind torch's back{line}, through "
                 ".data or an object that is no module; read it as an attribute of its module, write to a buffer itself "
-                "(self.name.copy_(...), detached), and change parameters outside of forward"
+                "(self.name.copy_(...), detached), and change parameters outside of forward. (torch.vmap may hide it, "
+                "too, as where it multiplies a matrix by a vector: write (matrix * vector).sum(-1) there)"
             )
 
 

@@ -22,6 +22,7 @@ from autopar.errors import TraceError
 from autopar.trace.ambient import inference_without_gradients
 from autopar.trace.builtin import math_of_counted
 from autopar.trace.calls import flatten_inputs, with_argument
+from autopar.trace.checked import checked
 from autopar.trace.checks import Checks
 from autopar.trace.counted import ARGUMENT, counted_from, standing
 from autopar.trace.counted_index import with_counted_places
@@ -47,12 +48,6 @@ from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read
 from autopar.trace.values import is_torchs
 from autopar.trace.written_out import WRITTEN_OUT, copied, with_condition, with_limits
 
-# They check their operands; torch has each without, too. Before 2.13 it leaves the check out of what it traces.
-CHECKING: dict[Any, str] = {
-    **{getattr(torch.linalg, name): name for name in ("cholesky", "inv", "ldl_factor", "lu_factor", "solve")},
-    **dict.fromkeys((torch.cholesky, torch.Tensor.cholesky), "cholesky"),
-    **dict.fromkeys((torch.inverse, torch.Tensor.inverse), "inv"),
-}
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__deepcopy__: copied,
     nn.functional.one_hot: one_hot,
@@ -77,7 +72,7 @@ A_SIZE = "take sizes from shapes, or pass them as numbers of Python's"
 OF_MASKS = ("__getitem__", "__setitem__", "nonzero", "argwhere", "where", "masked_select", "index_put_")
 INSTEAD = {  # function -> what to write in its place
     "repeat_interleave": "say how long it becomes: output_size=, the sum of the repeats",
-    "bincount": "count with torch.nn.functional.one_hot(x, classes).sum(0)",
+    "bincount": "say how many counts it gives: minlength=, more than the largest number",
 }
 
 
@@ -146,9 +141,10 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
-        self.origins, self.literals, self.checks = Origins(notes), Literals(counting.beside), Checks(notes)
+        self.literals, self.checks = Literals(counting.beside), Checks(notes)
+        self.origins = Origins(self.checks)
         self.beside, self.counting = counting.beside, counting
-        self.packing = Packing(self.origins, self.checks)
+        self.packing = Packing(self.origins)
         self.reads_at = ReadsAt()
         self.results: list[Any] = []  # held, so that their ids stay theirs
         self.taken = Taken()
@@ -182,7 +178,8 @@ class _Watch(TorchFunctionMode):
         is_data = func == DATA.__get__
         if is_data:
             func = torch.Tensor.detach  # the same, but that autograd sees what is written to it
-        if (made := self.packing.answer(func, args) or kept_as_one(func, args, kwargs, self.checks)) is not None:
+        made = self.packing.answer(func, args) or kept_as_one(func, args, kwargs, self.checks)
+        if (made := made or checked(func, args, kwargs, self.checks)) is not None:
             with self:
                 return made()
         written = None if any(isinstance(leaf, Picked) for leaf in leaves) else WRITTEN_OUT.get(func)
@@ -260,8 +257,6 @@ class _Watch(TorchFunctionMode):
                 f"forward draws from a torch.Generator{line_here()}, which a program cannot go on with: leave "
                 "generator= out, or make what is to be the same in each call a buffer"
             )
-        if func in CHECKING:
-            raise checks_values(f"linalg.{CHECKING[func]}", line_here())
         if func is nn.functional.multilabel_margin_loss:
             raise TraceError(
                 f"torch traces multilabel_margin_loss{line_here()} as something else where labels end with -1 (its "
@@ -364,14 +359,6 @@ class _Watch(TorchFunctionMode):
                     self.detached[id(value)] = value, whole.detach()
                 self.outside.append(value)
         return pytree.tree_map_only(torch.Tensor, lambda one: self.detached.get(id(one), (one, one))[1], (args, kwargs))
-
-
-def checks_values(name: str, where: str) -> TraceError:
-    """What to say of an operator of torch that checks its operands."""
-    return TraceError(
-        f"torch.{name}{where} checks the values that it is given, and a program has no such checks: "
-        f"use torch.{name}_ex(...)[0], which does not"
-    )
 
 
 def _with_states_as_given(func: Any, args: Any, result: Any) -> Any:

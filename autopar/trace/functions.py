@@ -61,7 +61,11 @@ class _Application:
 
 
 def applied(application: Any, tensors: list[Tensor]) -> list[Tensor]:
-    """What it gives, in an operator that `with_functions` has it in the place of. It has `shapes`, too."""
+    """What it gives, in an operator that `with_functions` has it in the place of; by itself where nothing is exported
+    (forward runs once more, to see why it was not). It has `shapes`, too.
+    """
+    if getattr(_here, "applications", None) is None:
+        return application(tensors)
     _here.applications.append(application)
     return torch.ops.autopar_functions.apply(tensors, len(_here.applications) - 1)
 
@@ -72,7 +76,7 @@ def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs:
         return args[0](*args[2:])
     applications: list[Any] | None = getattr(_here, "applications", None)
     is_inside = getattr(_here, "is_inside", False)
-    if applications is None or is_inside or kwargs or kind.__module__.startswith("torch."):
+    if applications is None or is_inside or kwargs or _is_plain(kind):
         return _ORIGINAL(kind, *args, **kwargs)
     leaves, spec = pytree.tree_flatten(args)
     if any(isinstance(leaf, _CALLABLES) for leaf in leaves):
@@ -91,6 +95,13 @@ def _applied(kind: type[torch.autograd.Function], args: tuple[Any, ...], kwargs:
     assert application.given_spec is not None
     given = [next(made) if isinstance(leaf, Tensor) else leaf for leaf in application.given]
     return pytree.tree_unflatten(given, application.given_spec)
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether it is one of torch's, whose operators are traced; those of distributions draw, with a backward of their
+    own.
+    """
+    return kind.__module__.startswith("torch.") and not kind.__module__.startswith("torch.distributions.")
 
 
 def _shapes(tensors: list[Tensor], number: int) -> list[Tensor]:

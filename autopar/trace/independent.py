@@ -16,12 +16,12 @@ from autopar.trace.counted import Counting
 from autopar.trace.formulas import Place
 from autopar.trace.left import Left
 from autopar.trace.lists import Asking
+from autopar.trace.lookups import Of
 from autopar.trace.modules import HOOKS, OF_EVERY_MODULE, REGISTERED, noted_on
 from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in
 from autopar.trace.reads import Reads, refuse
 from autopar.trace.records import leads_to
-from autopar.trace.settings import Of
 from autopar.trace.values import Change, held_in, is_installed, is_torchs, own_names
 from autopar.trace.writes import number_of
 

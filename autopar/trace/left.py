@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.formulas import plain_key, with_plain_keys
+from autopar.trace.lookups import Of
 from autopar.trace.numbers import Number
 from autopar.trace.origins import tensors_in
-from autopar.trace.settings import Of
 from autopar.trace.values import FEW, MISSING, SCALARS, copied, held_in
 from autopar.trace.writes import OfModule, Write, content, key_of, number_of, of_modules, place_of, put, refill
 

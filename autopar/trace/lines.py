@@ -16,7 +16,7 @@ from autopar.errors import TraceError
 from autopar.trace.values import is_torchs
 
 STACK = r'File "([^"]+)", line (\d+), in \S+\n\s*(.*)'
-VALUE_ERRORS = re.compile("(?i)data.?dependent|dynamicoutputshape|numpy|tolist|supported seed types")
+VALUE_ERRORS = re.compile("(?i)data.?dependent|dynamicoutputshape|unbacked|numpy|tolist|supported seed types")
 VALUES = "Control flow and shapes may not depend on tensor values; rewrite that line without them."
 FLEX = (
     "FlexAttention is not built: use scaled_dot_product_attention (transformers: attn_implementation='sdpa'), which "
@@ -105,8 +105,10 @@ OWN_WORDS = {
     MOVED: "it moves or casts a module (.to(), .cuda(), .half())",
     CHOOSE: "it branches or loops in torch's own way (torch.cond)",
     NUMPY: "it makes a numpy array of a tensor (.numpy())",
+    VALUES: "it needs the values of a tensor",
 }
 CLASS = re.compile("<class '([^']+)'>")
+OPERATOR = re.compile(r"aten\.(\w+)")
 
 
 class HeldInPlace(TraceError):
@@ -163,7 +165,7 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
         line = line_of(error)
         what = f"{line}: {type(error).__name__}: {reason}{end}"
         if advice in OWN_WORDS:  # what torch says is how to register a class
-            found = CLASS.search(told) if advice == OBJECT else None
+            found = {OBJECT: CLASS, VALUES: OPERATOR}[advice].search(told) if advice in (OBJECT, VALUES) else None
             what = f"{line}: {OWN_WORDS[advice]}{f' ({found[1]})' if found else ''}."
         if not advice and (alone := _error_of(by_itself)) is not None and type(alone) is type(error):
             given = f"{inputs}{',' * bool(line)}"

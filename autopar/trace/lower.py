@@ -17,7 +17,6 @@ from autopar.errors import TraceError
 from autopar.ir.attention import STATES
 from autopar.ir.graph import RANDOM_STATE, Arg, Const, Graph, Node, Ref, Result, TensorType
 from autopar.trace.capture import Captured
-from autopar.trace.forward import checks_values
 from autopar.trace.strided import without_memory
 
 DROPPED_KWARGS = ("pin_memory", "layout", "memory_format", "non_blocking")
@@ -156,7 +155,10 @@ def _with_effects(token: torch.fx.Node) -> TraceError:
             f"{op} at {_source_line(first)} has effects beside what it gives, which a program has not: leave it out of "
             "forward"
         )
-    return checks_values(name, f" at {_source_line(first)}")
+    return TraceError(
+        f"torch.{name} at {_source_line(first)} checks the values that it is given, and a program has no such checks: "
+        f"use torch.{name}_ex(...)[0], which does not"
+    )
 
 
 def _written(desc: Any, captured: Captured) -> TraceError:

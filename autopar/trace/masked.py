@@ -21,6 +21,7 @@ from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
 from autopar.trace.places import Places, is_mask, refused
 from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OPERATORS, ROWWISE
+from autopar.trace.together import CATS, LIKES, OVER_ROWS, normed_over_rows, over_rows, padded, put_together
 
 DRAWN = (
     "dropout of rows that a mask picks, or of packed sequences, is drawn for all rows: other numbers are drawn than by "
@@ -134,8 +135,8 @@ def _set(tensor: Tensor, index: Any, rows: Picked, origins: Origins) -> Tensor:
     """`tensor[mask] = rows` of the same mask."""
     if not is_mask(index) or origins.of(index) != rows.key or rows.row != tuple(tensor.shape[index.ndim :]):
         raise refused("writing to other places")
-    origins.forget()
-    return tensor.copy_(torch.where(_beside(index, tensor), rows.dense.to(tensor.dtype), tensor))
+    origins.forget([tensor])
+    return tensor.copy_(torch.where(_beside(index.bool(), tensor), rows.dense.to(tensor.dtype), tensor))
 
 
 def _picks(tensor: Any, index: Any, origins: Origins) -> Picked | None:
@@ -155,11 +156,13 @@ def _pick(tensor: Tensor, mask: Tensor, origins: Origins) -> Picked:
     """The rows of `tensor` where `mask`, over its first dims, is true."""
     if tensor.shape[: mask.ndim] != mask.shape:
         raise TraceError(f"a mask of shape {list(mask.shape)} picks from {list(tensor.shape)}{line_here()}")
-    neutral = 0.5 if tensor.is_floating_point() or tensor.is_complex() else 0
-    dense = torch.where(
-        _beside(mask, tensor), tensor, torch.full((), neutral, dtype=tensor.dtype, device=tensor.device)
+    neutral, number, mask = (
+        0.5 if tensor.is_floating_point() or tensor.is_complex() else 0,
+        origins.of(mask),
+        mask.bool(),
     )
-    return Picked(dense, mask, origins.of(mask), origins)
+    other = torch.full((), neutral, dtype=tensor.dtype, device=tensor.device)
+    return Picked(torch.where(_beside(mask, tensor), tensor, other), mask, number, origins)
 
 
 def _beside(mask: Tensor, value: Tensor) -> Tensor:
@@ -175,19 +178,25 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     name = _name_of(func)
     every = _all_picked((args, kwargs))
     first = every[0]
+    if name in CATS:
+        return put_together(name, first, *args, **kwargs)
     if any(one.key != first.key for one in every):
         raise refused("what puts rows of two masks together")
     if name in ("cross_entropy", "nll_loss"):
         return _class_loss(func, *args, **kwargs)
     if name in LOSSES:
         return _loss(func, first, args, kwargs)
-    if name in ELEMENTWISE:
+    if name in ELEMENTWISE or name in LIKES:
         _no_other_rows(first, args, kwargs)
         return first.like(func(*_dense(args), **_dense(kwargs)))
     if not isinstance(args[0], Picked):
         raise refused(name)
     if name == "dropout":
         return _dropped(*args, **kwargs)
+    if name == "pad":
+        return padded(*args, **kwargs)
+    if name == "batch_norm":
+        return normed_over_rows(func, *args, **kwargs)
     if name in ("reshape", "view", "flatten"):
         return _reshaped(name, args[0], args[1:], kwargs)
     if name == "getitem":
@@ -208,8 +217,8 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _dropped(input: Picked, p: float = 0.5, training: bool = True, inplace: bool = False) -> Picked:
     if inplace:
         raise refused("dropout in place")
-    if training and p and DRAWN not in input.origins.notes:
-        input.origins.notes.append(DRAWN)
+    if training and p and DRAWN not in input.origins.checks.notes:
+        input.origins.checks.notes.append(DRAWN)
     return input.like(functional.dropout(input.dense, p, training))
 
 
@@ -253,11 +262,9 @@ def _along(func: Any, name: str, place: int, dim: Any, args: Sequence[Any], kwar
     news = 1 if name == "unsqueeze" else 0
     dims = [one if one >= 0 else one + first.ndim + news for one in (dim if isinstance(dim, list | tuple) else [dim])]
     if 0 in dims:
-        if dims != [0] or name not in ("sum", "mean") or kwargs.get("keepdim") or len(args) > place + 1:
+        if dims != [0] or name not in OVER_ROWS or kwargs.get("keepdim") or len(args) > place + 1:
             raise refused(f"{name} over rows")
-        over = tuple(range(first.mask.ndim))
-        total = first.kept().sum(over)
-        return total if name == "sum" else total / first.count
+        return over_rows(name, first)
     moved = [one + ahead for one in dims]
     inner = list(_dense(tuple(args)))
     told = moved if isinstance(dim, list | tuple) else moved[0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from autopar._compat import pytree
+from autopar.trace.sharing import has_storage, storage_of
 
 _PURE = """
     eq ne lt le gt ge and or xor invert logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
@@ -28,14 +30,31 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+class Looks(Protocol):
+    """What is looked at in each call (`autopar.trace.checks.Checks`)."""
+
+    notes: list[str]
+
+    def add(self, told: str, wrong: torch.Tensor) -> None: ...
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """None: that is not known, as inside `torch.vmap`."""
+    try:
+        return storage_of(tensor) if has_storage(tensor) else None
+    except NotImplementedError:
+        return None
+
+
 class Origins:
     """Numbers of values: equal ones are the same function of the same. What is written to in place forgets them all.
-    `notes`: what is to be told beside the plan.
+    `checks`: what is looked at in each call, and the notes of the plan.
     """
 
-    def __init__(self, notes: list[str]) -> None:
-        self.notes = notes
+    def __init__(self, checks: Looks) -> None:
+        self.checks = checks
         self._by_id: dict[int, int] = {}
+        self._lies_in: dict[int, int | None] = {}  # by id: in which memory
         self._by_making: dict[Any, int] = {}
         self._next = 0
         self._held: list[Any] = []  # so that their ids stay theirs
@@ -43,9 +62,12 @@ class Origins:
     def of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor, a new one where nothing is known of it."""
         if id(tensor) not in self._by_id:
-            self._by_id[id(tensor)] = self._new()
-            self.hold(tensor)
+            self._is_number(tensor, self._new())
         return self._by_id[id(tensor)]
+
+    def _is_number(self, tensor: torch.Tensor, number: int) -> None:
+        self._by_id[id(tensor)], self._lies_in[id(tensor)] = number, _memory_of(tensor)
+        self.hold(tensor)
 
     def hold(self, value: Any) -> None:
         self._held.append(value)
@@ -54,19 +76,22 @@ class Origins:
         """`func` gave `result`; call it behind every function of torch."""
         name = str(getattr(func, "__name__", func))
         if writes_in_place(name, kwargs):
-            self.forget()
+            self.forget(tensors_in((args[:1], kwargs.get("out"))))
         elif name.strip("_") in PURE and isinstance(result, torch.Tensor) and not any(result is one for one in args):
             try:
                 key = name.strip("_"), self._told(args), self._told(tuple(sorted(kwargs.items())))
                 number = self._by_making.get(key)
             except TypeError:
                 return  # an argument that cannot be compared
-            self._by_making[key] = self._by_id[id(result)] = self._new() if number is None else number
-            self.hold(result)
+            self._by_making[key] = self._new() if number is None else number
+            self._is_number(result, self._by_making[key])
 
-    def forget(self) -> None:
-        """Something was written to in place."""
-        self._by_id.clear()
+    def forget(self, written: Sequence[torch.Tensor]) -> None:
+        """These were written to in place: what lies in their memory has other values now."""
+        memories = {_memory_of(one) for one in written}
+        for one, memory in self._lies_in.items():
+            if memory is None or None in memories or memory in memories:
+                self._by_id.pop(one, None)
 
     def _told(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

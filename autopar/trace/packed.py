@@ -19,7 +19,6 @@ from torch.nn import functional
 from torch.nn.utils import rnn
 
 from autopar.errors import TraceError
-from autopar.trace.checks import Checks
 from autopar.trace.lines import line_here
 from autopar.trace.masked import DRAWN, Picked
 from autopar.trace.origins import Origins
@@ -71,8 +70,8 @@ class Key(NamedTuple):
 class Packing:
     """What one forward packs."""
 
-    def __init__(self, origins: Origins, checks: Checks) -> None:
-        self.origins, self.checks = origins, checks
+    def __init__(self, origins: Origins) -> None:
+        self.origins, self.checks = origins, origins.checks
         self.orders: dict[int, tuple[Tensor, int]] = {}  # by id; and the number of the lengths that it is by
         self.sizes: dict[int, tuple[Tensor, Any]] = {}  # by id; what `batch_sizes` is, and the key of its rows
 

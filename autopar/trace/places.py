@@ -45,7 +45,8 @@ def with_masks(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def is_mask(part: Any) -> bool:
-    return isinstance(part, Tensor) and part.dtype == torch.bool and part.ndim > 0
+    """Whether it picks by its values: what is not zero, of bytes, too (an index of them is a mask to torch)."""
+    return isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) and part.ndim > 0
 
 
 def refused(what: str) -> TraceError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import sys
 import types
 import weakref
@@ -29,11 +30,12 @@ from autopar.trace.counted import Counting
 from autopar.trace.formulas import Place
 from autopar.trace.left import Left, is_made
 from autopar.trace.lines import line_here
+from autopar.trace.lookups import Of
 from autopar.trace.modules import FORWARD_HOOKS, OF_EVERY_MODULE, REGISTERED
 from autopar.trace.names import nodes_in
 from autopar.trace.records import is_state, leads_to, may_be_state, tensors_within
 from autopar.trace.recurrent import WEIGHTS, weights_have_changed
-from autopar.trace.settings import Of, Settings
+from autopar.trace.settings import Settings
 from autopar.trace.standing_in import StandIns
 from autopar.trace.values import (
     COLLECTIONS,
@@ -48,7 +50,9 @@ from autopar.trace.values import (
     held_in,
     in_front,
     is_grown_table,
+    is_mine,
     is_noted_once,
+    is_others,
     is_torchs,
     own_names,
     snapshot,
@@ -282,6 +286,8 @@ def _noting(
     deleting: Any = kind.__delattr__
 
     def __getattribute__(self: Any, name: str) -> Any:
+        for one in [*getting(self, name)] if name == "__dict__" and _is_asked_by_user(reads) else []:  # `vars(self)`
+            __getattribute__(self, one)
         if not reads.is_open or name in OF_EVERY_MODULE or name.startswith("__"):
             return getting(self, name)
         if name == "_weights_have_changed" and isinstance(self, nn.RNNBase):
@@ -303,7 +309,7 @@ def _noting(
                     reads.left.see(OfModule(path), name, own[name])
         elif not any(name in own.get(kept, ()) for kept in REGISTERED):
             owner = next((one for one in type(self).__mro__ if name in vars(one)), None)
-            if owner is None or (owner is not nn.Module and isinstance(vars(owner)[name], MAY_BE_SET)):
+            if owner is None or (owner is not nn.Module and _may_be_set(owner, name)):
                 if (path, name) not in reads.written:
                     reads.attributes.setdefault((path, name), MISSING)
                 if owner is not None and (type(self), name) not in seen_of_class:
@@ -332,6 +338,16 @@ def _noting(
         reads.deleted(path, name, was)
 
     return [__getattribute__, __setattr__, __delattr__]
+
+
+def _is_asked_by_user(reads: Reads) -> bool:
+    return reads.is_open and not is_others(sys._getframe(2).f_code.co_filename)
+
+
+def _may_be_set(owner: type, name: str) -> bool:
+    """Whether a script may set what a class has, or give an object another one."""
+    found = vars(owner)[name]
+    return isinstance(found, MAY_BE_SET) or (is_mine(owner) and not inspect.isdatadescriptor(found))
 
 
 def holds_references(value: Any) -> bool:

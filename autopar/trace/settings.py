@@ -13,12 +13,14 @@ import contextlib
 import enum
 import functools
 import inspect
+import logging
+import os
 import sys
 import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,11 +41,14 @@ from autopar.trace.code import (
     is_torchs_code,
     names_of,
     needs_types,
+    variables_of,
 )
+from autopar.trace.lookups import CACHED, Cell, Now, Of, clearings, registry_of
 from autopar.trace.values import (
     IN_PLACE,
     MISSING,
     SCALARS,
+    WEAK_TABLES,
     few_in,
     file_of,
     in_front,
@@ -66,58 +71,10 @@ MAKING = (
     "__str__",
     "__reduce__",
 )
-CACHED = type(functools.cache(len))
 GIVEN = "what a hook is given"
-OTHERS = (Tensor, np.ndarray, np.generic, enum.Enum, torch.autograd.Function)
-
-
-class Cell(dict[str, Any]):
-    """A variable of an enclosing function, found by its name as a global is."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        super().__init__()
-        self._cell = cell
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._cell.cell_contents
-
-    def put(self, key: str, value: Any) -> None:
-        self._cell.cell_contents = value
-
-    def original(self, originals: Mapping[int, Any]) -> Cell:
-        """The variable that this one was copied from."""
-        return Cell(originals[id(self._cell)]) if id(self._cell) in originals else self
-
-
-class Of(dict[str, Any]):
-    """The attributes of an object, its class's among them, found by their names as globals are."""
-
-    def __init__(self, holder: Any) -> None:
-        super().__init__()
-        self.holder = holder
-
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return getattr(self.holder, key, default)
-        except Exception:  # whatever a `__getattr__` of the user's raises: it is not there
-            return default
-
-    def put(self, key: str, value: Any) -> None:
-        setattr(self.holder, key, value)
-
-
-class Now(dict[str, Any]):
-    """What a function without arguments gives, found by any name."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__()
-        self._call = call
-
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self._call()
-        except LookupError:  # a variable of the context that is not set
-            return default
+NO_NAME = "autopar_has_given_nothing_this_name"
+OTHERS = (Tensor, np.ndarray, np.generic, torch.autograd.Function)
+NO_OWNERS = (*OTHERS, *SCALARS, *CODE, enum.Enum, type, types.ModuleType)
 
 
 @dataclass
@@ -188,16 +145,29 @@ class Settings:
         """An object that functions are given, or are methods of: they may write to it."""
         if isinstance(value, (list, dict, deque)):
             self._see({GIVEN: value}, GIVEN, value)
-        elif hasattr(value, "__dict__") and not isinstance(value, (*OTHERS, *SCALARS, *CODE, type, types.ModuleType)):
+        elif hasattr(value, "__dict__") and not isinstance(
+            value, (*OTHERS, *SCALARS, *CODE, enum.Enum, type, types.ModuleType)
+        ):
             self.owners.append(value)
             self._hold(value)
 
     def objects(self) -> list[Any]:
         """Those that were found, but for classes, modules and functions."""
         held = (holder.place.holder for holder in self._holders.values())
-        return [one for one in held if not isinstance(one, (type, types.ModuleType, types.FunctionType))]
+        return [one for one in held if not isinstance(one, (type, types.ModuleType, types.FunctionType, enum.Enum))]
 
     def _look_at_code(self, given: Any, is_hook: bool = False) -> None:
+        if isinstance(given, types.MethodType):
+            self._hold(given.__self__)
+        elif isinstance(given, partial):
+            whole = cast("partial[Any]", given)
+            self._look_at_code(whole.func)
+            for part in (*whole.args, *whole.keywords.values()):
+                self._hold(part)
+        elif isinstance(given, CACHED) and not all(map(is_torchs_code, functions_of(given))):
+            self._see(Now(clearings(given)), "cache_clear", 0)
+        elif (registered := registry_of(given)) is not None:
+            self._see(registered, "registry", registered["registry"])
         for function in functions_of(given):
             if id(function) not in self._functions and not is_torchs_code(function):
                 self._look_at_function(function, is_hook)
@@ -211,15 +181,7 @@ class Settings:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # not filled yet
                 self._see(Cell(cell), name, cell.cell_contents, is_pips)
-        given, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
-        defaults = dict(zip(given[len(given) - len(defaults) :], defaults, strict=True))
-        for name, part in {**defaults, **(function.__kwdefaults__ or {})}.items():
-            if isinstance(part, IN_PLACE):
-                self._see({name: part}, name, part, is_pips)
-            elif not is_pips:
-                self._own(part)
-        if not is_pips and defaults and all(isinstance(part, SCALARS) for part in defaults.values()):
-            self._see(Of(function), "__defaults__", function.__defaults__)
+        self._look_at_defaults(function, is_pips)
         if function.__code__ in self._done:  # of another function, with other variables
             return
         self._done.add(function.__code__)
@@ -232,6 +194,8 @@ class Settings:
             self._see(Now(FLAGS[name]), name, FLAGS[name]())
         if not is_pips:
             self._asked |= asked_of(function.__code__)
+            for name in sorted(variables_of(function.__code__)):
+                self._see(Now(partial(os.environ.get, name)), name, os.environ.get(name))
         # In one order on all ranks: what is found first names what is found.
         self._left += (call for name in sorted(names & self._methods.keys()) for call in self._methods[name])
         read: set[str] | None = None
@@ -249,6 +213,20 @@ class Settings:
             for name in sorted(named):
                 self._see(function.__globals__, name, MISSING)
 
+    def _look_at_defaults(self, function: types.FunctionType, is_pips: bool) -> None:
+        given, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+        defaults = dict(zip(given[len(given) - len(defaults) :], defaults, strict=True))
+        named = function.__kwdefaults__ or {}
+        for name, part in {**defaults, **named}.items():
+            if isinstance(part, IN_PLACE):
+                self._see({name: part}, name, part, is_pips)
+            elif not is_pips:
+                self._own(part)
+        if not is_pips and defaults and all(isinstance(part, SCALARS) for part in defaults.values()):
+            self._see(Of(function), "__defaults__", function.__defaults__)
+        if not is_pips and named and all(isinstance(part, SCALARS) for part in named.values()):
+            self._see(Of(function), "__kwdefaults__", named)
+
     def _see(self, place: Mapping[str, Any], name: str, value: Any, is_pips: bool = False) -> None:
         """That this value is there. In installed code only plain values are taken to change."""
         if (id(place), name) in self._known:
@@ -259,12 +237,15 @@ class Settings:
         if isinstance(value, types.ModuleType):
             self._hold(value)
             return
-        if isinstance(value, types.FunctionType) and isinstance(vars(value).get("registry"), types.MappingProxyType):
-            self._see(vars(value), "registry", vars(value)["registry"])  # of `functools.singledispatch`
+        if isinstance(value, functools.singledispatchmethod):
+            self._left.append(value)
         if isinstance(value, nn.Module):
             self.owners.append(value)
         if isinstance(value, ContextVar):
             self._see(Now(value.get), name, Now(value.get).get(name, MISSING))
+        if isinstance(value, logging.Logger):
+            level = partial(_level_of, value)
+            self._see(Now(level), name, level())
         if isinstance(value, CACHED) and value.cache_info().currsize and asks_for_nothing(value):
             self._hold(value())  # made before, and given again
         for there in led_to(value):
@@ -288,7 +269,7 @@ class Settings:
         if len(self._holders) < HOLDERS and id(value) not in self._holders and _has_settings(value):
             self._holders[id(value)] = _Holder(Of(value))
             if not isinstance(value, (type, types.ModuleType, types.FunctionType)):
-                self.owners.append(value)
+                self.owners += [] if isinstance(value, WEAK_TABLES) else [value]  # whose keys are of the trace's copies
                 for one, name, call in operators_of(type(value)):
                     self._see(self._class(one), name, call)
                 if is_users_class(type(value)):
@@ -305,6 +286,7 @@ class Settings:
 
     def _look_inside(self, holder: _Holder) -> None:
         value = holder.place.holder
+        kinds, above = _classes(value), type(value).__mro__
         names = self._names | self._asked
         names = (names & _names_in(value) if _lists_names(value) else names) - holder.tried
         holder.tried |= names
@@ -312,10 +294,11 @@ class Settings:
             if name.startswith("__"):
                 continue
             static = inspect.getattr_static(value, name, MISSING)
-            if _is_code(static) and name not in (own := getattr(value, "__dict__", {})):
-                owner = next(one for one in (*_classes(value), *type(value).__mro__) if name in vars(one))
+            own = getattr(value, "__dict__", {})
+            if _is_code(static) and (isinstance(value, type) or name not in own):
+                owner = next(one for one in (*kinds, *above) if name in vars(one))
                 self._see(self._class(owner), name, static)
-                for one in in_front(_classes(value), owner) if owner in _classes(value) else ():
+                for one in in_front(kinds, owner) if owner in kinds else ():
                     self._see(self._class(one), name, MISSING)
                 if isinstance(own, dict):  # an object may get one of its own
                     self._see(own, name, MISSING)
@@ -325,6 +308,11 @@ class Settings:
             for name in sorted(name for name in self._asked - holder.tried if not name.startswith("__")):
                 holder.tried.add(name)
                 self._see(holder.place, name, MISSING)
+
+
+def _level_of(logger: logging.Logger) -> int:
+    """What is less is not told."""
+    return max(logger.getEffectiveLevel(), logger.manager.disable + 1)
 
 
 def _is_operator(name: str) -> bool:
@@ -356,7 +344,8 @@ def _has_settings(value: Any) -> bool:
     kind: type = value if isinstance(value, type) else type(value)
     if issubclass(kind, nn.Module):
         return kind is value
-    return not issubclass(kind, OTHERS) and not is_of_torch(kind)
+    is_other = not is_mine(kind) if issubclass(kind, enum.Enum) else issubclass(kind, OTHERS)
+    return not is_other and not is_of_torch(kind)
 
 
 def _classes(value: Any) -> tuple[type, ...]:
@@ -370,11 +359,14 @@ def _is_code(static: Any) -> bool:
 
 def _lists_names(value: Any) -> bool:
     """Whether all attributes are where Python keeps them, or keys; not where a `__getattr__` finds others. That of a
-    mapping is not asked for names which are no keys: it may make an entry of each.
+    mapping is not asked for names which are no keys: it may make an entry of each. One that makes an object of whatever
+    name it is asked for (einx's tracers do) keeps no settings in those.
     """
-    return isinstance(value, (type, types.ModuleType, Mapping)) or not any(
+    if isinstance(value, (type, types.ModuleType, Mapping)) or not any(
         "__getattr__" in vars(one) for one in _classes(value)
-    )
+    ):
+        return True
+    return not isinstance(Of(value).get(NO_NAME, None), SCALARS)
 
 
 def _names_in(value: Any) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import enum
 import functools
 import operator
@@ -15,6 +16,7 @@ from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import SynchronizedBase
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,11 +34,17 @@ CONTAINERS = (list, tuple, dict, set, np.ndarray)
 MUTABLE = (list, dict, deque)
 COLLECTIONS = (Mapping, Sequence, Set)  # also those of classes of a user's or a library's
 DRAWING = (random.Random, np.random.Generator, np.random.RandomState)
+BYTES = (array, bytearray, ctypes.c_int.__mro__[-2])  # numbers of C's, arrays and structures
 # What may change and stay the same object.
-IN_PLACE = (list, dict, set, deque, types.MappingProxyType, array, bytearray, np.ndarray, Tensor, *DRAWING, Iterator)
+IN_PLACE = (
+    list, dict, set, deque, types.MappingProxyType, np.ndarray, Tensor, *DRAWING, Iterator, *BYTES, SynchronizedBase,
+)  # fmt: skip
 FEW = 1024  # objects in a list are looked at, at most
 DEEPEST = 100  # containers in containers, likewise
-KEEPERS = (argparse.Namespace, types.SimpleNamespace, UserDict, UserList, ChainMap)  # of Python's, for settings
+WEAK_TABLES = (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+KEEPERS = (  # of Python's, for settings
+    argparse.Namespace, types.SimpleNamespace, UserDict, UserList, ChainMap, *WEAK_TABLES,
+)  # fmt: skip
 COMPILED = {*sys.stdlib_module_names, "torch", "numpy"}  # some of their modules have no file
 SITE = "site-packages", "dist-packages"  # where installed packages lie
 _TORCH = str(Path(torch.__file__).parent)
@@ -77,7 +85,8 @@ def is_grown_table(was: Any, now: Any) -> bool:
 
 PLAIN = (
     list, tuple, dict, set, frozenset, deque, np.ndarray, Tensor, nn.Module, type, enum.Enum, functools.partial,
-    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType,
+    types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, *BYTES,
+    SynchronizedBase,
 )  # fmt: skip
 
 
@@ -88,6 +97,8 @@ def held_in(value: Any) -> list[Any]:
     match value:
         case dict():
             return [*dict.values(cast("dict[Any, Any]", value))]
+        case types.MappingProxyType():
+            return [*cast("Mapping[Any, Any]", value).values()]
         case list() | tuple() | set() | frozenset() | deque():
             kind = next(one for one in (list, tuple, set, frozenset, deque) if isinstance(value, one))
             return [*kind.__iter__(cast("Any", value))]
@@ -142,7 +153,7 @@ OPERATORS = frozenset(f"__{name}__" for name in _OPERATORS.split())  # what Pyth
 
 def is_mine(kind: type) -> bool:
     """Whether a class is of a script's, whose attributes may be set: none of torch, Python, ours or a package."""
-    return kind.__module__ == "__main__" or not (is_torchs(file := file_of(kind)) or is_installed(file))
+    return kind.__module__ == "__main__" or not is_others(file_of(kind))
 
 
 def in_front(kinds: Sequence[type], owner: type) -> list[type]:
@@ -200,10 +211,10 @@ class _Looked:
             case np.ndarray():
                 held = self._all(value.ravel().tolist(), depth - 1) if value.dtype.hasobject else value.tobytes()
                 return value.dtype.str, value.shape, held
-            case array():
-                return value.typecode, value.tobytes()
-            case bytearray():
-                return bytearray, bytes(value)
+            case _ if isinstance(value, BYTES):
+                return type(value), getattr(value, "typecode", None), bytes(value)
+            case SynchronizedBase():  # `multiprocessing.Value`
+                return self.at(value.get_obj(), depth)
             case list() | tuple() | dict() | set() | frozenset() | deque():
                 if id(value) not in self.known:
                     self.known[id(value)] = id(value)
@@ -305,6 +316,11 @@ def is_installed(file: str) -> bool:
     return any(line.startswith(own) for record in records for line in record.read_text(errors="replace").splitlines())
 
 
+def is_others(file: str) -> bool:
+    """Whether a source file is none of a script's."""
+    return is_torchs(file) or is_installed(file)
+
+
 def is_of_torch(kind: type) -> bool:
     """Whether it is a class of torch's, Python's own or ours, but for those that settings are kept in."""
     if kind.__module__ == "__main__" or kind in KEEPERS:
@@ -316,6 +332,8 @@ def file_of(kind: type) -> str:
     """Where its module was read from; "<" for one of Python or torch that is compiled in, "" where nobody knows: a
     module that was loaded by hand, or made of text.
     """
-    if file := getattr(sys.modules.get(kind.__module__), "__file__", None):
+    if not isinstance(module := cast("Any", kind.__module__), str):  # of C's, which has it as an attribute of objects
+        return "<"
+    if file := getattr(sys.modules.get(module), "__file__", None):
         return file
-    return "<" if kind.__module__.partition(".")[0] in COMPILED else ""
+    return "<" if module.partition(".")[0] in COMPILED else ""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from autopar.trace.lookups import Cell, Of
 from autopar.trace.records import attributes, is_state, let_have
-from autopar.trace.settings import Cell, Of
 from autopar.trace.values import FEW, MISSING, held_in
 
 ADDRESS = 100_000  # numbers as large may be what `id` gives

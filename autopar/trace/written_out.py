@@ -4,6 +4,7 @@ out, so that each of their operators is seen as those of forward are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,13 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     return torch.mul(*parts).sum(dim)
 
 
+def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """As torch's, which picks them by a mask."""
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    places = torch.tensor([*choose(range(len(input)), r)], dtype=torch.long, device=input.device).reshape(-1, r)
+    return input[places]
+
+
 def _at_least(value: Tensor, least: float) -> Tensor:
     """In a new tensor, whose gradient goes on as if it were as large as it is."""
     return value + (value.clamp(min=least) - value).detach()
@@ -85,6 +93,7 @@ def with_limits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 WRITTEN_OUT: dict[Any, Callable[..., Tensor]] = {
     functional.gaussian_nll_loss: gaussian_nll_loss,
+    torch.combinations: combinations,
     torch.cosine_similarity: cosine_similarity,
     functional.cosine_similarity: cosine_similarity,
 }

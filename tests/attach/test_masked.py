@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import autopar
-from autopar.errors import TraceError
+from autopar.errors import CheckFailed, TraceError
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]  # scores [4, 6, 5], labels [4, 6] with -100, others [4, 6, 5]
 
@@ -88,6 +88,18 @@ FORMS: dict[str, Form] = {
     "logs of what is positive": lambda z, y, t: (z[z > 0].log() / z[z > 0].sqrt()).mean(),
     "its inverse": lambda z, y, t: (1 / (z[z > 0.1] - 0.05)).sum() + (2 - z[z > 0.1]).mean(),
     "layers of it": lambda z, y, t: F.layer_norm(F.linear(z[_keep(y)], t[0, :5]), (5,)).pow(3).mean(),
+    "one of all rows": lambda z, y, t: (z[_keep(y)].softmax(0) * t[_keep(y)]).sum(0).square().sum()
+    + (z[_keep(y)].log_softmax(dim=0) * t[0, 0]).mean() + z[_keep(y)].amax(0).sum() - z[_keep(y)].amin(0).sum()
+    + z[_keep(y)].logsumexp(0).sum(),
+    "behind each other": lambda z, y, t: F.cross_entropy(
+        torch.cat([z[_keep(y)], t[y == 1], z[0]]), torch.cat([y[_keep(y)], y[y == 1], y[0].abs() % 5])
+    ),
+    "beside each other": lambda z, y, t: (
+        torch.cat((z[_keep(y)], t[_keep(y)]), dim=-1) * torch.stack([z[_keep(y)]] * 2, 1).flatten(1)
+    ).square().mean(),
+    "padded": lambda z, y, t: F.pad(z[_keep(y)], (1, 2), value=0.5).exp().sum(),
+    "zeros like it": lambda z, y, t: F.mse_loss(z[_keep(y)], torch.zeros_like(z[_keep(y)])),
+    "batch norm": lambda z, y, t: F.batch_norm(z[_keep(y)], None, None, t[0, 0], t[0, 1], True).exp().mean(),
     "written": _written,
     "narrower": _narrower,
     "set to a number": _set_to_a_number,
@@ -127,6 +139,56 @@ def test_a_loss_over_picked_rows_is_that_of_plain_pytorch(one: DeviceMesh, name:
             mine.grad = theirs.grad = None
 
 
+class Normed(nn.Module):
+    """Points of several clouds, of which some are there, with the statistics of those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(8, 5), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor, y: Tensor, t: Tensor) -> Tensor:
+        return (self.norm(self.inner(x)[y > 0]) - t[y > 0]).square().mean()
+
+
+def test_statistics_of_picked_rows_are_kept(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = Normed().double()
+    parallel = autopar.compile(plain, one)
+    for seed in (1, 2):
+        expected, found = plain(*batch(seed)), parallel(*batch(seed))
+        expected.backward()
+        found.backward()
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
+    for name, theirs in plain.state_dict().items():
+        torch.testing.assert_close(parallel.full_state_dict()[name], theirs, rtol=1e-9, atol=1e-12)
+    for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
+    with pytest.raises(CheckFailed, match="less than two rows"):
+        parallel(*batch(5))
+    plain.eval()
+    parallel.eval()
+    torch.testing.assert_close(parallel(*batch(4)), plain(*batch(4)), rtol=1e-9, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*indexing with dtype torch.uint8")
+def test_bytes_are_a_mask_too(one: DeviceMesh) -> None:
+    def form(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
+        made, mask = t.clone(), (y > 0).byte()
+        made[mask] = z[mask]
+        return made.exp().sum() + F.cross_entropy(z[mask], y[mask])
+
+    torch.manual_seed(0)
+    plain = Masked(form).double()
+    parallel = autopar.compile(plain, one)
+    for seed in (1, 2):
+        expected, found = plain(*batch(seed)), parallel(*batch(seed))
+        expected.backward()
+        found.backward()
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
+    for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
+
+
 REFUSED: dict[str, tuple[Form, str]] = {
     "two masks": (lambda z, y, t: (z[y > 1] * t[y > 2]).sum(), "rows of two masks"),
     "a mask that changes": (lambda z, y, t: _changed(z, y, t), "rows of two masks"),
@@ -134,7 +196,9 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "sorted": (lambda z, y, t: z[y > 1].sort(0).values.sum(), "sort"),
     "the first rows": (lambda z, y, t: z[y > 1][:3].sum(), "an index of their number"),
     "rows that meet": (lambda z, y, t: (z[y > 1] @ z[y > 1].T).sum(), r"\.T "),
-    "softmax over rows": (lambda z, y, t: z[y > 1].softmax(0).square().sum(), "softmax over rows"),
+    "products over rows": (lambda z, y, t: z[y > 1].prod(0).square().sum(), "prod over rows"),
+    "stacked in front": (lambda z, y, t: torch.stack([z[y > 1]] * 2).sum(), "stacking them in front"),
+    "cat beside others": (lambda z, y, t: torch.cat([z[y > 1], t[y > 2]], 1).sum(), "other rows beside"),
     "other rows beside": (lambda z, y, t: (z[y > 1] + torch.ones(3, 5)).sum(), "other rows"),
     "in place": (lambda z, y, t: z[y > 1].mul_(2).sum(), "mul_ in place"),
     "places": (lambda z, y, t: z.reshape(-1, 5)[(y.reshape(-1) > 1).nonzero().squeeze(-1)].sum(), "nonzero gives"),

@@ -283,10 +283,22 @@ def test_weights_that_are_made_of_others(
     same_state(plain, parallel)
 
 
+def runs_in_bfloat16() -> bool:
+    """Whether oneDNN, which autocast takes, has it for this CPU."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(2, 2)(torch.randn(2, 1, 2))
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_autocast_casts_layers_as_torch_does(one: DeviceMesh, kind: type[nn.RNNBase]) -> None:
     """No further from the numbers of float64 than twice what torch is, over many steps."""
     plain, x = kind(8, 6, num_layers=2), torch.randn(200, 3, 8)
+    if kind is nn.LSTM and not runs_in_bfloat16():
+        pytest.skip("torch has no LSTM under autocast on this CPU")
     exact, parallel = copy.deepcopy(plain).double(), autopar.compile(plain, one, outputs="global")
     (wanted, _), off = exact(x.double()), []
     wanted.square().mean().backward()

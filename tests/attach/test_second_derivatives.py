@@ -217,10 +217,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 def test_gradients_have_the_gradients_of_one_process(one: DeviceMesh, name: str) -> None:
     build, loss_of = CASES[name]
     torch.manual_seed(0)
-    plain = build()
+    plain = build().double()
     parallel = autopar.compile(copy.deepcopy(plain), one)
     for step in range(3):
-        x, losses = torch.randn(6, 8), list[Tensor]()
+        x, losses = torch.randn(6, 8, dtype=torch.float64), list[Tensor]()
         for model in (parallel, plain):
             torch.manual_seed(step)
             with sdpa_kernel(SDPBackend.MATH):  # torch's other kernels have no second derivatives

@@ -76,8 +76,13 @@ def start(
 
 
 def _end_of(log: str) -> str:
-    """The last of what a rank wrote, without the names of extension modules that end a report of faulthandler."""
-    return re.sub(r"\nExtension modules: .*", "", log)[-3000:]
+    """The last of what a rank wrote, and of an abort what stands in front of the stacks that faulthandler reports: why.
+
+    Without the names of extension modules that end such a report.
+    """
+    log = re.sub(r"\nExtension modules: .*", "", log)
+    why, fatal, stacks = log.rpartition("Fatal Python error")
+    return f"{why[-1500:]}{fatal}{stacks[:500]}\n...\n{stacks[-2500:]}" if len(stacks) > 3000 and fatal else log[-3000:]
 
 
 def _as_rank(arguments: Sequence[str], environment: Mapping[str, str], log: str) -> None:

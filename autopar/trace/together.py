@@ -1,0 +1,100 @@
+"""What is made of all picked rows at once (`masked.Picked`): rows put together, padded, normalised over the batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.trace.lines import line_here
+from autopar.trace.places import refused
+
+Picked = Any  # of `autopar.trace.masked`, which calls what is here
+CATS = ("cat", "concat", "concatenate", "stack")
+LIKES = ("zeros_like", "ones_like", "full_like", "empty_like")  # their numbers are not looked at
+
+TOO_FEW = "batch_norm in training{} is given less than two rows, which have no variance: give it more, or call eval()"
+OVER_ROWS = ("sum", "mean", "amax", "amin", "softmax", "log_softmax", "logsumexp")
+
+
+def over_rows(name: str, rows: Picked) -> Any:
+    """`torch.sum` and its like over dim 0: of one row's dims, or, softmax, rows again."""
+    over = tuple(range(rows.mask.ndim))
+    if name in ("sum", "mean"):
+        total = rows.kept().sum(over)
+        return total if name == "sum" else total / rows.count
+    if not rows.dense.is_floating_point():
+        raise refused(f"{name} of whole numbers over rows")
+    there = rows.kept(fill=torch.inf if name == "amin" else -torch.inf)
+    if name in ("amax", "amin", "logsumexp"):
+        return getattr(there, name)(over)
+    made = getattr(there.flatten(0, len(over) - 1), name)(0).reshape(there.shape)
+    return rows.like(rows.kept(made))
+
+
+def put_together(name: str, like: Picked, tensors: Any, dim: int = 0) -> Picked:
+    """`torch.cat` or `stack` of tensors of which some are picked rows like `like`; along dims of a row, or, `cat`, the
+    rows of one behind those of the other. Raises TraceError where they have not the same rows.
+    """
+    kind = type(like)
+    if not isinstance(tensors, list | tuple):
+        raise refused(name)
+    dim += like.ndim + (name == "stack") if dim < 0 else 0
+    if dim > 0:
+        if any(not isinstance(part, kind) or part.key != like.key for part in tensors):
+            raise refused("what puts other rows beside them")
+        join = torch.stack if name == "stack" else torch.cat
+        return like.like(join([part.dense for part in tensors], dim + like.mask.ndim - 1))
+    if name == "stack":
+        raise refused("stacking them in front")
+    dense, masks, keys = list[Tensor](), list[Tensor](), list[Any]()
+    for part in tensors:
+        picked = isinstance(part, kind)
+        row = part.row if picked else tuple(part.shape[1:])
+        if row != like.row:
+            raise refused("cat with rows of other dims")
+        dense.append(part.dense.reshape(-1, *row) if picked else part)
+        masks.append(part.mask.reshape(-1) if picked else torch.ones(len(part), dtype=torch.bool, device=part.device))
+        keys.append(part.key if picked else len(part))
+    return kind(torch.cat(dense), torch.cat(masks), ("behind each other", *keys), like.origins)
+
+
+def padded(input: Picked, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Picked:
+    """`functional.pad` of dims of each row."""
+    if mode != "constant" or len(pad) // 2 > len(input.row):
+        raise refused("padding them so")
+    return input.like(functional.pad(input.dense, list(pad), mode, value))
+
+
+def normed_over_rows(func: Any, *args: Any, **kwargs: Any) -> Picked:
+    """`functional.batch_norm` of rows [channels, ...]: mean and variance are of the picked rows alone."""
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    rows, mean, variance = given["input"], given["running_mean"], given["running_var"]
+    if not rows.row or any(type(one) is type(rows) for name, one in given.items() if name != "input"):
+        raise refused("batch_norm with such arguments")
+    ahead = rows.mask.ndim
+    if given["training"]:
+        others = (*range(ahead), *range(ahead + 1, rows.dense.ndim))
+        along = [1] * ahead + [rows.row[0]] + [1] * (len(rows.row) - 1)
+        here = rows.dense.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows.dense
+        count = rows.count * torch.Size(rows.row[1:]).numel()
+        rows.origins.checks.add(TOO_FEW.format(line_here()), count < 2)
+        average = rows.kept(here).sum(others) / count
+        spread = (rows.kept(here - average.reshape(along)) ** 2).sum(others) / count
+        if mean is not None:
+            for running, found in ((mean, average), (variance, spread * count / (count - 1))):
+                after = running + given["momentum"] * (found.detach() - running)
+                running.copy_(torch.where(count < 2, running, after))  # as a call that is refused leaves it
+        made = (here - average.reshape(along)) * torch.rsqrt(spread + given["eps"]).reshape(along)
+        for weight, put in ((given["weight"], torch.mul), (given["bias"], torch.add)):
+            made = made if weight is None else put(made, weight.reshape(along))
+        return rows.like(made.to(rows.dtype))
+    flat = rows.dense.reshape(-1, *rows.row)
+    made = func(flat, mean, variance, given["weight"], given["bias"], False, given["momentum"], given["eps"])
+    return rows.like(made.reshape(rows.dense.shape))
