@@ -12,7 +12,7 @@ import operator
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -25,6 +25,7 @@ from torch import nn
 from autopar.errors import TraceError
 from autopar.trace.code import CODE
 from autopar.trace.counted import called, kind_of
+from autopar.trace.keys import Keys
 from autopar.trace.lookups import Cell, Now, Of
 from autopar.trace.modules import REGISTERED
 from autopar.trace.numbers import is_number
@@ -79,15 +80,16 @@ class _Own(Mapping[str, Any]):
 @dataclass
 class Guards:
     """`fixed`: places of values that only assignment changes, and those values. `changing`: likewise of values that may
-    change in place, with snapshots; `whole`: of objects of which all counts. `modules`, `classes`: of the parts of the
-    model, which parametrizations change. `kept`, `sizes`: where each module holds parts, parameters and buffers, and
-    how many. `named`: what to call each place. `left`: what forward writes to containers and objects, which does not
-    count there; `owners`: the modules that these may be of. `outside`: as of `Reads`.
+    change in place, with the keys of a dict that count (None: all), and snapshots; `whole`: of objects of which all
+    counts. `modules`, `classes`: of the parts of the model, which parametrizations change. `kept`, `sizes`: where each
+    module holds parts, parameters and buffers, and how many. `named`: what to call each place. `left`: what forward
+    writes to containers and objects, which does not count there; `owners`: the modules that these may be of.
+    `outside`: as of `Reads`.
     """
 
     fixed: list[Place]
     values: list[Any]
-    changing: list[tuple[Place, Any]]
+    changing: list[tuple[Place, Collection[Any] | None, Any]]
     whole: list[tuple[Place, Any]]
     modules: list[nn.Module]
     classes: list[type]
@@ -98,6 +100,7 @@ class Guards:
     owners: WeakValueDictionary[str, nn.Module]
     hidden: Hidden
     outside: list[torch.Tensor]
+    keys: Keys | None  # while they are made
 
     def broken(self) -> str | None:
         """What has changed, in words; None where all is as it was."""
@@ -117,8 +120,8 @@ class Guards:
             hides = hidden(self.left, self.owners)
         except (LookupError, TypeError, AttributeError):
             return "what tensors are written to has changed"
-        for (place, key), was in self.changing:
-            if snapshot(place.get(key, MISSING), hides) != was:
+        for (place, key), keys, was in self.changing:
+            if _looked_at(place.get(key, MISSING), keys, hides) != was:
                 return f"{self.named[id(place), key]} has changed"
         for (place, key), was in self.whole:
             if inside(place.get(key, MISSING), hides) != was:
@@ -132,7 +135,9 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
     left = reads.left.not_looked_at()
     hides = hidden(left, modules)
     owners = WeakValueDictionary(modules)
-    guards = Guards([], [], [], [], [*model.modules()][1:], [], [], [], {}, left, owners, hides, reads.outside)
+    guards = Guards(
+        [], [], [], [], [*model.modules()][1:], [], [], [], {}, left, owners, hides, reads.outside, reads.keys
+    )
     guards.classes = [*map(type, guards.modules)]  # (class and forward of the whole module are ours)
     own = {path: vars(module) if path else _Own(model) for path, module in modules.items()}
     written = reads.written
@@ -157,11 +162,11 @@ def guards_of(reads: Reads, model: nn.Module) -> Guards:
                     _add(guards, getattr(module, kind), key, None, f"{path}.{key}" if path else key)
         if path:
             _add(guards, own[path], "forward", own[path].get("forward", MISSING), f"{path}.forward")
-    parts = [*model.modules()]
-    kept = ((module, kind, getattr(module, kind)) for module in parts for kind in REGISTERED)
+    kept = ((module, kind, getattr(module, kind)) for module in model.modules() for kind in REGISTERED)
     guards.kept = [place for module, kind, place in kept if place or _may_be_filled(module, kind)]
     guards.sizes = [*map(len, guards.kept)]
     _add_settings(guards, reads)
+    guards.keys = None
     return guards
 
 
@@ -173,11 +178,25 @@ def _add_settings(guards: Guards, reads: Reads) -> None:
             continue
         guards.named[id(place), name] = f"the variable {name}"
         if isinstance(value, (*IN_PLACE, tuple)) and _may_change(value):
-            guards.changing.append(((place, name), snapshot(value, guards.hidden)))
+            _watch(guards, place, name, value)
         elif isinstance(value, COLLECTIONS) and own_names(value) is not None:
             guards.whole.append(((place, name), inside(value, guards.hidden)))
         else:
             _fix(guards, place, name, value)
+
+
+def _watch(guards: Guards, place: Mapping[str, Any], key: str, value: Any) -> None:
+    """`value` may change in place. Of a dict those entries count that the model's code asks for, where it says so."""
+    keys = guards.keys.asked(key) if guards.keys is not None and type(value) is dict else None
+    guards.changing.append(((place, key), keys, _looked_at(value, keys, guards.hidden)))
+
+
+def _looked_at(value: Any, keys: Collection[Any] | None, hidden: Hidden) -> Any:
+    """`snapshot`, of a dict of those keys alone."""
+    without = hidden.get(id(value), ())
+    if keys is None or type(value) is not dict or without is None:
+        return snapshot(value, hidden)
+    return snapshot({key: value.get(key, MISSING) for key in keys if key not in without}, hidden)
 
 
 def _fix(guards: Guards, place: Mapping[str, Any], key: str, value: Any) -> None:
@@ -216,7 +235,7 @@ def _add(
         _fix(guards, place, key, value)
         _add_names(guards, value, own if own is getattr(value, "__dict__", None) else Of(value), called, traced)
     else:
-        guards.changing.append(((place, key), snapshot(value, guards.hidden)))
+        _watch(guards, place, key, value)
         if isinstance(value, (list, tuple, dict, deque)) and few_in(value):
             _add_parts(guards, value, called, traced)
     for there in led_to(value):

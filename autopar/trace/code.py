@@ -43,7 +43,7 @@ def functions_of(value: Any) -> list[types.FunctionType]:
 
 def names_of(code: types.CodeType) -> Iterator[str]:
     """All names that stand in code."""
-    for part in _codes(code):
+    for part in codes(code):
         yield from part.co_names
 
 
@@ -51,7 +51,7 @@ def asked_of(code: types.CodeType) -> set[str]:
     """The names that code may look up by text that stands there (`getattr(config, "weight", 1.0)`, or one of the names
     that a loop goes over).
     """
-    parts = [*_codes(code)]
+    parts = [*codes(code)]
     if not any(BY_TEXT & {*part.co_names} for part in parts):
         return set()
     constants = [constant for part in parts for constant in part.co_consts]
@@ -61,7 +61,7 @@ def asked_of(code: types.CodeType) -> set[str]:
 
 def variables_of(code: types.CodeType) -> set[str]:
     """The variables of the environment that code may ask for: the text in it, where it asks for any."""
-    parts = [*_codes(code)]
+    parts = [*codes(code)]
     if not any({"environ", "getenv"} & {*part.co_names} for part in parts):
         return set()
     return {one for part in parts for one in part.co_consts if isinstance(one, str) and one.isidentifier()}
@@ -69,25 +69,25 @@ def variables_of(code: types.CodeType) -> set[str]:
 
 def globals_of(code: types.CodeType, *how: str) -> Iterator[str]:
     """Of the names in code, those of variables outside of all functions that are read and written, or used in a way."""
-    for part in _codes(code):
+    for part in codes(code):
         for instruction in dis.get_instructions(part):
             if instruction.opname in (how or ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")):
                 yield instruction.argval
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
     """The code, and that of functions within."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes(constant)
 
 
 def needs_types(code: types.CodeType) -> bool:
     """Whether it may compare types by identity with one of `TYPES` (`type(x) is int`, `case float():`), or give one to
     torch (`x.to(float)`).
     """
-    for part in _codes(code):
+    for part in codes(code):
         named = {*part.co_names, *(name for one in part.co_consts if isinstance(one, tuple) for name in one)}
         instructions = [*dis.get_instructions(part)]
         for place, one in enumerate(instructions):

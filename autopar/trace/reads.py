@@ -28,6 +28,7 @@ from autopar.trace.code import methods_of
 from autopar.trace.configurations import Configurations
 from autopar.trace.counted import Counting
 from autopar.trace.formulas import Place
+from autopar.trace.keys import Keys
 from autopar.trace.left import Left, is_made
 from autopar.trace.lines import line_here
 from autopar.trace.lookups import Of
@@ -74,6 +75,7 @@ class Reads:
     `with_gradient`: buffers that forward sets to a tensor with one. `unregistered`: buffers that are none any more, as
     forward sets them to tensors of other shapes, or with a gradient that goes on. `outside`: tensors that are none of
     the trace, of which it has the values: while they are held, no other has their ids, by which guards know them.
+    `keys`: by which the model's code asks dicts; None: by any.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -89,6 +91,7 @@ class Reads:
     with_gradient: set[str] = field(default_factory=set[str])
     unregistered: set[Place] = field(default_factory=set[Place])
     outside: list[Tensor] = field(default_factory=list[Tensor])
+    keys: Keys | None = None
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see
@@ -241,6 +244,7 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
     states = [value for value in reads.counting.values(dict(model.named_modules())) if is_state(value)]
     of_parts = [value for value in _held_by(modules) if not any(value is one for one in states)]
     settings.look([*(kind.forward for kind in kinds), *of_parts, *hooks], [*kinds, *map(type, states)], hooks)
+    reads.keys = settings.keys()
     for owner in settings.owners:
         if not hasattr(owner, "__dict__") or id(vars(owner)) not in path_of:
             reads.left.see_attributes(owner)

@@ -43,6 +43,7 @@ from autopar.trace.code import (
     needs_types,
     variables_of,
 )
+from autopar.trace.keys import Keys
 from autopar.trace.lookups import CACHED, Cell, Now, Of, clearings, registry_of
 from autopar.trace.values import (
     IN_PLACE,
@@ -150,6 +151,13 @@ class Settings:
         ):
             self.owners.append(value)
             self._hold(value)
+
+    def keys(self) -> Keys | None:
+        """By which the code that was looked at asks dicts; None where that is not all code."""
+        if len(self._functions) >= FUNCTIONS:
+            return None
+        methods = (call for name, calls in self._methods.items() if name not in MAKING for call in calls)
+        return Keys(*(dict.fromkeys(one.__code__ for one in every) for every in (self._functions.values(), methods)))
 
     def objects(self) -> list[Any]:
         """Those that were found, but for classes, modules and functions."""
