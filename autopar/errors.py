@@ -32,5 +32,9 @@ class NoAnswerInTime(RuntimeError):
     """The time limit passed before any plan was found."""
 
 
+class NotCut(ValueError):
+    """The step of this model cannot run in so many micro-batches; the message says which line keeps it from that."""
+
+
 class BadArgument(ValueError):
     """The command line cannot be followed; the message is one sentence for the user."""

@@ -25,7 +25,7 @@ from autopar.attach.pipe import Pipe
 from autopar.attach.staging import Asked, Staged, staged
 from autopar.attach.tensors import mesh_of
 from autopar.calibrate.operators import profiler
-from autopar.errors import Infeasible
+from autopar.errors import Infeasible, NotCut
 from autopar.ir.graph import Graph, gives_loss
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -39,7 +39,7 @@ from autopar.plan.renamed import names_of, renamed
 from autopar.plan.store import dumps
 from autopar.plan.tell import human
 from autopar.price.calls import Profile
-from autopar.rewrite.micro_batches import NotCut, in_rounds
+from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Question, Request, answer, ask
 from autopar.search.backends import with_backends
 from autopar.search.kept import CUT, keep_plan, kept_plan, lasting, still_good

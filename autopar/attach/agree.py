@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._compat import default_store
-from autopar.errors import Infeasible, NoAnswerInTime, PlanMismatch, TraceError
-from autopar.rewrite.micro_batches import NotCut
+from autopar.errors import Infeasible, NoAnswerInTime, NotCut, PlanMismatch, TraceError
 
 Result = TypeVar("Result")
 TELL_S = 60.0  # of waiting, then twice as long, and so on

@@ -16,6 +16,7 @@ from autopar.attach.pipe import Pipe
 from autopar.decide.stages import in_stages
 from autopar.emit import Emitted
 from autopar.emit.halves import Halves, halved
+from autopar.errors import NotCut
 from autopar.ir.graph import Graph, batch_size
 from autopar.ir.layout import Layout
 from autopar.ir.outside import Rules
@@ -28,7 +29,6 @@ from autopar.plan.store import dumps
 from autopar.price.calls import Profile
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
-from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.one_loss import why_not_played
 from autopar.rewrite.stages import Stage, cut_in_stages, forward_order, parameters_read
 from autopar.search import Question, Request, answer, ask

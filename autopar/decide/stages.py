@@ -13,13 +13,13 @@ from dataclasses import replace
 from autopar.assemble.problem import output_name
 from autopar.decide.decide import choose
 from autopar.decide.referee import refereed
+from autopar.errors import NotCut
 from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.layout import Layout, Partial
 from autopar.plan.plan import Plan
 from autopar.plan.value import Choice, Delivery
 from autopar.price.pricer import Pricer
 from autopar.propose.strategies import Strategy, node_strategies, operand_types
-from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.stages import Stage, cut_in_stages, ref_of
 from autopar.rules.table import rule_of
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.errors import BadArgument, PlanMismatch, TraceError
+from autopar.errors import BadArgument, NotCut, PlanMismatch, TraceError
 from autopar.ir.batch_norm import GLOBAL, parts_of
 from autopar.machine.cli import BAD_ARGUMENTS, INTERRUPTED, Parser
 from autopar.machine.device import processors
@@ -31,7 +31,7 @@ from autopar.measure.twin import measure, traced
 from autopar.plan import Plan
 from autopar.plan.fit import check
 from autopar.rewrite.cast_once import in_rounds_of_stages
-from autopar.rewrite.micro_batches import NotCut, in_rounds
+from autopar.rewrite.micro_batches import in_rounds
 from autopar.search.command.factory import Example, build
 from autopar.search.pipeline import Pipeline
 from autopar.search.pipeline_file import is_pipeline

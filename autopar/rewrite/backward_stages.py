@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.errors import NotCut
 from autopar.ir.graph import Node, Ref
-from autopar.rewrite.micro_batches import NotCut
 from solver import Edge, Problem, solve
 
 Crossing = Callable[[Ref], NDArray[np.float64]]  # [stage that makes it, stage that reads it] -> bytes, inf for never

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from autopar.errors import NotCut
 from autopar.ir.graph import Graph, Node, Ref, map_node
 from autopar.ir.precision import CAST
-from autopar.rewrite.micro_batches import NotCut, in_rounds
+from autopar.rewrite.micro_batches import in_rounds
 from autopar.rewrite.one_loss import WITHOUT_PIPE, why_not_cut
 
 

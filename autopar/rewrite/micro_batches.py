@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.errors import NotCut
 from autopar.ir.graph import Graph, Node, Ref, TensorType, batch_size
 from autopar.ir.layout import Layout, Partial, Shard, local_shape
 from autopar.ir.mesh import Mesh
@@ -35,10 +36,6 @@ TIME = "time"
 OFFSETS = ("aten.add.Tensor", "aten.add.Scalar", "aten.sub.Tensor", "aten.sub.Scalar", "aten.rsub.Scalar")
 MOST_WHOLE = 0.1  # of what is cut, what may be made whole in every round
 OTHER_DIM = 1.01  # times the cost: of two ways to cut an input, the one along the leading dim
-
-
-class NotCut(ValueError):
-    """The step of this model cannot run in so many micro-batches; the message says which line keeps it from that."""
 
 
 def in_rounds(graph: Graph, count: int) -> Graph:

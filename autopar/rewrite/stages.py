@@ -27,12 +27,12 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.errors import NotCut
 from autopar.ir.graph import CHANNEL, Graph, Node, Ref, Result, TensorType, reading
 from autopar.ir.rounds import LAST
 from autopar.ir.work import STORE
 from autopar.rewrite.backward import kept, with_first
 from autopar.rewrite.backward_stages import least_crossing
-from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.placed import free_in, is_placed, looks_in, share_of
 from autopar.rewrite.terms import Term, sums_of, terms_of
 

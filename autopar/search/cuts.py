@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.decide.stages import in_stages, plan_of_stage
+from autopar.errors import NotCut
 from autopar.ir.graph import Ref
 from autopar.ir.layout import local_type
 from autopar.ir.work import STORE
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
-from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.stages import cut_in_stages, forward_order, parameters_read
 from autopar.search.known_stages import Cut, KnownStages
 from solver import PipelineProblem, Value, additive_stages, chain_cuts, cut_pipeline

@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.errors import NotCut
 from autopar.ir.mesh import Mesh
 from autopar.pipeline import Durations, make_schedule, makespans, memory, play
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
-from autopar.rewrite.micro_batches import NotCut
 from autopar.search.cuts import Cuts, Send
 from autopar.search.known_stages import Cut
 from autopar.search.orders import IN_HALVES, PIPE, Orders, ranks_of

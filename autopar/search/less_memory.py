@@ -12,12 +12,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.assemble.problem import output_name
-from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.errors import Infeasible, NoAnswerInTime, NotCut
 from autopar.ir.words import count_of
 from autopar.pipeline import in_flight
 from autopar.plan.tell import human
 from autopar.rewrite import RECOMPUTE
-from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question
 from autopar.search.cutting import KEPT, Cutting
 from autopar.search.memory_options import ways_on

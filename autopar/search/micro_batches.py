@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.errors import Infeasible, NoAnswerInTime, NotCut
 from autopar.ir.graph import Graph, batch_size
 from autopar.plan import Plan
-from autopar.rewrite.micro_batches import NotCut
 from autopar.search.problems import Stop, never
 
 AUTO = "auto"

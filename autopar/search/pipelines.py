@@ -14,13 +14,12 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
-from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.errors import Infeasible, NoAnswerInTime, NotCut
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.words import count_of
 from autopar.plan.renamed import names_of, renamed
 from autopar.rewrite.cast_once import in_rounds_of_stages
-from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question, ask
 from autopar.search.cutting import Cutting
 from autopar.search.less_memory import Clock, does_not_fit, running_all_again, saving_less, with_less_room

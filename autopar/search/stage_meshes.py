@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.errors import Infeasible, NoAnswerInTime, NotCut
 from autopar.ir.mesh import Mesh
 from autopar.ir.words import count_of
 from autopar.plan import Plan
 from autopar.plan.tell import human
-from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress
 from autopar.search.meshes import first_look, meshes_of
 from autopar.search.orders import PIPE

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.errors import Infeasible, NoAnswerInTime
+from autopar.errors import Infeasible, NoAnswerInTime, NotCut
 from autopar.ir.mesh import Mesh
 from autopar.plan.tell import human
-from autopar.rewrite.micro_batches import NotCut
 from autopar.search.context import Progress, Question
 from autopar.search.cutting import Cutting
 from autopar.search.less_memory import running_all_again

@@ -20,12 +20,19 @@ from torch import Tensor
 from autopar._compat import check_tensor_all_with
 from autopar.trace.lines import line_here
 from autopar.trace.origins import writes_in_place
+from autopar.trace.values import is_installed
 
 ASKS = frozenset(("__bool__", "item", "is_nonzero", "_assert"))
 OTHERWISE = (
     "what forward asks{} has not the answer in this call with which the plan goes on: call the model without autopar "
     "with this batch to see what is wrong with it"
 )
+NO_ROWS = (
+    "a mask picks no row in this call{}, and the plan goes on as where there are some, as code of a package asks for "
+    "that: leave such batches out"
+)
+# What tells that there are rows, and what that there are none: a name, and the number that theirs is compared with.
+SOME, NONE = frozenset((("gt", 0), ("ge", 1), ("ne", 0))), frozenset((("eq", 0), ("lt", 1), ("le", 0)))
 CHANGED = "a buffer that forward asks{} is another one than when the plan was made: compile the model again"
 # What is expected of each element of what these give.
 EXPECTED = {"isfinite": True, "isnan": False, "isinf": False}
@@ -42,6 +49,8 @@ class Checks:
         self.notes = notes  # of the plan
         self.wrong: dict[str, Tensor] = {}
         self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
+        self._counts: dict[int, Tensor] = {}  # numbers of rows that masks pick
+        self._there: dict[int, tuple[Tensor, bool, Tensor]] = {}  # id -> a question whether it is 0, the answer if not
         self._expected: dict[int, tuple[Tensor, bool]] = {}  # id -> a tensor of truths, and what each of them should be
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -54,6 +63,8 @@ class Checks:
             return
         if name in ("all", "any", "is_all_true") and len(args) == 1 and not kwargs:
             self._each[id(result)] = result, args[0], name != "any"
+        if len(args) == 2 and id(args[0]) in self._counts and (name, args[1]) in SOME | NONE:
+            self._there[id(result)] = result, (name, args[1]) in SOME, args[0]
         if name in EXPECTED:
             self._expected[id(result)] = result, EXPECTED[name]
         elif name in SAME | TURNED and self._expected:
@@ -74,6 +85,10 @@ class Checks:
         wanted = True if name == "_assert" else _wanted(frame, name)
         if wanted is None and name != "item" and id(asked) in self._expected:
             wanted = self._expected[id(asked)][1]
+        if wanted is None and id(asked) in self._there and is_installed(frame.f_code.co_filename):
+            _, wanted, count = self._there[id(asked)]
+            self.add(NO_ROWS.format(line_here()), count == 0)
+            return wanted
         if wanted is None:
             return None
         _, each, is_all = self._each.get(id(asked), (asked, asked, wanted))
@@ -96,6 +111,12 @@ class Checks:
             case _:
                 pass
         self.add(CHANGED.format(line_here()), asked.ne(torch.tensor(answer, device=asked.device)))
+
+    def is_count(self, number: Tensor) -> None:
+        """That this is the number of rows that a mask picks. Where code of a package asks whether there are any, which
+        nobody can write otherwise, there are.
+        """
+        self._counts[id(number)] = number
 
     def add(self, told: str, wrong: Tensor) -> None:
         """Say `told` in a call where some of these are true."""

@@ -17,12 +17,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.errors import TraceError
+from autopar.trace.indices import expanded, nonzero_of, read_at
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
 from autopar.trace.places import Places, is_mask, refused
+from autopar.trace.reshaped import beside, of_each_row, of_runs, product, reshaped
 from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OPERATORS, ROWWISE
 from autopar.trace.together import CATS, LIKES, OVER_ROWS, normed_over_rows, over_rows, padded, put_together
 
+OF_RUNS = ("return_inverse", "return_counts", "dim")  # of which nothing is known
 DRAWN = (
     "dropout of rows that a mask picks, or of packed sequences, is drawn for all rows: other numbers are drawn than by "
     "torch, on one process, too"
@@ -49,7 +52,9 @@ class Picked:
 
     @property
     def count(self) -> Tensor:
-        return self.mask.sum()
+        made = self.mask.sum()
+        self.origins.checks.is_count(made)
+        return made
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -74,7 +79,7 @@ class Picked:
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> Tensor:
-        return self.count * _product(self.row)
+        return self.count * product(self.row)
 
     nelement = numel
 
@@ -100,7 +105,7 @@ class Picked:
     def kept(self, value: Tensor | None = None, fill: Any = 0) -> Tensor:
         """The whole tensor with `fill` in rows that were not picked."""
         value = self.dense if value is None else value
-        return torch.where(_beside(self.mask, value), value, fill)
+        return torch.where(beside(self.mask, value), value, fill)
 
 
 def _method(name: str) -> Callable[..., Any]:
@@ -118,14 +123,25 @@ Picked.__hash__ = object.__hash__  # type: ignore[method-assign]  # `==` compare
 def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Origins) -> Any:
     """What `func` gives where it picks rows by a mask, or is asked of picked rows; None: neither. Raises TraceError."""
     name, of_rows = getattr(func, "__name__", ""), bool(_all_picked(args[:1]))
+    if (
+        name in ("__getitem__", "gather", "index_select")
+        and not of_rows
+        and isinstance(args[-1], Picked)
+        and not kwargs
+    ):
+        return read_at(name.strip("_"), *args)
     if name == "__getitem__" and not of_rows:
         return _picks(args[0], args[1], origins)
+    if name in ("nonzero", "argwhere") and len(args) == 1 and not kwargs.get("as_tuple") and is_mask(args[0]):
+        return nonzero_of(Picked, args[0], origins)
     if name == "masked_select":
         tensor, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])
         return _pick(tensor, mask, origins)
     is_indices = (name == "where" and len(args) == 1 and not kwargs) or (name == "nonzero" and kwargs.get("as_tuple"))
     if is_indices and is_mask(args[0]):
         return tuple(Places(args[0], place) for place in range(args[0].ndim))
+    if name in ("unique", "unique_consecutive") and not of_rows and not any(map(kwargs.get, OF_RUNS)):
+        return of_runs(Picked, args[0], name == "unique", origins)
     if name == "__setitem__" and isinstance(args[2], Picked):
         return _set(args[0], args[1], args[2], origins)
     return apply(func, args, kwargs) if of_rows or _all_picked((args, kwargs)) else None
@@ -136,7 +152,7 @@ def _set(tensor: Tensor, index: Any, rows: Picked, origins: Origins) -> Tensor:
     if not is_mask(index) or origins.of(index) != rows.key or rows.row != tuple(tensor.shape[index.ndim :]):
         raise refused("writing to other places")
     origins.forget([tensor])
-    return tensor.copy_(torch.where(_beside(index.bool(), tensor), rows.dense.to(tensor.dtype), tensor))
+    return tensor.copy_(torch.where(beside(index.bool(), tensor), rows.dense.to(tensor.dtype), tensor))
 
 
 def _picks(tensor: Any, index: Any, origins: Origins) -> Picked | None:
@@ -162,12 +178,7 @@ def _pick(tensor: Tensor, mask: Tensor, origins: Origins) -> Picked:
         mask.bool(),
     )
     other = torch.full((), neutral, dtype=tensor.dtype, device=tensor.device)
-    return Picked(torch.where(_beside(mask, tensor), tensor, other), mask, number, origins)
-
-
-def _beside(mask: Tensor, value: Tensor) -> Tensor:
-    """The mask with dims of one behind, to stand beside `value`."""
-    return mask.reshape(*mask.shape, *[1] * (value.ndim - mask.ndim))
+    return Picked(torch.where(beside(mask, tensor), tensor, other), mask, number, origins)
 
 
 # --- what is done to them --------------------------------------------------------------------------------------------
@@ -191,16 +202,14 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return first.like(func(*_dense(args), **_dense(kwargs)))
     if not isinstance(args[0], Picked):
         raise refused(name)
-    if name == "dropout":
-        return _dropped(*args, **kwargs)
-    if name == "pad":
-        return padded(*args, **kwargs)
+    if name in OF_ROWS:
+        return OF_ROWS[name](*args, **kwargs)
     if name == "batch_norm":
         return normed_over_rows(func, *args, **kwargs)
     if name in ("reshape", "view", "flatten"):
-        return _reshaped(name, args[0], args[1:], kwargs)
+        return reshaped(name, args[0], args[1:], kwargs)
     if name == "getitem":
-        return _of_each_row(args[0], args[1])
+        return of_each_row(args[0], args[1])
     if name in ("size", "numel", "dim"):
         return getattr(args[0], name)(*args[1:], **kwargs)
     if name in ROWWISE and len(args[0].row) >= ROWWISE[name]:
@@ -220,6 +229,9 @@ def _dropped(input: Picked, p: float = 0.5, training: bool = True, inplace: bool
     if training and p and DRAWN not in input.origins.checks.notes:
         input.origins.checks.notes.append(DRAWN)
     return input.like(functional.dropout(input.dense, p, training))
+
+
+OF_ROWS = {"dropout": _dropped, "pad": padded, "expand": expanded}
 
 
 def _name_of(func: Any) -> str:
@@ -309,10 +321,6 @@ def _whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any]
             raise refused(name)
 
 
-def _product(sizes: Sequence[int]) -> int:
-    return torch.Size(sizes).numel()
-
-
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 
@@ -357,40 +365,3 @@ def _reduced(rows: Picked, reduction: str) -> Any:
             return _whole("sum", rows, (), {}) / rows.count
         case _:
             return _whole("mean", rows, (), {})
-
-
-# --- shapes ----------------------------------------------------------------------------------------------------------
-
-
-def _reshaped(name: str, rows: Picked, args: Sequence[Any], kwargs: dict[str, Any]) -> Picked:
-    if name == "flatten":
-        start, end = (*args, *(kwargs.get(one) for one in ("start_dim", "end_dim")[len(args) :]))
-        shape: tuple[Any, ...] = (-1,) if not start else (-1, _product(rows.row))
-        if start not in (None, 0, 1) or end not in (None, -1):
-            raise refused(name)
-    else:
-        shape = tuple(args[0]) if len(args) == 1 and isinstance(args[0], list | tuple) else tuple(args)
-    is_all = bool(shape) and (isinstance(shape[0], Tensor) or shape[0] == -1)
-    if (kwargs and name != "flatten") or not is_all:
-        raise refused(name)
-    if shape == (-1,) and rows.row:
-        mask = _beside(rows.mask, rows.dense).expand_as(rows.dense)
-        return Picked(rows.dense, mask, ("each number of", rows.key, rows.row), rows.origins)
-    if _product(shape[1:]) != _product(rows.row):
-        raise refused(name)
-    return rows.like(rows.dense.reshape(*rows.mask.shape, *shape[1:]))
-
-
-def _of_each_row(rows: Picked, index: Any) -> Picked:
-    """The same part of each row, or the rows that a further mask picks from them."""
-    if isinstance(index, Picked) and index.dtype == torch.bool and not index.row:
-        rows.origins.hold(index)
-        return Picked(rows.dense, rows.mask & index.dense, ("and", rows.key, id(index)), rows.origins)
-    head, *rest = index if isinstance(index, tuple) else (index,)
-    if any(not (part is None or part is Ellipsis or isinstance(part, int | slice)) for part in rest):
-        raise refused("such an index")
-    if head is Ellipsis and sum(part is not None for part in rest) <= len(rows.row):
-        return rows.like(rows.dense[(Ellipsis, *rest)])
-    if head == slice(None):
-        return rows.like(rows.dense[(*[slice(None)] * rows.mask.ndim, *rest)])
-    raise refused("an index of their number")

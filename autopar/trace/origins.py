@@ -37,6 +37,8 @@ class Looks(Protocol):
 
     def add(self, told: str, wrong: torch.Tensor) -> None: ...
 
+    def is_count(self, number: torch.Tensor) -> None: ...
+
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
     """None: that is not known, as inside `torch.vmap`."""

@@ -38,6 +38,13 @@ def _set_to_a_number(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
     return made.square().sum()
 
 
+def _gathered(z: Tensor, y: Tensor) -> Tensor:
+    """As DeBERTa's heads have it."""
+    at = (y >= 0).nonzero()
+    rows = torch.gather(z, 0, at.expand(at.size(0), z.size(1)))
+    return F.cross_entropy(rows.view(-1, 5), torch.gather(y, 0, at.view(-1)).view(-1))
+
+
 def _by_number(rows: Tensor) -> Tensor:
     return rows.square().sum() / rows.shape[0] / rows.numel()
 
@@ -100,6 +107,14 @@ FORMS: dict[str, Form] = {
     "padded": lambda z, y, t: F.pad(z[_keep(y)], (1, 2), value=0.5).exp().sum(),
     "zeros like it": lambda z, y, t: F.mse_loss(z[_keep(y)], torch.zeros_like(z[_keep(y)])),
     "batch norm": lambda z, y, t: F.batch_norm(z[_keep(y)], None, None, t[0, 0], t[0, 1], True).exp().mean(),
+    "at places": lambda z, y, t: z.reshape(-1, 5)[(y.reshape(-1) > 1).nonzero().squeeze(-1)].square().sum(),
+    "at places of two dims": lambda z, y, t: (lambda at: z.reshape(-1, 5)[at[:, 0] * 6 + at[:, 1]].exp().mean())(
+        torch.argwhere(_keep(y))
+    ),
+    "selected": lambda z, y, t: z.reshape(-1, 5).index_select(0, _keep(y).reshape(-1).nonzero().view(-1)).exp().mean(),
+    "gathered": lambda z, y, t: _gathered(z.reshape(-1, 5), y.reshape(-1)),
+    "runs": lambda z, y, t: z.square().sum() / torch.unique_consecutive(y).numel(),
+    "values that differ": lambda z, y, t: z.square().mean() * torch.unique(y).float().mean() + y.unique().sum(),
     "written": _written,
     "narrower": _narrower,
     "set to a number": _set_to_a_number,
@@ -170,6 +185,31 @@ def test_statistics_of_picked_rows_are_kept(one: DeviceMesh) -> None:
     torch.testing.assert_close(parallel(*batch(4)), plain(*batch(4)), rtol=1e-9, atol=0)
 
 
+def _ends(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    """As the heads of BART and its like have it: what stands at the last end of each sequence."""
+    rows = z[y == 9, :]
+    return (rows.view(z.size(0), -1, z.size(-1))[:, -1, :] * rows.view(len(z), -1, 5)[:, 0]).square().sum()
+
+
+def test_one_of_as_many_rows_for_each_of_a_batch(one: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    plain = Masked(_ends).double()
+    parallel = autopar.compile(plain, one)
+    for seed in (1, 2):
+        x, y, t = batch(seed)
+        for row in y:
+            row[torch.randperm(6)[: seed + 1]] = 9
+        expected, found = plain(x, y, t), parallel(x, y, t)
+        expected.backward()
+        found.backward()
+        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
+    for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
+    y[0] = 9
+    with pytest.raises(CheckFailed, match="the mask picks more for one than for another"):
+        parallel(x, y, t)
+
+
 @pytest.mark.filterwarnings("ignore:.*indexing with dtype torch.uint8")
 def test_bytes_are_a_mask_too(one: DeviceMesh) -> None:
     def form(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
@@ -201,7 +241,8 @@ REFUSED: dict[str, tuple[Form, str]] = {
     "cat beside others": (lambda z, y, t: torch.cat([z[y > 1], t[y > 2]], 1).sum(), "other rows beside"),
     "other rows beside": (lambda z, y, t: (z[y > 1] + torch.ones(3, 5)).sum(), "other rows"),
     "in place": (lambda z, y, t: z[y > 1].mul_(2).sum(), "mul_ in place"),
-    "places": (lambda z, y, t: z.reshape(-1, 5)[(y.reshape(-1) > 1).nonzero().squeeze(-1)].sum(), "nonzero gives"),
+    "places of others": (lambda z, y, t: z[(y > 1).nonzero()[:, 0].sort()[0]].sum(), "sort of such rows"),
+    "whether there are": (lambda z, y, t: z[y > 1].sum() if z[y > 1].size(0) > 0 else z.sum(), "depends on values"),
     "unique": (lambda z, y, t: z.sum() * len(torch.unique(y)), "depends on values"),
     "packed": (
         lambda z, y, t: nn.utils.rnn.pack_padded_sequence(z, (y > 1).sum(1).cpu() + 1, True, False).data[:3].sum(),

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 import autopar
-from autopar.errors import PlanMismatch
+from autopar.errors import NotCut, PlanMismatch
 from autopar.plan import Plan
-from autopar.rewrite.micro_batches import NotCut
 from tests.attach.test_masked import FORMS, Masked, batch
 from tests.processes.compare import whole
 

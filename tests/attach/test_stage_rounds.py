@@ -9,12 +9,12 @@ import torch
 
 from autopar.attach.rounds import Cut, played_in_stage
 from autopar.decide.stages import in_stages
+from autopar.errors import NotCut
 from autopar.ir.layout import Layout, Shard
 from autopar.ir.mesh import Mesh
 from autopar.plan import Plan
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
-from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.stages import CHANNEL, Stage, forward_order
 from tests.support.families import family
 from tests.support.machines import machine

@@ -7,11 +7,11 @@ import random
 import pytest
 
 from autopar.decide.stages import in_stages
+from autopar.errors import NotCut
 from autopar.plan import Plan
 from autopar.plan.fit import check_rules
 from autopar.plan.store import dumps
 from autopar.price.pricer import Pricer
-from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.stages import forward_order
 from autopar.search.search import Request, search
 from tests.support.check import mesh_of, worst_difference

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import PlanMismatch
-from autopar.rewrite.micro_batches import NotCut
+from autopar.errors import NotCut, PlanMismatch
 from tests.processes.compare import near, splits, whole
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST

@@ -13,7 +13,7 @@ from torch import nn
 
 import autopar
 from autopar.attach.tensors import is_elsewhere
-from autopar.rewrite.micro_batches import NotCut
+from autopar.errors import NotCut
 from tests.processes.compare import loss_of, step_alike, whole
 from tests.processes.worker import Ranks
 from tests.support.families import IGNORED, family

@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
+from autopar.errors import NotCut
 from autopar.ir.graph import Node, Ref, TensorType
 from autopar.rewrite.backward_stages import least_crossing
-from autopar.rewrite.micro_batches import NotCut
 
 TYPE = TensorType((4,), "float32")
 

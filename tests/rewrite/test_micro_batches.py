@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import NotCut
 from autopar.ir.graph import Graph
-from autopar.rewrite.micro_batches import NotCut, in_rounds
+from autopar.rewrite.micro_batches import in_rounds
 from autopar.trace import capture, graph_of
 from tests.support.check import mesh_of, worst_difference
 from tests.support.families import FAMILIES, family

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from autopar.decide.stages import in_stages
+from autopar.errors import NotCut
 from autopar.ir.graph import Graph
-from autopar.rewrite.micro_batches import NotCut
 from autopar.rewrite.stages import cut_in_stages, forward_order
 from tests.processes.stage_arguments import Conditioned
 from tests.support.check import mesh_of, worst_difference

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar.attach.staging import Staged
+from autopar.errors import NotCut
 from autopar.ir.mesh import Mesh
 from autopar.rewrite.cast_once import in_rounds_of_stages
-from autopar.rewrite.micro_batches import NotCut
 from autopar.search import answer, ask
 from autopar.search.cuts import cut_by_owner
 from autopar.search.orders import SCHEDULES, orders_of

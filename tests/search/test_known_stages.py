@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.decide.stages import in_stages, plan_of_stage
+from autopar.errors import NotCut
 from autopar.ir.mesh import Mesh
 from autopar.price.pricer import Pricer
 from autopar.rewrite.cast_once import in_rounds_of_stages
-from autopar.rewrite.micro_batches import NotCut, in_rounds
+from autopar.rewrite.micro_batches import in_rounds
 from autopar.rewrite.stages import forward_order
 from autopar.search import Request, search
 from autopar.search.known_stages import KnownStages

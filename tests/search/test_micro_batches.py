@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar.errors import Infeasible
+from autopar.errors import Infeasible, NotCut
 from autopar.plan.utilisation import flops_by_dtype, utilisation
 from autopar.rewrite.cast_once import in_rounds_of_stages
-from autopar.rewrite.micro_batches import NotCut, in_rounds
+from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Request, search
 from autopar.search.__main__ import main
 from autopar.search.micro_batches import best_plan, count_near, counts_of

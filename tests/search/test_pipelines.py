@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import Infeasible, PlanMismatch
+from autopar.errors import Infeasible, NotCut, PlanMismatch
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Replicate
 from autopar.ir.mesh import Mesh
 from autopar.pipeline import least_seconds, memory, play, verify
 from autopar.plan import Plan
 from autopar.plan.utilisation import flops_by_dtype
-from autopar.rewrite.micro_batches import NotCut, in_rounds
+from autopar.rewrite.micro_batches import in_rounds
 from autopar.search import Request, search
 from autopar.search.context import ask
 from autopar.search.cutting import Cutting

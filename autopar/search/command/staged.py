@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from autopar.errors import BadArgument, Infeasible, NoAnswerInTime
+from autopar.errors import BadArgument, Infeasible, NoAnswerInTime, NotCut
 from autopar.ir.graph import batch_size
 from autopar.ir.mesh import Mesh
 from autopar.ir.words import count_of
 from autopar.machine.cli import writing
-from autopar.rewrite.micro_batches import NotCut
 from autopar.search import stage_policies
 from autopar.search.command.arguments import Asked, or_bad, parser
 from autopar.search.command.posing import Posing, posed, timed

@@ -1,0 +1,46 @@
+"""Indices of which there are as many as a mask picks (`masked.Picked` of whole numbers): `nonzero`, and what is read
+at them. They stand for all places, of which those count where the mask is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.trace.origins import Origins
+from autopar.trace.places import refused
+
+Picked = Any  # of `autopar.trace.masked`, which calls what is here
+
+
+def nonzero_of(kind: type, mask: Tensor, origins: Origins) -> Picked:
+    """`mask.nonzero()`: rows of one index for each dim."""
+    axes = [torch.arange(size, device=mask.device) for size in mask.shape]
+    places = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
+    return kind(places, mask.bool(), origins.of(mask), origins)
+
+
+def read_at(name: str, tensor: Tensor, *args: Any) -> Picked:
+    """`tensor[rows]`, and `index_select` and `gather` along dim 0, at picked indices."""
+    rows = args[-1]
+    if rows.dtype not in (torch.int64, torch.int32):
+        raise refused("an index of such rows")
+    if name == "getitem":
+        return rows.like(tensor[rows.dense])
+    is_alike = tensor.ndim == rows.ndim if name == "gather" else not rows.row
+    if args[0] != 0 or not is_alike:
+        raise refused(name)
+    flat = rows.dense.reshape(-1, *rows.row)
+    made = torch.gather(tensor, 0, flat.long()) if name == "gather" else tensor[flat]
+    return rows.like(made.reshape(*rows.mask.shape, *made.shape[1:]))
+
+
+def expanded(rows: Picked, *sizes: Any) -> Picked:
+    """`rows.expand(-1, 3)`; for -1 their own number may stand."""
+    given: Sequence[Any] = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
+    if not given or not (isinstance(given[0], Tensor) or given[0] == -1):
+        raise refused("expand")
+    return rows.like(rows.dense.expand(*rows.mask.shape, *given[1:]))
