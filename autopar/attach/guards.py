@@ -176,6 +176,8 @@ def _add_settings(guards: Guards, reads: Reads) -> None:
             continue
         if name in (guards.hidden.get(number_of(place)) or ()):
             continue
+        if isinstance(place, Now):  # from now on
+            place.get(name)
         guards.named[id(place), name] = f"the variable {name}"
         if isinstance(value, (*IN_PLACE, tuple)) and _may_change(value):
             _watch(guards, place, name, value)
@@ -249,7 +251,9 @@ def _add(
 
 def _add_parts_of_code(guards: Guards, value: Any, called: str) -> None:
     """What functions are given once for all, and variables of those around them."""
-    if isinstance(value, types.MethodType):
+    if isinstance(value, (types.MethodType, types.BuiltinMethodType)) and not isinstance(
+        value.__self__, types.ModuleType
+    ):
         _add_held(guards, [value.__self__], called)
     if isinstance(value, partial):
         given = cast("partial[Any]", value)

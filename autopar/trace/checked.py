@@ -20,8 +20,11 @@ FACTORING: dict[Any, str] = {
     **dict.fromkeys((torch.inverse, torch.Tensor.inverse), "inv"),
 }
 COUNTING = (torch.bincount, torch.Tensor.bincount)
-NOT_POSITIVE = "torch.linalg.cholesky{} is given a matrix that is not positive-definite (or not a finite one)"
-SINGULAR = "torch.linalg.{}{} is given a singular matrix (or not a finite one)"
+NOT_POSITIVE = (
+    "torch.linalg.cholesky{} is given a matrix that is not positive-definite, or not finite: add to its diagonal "
+    "before (a program goes on by no except)"
+)
+SINGULAR = "torch.linalg.{}{} is given a singular matrix, or not a finite one: add to its diagonal before"
 TOO_LARGE = (
     "torch.bincount{} counts numbers of {} or more, or negative ones, and a program always gives minlength of them, "
     "which is {}: pass a larger minlength"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import logging
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial, partialmethod, singledispatchmethod
@@ -65,6 +66,17 @@ def variables_of(code: types.CodeType) -> set[str]:
     if not any({"environ", "getenv"} & {*part.co_names} for part in parts):
         return set()
     return {one for part in parts for one in part.co_consts if isinstance(one, str) and one.isidentifier()}
+
+
+def loggers_of(function: types.FunctionType) -> list[logging.Logger]:
+    """Those that it may ask for by name (`logging.getLogger(__name__)`), of those that are there."""
+    parts = [*codes(function.__code__)]
+    if not any("getLogger" in part.co_names for part in parts):
+        return []
+    named = {one for part in parts for one in part.co_consts if isinstance(one, str)}
+    known = logging.Logger.manager.loggerDict
+    found = (known.get(name) for name in sorted({*named, str(function.__globals__.get("__name__"))}))
+    return [logging.getLogger(), *(one for one in found if isinstance(one, logging.Logger))]
 
 
 def globals_of(code: types.CodeType, *how: str) -> Iterator[str]:

@@ -7,10 +7,12 @@ import logging
 import re
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.trace.values import is_torchs
@@ -94,6 +96,10 @@ ADVICE = (
     (re.compile("no autograd formula was registered"), NO_BACKWARD),
     (VALUE_ERRORS, VALUES),
 )
+KEYS = (
+    "A table outside of the model that has its modules or tensors as keys does not know the copy that is traced: keep "
+    "the table in the model, or have names as keys."
+)
 OWN_WORDS = {
     IN_PLACE: "an argument that requires grad is changed in place (x += ..., inplace=True of the first layer)",
     CACHE: "it takes or gives a key/value cache",
@@ -161,6 +167,8 @@ def naming_the_line(inputs: str, by_itself: Callable[[], object]) -> Iterator[No
         advice = next((advice for pattern, advice in ADVICE if pattern.search(told)), "")
         if NO_ROWS.search(inputs) and isinstance(error, ZeroDivisionError):
             advice = EMPTY
+        if isinstance(error, KeyError) and error.args and isinstance(error.args[0], (nn.Module, Tensor, weakref.ref)):
+            advice = KEYS
         end = "" if reason.endswith(".") else "."
         line = line_of(error)
         what = f"{line}: {type(error).__name__}: {reason}{end}"

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
+import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
+
+from autopar.trace.values import MISSING
 
 CACHED = type(functools.cache(len))
 
@@ -78,3 +83,20 @@ def registry_of(value: Any) -> dict[str, Any] | None:
     if not isinstance(value, types.FunctionType):
         return None
     return vars(value) if isinstance(vars(value).get("registry"), types.MappingProxyType) else None
+
+
+def other_places(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+    """(place, name, value) of what tells what a value gives: a context variable, a logger, an event, `TABLE.get`."""
+    if isinstance(value, ContextVar):
+        yield (now := Now(value.get)), value.name, now.get(value.name, MISSING)
+    elif isinstance(value, threading.Event):
+        yield Now(value.is_set), "is_set", value.is_set()
+    elif isinstance(value, logging.Logger):
+        yield Now(functools.partial(level_of, value)), value.name, level_of(value)
+    elif isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, (list, dict)):
+        yield {"__self__": value.__self__}, "__self__", value.__self__
+
+
+def level_of(logger: logging.Logger) -> int:
+    """What is less is not told."""
+    return max(logger.getEffectiveLevel(), logger.manager.disable + 1)

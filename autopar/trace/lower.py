@@ -150,6 +150,11 @@ def _with_effects(token: torch.fx.Node) -> TraceError:
             f"the gradient of {_source_line(first)} checks the values that it is given ({name or op}), and a program "
             "has no such checks: detach what goes in there, or compute it of what the parallel module gives"
         )
+    if "_linalg_check_errors" in str(op):
+        return TraceError(
+            f"a function of torch.linalg at {_source_line(first)} checks the values that it is given, and a program "
+            "has no such checks: write it by torch.linalg.inv, solve or cholesky, which are checked in each call"
+        )
     if not name.startswith("linalg."):
         return TraceError(
             f"{op} at {_source_line(first)} has effects beside what it gives, which a program has not: leave it out of "

@@ -22,8 +22,8 @@ from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
 from autopar.trace.places import Places, is_mask, refused
 from autopar.trace.reshaped import beside, of_each_row, of_runs, product, reshaped
-from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OPERATORS, ROWWISE
-from autopar.trace.together import CATS, LIKES, OVER_ROWS, normed_over_rows, over_rows, padded, put_together
+from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OF_A_BATCH, OPERATORS, ROWWISE
+from autopar.trace.together import CATS, LIKES, OVER_ROWS, normed_over_rows, one_by_one, over_rows, padded, put_together
 
 OF_RUNS = ("return_inverse", "return_counts", "dim")  # of which nothing is known
 DRAWN = (
@@ -212,6 +212,8 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return of_each_row(args[0], args[1])
     if name in ("size", "numel", "dim"):
         return getattr(args[0], name)(*args[1:], **kwargs)
+    if len(args[0].row) >= OF_A_BATCH.get(name, 99):
+        return one_by_one(func, args[0], args[1:], kwargs)
     if name in ROWWISE and len(args[0].row) >= ROWWISE[name]:
         return args[0].like(func(args[0].dense, *args[1:], **kwargs))
     if name in ALONG:

@@ -243,7 +243,7 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
     hooks = [hook for module in modules for kind in FORWARD_HOOKS for hook in getattr(module, kind).values()]
     states = [value for value in reads.counting.values(dict(model.named_modules())) if is_state(value)]
     of_parts = [value for value in _held_by(modules) if not any(value is one for one in states)]
-    settings.look([*(kind.forward for kind in kinds), *of_parts, *hooks], [*kinds, *map(type, states)], hooks)
+    settings.look([*(kind.forward for kind in kinds), *of_parts, *hooks], [*kinds, *held, *map(type, states)], hooks)
     reads.keys = settings.keys()
     for owner in settings.owners:
         if not hasattr(owner, "__dict__") or id(vars(owner)) not in path_of:

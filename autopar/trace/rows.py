@@ -15,7 +15,7 @@ _OPERATORS = """
 """
 _LOSSES = """
     mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
-    poisson_nll_loss gaussian_nll_loss soft_margin_loss
+    poisson_nll_loss gaussian_nll_loss soft_margin_loss triplet_margin_loss margin_ranking_loss hinge_embedding_loss
 """
 _ALONG = """
     softmax log_softmax logsumexp sum mean amax amin argmax argmin max min var std cumsum squeeze unsqueeze gather
@@ -36,3 +36,9 @@ ALONG: dict[str, tuple[int, int | None]] = {
 }
 # In the last dims of a row, with weights that are no rows: name -> how many dims a row needs.
 ROWWISE = {"linear": 1, "matmul": 1, "layer_norm": 1, "rms_norm": 1, "embedding": 0, "one_hot": 0}
+# Of each of a batch by itself: name -> how many dims a row needs.
+OF_A_BATCH = {
+    **{f"{kind}{dims}d": dims + 1 for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for dims in (1, 2, 3)},
+    **{f"adaptive_{kind}_pool{dims}d": dims + 1 for kind in ("max", "avg") for dims in (1, 2, 3)},
+    **dict.fromkeys(("group_norm", "instance_norm", "interpolate"), 2),
+}

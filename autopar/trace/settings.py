@@ -13,7 +13,6 @@ import contextlib
 import enum
 import functools
 import inspect
-import logging
 import os
 import sys
 import threading
@@ -21,7 +20,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Set
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -39,12 +37,13 @@ from autopar.trace.code import (
     functions_of,
     globals_of,
     is_torchs_code,
+    loggers_of,
     names_of,
     needs_types,
     variables_of,
 )
 from autopar.trace.keys import Keys
-from autopar.trace.lookups import CACHED, Cell, Now, Of, clearings, registry_of
+from autopar.trace.lookups import CACHED, Cell, Now, Of, clearings, level_of, other_places, registry_of
 from autopar.trace.values import (
     IN_PLACE,
     MISSING,
@@ -202,6 +201,8 @@ class Settings:
             self._see(Now(FLAGS[name]), name, FLAGS[name]())
         if not is_pips:
             self._asked |= asked_of(function.__code__)
+            for logger in loggers_of(function):
+                self._see(Now(partial(level_of, logger)), logger.name, level_of(logger))
             for name in sorted(variables_of(function.__code__)):
                 self._see(Now(partial(os.environ.get, name)), name, os.environ.get(name))
         # In one order on all ranks: what is found first names what is found.
@@ -249,11 +250,8 @@ class Settings:
             self._left.append(value)
         if isinstance(value, nn.Module):
             self.owners.append(value)
-        if isinstance(value, ContextVar):
-            self._see(Now(value.get), name, Now(value.get).get(name, MISSING))
-        if isinstance(value, logging.Logger):
-            level = partial(_level_of, value)
-            self._see(Now(level), name, level())
+        for there in other_places(value):
+            self._see(*there)
         if isinstance(value, CACHED) and value.cache_info().currsize and asks_for_nothing(value):
             self._hold(value())  # made before, and given again
         for there in led_to(value):
@@ -316,11 +314,6 @@ class Settings:
             for name in sorted(name for name in self._asked - holder.tried if not name.startswith("__")):
                 holder.tried.add(name)
                 self._see(holder.place, name, MISSING)
-
-
-def _level_of(logger: logging.Logger) -> int:
-    """What is less is not told."""
-    return max(logger.getEffectiveLevel(), logger.manager.disable + 1)
 
 
 def _is_operator(name: str) -> bool:

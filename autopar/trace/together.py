@@ -17,8 +17,8 @@ Picked = Any  # of `autopar.trace.masked`, which calls what is here
 CATS = ("cat", "concat", "concatenate", "stack")
 LIKES = ("zeros_like", "ones_like", "full_like", "empty_like")  # their numbers are not looked at
 
-TOO_FEW = "batch_norm in training{} is given less than two rows, which have no variance: give it more, or call eval()"
-OVER_ROWS = ("sum", "mean", "amax", "amin", "softmax", "log_softmax", "logsumexp")
+TOO_FEW = "batch_norm in training{} is given one row, which has no variance: give it more, or call eval()"
+OVER_ROWS = ("sum", "mean", "var", "std", "amax", "amin", "softmax", "log_softmax", "logsumexp")
 
 
 def over_rows(name: str, rows: Picked) -> Any:
@@ -27,6 +27,10 @@ def over_rows(name: str, rows: Picked) -> Any:
     if name in ("sum", "mean"):
         total = rows.kept().sum(over)
         return total if name == "sum" else total / rows.count
+    if name in ("var", "std"):
+        mean = rows.kept().sum(over) / rows.count
+        found = (rows.kept(rows.dense - mean) ** 2).sum(over) / (rows.count - 1)
+        return found if name == "var" else found.sqrt()
     if not rows.dense.is_floating_point():
         raise refused(f"{name} of whole numbers over rows")
     there = rows.kept(fill=torch.inf if name == "amin" else -torch.inf)
@@ -70,6 +74,12 @@ def padded(input: Picked, pad: Sequence[int], mode: str = "constant", value: flo
     return input.like(functional.pad(input.dense, list(pad), mode, value))
 
 
+def one_by_one(func: Any, rows: Picked, args: Sequence[Any], kwargs: Any) -> Picked:
+    """What treats each of a batch by itself, of rows as the batch: a convolution."""
+    made = func(rows.dense.reshape(-1, *rows.row), *args, **kwargs)
+    return rows.like(made.reshape(*rows.mask.shape, *made.shape[1:]))
+
+
 def normed_over_rows(func: Any, *args: Any, **kwargs: Any) -> Picked:
     """`functional.batch_norm` of rows [channels, ...]: mean and variance are of the picked rows alone."""
     bound = inspect.signature(func).bind(*args, **kwargs)
@@ -84,7 +94,8 @@ def normed_over_rows(func: Any, *args: Any, **kwargs: Any) -> Picked:
         along = [1] * ahead + [rows.row[0]] + [1] * (len(rows.row) - 1)
         here = rows.dense.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows.dense
         count = rows.count * torch.Size(rows.row[1:]).numel()
-        rows.origins.checks.add(TOO_FEW.format(line_here()), count < 2)
+        rows.origins.checks.add(TOO_FEW.format(line_here()), count == 1)
+        count = count.clamp(min=1)  # of none there are no numbers, and none that are not any
         average = rows.kept(here).sum(others) / count
         spread = (rows.kept(here - average.reshape(along)) ** 2).sum(others) / count
         if mean is not None:

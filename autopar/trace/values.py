@@ -38,6 +38,7 @@ BYTES = (array, bytearray, ctypes.c_int.__mro__[-2])  # numbers of C's, arrays a
 # What may change and stay the same object.
 IN_PLACE = (
     list, dict, set, deque, types.MappingProxyType, np.ndarray, Tensor, *DRAWING, Iterator, *BYTES, SynchronizedBase,
+    functools.partial,
 )  # fmt: skip
 FEW = 1024  # objects in a list are looked at, at most
 DEEPEST = 100  # containers in containers, likewise
@@ -259,6 +260,10 @@ class _Looked:
         return [self.at(part, depth) for part in held_in(value)]
 
     def _object(self, value: Any, depth: int) -> Any:
+        if isinstance(value, functools.partial) and depth:
+            made = cast("functools.partial[Any]", value)
+            held = (made.args, made.keywords, vars(made), getattr(made.func, "__self__", None))
+            return id(value), id(made.func), [self.at(part, depth - 1) for part in held]
         own = own_names(value) if self.whole and depth else None
         if own is None or is_of_torch(type(value)):
             return id(value)

@@ -10,6 +10,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,16 @@ class Held:
     def of_class(cls) -> float:
         return 1.0
 
+    of_it = 1.0
+
+    @classmethod
+    def by_class(cls) -> float:
+        return cls.of_it
+
+
+class Below(Held):
+    pass
+
 
 class Kind(enum.Enum):
     FIRST = 1
@@ -58,6 +69,8 @@ class Model(nn.Module):
         self.bound = functools.partial(Held().times)
         self.k_one, self.number = 1.0, Factor(2)
         self.number.more = 1.0
+        self.several, self.sub = [functools.partial(lambda x, factor: x * factor, factor=1.0)], Below()
+        self.partial.more = 1.0  # type: ignore[attr-defined]
 
     @staticmethod
     def still(x: Tensor) -> Tensor:
@@ -81,6 +94,7 @@ class Model(nn.Module):
 
 
 level = {"now": 1.0}
+found_in, event = level.get, threading.Event()
 native, shared, table, key = ctypes.c_double(1), multiprocessing.Value("d", 1.0), weakref.WeakKeyDictionary(), Held()
 
 
@@ -142,6 +156,22 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any, pytest.Mo
     "an attribute of an enum": (lambda m, x: x * m.kind.factor, _set(Kind.FIRST, "factor", 3.0)),
     "of an enum in a variable": (lambda m, x: x * Kind.FIRST.factor, _set(Kind.FIRST, "factor", 3.0)),
     "an attribute of a number": (lambda m, x: x * m.number.more, lambda m, p: setattr(m.number, "more", 3.0)),
+    "a partial in a list": (
+        lambda m, x: next(call(x) for call in m.several),
+        lambda m, p: p.setitem(m.several[0].keywords, "factor", 3.0),
+    ),
+    "an attribute of a partial": (lambda m, x: x * m.partial.more, lambda m, p: setattr(m.partial, "more", 3.0)),
+    "a table's own method": (lambda m, x: x * found_in("now"), lambda m, p: p.setitem(level, "now", 5.0)),
+    "what a subclass is given": (lambda m, x: x * m.sub.by_class(), _set(Below, "of_it", 3.0)),
+    "a method that a subclass is given": (
+        lambda m, x: x * m.sub.of_class(),
+        _set(Below, "of_class", classmethod(lambda cls: 3.0)),
+    ),
+    "a logger by its name": (
+        lambda m, x: x * 3 if logging.getLogger("of_a_script").isEnabledFor(logging.DEBUG) else x,
+        lambda m, p: LOGGER.setLevel(logging.DEBUG),
+    ),
+    "an event": (lambda m, x: x * 3 if event.is_set() else x, lambda m, p: event.set()),
     "a default by name": (lambda m, x: by_name(x), lambda m, p: p.setitem(by_name.__kwdefaults__, "factor", 3.0)),
 }
 
@@ -155,6 +185,7 @@ def test_what_a_script_changes_there_is_seen(one: DeviceMesh, monkeypatch: pytes
     cached(2.0)
     monkeypatch.setitem(level, "now", 3.0)  # which is looked at once the cache is cleared
     LOGGER.setLevel(logging.WARNING)
+    event.clear()
     native.value, shared.value, table[key] = 1.0, 1.0, 1.0
     plain, x = Model(does), torch.randn(2, 4)
     parallel = autopar.compile(plain, one)

@@ -107,6 +107,10 @@ FORMS: dict[str, Form] = {
     "padded": lambda z, y, t: F.pad(z[_keep(y)], (1, 2), value=0.5).exp().sum(),
     "zeros like it": lambda z, y, t: F.mse_loss(z[_keep(y)], torch.zeros_like(z[_keep(y)])),
     "batch norm": lambda z, y, t: F.batch_norm(z[_keep(y)], None, None, t[0, 0], t[0, 1], True).exp().mean(),
+    "spread over rows": lambda z, y, t: z[_keep(y)].std(0).sum() + z[_keep(y)].var(dim=0).square().sum(),
+    "convolved": lambda z, y, t: F.conv1d(z[_keep(y)].unsqueeze(1), t[:2, :1, :3]).square().mean()
+    + F.group_norm(z[_keep(y)].unsqueeze(-1), 5, t[0, 0], t[0, 1]).exp().mean(),
+    "triplets": lambda z, y, t: F.triplet_margin_loss(z[_keep(y)], t[_keep(y)], t.flip(0)[_keep(y)]),
     "at places": lambda z, y, t: z.reshape(-1, 5)[(y.reshape(-1) > 1).nonzero().squeeze(-1)].square().sum(),
     "at places of two dims": lambda z, y, t: (lambda at: z.reshape(-1, 5)[at[:, 0] * 6 + at[:, 1]].exp().mean())(
         torch.argwhere(_keep(y))
@@ -178,8 +182,12 @@ def test_statistics_of_picked_rows_are_kept(one: DeviceMesh) -> None:
         torch.testing.assert_close(parallel.full_state_dict()[name], theirs, rtol=1e-9, atol=1e-12)
     for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
-    with pytest.raises(CheckFailed, match="less than two rows"):
-        parallel(*batch(5))
+    x, y, t = batch(1)
+    y[:] = -100
+    torch.testing.assert_close(parallel(x, y, t), plain(x, y, t), equal_nan=True)  # of no rows, too
+    y[0, 0] = 3
+    with pytest.raises(CheckFailed, match="is given one row"):
+        parallel(x, y, t)
     plain.eval()
     parallel.eval()
     torch.testing.assert_close(parallel(*batch(4)), plain(*batch(4)), rtol=1e-9, atol=0)
