@@ -12,6 +12,8 @@ from torch import Tensor
 
 from autopar.trace.origins import Origins
 from autopar.trace.places import refused
+from autopar.trace.reshaped import beside
+from autopar.trace.sharing import storage_of
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
@@ -19,8 +21,10 @@ Picked = Any  # of `autopar.trace.masked`, which calls what is here
 def nonzero_of(kind: type, mask: Tensor, origins: Origins) -> Picked:
     """`mask.nonzero()`: rows of one index for each dim."""
     axes = [torch.arange(size, device=mask.device) for size in mask.shape]
-    places = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
-    return kind(places, mask.bool(), origins.of(mask), origins)
+    places = axes[0].unsqueeze(-1) if len(axes) == 1 else torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
+    made = kind(places, mask.bool(), origins.of(mask), origins)
+    made.places = axes[0] if len(axes) == 1 else None
+    return made
 
 
 def read_at(name: str, tensor: Tensor, *args: Any) -> Picked:
@@ -28,14 +32,27 @@ def read_at(name: str, tensor: Tensor, *args: Any) -> Picked:
     rows = args[-1]
     if rows.dtype not in (torch.int64, torch.int32):
         raise refused("an index of such rows")
+    is_alike = tensor.ndim == rows.ndim if name == "gather" else not rows.row
+    if name != "getitem" and (args[0] != 0 or not is_alike):
+        raise refused(name)
+    if is_alike and _is_each(rows) and len(tensor) == len(rows.mask) and (not rows.row or rows.row == tensor.shape[1:]):
+        return rows.like(apart(tensor, rows.mask))  # each at its own place
     if name == "getitem":
         return rows.like(tensor[rows.dense])
-    is_alike = tensor.ndim == rows.ndim if name == "gather" else not rows.row
-    if args[0] != 0 or not is_alike:
-        raise refused(name)
     flat = rows.dense.reshape(-1, *rows.row)
     made = torch.gather(tensor, 0, flat.long()) if name == "gather" else tensor[flat]
     return rows.like(made.reshape(*rows.mask.shape, *made.shape[1:]))
+
+
+def _is_each(rows: Picked) -> bool:
+    """Whether they are the places themselves, in whatever shape, and nothing that is computed of them."""
+    return rows.places is not None and storage_of(rows.dense) == storage_of(rows.places)
+
+
+def apart(tensor: Tensor, mask: Tensor) -> Tensor:
+    """The tensor with something harmless where the mask is not true."""
+    neutral = 0.5 if tensor.is_floating_point() or tensor.is_complex() else 0
+    return torch.where(beside(mask, tensor), tensor, torch.full((), neutral, dtype=tensor.dtype, device=tensor.device))
 
 
 def expanded(rows: Picked, *sizes: Any) -> Picked:

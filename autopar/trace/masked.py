@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.errors import TraceError
-from autopar.trace.indices import expanded, nonzero_of, read_at
+from autopar.trace.indices import apart, expanded, nonzero_of, read_at
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
 from autopar.trace.places import Places, is_mask, refused
@@ -40,6 +40,7 @@ class Picked:
 
     def __init__(self, dense: Tensor, mask: Tensor, key: Any, origins: Origins) -> None:
         self.dense, self.mask, self.key, self.origins = dense, mask, key, origins
+        self.places: Tensor | None = None  # of one dim, which `nonzero` gave, where they are made of these
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +101,9 @@ class Picked:
 
     def like(self, dense: Tensor) -> Picked:
         """Of the same rows, something else."""
-        return Picked(dense, self.mask, self.key, self.origins)
+        made = Picked(dense, self.mask, self.key, self.origins)
+        made.places = self.places
+        return made
 
     def kept(self, value: Tensor | None = None, fill: Any = 0) -> Tensor:
         """The whole tensor with `fill` in rows that were not picked."""
@@ -172,13 +175,8 @@ def _pick(tensor: Tensor, mask: Tensor, origins: Origins) -> Picked:
     """The rows of `tensor` where `mask`, over its first dims, is true."""
     if tensor.shape[: mask.ndim] != mask.shape:
         raise TraceError(f"a mask of shape {list(mask.shape)} picks from {list(tensor.shape)}{line_here()}")
-    neutral, number, mask = (
-        0.5 if tensor.is_floating_point() or tensor.is_complex() else 0,
-        origins.of(mask),
-        mask.bool(),
-    )
-    other = torch.full((), neutral, dtype=tensor.dtype, device=tensor.device)
-    return Picked(torch.where(beside(mask, tensor), tensor, other), mask, number, origins)
+    number, mask = origins.of(mask), mask.bool()
+    return Picked(apart(tensor, mask), mask, number, origins)
 
 
 # --- what is done to them --------------------------------------------------------------------------------------------

@@ -145,9 +145,7 @@ class Settings:
         """An object that functions are given, or are methods of: they may write to it."""
         if isinstance(value, (list, dict, deque)):
             self._see({GIVEN: value}, GIVEN, value)
-        elif hasattr(value, "__dict__") and not isinstance(
-            value, (*OTHERS, *SCALARS, *CODE, enum.Enum, type, types.ModuleType)
-        ):
+        elif hasattr(value, "__dict__") and not isinstance(value, NO_OWNERS):
             self.owners.append(value)
             self._hold(value)
 

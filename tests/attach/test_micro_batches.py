@@ -24,6 +24,12 @@ OF_THE_WHOLE = {  # losses that make something of all rows that is no sum of ter
     "logs of what is positive": "div.Tensor",
     "its inverse": "div.Tensor",
     "set to a number": "index_put.default",
+    "one of all rows": "_softmax.default",
+    "spread over rows": "sub.Tensor",
+    "batch norm": "sub.Tensor",
+    "values that differ": "add.Tensor",
+    "behind each other": "cat.default",
+    "at places of two dims": "index.Tensor",
 }
 
 
