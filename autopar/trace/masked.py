@@ -276,7 +276,7 @@ def _along(func: Any, name: str, place: int, dim: Any, args: Sequence[Any], kwar
     if 0 in dims:
         if dims != [0] or name not in OVER_ROWS or kwargs.get("keepdim") or len(args) > place + 1:
             raise refused(f"{name} over rows")
-        return over_rows(name, first)
+        return over_rows(name, first, kwargs)
     moved = [one + ahead for one in dims]
     inner = list(_dense(tuple(args)))
     told = moved if isinstance(dim, list | tuple) else moved[0]

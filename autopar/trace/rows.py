@@ -40,5 +40,5 @@ ROWWISE = {"linear": 1, "matmul": 1, "layer_norm": 1, "rms_norm": 1, "embedding"
 OF_A_BATCH = {
     **{f"{kind}{dims}d": dims + 1 for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for dims in (1, 2, 3)},
     **{f"adaptive_{kind}_pool{dims}d": dims + 1 for kind in ("max", "avg") for dims in (1, 2, 3)},
-    **dict.fromkeys(("group_norm", "instance_norm", "interpolate"), 2),
+    **dict.fromkeys(("group_norm", "interpolate"), 2),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +21,21 @@ TOO_FEW = "batch_norm in training{} is given one row, which has no variance: giv
 OVER_ROWS = ("sum", "mean", "var", "std", "amax", "amin", "softmax", "log_softmax", "logsumexp")
 
 
-def over_rows(name: str, rows: Picked) -> Any:
+def over_rows(name: str, rows: Picked, options: Mapping[str, Any]) -> Any:
     """`torch.sum` and its like over dim 0: of one row's dims, or, softmax, rows again."""
     over = tuple(range(rows.mask.ndim))
+    given = {name: value for name, value in options.items() if name not in ("dim", "keepdim", "_stacklevel")}
+    if (dtype := given.pop("dtype", None)) is not None:
+        rows = rows.like(rows.dense.to(dtype))
+    correction = given.pop("correction", 1 if given.pop("unbiased", True) else 0) if name in ("var", "std") else None
+    if given:
+        raise refused(f"{name} over rows with {', '.join(given)}")
     if name in ("sum", "mean"):
         total = rows.kept().sum(over)
         return total if name == "sum" else total / rows.count
     if name in ("var", "std"):
         mean = rows.kept().sum(over) / rows.count
-        found = (rows.kept(rows.dense - mean) ** 2).sum(over) / (rows.count - 1)
+        found = (rows.kept(rows.dense - mean) ** 2).sum(over) / (rows.count - correction)
         return found if name == "var" else found.sqrt()
     if not rows.dense.is_floating_point():
         raise refused(f"{name} of whole numbers over rows")

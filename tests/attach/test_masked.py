@@ -107,7 +107,9 @@ FORMS: dict[str, Form] = {
     "padded": lambda z, y, t: F.pad(z[_keep(y)], (1, 2), value=0.5).exp().sum(),
     "zeros like it": lambda z, y, t: F.mse_loss(z[_keep(y)], torch.zeros_like(z[_keep(y)])),
     "batch norm": lambda z, y, t: F.batch_norm(z[_keep(y)], None, None, t[0, 0], t[0, 1], True).exp().mean(),
-    "spread over rows": lambda z, y, t: z[_keep(y)].std(0).sum() + z[_keep(y)].var(dim=0).square().sum(),
+    "spread over rows": lambda z, y, t: z[_keep(y)].std(0).sum() + z[_keep(y)].var(dim=0).square().sum()
+    + z[_keep(y)].var(0, unbiased=False).exp().sum() + z[_keep(y)].std(dim=0, correction=0).sum()
+    + z[_keep(y)].float().softmax(0, dtype=torch.float64).square().sum(),
     "convolved": lambda z, y, t: F.conv1d(z[_keep(y)].unsqueeze(1), t[:2, :1, :3]).square().mean()
     + F.group_norm(z[_keep(y)].unsqueeze(-1), 5, t[0, 0], t[0, 1]).exp().mean(),
     "triplets": lambda z, y, t: F.triplet_margin_loss(z[_keep(y)], t[_keep(y)], t.flip(0)[_keep(y)]),
