@@ -112,7 +112,7 @@ FORMS: dict[str, Form] = {
     + z[_keep(y)].float().softmax(0, dtype=torch.float64).square().sum(),
     "convolved": lambda z, y, t: F.conv1d(z[_keep(y)].unsqueeze(1), t[:2, :1, :3]).square().mean()
     + F.group_norm(z[_keep(y)].unsqueeze(-1), 5, t[0, 0], t[0, 1]).exp().mean(),
-    "triplets": lambda z, y, t: F.triplet_margin_loss(z[_keep(y)], t[_keep(y)], t.flip(0)[_keep(y)]),
+    "triplets": lambda z, y, t: F.triplet_margin_loss(z[_keep(y)], t[_keep(y)], t.flip(-1)[_keep(y)]),
     "at places": lambda z, y, t: z.reshape(-1, 5)[(y.reshape(-1) > 1).nonzero().squeeze(-1)].square().sum(),
     "at places of two dims": lambda z, y, t: (lambda at: z.reshape(-1, 5)[at[:, 0] * 6 + at[:, 1]].exp().mean())(
         torch.argwhere(_keep(y))
