@@ -257,7 +257,6 @@ def _add_parts_of_code(guards: Guards, value: Any, called: str) -> None:
         _add_held(guards, [value.__self__], called)
     if isinstance(value, partial):
         given = cast("partial[Any]", value)
-        _add(guards, {"": given.keywords}, "", given.keywords, f"the keywords of {called}")
         _add_held(guards, [given.func, *given.args, *given.keywords.values()], called)
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):

@@ -37,11 +37,10 @@ def read_at(name: str, tensor: Tensor, *args: Any) -> Picked:
         raise refused(name)
     if is_alike and _is_each(rows) and len(tensor) == len(rows.mask) and (not rows.row or rows.row == tensor.shape[1:]):
         return rows.like(apart(tensor, rows.mask))  # each at its own place
-    if name == "getitem":
+    if name != "gather":
         return rows.like(tensor[rows.dense])
-    flat = rows.dense.reshape(-1, *rows.row)
-    made = torch.gather(tensor, 0, flat.long()) if name == "gather" else tensor[flat]
-    return rows.like(made.reshape(*rows.mask.shape, *made.shape[1:]))
+    made = torch.gather(tensor, 0, rows.dense.reshape(-1, *rows.row).long())
+    return rows.like(made.reshape(rows.dense.shape))
 
 
 def _is_each(rows: Picked) -> bool:

@@ -44,7 +44,7 @@ class Keys:
         """The keys by which dicts under that name are asked; None where something else is done with one."""
         if name not in self._parts or ALL_NAMES & self._parts.keys() or name in self._by_text:
             return None
-        found = [_keys_in(part, name) for part in self._parts.get(name, ())]
+        found = [_keys_in(part, name) for part in self._parts[name]]
         known = [keys for keys in found if keys is not None]
         return frozenset[Any]().union(*known) if len(known) == len(found) else None
 

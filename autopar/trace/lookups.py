@@ -92,11 +92,11 @@ def other_places(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
     elif isinstance(value, threading.Event):
         yield Now(value.is_set), "is_set", value.is_set()
     elif isinstance(value, logging.Logger):
-        yield Now(functools.partial(level_of, value)), value.name, level_of(value)
+        yield Now(functools.partial(_level_of, value)), value.name, _level_of(value)
     elif isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, (list, dict)):
         yield {"__self__": value.__self__}, "__self__", value.__self__
 
 
-def level_of(logger: logging.Logger) -> int:
+def _level_of(logger: logging.Logger) -> int:
     """What is less is not told."""
     return max(logger.getEffectiveLevel(), logger.manager.disable + 1)

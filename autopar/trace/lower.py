@@ -155,14 +155,9 @@ def _with_effects(token: torch.fx.Node) -> TraceError:
             f"a function of torch.linalg at {_source_line(first)} checks the values that it is given, and a program "
             "has no such checks: write it by torch.linalg.inv, solve or cholesky, which are checked in each call"
         )
-    if not name.startswith("linalg."):
-        return TraceError(
-            f"{op} at {_source_line(first)} has effects beside what it gives, which a program has not: leave it out of "
-            "forward"
-        )
     return TraceError(
-        f"torch.{name} at {_source_line(first)} checks the values that it is given, and a program has no such checks: "
-        f"use torch.{name}_ex(...)[0], which does not"
+        f"{op} at {_source_line(first)} has effects beside what it gives, which a program has not: leave it out of "
+        "forward"
     )
 
 

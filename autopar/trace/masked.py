@@ -210,7 +210,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return of_each_row(args[0], args[1])
     if name in ("size", "numel", "dim"):
         return getattr(args[0], name)(*args[1:], **kwargs)
-    if len(args[0].row) >= OF_A_BATCH.get(name, 99):
+    if name in OF_A_BATCH and len(args[0].row) >= OF_A_BATCH[name]:
         return one_by_one(func, args[0], args[1:], kwargs)
     if name in ROWWISE and len(args[0].row) >= ROWWISE[name]:
         return args[0].like(func(args[0].dense, *args[1:], **kwargs))

@@ -56,7 +56,7 @@ class Origins:
     def __init__(self, checks: Looks) -> None:
         self.checks = checks
         self._by_id: dict[int, int] = {}
-        self._lies_in: dict[int, int | None] = {}  # by id: in which memory
+        self._in_memory: dict[int | None, set[int]] = {}  # which of them lie in a memory
         self._by_making: dict[Any, int] = {}
         self._next = 0
         self._held: list[Any] = []  # so that their ids stay theirs
@@ -68,7 +68,8 @@ class Origins:
         return self._by_id[id(tensor)]
 
     def _is_number(self, tensor: torch.Tensor, number: int) -> None:
-        self._by_id[id(tensor)], self._lies_in[id(tensor)] = number, _memory_of(tensor)
+        self._by_id[id(tensor)] = number
+        self._in_memory.setdefault(_memory_of(tensor), set()).add(id(tensor))
         self.hold(tensor)
 
     def hold(self, value: Any) -> None:
@@ -90,9 +91,9 @@ class Origins:
 
     def forget(self, written: Sequence[torch.Tensor]) -> None:
         """These were written to in place: what lies in their memory has other values now."""
-        memories = {_memory_of(one) for one in written}
-        for one, memory in self._lies_in.items():
-            if memory is None or None in memories or memory in memories:
+        memories = {*map(_memory_of, written)}
+        for memory in self._in_memory if None in memories else {None, *memories}:
+            for one in self._in_memory.get(memory, ()):
                 self._by_id.pop(one, None)
 
     def _told(self, value: Any) -> Any:

@@ -43,7 +43,7 @@ from autopar.trace.code import (
     variables_of,
 )
 from autopar.trace.keys import Keys
-from autopar.trace.lookups import CACHED, Cell, Now, Of, clearings, level_of, other_places, registry_of
+from autopar.trace.lookups import CACHED, Cell, Now, Of, clearings, other_places, registry_of
 from autopar.trace.values import (
     IN_PLACE,
     MISSING,
@@ -200,7 +200,7 @@ class Settings:
         if not is_pips:
             self._asked |= asked_of(function.__code__)
             for logger in loggers_of(function):
-                self._see(Now(partial(level_of, logger)), logger.name, level_of(logger))
+                self._see_places(logger)
             for name in sorted(variables_of(function.__code__)):
                 self._see(Now(partial(os.environ.get, name)), name, os.environ.get(name))
         # In one order on all ranks: what is found first names what is found.
@@ -248,8 +248,7 @@ class Settings:
             self._left.append(value)
         if isinstance(value, nn.Module):
             self.owners.append(value)
-        for there in other_places(value):
-            self._see(*there)
+        self._see_places(value)
         if isinstance(value, CACHED) and value.cache_info().currsize and asks_for_nothing(value):
             self._hold(value())  # made before, and given again
         for there in led_to(value):
@@ -268,6 +267,10 @@ class Settings:
                 self._left += [part] if isinstance(part, CODE) else []
                 self._hold(part)
         self._hold(value)
+
+    def _see_places(self, value: Any) -> None:
+        for place in other_places(value):
+            self._see(*place)
 
     def _hold(self, value: Any) -> None:
         if len(self._holders) < HOLDERS and id(value) not in self._holders and _has_settings(value):

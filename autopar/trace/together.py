@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from autopar.trace.lines import line_here
 from autopar.trace.places import refused
+from autopar.trace.reshaped import product
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 CATS = ("cat", "concat", "concatenate", "stack")
@@ -99,7 +100,7 @@ def normed_over_rows(func: Any, *args: Any, **kwargs: Any) -> Picked:
         others = (*range(ahead), *range(ahead + 1, rows.dense.ndim))
         along = [1] * ahead + [rows.row[0]] + [1] * (len(rows.row) - 1)
         here = rows.dense.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows.dense
-        count = rows.count * torch.Size(rows.row[1:]).numel()
+        count = rows.count * product(rows.row[1:])
         rows.origins.checks.add(TOO_FEW.format(line_here()), count == 1)
         count = count.clamp(min=1)  # of none there are no numbers, and none that are not any
         average = rows.kept(here).sum(others) / count
@@ -112,6 +113,5 @@ def normed_over_rows(func: Any, *args: Any, **kwargs: Any) -> Picked:
         for weight, put in ((given["weight"], torch.mul), (given["bias"], torch.add)):
             made = made if weight is None else put(made, weight.reshape(along))
         return rows.like(made.to(rows.dtype))
-    flat = rows.dense.reshape(-1, *rows.row)
-    made = func(flat, mean, variance, given["weight"], given["bias"], False, given["momentum"], given["eps"])
-    return rows.like(made.reshape(rows.dense.shape))
+    of_batch = mean, variance, given["weight"], given["bias"], False, given["momentum"], given["eps"]
+    return one_by_one(func, rows, of_batch, {})

@@ -70,7 +70,7 @@ class Model(nn.Module):
         self.k_one, self.number = 1.0, Factor(2)
         self.number.more = 1.0
         self.several, self.sub = [functools.partial(lambda x, factor: x * factor, factor=1.0)], Below()
-        self.partial.more = 1.0  # type: ignore[attr-defined]
+        self.partial.more = 1.0
 
     @staticmethod
     def still(x: Tensor) -> Tensor:

@@ -144,20 +144,30 @@ def batch(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, y, torch.randn(4, 6, 5, generator=generator, dtype=torch.float64)
 
 
+def losses_alike(plain: nn.Module, parallel: nn.Module, *inputs: Tensor) -> None:
+    """Of one call, whose backward of both has run."""
+    expected, found = plain(*inputs), parallel(*inputs)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
+
+
+def gradients_alike(plain: nn.Module, parallel: nn.Module) -> None:
+    for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_a_loss_over_picked_rows_is_that_of_plain_pytorch(one: DeviceMesh, name: str) -> None:
     torch.manual_seed(0)
     plain = Masked(FORMS[name]).double()
     parallel = autopar.compile(plain, one)
     for seed in (1, 2, 3):
-        expected, found = plain(*batch(seed)), parallel(*batch(seed))
-        expected.backward()
-        found.backward()
-        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
-        for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
-            assert theirs.grad is not None and theirs.grad.isfinite().all()
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
-            mine.grad = theirs.grad = None
+        losses_alike(plain, parallel, *batch(seed))
+        assert all(one.grad is not None and one.grad.isfinite().all() for one in plain.parameters())
+        gradients_alike(plain, parallel)
+        for model in (plain, parallel):
+            model.zero_grad()
 
 
 class Normed(nn.Module):
@@ -176,14 +186,10 @@ def test_statistics_of_picked_rows_are_kept(one: DeviceMesh) -> None:
     plain = Normed().double()
     parallel = autopar.compile(plain, one)
     for seed in (1, 2):
-        expected, found = plain(*batch(seed)), parallel(*batch(seed))
-        expected.backward()
-        found.backward()
-        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
+        losses_alike(plain, parallel, *batch(seed))
     for name, theirs in plain.state_dict().items():
         torch.testing.assert_close(parallel.full_state_dict()[name], theirs, rtol=1e-9, atol=1e-12)
-    for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
+    gradients_alike(plain, parallel)
     x, y, t = batch(1)
     y[:] = -100
     torch.testing.assert_close(parallel(x, y, t), plain(x, y, t), equal_nan=True)  # of no rows, too
@@ -209,12 +215,8 @@ def test_one_of_as_many_rows_for_each_of_a_batch(one: DeviceMesh) -> None:
         x, y, t = batch(seed)
         for row in y:
             row[torch.randperm(6)[: seed + 1]] = 9
-        expected, found = plain(x, y, t), parallel(x, y, t)
-        expected.backward()
-        found.backward()
-        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
-    for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
+        losses_alike(plain, parallel, x, y, t)
+    gradients_alike(plain, parallel)
     y[0] = 9
     with pytest.raises(CheckFailed, match="the mask picks more for one than for another"):
         parallel(x, y, t)
@@ -231,12 +233,8 @@ def test_bytes_are_a_mask_too(one: DeviceMesh) -> None:
     plain = Masked(form).double()
     parallel = autopar.compile(plain, one)
     for seed in (1, 2):
-        expected, found = plain(*batch(seed)), parallel(*batch(seed))
-        expected.backward()
-        found.backward()
-        torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-9, atol=0)
-    for mine, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-9, atol=1e-12)
+        losses_alike(plain, parallel, *batch(seed))
+    gradients_alike(plain, parallel)
 
 
 REFUSED: dict[str, tuple[Form, str]] = {
