@@ -69,10 +69,18 @@ def private_torch(tree: ast.AST) -> set[str]:
                 stands_for |= {alias.asname or alias.name: f"{base}.{alias.name}" for alias in node.names}
     told = {f"{module}.{name}".rstrip(".") for module, name in imports(tree)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            head, _, rest = ast.unparse(node).partition(".")
+        if isinstance(node, ast.Attribute) and (found := dotted(node)):
+            head, _, rest = found.partition(".")
             told.add(f"{stands_for.get(head, '')}.{rest}")
     return {name for name in told if is_private_torch(name)}
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` as it is written; "" where it begins with no name."""
+    if isinstance(node, ast.Name):
+        return node.id
+    before = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return f"{before}.{node.attr}" if before else ""
 
 
 def is_private_torch(name: str) -> bool:

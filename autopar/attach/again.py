@@ -33,7 +33,7 @@ class Given:
     """The arguments of a call, of which a rank keeps its pieces alone: who has given whole ones may let them go.
 
     `leaves`: with None in the place of what `pieces` has (place among them, shape, layout, piece), and of what no
-    program reads (`unread`: place, shape, dtype). DTensors are pieces already.
+    program reads (`unread`: place, shape, dtype). DTensors are pieces already; what forward asks stays whole.
     """
 
     call: Call
@@ -49,12 +49,14 @@ class Given:
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         pieces: list[tuple[int, tuple[int, ...], Layout, Tensor]] = []
         for (node, number, layout), piece in zip(prepared.inputs, step.watched, strict=True):
-            if number < len(places) and not isinstance(leaves[places[number]], DTensor):
+            is_asked = number in prepared.asks.values()
+            if number < len(places) and not is_asked and not isinstance(leaves[places[number]], DTensor):
                 shape = input_type(prepared.graph, node).shape
                 pieces.append((places[number], shape, layout, step.through.get(node.target, piece)))
         cut, unread = {place for place, *_ in pieces}, list[tuple[int, torch.Size, torch.dtype]]()
+        asked = {places[number] for number in prepared.asks.values()}
         for place in places:
-            if not isinstance(leaf := leaves[place], DTensor):
+            if place not in asked and not isinstance(leaf := leaves[place], DTensor):
                 leaves[place] = None
                 unread += [] if place in cut else [(place, leaf.shape, leaf.dtype)]
         bare = replace(call, args=(), kwargs={}, tensors=())
@@ -133,7 +135,7 @@ class Before:
         `for_what`: it runs again now.
         """
         with torch.enable_grad(), self.prepared.hooks.back(self.hooks), self._standing():
-            if (changed := self.prepared.fits()) is not None:
+            if (changed := self.prepared.fits(self.call.tensors)) is not None:
                 raise RuntimeError(f"{for_what}, but since its forward {changed}; change it behind backward")
             yield
 
@@ -167,7 +169,9 @@ def with_every_tangent(before: Before) -> Callable[[], tuple[Runner, Step]]:
         state, key, prepared, call = before.state, before.key, before.prepared, before.call
         with before.back("a gradient arrives for an output beside the loss, for which the step is planned again now"):
             state.wants_tangents.add(key)
-            full = next((one for one in state.programs[key] if not one.without_tangent and one.fits() is None), None)
+            full = next(
+                (one for one in state.programs[key] if not one.without_tangent and one.fits(call.tensors) is None), None
+            )
             if full is None:
                 state.programs[key].remove(prepared)
                 full = prepare(before.parallel, state, call, key, training=before.parallel.training)

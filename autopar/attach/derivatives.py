@@ -50,7 +50,7 @@ def differentiated(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, L
     key = Key(call.key, True, before.key.ambient)
     with before.back(PATH):
         state.wants_tangents.add(key)
-        full = found(state, key)
+        full = found(state, key, call.tensors)
         if full is None:
             full = prepare(before.parallel, state, call, key, training=before.parallel.training)
         _refuse_other_draws(before.prepared, full)

@@ -81,9 +81,9 @@ class ParallelModule(nn.Module):
         call = call_of(self, args, kwargs)
         key = Key(call.key, torch.is_grad_enabled(), ambient_state())
         with without_torch_function():
-            prepared = found(state, key)
+            prepared = found(state, key, call.tensors)
         if prepared is None:
-            announced = state.watch.call(NEW, alone=True, why=why_new(state, key))
+            announced = state.watch.call(NEW, alone=True, why=why_new(state, key, call.tensors))
         else:
             announced = state.watch.call(prepared.told)
         with announced:
@@ -376,7 +376,7 @@ def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepar
     state = parallel._autopar
     if state.plan is None:
         _first_program(parallel, call, key._replace(gradients=True), held=True, loosely=not key.gradients)
-        if (prepared := found(state, key)) is not None:
+        if (prepared := found(state, key, call.tensors)) is not None:
             return prepared, call
         with laid_out_for_it():
             return _new_program(parallel, call, key)
@@ -387,7 +387,9 @@ def _new_program(parallel: ParallelModule, call: Call, key: Key) -> tuple[Prepar
         try:
             again = caller(call.args, call.kwargs)
             key_again = key._replace(call=again.key)
-            prepared = found(state, key_again) or prepare(parallel, state, again, key_again, training=parallel.training)
+            prepared = found(state, key_again, again.tensors) or prepare(
+                parallel, state, again, key_again, training=parallel.training
+            )
             if output_types(prepared.graph) == state.calls[call.shape][1]:
                 return prepared, again
         except TraceError:

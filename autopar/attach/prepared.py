@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from autopar.ir.batch_norm import leads_to_outputs
 from autopar.ir.graph import Graph, Node, TensorType
 from autopar.ir.layout import Layout
 from autopar.plan import Plan
+from autopar.trace.asked import Asked
 from autopar.trace.counted import Counting, held_at
 from autopar.trace.formulas import Computed, Place
 from autopar.trace.modules import noted_on
@@ -50,7 +51,8 @@ class Prepared:
     attributes that forward sets, as `Reads.written` has them; `sets`: those that are no tensors, and to what, of the
     numbers that are there; `left`: what it writes elsewhere. `counting`: numbers of modules that it takes. `told`: in
     words. `given`: leaves of what forward gives that lie where a tensor of the call (its place) or a buffer does.
-    `has_trained`: whether a call with gradients ran it.
+    `asked`: what forward asks its arguments, and of which of the tensors of a call, by path. `has_trained`: whether a
+    call with gradients ran it.
     """
 
     plan: Plan
@@ -78,6 +80,8 @@ class Prepared:
     told: str
     batch_dims: Mapping[str, int]
     given: Mapping[int, tuple[int | Slot, Look | None]]
+    asked: Asked
+    asks: Mapping[str, int]
     has_trained: bool = False
 
     def __post_init__(self) -> None:
@@ -89,8 +93,8 @@ class Prepared:
         """Of the whole model; of several micro-batches one of them."""
         return self.runner.graph
 
-    def fits(self) -> str | None:
-        """None where this program still means what the module does; else what has changed, in words."""
+    def fits(self, given: Sequence[Tensor]) -> str | None:
+        """None where this program still means what the module does with these; else what has changed, in words."""
         if torch.is_grad_enabled() or self.counting.asks_what_trains:
             try:
                 changed = any(tensors[name].requires_grad != before for (tensors, name), before in self.trained)
@@ -118,7 +122,9 @@ class Prepared:
                 return f"buffer {name} {'is not there' if now is None else 'has another shape'}"
         if self.hooks.changed():
             return OTHER_HOOKS
-        return self.guards.broken() or self.counting.broken(self.modules)
+        if (changed := self.guards.broken() or self.counting.broken(self.modules)) is not None or not self.asks:
+            return changed
+        return self.asked.changed({path: given[place] for path, place in self.asks.items()})
 
     @cached_property
     def _shapes(self) -> list[tuple[Slot, tuple[int, ...]]]:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -29,11 +27,12 @@ from autopar.attach.guards import guards_of, has_tensors, refuse_carried
 from autopar.attach.host_parameters import resident
 from autopar.attach.pipe import Pipe
 from autopar.attach.placing import as_user_class, known_places, lay_out_new, layouts, newcomers
-from autopar.attach.prepared import OTHER_HOOKS, Prepared, Slot, given_before
+from autopar.attach.prepared import Prepared, Slot, given_before
 from autopar.attach.run import Runner
 from autopar.attach.runners import runner_of
 from autopar.attach.staging import Staged
 from autopar.attach.tensors import mesh_of
+from autopar.attach.tracing import is_first_rank, tell_of_kinds, tell_of_traces
 from autopar.attach.updates import Updates
 from autopar.attach.watch import PATIENCE_S, Watch
 from autopar.emit import forward_only
@@ -45,6 +44,7 @@ from autopar.ir.outside import Rules
 from autopar.plan import Plan
 from autopar.trace import Captured, capture, flatten_inputs, graph_of
 from autopar.trace.ambient import AmbientState, ambient_as
+from autopar.trace.asked import Arguments, values_of
 from autopar.trace.calls import Call, Caller
 from autopar.trace.formulas import Computed, Counted, Place
 from autopar.trace.installed import let_be_attributes
@@ -113,6 +113,7 @@ class State:
         self.in_a_row: Counter[Key] = Counter()  # calls of which each was traced, and no program was there for it
         self.wants_tangents: set[Key] = set()
         self.counted: set[Place] = set()  # numbers of modules that programs take
+        self.asks_at_once = False  # forward cannot be traced otherwise (`trace.asked.Arguments`)
 
     def settle(self, mesh: Mesh) -> None:
         """Arrange the devices as the plan has it; all ranks have to call it."""
@@ -169,10 +170,10 @@ def told_of(call: Call, key: Key) -> str:
     return f"forward of {given or 'nothing'} {'with' if key.gradients else 'without'} gradients"
 
 
-def found(state: State, key: Key) -> Prepared | None:
-    """The program of this call, if there is one that still means what the module does."""
+def found(state: State, key: Key, tensors: Sequence[Tensor]) -> Prepared | None:
+    """The program of this call, of these, if there is one that still means what the module does."""
     for prepared in () if state.has_new else state.programs.get(key, ()):
-        if prepared.fits() is None:
+        if prepared.fits(tensors) is None:
             state.programs.move_to_end(key)
             state.in_a_row[key] = 0
             return prepared
@@ -194,10 +195,10 @@ def laid_out_for_it() -> Iterator[None]:
         raise Infeasible(f"{error} {told}", error.at_least, error.enough) from None
 
 
-def why_new(state: State, key: Key) -> str:
+def why_new(state: State, key: Key, tensors: Sequence[Tensor]) -> str:
     """What has changed since the last program of such a call, in words; "" where there is none."""
     known = state.programs.get(key)
-    return "" if not known else "it has new parameters" if state.has_new else known[0].fits() or ""
+    return "" if not known else "it has new parameters" if state.has_new else known[0].fits(tensors) or ""
 
 
 def prepare(
@@ -236,36 +237,16 @@ def prepare(
         prepared = _prepared(parallel, state, call, key, captured, graph, runner)
     kept = state.programs.setdefault(key, [])
     if len(kept) + 1 in (TOLD_AT, STATES):
-        _tell_of_traces(kept[0].fits(), len(kept) + 1)
+        tell_of_traces(kept[0].fits(call.tensors), len(kept) + 1)
     kept.insert(0, prepared)
     state.in_a_row[key] += 1
-    del kept[STATES:]
+    del kept[KEPT if prepared.asked.answers else STATES :]
     state.calls.setdefault(call.shape, (dict(call.numbers), output_types(prepared.graph)))
-    if len(state.programs) == KINDS_TOLD_AT and not kept[1:] and _is_first_rank():
-        warnings.warn(
-            f"calls of {KINDS_TOLD_AT} kinds (shapes, arguments, modes) were traced and planned, each by itself; pad "
-            "inputs to a few lengths where every batch has another",
-            stacklevel=2,
-        )
+    if len(state.programs) == KINDS_TOLD_AT and not kept[1:]:
+        tell_of_kinds(KINDS_TOLD_AT)
     while len(state.programs) > KEPT:
         state.programs.popitem(last=False)
     return prepared
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _tell_of_traces(changed: str | None, count: int) -> None:
-    """Warn that something keeps changing: correct, and slow."""
-    if _is_first_rank():
-        advice = "what changes from step to step is better an argument of forward (a number will do) or a buffer"
-        if changed == OTHER_HOOKS:
-            advice = "register a hook once, in front of the loop, and let it look whether it is wanted"
-        warnings.warn(
-            f"the model is traced and planned for the {count}th time for calls of one kind, as {changed}; {advice}",
-            stacklevel=2,
-        )
 
 
 def varying(state: State, call: Call) -> set[str]:
@@ -280,10 +261,13 @@ def _with_notes(plan: Plan, notes: tuple[str, ...]) -> Plan:
 
 def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: bool) -> tuple[Captured, Graph]:
     """The joint graph, also where the caller is in no_grad; on all ranks or on none."""
-    if state.inputs == "local" and state.mesh.ranks > 1 and _is_first_rank():
-        tell_other_rows(flatten_inputs(call.args, call.kwargs)[0], state.mesh.ranks)
+    leaves, _ = flatten_inputs(call.args, call.kwargs)
+    if state.inputs == "local" and state.mesh.ranks > 1 and is_first_rank():
+        tell_other_rows(leaves, state.mesh.ranks)
     state.updates.finish()  # while torch traces, optimizers compute in other ways
     mode = None if training == parallel.training else training
+    numbers = set[str]() if state.caller is None else state.caller.varying  # which have programs of their own
+    values = {path: value for path, value in values_of(leaves).items() if path not in numbers}
 
     def captured_with() -> Captured:
         return capture(
@@ -298,6 +282,7 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
             counted=state.counted,
             derivatives=call.derivatives,
             tensors=state.inputs != "local",  # whose rows nobody knows
+            arguments=Arguments(values, state.asks_at_once),
         )
 
     def trace() -> tuple[Captured, Graph]:
@@ -315,6 +300,7 @@ def _capture(parallel: nn.Module, state: State, call: Call, key: Key, training: 
                 captured = captured_with()
         let_be_attributes(captured.reads.unregistered, dict(parallel.named_modules(remove_duplicate=False)))
         state.counted |= captured.reads.counting.filled
+        state.asks_at_once |= captured.reads.asked.arguments.at_once
         known = state.programs.get(key, ())
         refuse_carried(captured.reads, [one.writes for one in known], state.in_a_row[key] >= STATES - 1)
         parts = parts_of(state.batch_norm, state.mesh)
@@ -376,6 +362,8 @@ def _prepared(
         told_of(call, key),
         batch_dims_of(graph, tensors, places, state.device_mesh) if state.inputs == "local" else {},
         given_before(memory, {} if state.inputs == "local" else places, buffers),
+        captured.reads.asked.settled(),
+        {path: places[path] for path in captured.reads.asked.paths},
     )
 
 

@@ -42,6 +42,7 @@ RANDOM = (
     "aten.normal",
     "aten.multinomial",
     "aten._fused_dropout.",
+    "aten._sample_dirichlet.",
     "aten._standard_gamma.",
     "aten.alpha_dropout.",
     "aten.binomial.",

@@ -33,6 +33,7 @@ from autopar.trace.ambient import (
     without_autocast,
 )
 from autopar.trace.apart import keep_apart
+from autopar.trace.asked import Arguments, Asked
 from autopar.trace.attention import keep_attention
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
@@ -114,6 +115,7 @@ class _Setting:
     under_its_autocast: bool
     counted: Counting
     derivatives: Sequence[Derivative]
+    arguments: Arguments
 
     @property
     def device(self) -> str:
@@ -178,6 +180,7 @@ def capture(
     device_type: str = "cpu",
     counted: Counting | None = None,
     derivatives: Sequence[Derivative] = (),
+    arguments: Arguments | None = None,
 ) -> Captured:
     """Capture forward and backward of `model(*args, **kwargs)`, in its present mode or in train or eval mode, under the
     present autocast: the casts are in the forward, as if backward were called outside.
@@ -186,14 +189,15 @@ def capture(
     `device_type`: what the program will run on.
     `every_tangent`: outputs beside a scalar loss get gradients, and scalars beside one that is called `loss`;
     `loss_alone`: others are None. `counted`: numbers that are arguments (`autopar.trace.counted`). `derivatives`: what
-    is captured in the place of outputs (`autopar.trace.derivatives`). Raises TraceError.
+    is captured in the place of outputs (`autopar.trace.derivatives`). `arguments`: what forward may ask. Raises
+    TraceError.
     """
     check_names(model)
     around = _autocast_around(device_type)
     setting = _Setting(
         model, _fake_mode(), training, precision, device_type, autocast_for(device_type),
         around, around.enabled and device_type != "cpu", counted or Counting(),
-        derivatives,
+        derivatives, arguments or Arguments(),
     )  # fmt: skip
     return _captured(setting, args, kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
 
@@ -261,6 +265,7 @@ def _ready_to_trace(setting: _Setting, may_cache: bool, left: Sequence[torch.Ten
     caches = settle(copy, notes) and may_cache
     drawn = random_state()
     reads.count(setting.counted)
+    reads.asked = Asked(setting.arguments, notes=notes)
     returning(copy, reads, notes, setting.derivatives)
     watch_forward(copy, small_buffers(setting.model), notes, reads)
     return _Watched(copy, reads, notes, caches, may_cache, drawn, originals)

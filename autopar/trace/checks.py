@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import linecache
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from autopar._compat import check_tensor_all_with
+from autopar.trace.asked import Arguments
 from autopar.trace.lines import line_here
 from autopar.trace.origins import writes_in_place
 from autopar.trace.values import is_installed
 
-ASKS = frozenset(("__bool__", "item", "is_nonzero", "_assert"))
+DECIDES = ("__bool__", "is_nonzero")
+ASKS = frozenset((*DECIDES, "item", "_assert"))
 OTHERWISE = (
     "what forward asks{} has not the answer in this call with which the plan goes on: call the model without autopar "
     "with this batch to see what is wrong with it"
@@ -45,8 +48,9 @@ class Checks:
     them is a sum over the ranks and micro-batches that the values are split over.
     """
 
-    def __init__(self, notes: list[str]) -> None:
+    def __init__(self, notes: list[str], arguments: Arguments, of_arguments: Callable[[Tensor], Any]) -> None:
         self.notes = notes  # of the plan
+        self.arguments, self.of_arguments = arguments, of_arguments  # the latter as `Origins.answer`
         self.wrong: dict[str, Tensor] = {}
         self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
         self._counts: dict[int, Tensor] = {}  # numbers of rows that masks pick
@@ -85,6 +89,8 @@ class Checks:
         wanted = True if name == "_assert" else _wanted(frame, name)
         if wanted is None and name != "item" and id(asked) in self._expected:
             wanted = self._expected[id(asked)][1]
+        if wanted is None and name in DECIDES and (answer := self.of_arguments(asked)) is not None:
+            return bool(answer)
         if wanted is None and id(asked) in self._there and is_installed(frame.f_code.co_filename):
             _, wanted, count = self._there[id(asked)]
             self.add(NO_ROWS.format(line_here()), count == 0)

@@ -37,13 +37,14 @@ from autopar.trace.literals import Literals
 from autopar.trace.looks import as_looks, looks_in
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import noted_on, replace_tensors, tensors_by_name
-from autopar.trace.numbers import HangsOnValues, Number, taken_out, with_numbers
+from autopar.trace.numbers import HangsOnValues, Number, taken_out, takes_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
 from autopar.trace.places import with_masks
 from autopar.trace.reads import Reads
 from autopar.trace.recurrent import kept_as_loops
 from autopar.trace.sharing import seen
+from autopar.trace.sized import SIZED_BY_VALUES, counted_now, with_size
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.values import is_torchs
 from autopar.trace.written_out import WRITTEN_OUT, copied, with_condition, with_limits
@@ -99,6 +100,9 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
             for name, value in values.items():
                 watch.literals.know(name, now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
+            for path, leaf in flatten_inputs(args, kwargs)[0]:
+                if path in (there := reads.asked.arguments.values) and leaf.dtype == there[path].dtype:
+                    watch.origins.is_argument(leaf, path)
             watch.known |= set(map(id, looks.values()))
             watch.registered |= set(map(id, tensors_in([*numbers.values()])))  # whose memory may be written to, too
             arguments, _ = flatten_inputs(args, kwargs)
@@ -141,8 +145,8 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
-        self.literals, self.checks = Literals(counting.beside), Checks(notes)
-        self.origins = Origins(self.checks)
+        self.literals, self.checks = Literals(counting.beside), Checks(notes, reads.asked.arguments, self._of_arguments)
+        self.origins = Origins(self.checks, reads.asked)
         self.beside, self.counting = counting.beside, counting
         self.packing = Packing(self.origins)
         self.reads_at = ReadsAt()
@@ -173,7 +177,7 @@ class _Watch(TorchFunctionMode):
             self.reads_at.set_anew({made for made, of in self.data.items() if of == id(args[0])})
             func, kwargs = torch.Tensor.copy_, {}
         self._refuse_what_is_not_traced(func, args, kwargs)
-        args, kwargs = with_limits(func, *dense_lookup(func, with_condition(func, with_masks(func, args)), kwargs))
+        args, kwargs = self._as_taken(func, args, kwargs)
         func = REPLACED.get(func, func)
         is_data = func == DATA.__get__
         if is_data:
@@ -193,7 +197,7 @@ class _Watch(TorchFunctionMode):
             return known
         if (expected := self.checks.answer(func, args)) is not None:
             return expected
-        if (number := taken_out(func, args, self.checks)) is not None:
+        if (number := self._taken_out(func, args)) is not None:
             return number
         if any(isinstance(leaf, Number) for leaf in pytree.tree_leaves((args, kwargs))):
             return self._with_numbers(func, args, kwargs)
@@ -213,7 +217,25 @@ class _Watch(TorchFunctionMode):
         places = self.literals.nonzero(func, args, kwargs)
         if places is not None and self.literals.asks_buffers(args):
             self.checks.answered(None, args, {}, self.literals.known(args[0]))
-        return places
+        if places is not None or not self.checks.arguments.at_once:
+            return places
+        counted = counted_now(func, args, kwargs)
+        with self:
+            return None if counted is None else counted(self._of_arguments)
+
+    def _as_taken(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of `func` as a program has them."""
+        if func in SIZED_BY_VALUES:
+            with self:  # what sizes are made of is seen
+                args, kwargs = with_size(func, args, kwargs, self._of_arguments)
+        return with_limits(func, *dense_lookup(func, with_condition(func, with_masks(func, args)), kwargs))
+
+    def _taken_out(self, func: Any, args: Any) -> Any:
+        """The numbers that `func` takes out of a tensor; None where it takes none."""
+        if not takes_out(func, args):
+            return None
+        with self:  # what they are made of is seen
+            return taken_out(func, args, self.checks)
 
     def _gradients(self, args: Any, kwargs: Any) -> Any:
         found = self.taken.grad(*args, **kwargs)
@@ -280,7 +302,13 @@ class _Watch(TorchFunctionMode):
             )
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if (rows := rows_of(func, args, kwargs, self.origins)) is not None:
+        try:
+            rows = rows_of(func, args, kwargs, self.origins)
+        except TraceError:
+            self.checks.arguments.is_lazy = True
+            raise
+        if rows is not None:
+            self.checks.arguments.is_lazy = True
             return rows
         if func in LESS and id(args[0]) in self.uniform and isinstance(args[1], int | float) and args[1] <= 0:
             return torch.tensor(False)  # of what is drawn from [0, 1): a layer that is skipped with chance 0
@@ -299,6 +327,7 @@ class _Watch(TorchFunctionMode):
             self.uniform.add(id(result))
         for value in tensors_in(result):
             if any(isinstance(size, torch.SymInt) for size in value.shape):
+                self.checks.arguments.is_lazy = True
                 name = getattr(func, "__name__", str(func))
                 if caller(2) == LAYERS.co_filename:
                     raise HangsOnValues(GIVEN_PACKED.format(line_here()))
@@ -309,16 +338,23 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = with_numbers(func, args, kwargs)
+        result = with_numbers(func, args, kwargs, self._called)
         if writes_in_place(getattr(func, "__name__", ""), kwargs):
             self.literals.set_by_number(tensors_in(args[:1]))
         self.beside.made(func, args, kwargs, result)
         return result
 
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        with self:
+            return func(*args, **kwargs)
+
+    def _of_arguments(self, tensor: torch.Tensor) -> Any:
+        return self.origins.answer(tensor)
+
     def _with_places(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of `func` with what is known of an index, and of sizes, in them."""
         args = with_counted_places(func, args)
-        args, kwargs, sizes = self.literals.sizes(func, self.literals.places(func, args), kwargs)
+        args, kwargs, sizes = self.literals.sizes(func, self.literals.places(func, args), kwargs, self._of_arguments)
         for size, number in sizes:
             if self.literals.asks_buffers(size):
                 self.checks.answered(None, (size,), {}, number)

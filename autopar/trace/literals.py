@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar._compat import outside_modes, pytree
 from autopar.errors import TraceError
+from autopar.trace.asked import on_cpu
 from autopar.trace.beside import Beside
 from autopar.trace.formulas import Place
 from autopar.trace.lines import line_here
@@ -24,7 +25,6 @@ from autopar.trace.rows import ELEMENTWISE
 from autopar.trace.values import SCALARS
 
 MOST, MOST_OF_BUFFER = 2**18, 64  # elements
-CPU, DEVICES = torch.device("cpu"), ("cpu", "cuda", "meta")
 MADE = frozenset(("tensor", "arange", "linspace", "zeros", "ones", "full", "eye"))
 _MORE = """
     unbind select diff flip cumsum mean prod cat stack triu tril t repeat repeat_interleave tile roll diag outer hstack
@@ -44,7 +44,8 @@ _SIZED = """
     pad view reshape expand repeat tile unflatten narrow split as_strided new_zeros new_ones new_full new_empty
     __getitem__ __setitem__
 """
-SIZED = frozenset(_SIZED.split())
+MADE_SO_LARGE = frozenset(("arange", "zeros", "ones", "empty", "rand", "randn"))
+SIZED = frozenset(_SIZED.split()) | MADE_SO_LARGE
 ASKS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "equal", "allclose", "is_nonzero"))
 
 
@@ -94,23 +95,24 @@ class Literals:
             return None
         return self._run(func, args, kwargs)
 
-    def sizes(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, list[tuple[Tensor, int]]]:
+    def sizes(
+        self, func: Any, args: Any, kwargs: Any, of_arguments: Callable[[Tensor], Any]
+    ) -> tuple[Any, Any, list[tuple[Tensor, int]]]:
         """The arguments of `func` with numbers in the place of known tensors that say how large something is, or where
-        a slice begins or ends; and these tensors with their numbers.
+        a slice begins or ends; and these tensors with their numbers. `of_arguments`: as `Origins.answer`.
         """
         name = getattr(func, "__name__", "")
-        if not self._known or name not in SIZED or not args:
+        if name not in SIZED or not args:
             return args, kwargs, []
         found: list[tuple[Tensor, int]] = []
 
         def number(one: Any) -> Any:
             if isinstance(one, slice):
                 return slice(number(one.start), number(one.stop), number(one.step))
-            is_size = (
-                isinstance(one, Tensor) and id(one) in self._known and not one.ndim and not one.is_floating_point()
-            )
-            if not is_size or one.dtype == torch.bool:
+            if not isinstance(one, Tensor) or one.ndim or one.is_floating_point() or one.dtype == torch.bool:
                 return one
+            if id(one) not in self._known:
+                return one if (known := of_arguments(one)) is None else known
             found.append((one, int(self._known[id(one)][1])))
             return found[-1][1]
 
@@ -119,8 +121,10 @@ class Literals:
         def part(one: Any) -> Any:
             return one if only_slices and not isinstance(one, slice) else number(one)
 
-        rest, named = pytree.tree_map(part, (args[1:], kwargs), is_leaf=lambda one: isinstance(one, slice))
-        return (args[0], *rest), named, found
+        ahead = () if name in MADE_SO_LARGE else args[:1]
+        sizes = args[len(ahead) :]
+        rest, named = pytree.tree_map(part, (sizes, kwargs), is_leaf=lambda one: isinstance(one, slice))
+        return (*ahead, *rest), named, found
 
     def places(self, func: Any, args: Any) -> Any:
         """The arguments of `x[mask]` and `x[mask] = y` with the places of what is true in each mask that is made of
@@ -241,15 +245,9 @@ class Literals:
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The function of what the tensors are, on the CPU: the device that they are for may not be there."""
-        given = {name: value for name, value in kwargs.items() if name != "device"}
-        args, given = pytree.tree_map_only(Tensor, lambda one: self._known[id(one)][1], (args, given))
-        args = pytree.tree_map(lambda one: CPU if _is_device(one) else one, args)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda one: self._known[id(one)][1], (args, kwargs))
         with outside_modes(), torch.no_grad():
-            return func(*args, **given)
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in DEVICES)
+            return on_cpu(func, args, kwargs)
 
 
 def small_buffers(model: nn.Module) -> dict[str, Tensor]:

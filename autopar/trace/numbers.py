@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autopar._compat import FakeTensor, pytree
 from autopar.errors import TraceError
-from autopar.trace.checks import Checks
+from autopar.trace.checks import DECIDES, Checks
 from autopar.trace.lines import NUMPY, line_here
 from autopar.trace.origins import tensors_in, writes_in_place
 
@@ -44,11 +44,14 @@ COMBINED = {"addcmul": torch.mul, "addcdiv": torch.div}
 FILLED = {"full": 1, "full_like": 1, "new_full": 2}  # function -> which argument of it is the number
 IN_PYTHON = ("torch.nn.functional", "torch.functional")  # functions there compute with what they are given
 NAMED = {"input", "other", "min", "max", "value", "exponent"}  # arguments that numbers may be
-DECIDES = ("__bool__", "is_nonzero")
 WRITES = ("__format__", "__repr__")
 TAKES_OUT = frozenset(
     ("item", "tolist", "__int__", "__float__", "__index__", "__complex__", "numpy", *WRITES, *DECIDES)
 )
+BY_METHOD: dict[str, Callable[[Any], Any]] = {
+    "__int__": int, "__index__": operator.index, "__float__": float, "__complex__": complex,
+    **dict.fromkeys(("item", "tolist"), lambda known: known),
+}  # fmt: skip
 MOST = 64  # numbers of one tolist()
 INSTEAD = (
     "Leave what is asked a tensor (torch.where for if, .clamp(min=1) for max(.., 1)). What .item() gives may be "
@@ -82,7 +85,9 @@ class Number:
 
     def at_once(self, told: str) -> Any:
         """A number of Python where nothing else will do. Raises TraceError, which says `told`, where there is none."""
-        raise TraceError(f"{told}. {INSTEAD}")
+        if (known := self._checks.of_arguments(self.tensor)) is None:
+            raise TraceError(f"{told}. {INSTEAD}")
+        return known
 
     def of_two(self, name: str, other: Any, is_reversed: bool = False) -> Any:
         """`self name other`, of numbers or with a tensor; NotImplemented where it is something else."""
@@ -123,9 +128,18 @@ class Number:
         return wanted
 
     def _at_once(self, *_: Any) -> Any:
-        raise _needed_now()
+        if (known := self._checks.of_arguments(self.tensor)) is None:
+            raise _needed_now()
+        return int(known)
 
-    __int__ = __float__ = __index__ = __complex__ = __trunc__ = __floor__ = __ceil__ = _at_once
+    __int__ = __index__ = __trunc__ = __floor__ = __ceil__ = _at_once
+
+    def __float__(self) -> float:
+        return float(self._at_once())
+
+    def __complex__(self) -> complex:
+        return complex(self._at_once())
+
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
@@ -205,22 +219,34 @@ for _name in (*BINARY, *COMPARED):
     _operators(_name)
 
 
+def takes_out(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a function of torch takes numbers out of a tensor without values."""
+    is_one = getattr(func, "__name__", "") in TAKES_OUT
+    return is_one and isinstance(args[0], FakeTensor) and args[0].constant is None
+
+
 def taken_out(func: Any, args: Sequence[Any], checks: Checks) -> Any:
-    """What a function of torch gives that takes numbers out of a tensor without values; None: it is another. Raises
-    TraceError where they are to be known at once.
-    """
+    """What such a function gives. Raises TraceError where they are to be known at once."""
     name = getattr(func, "__name__", "")
-    if name not in TAKES_OUT or not isinstance(args[0], FakeTensor) or args[0].constant is not None:
-        return None
-    if name in DECIDES:
+    if name in DECIDES:  # and `Checks` has no answer
         raise _hangs()
     tensor: Tensor = args[0].detach()
     if name in WRITES:
         return _written(checks)
+    is_few = (
+        name in ("item", "tolist", "numpy") and not tensor.is_complex() and (name == "numpy" or tensor.numel() <= MOST)
+    )
+    if not is_few or checks.arguments.at_once:
+        known = checks.of_arguments(args[0])
+        if known is None and not is_few:
+            raise _needed_now()
+        if known is not None:
+            return (
+                np.array(known, str(tensor.dtype).removeprefix("torch.")) if name == "numpy" else BY_METHOD[name](known)
+            )
+    checks.arguments.is_lazy = True
     if name == "numpy":
         return None if args[0].requires_grad else Array(tensor, checks)  # torch says what to do
-    if name not in ("item", "tolist") or tensor.is_complex() or tensor.numel() > MOST:
-        raise _needed_now()
     return Number(tensor.reshape(()), checks) if name == "item" else _listed(tensor, checks)
 
 
@@ -235,9 +261,14 @@ def _listed(tensor: Tensor, checks: Checks) -> Any:
     return [_listed(part, checks) for part in tensor.unbind()] if tensor.ndim else Number(tensor, checks)
 
 
-def with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
+def _called(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
+def with_numbers(func: Any, args: Any, kwargs: Any, called: Callable[[Any, Any, Any], Any] = _called) -> Any:
     """What `func` gives of these, some of which are `Number`s, as torch treats numbers of Python: they have no say in
-    the dtype, and are not rounded to it before something is computed. Raises TraceError where it takes none.
+    the dtype, and are not rounded to it before something is computed. `called`: what a function gives of numbers that
+    are known. Raises TraceError where it takes none.
     """
     if any(isinstance(leaf, Array) for leaf in pytree.tree_leaves((args, kwargs))):
         raise _array()
@@ -250,17 +281,17 @@ def with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
     if known in MADE:
         return MADE[known](*args, **kwargs)
     if known in FILLED:
-        return _filled(func, FILLED[known], args, kwargs)
+        return _filled(func, FILLED[known], args, kwargs, called)
     if isinstance(kwargs.get(SCALED.get(known, "")), Number) and "out" not in kwargs:
         return _scaled(known, args, {**kwargs}, in_place)
     if known not in WITH_TENSORS or any(isinstance(one, Number) for key, one in kwargs.items() if key not in NAMED):
         if isinstance(func, types.FunctionType) and func.__module__ in IN_PYTHON:
             return func(*args, **kwargs)
-        return _at_once(func, f"a number out of a tensor is given to {name or func}{line_here()}", args, kwargs)
+        return _at_once(func, f"a number out of a tensor is given to {name or func}{line_here()}", args, kwargs, called)
     mask = {"where": 0, "masked_fill": 1}.get(known)
     tensors = tensors_in([one for place, one in enumerate(args) if place != mask])
     if not tensors:
-        return _at_once(func, f"{name} is given numbers out of tensors alone{line_here()}", args, kwargs)
+        return _at_once(func, f"{name} is given numbers out of tensors alone{line_here()}", args, kwargs, called)
     first = tensors[0]
     widened = known in ARITHMETIC and not in_place and first.dtype in (torch.bfloat16, torch.float16)
 
@@ -278,17 +309,17 @@ def _given(value: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.as_given() if isinstance(leaf, Number) else leaf, value)
 
 
-def _at_once(func: Any, told: str, args: Any, kwargs: Any) -> Any:
+def _at_once(func: Any, told: str, args: Any, kwargs: Any, called: Callable[[Any, Any, Any], Any]) -> Any:
     """What it gives of numbers of Python's. Raises TraceError where nobody has them."""
     known = pytree.tree_map(lambda leaf: leaf.at_once(told) if isinstance(leaf, Number) else leaf, (args, kwargs))
-    return func(*known[0], **known[1])
+    return called(func, *known)
 
 
-def _filled(func: Any, place: int, args: Any, kwargs: Any) -> Tensor:
+def _filled(func: Any, place: int, args: Any, kwargs: Any, called: Callable[[Any, Any, Any], Any]) -> Tensor:
     """As `torch.full(size, number)`."""
     number = args[place] if len(args) > place else kwargs["fill_value"]
     if not isinstance(number, Number):  # a size is one
-        return _at_once(func, f"a size is a number out of a tensor{line_here()}", args, kwargs)
+        return _at_once(func, f"a size is a number out of a tensor{line_here()}", args, kwargs, called)
     args, kwargs = pytree.tree_map(lambda leaf: leaf.like if leaf is number else leaf, (args, kwargs))
     made = func(*args, **kwargs)
     return made.fill_(number.tensor.to(made.dtype))

@@ -8,14 +8,25 @@ from typing import Any, Protocol
 import torch
 
 from autopar._compat import pytree
+from autopar.trace.asked import Asked, Many, Ref, Slice
 from autopar.trace.sharing import has_storage, storage_of
 
 _PURE = """
     eq ne lt le gt ge and or xor invert logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
     getitem view reshape flatten unsqueeze squeeze transpose permute contiguous to bool float double long int detach
     any all sum isnan isinf isfinite expand expand_as abs add sub mul div truediv argmax max min
+    radd rsub rmul rtruediv rfloordiv rmod rpow floordiv mod pow neg round floor ceil trunc sqrt int short
+    floor_divide true_divide remainder fmod clamp clamp_min clamp_max maximum minimum where masked_fill argmin sort
+    argsort cumsum cumprod diff flip roll isin bucketize searchsorted gather index_select select narrow take amax amin
+    aminmax mean prod count_nonzero cat concat stack unbind split chunk tensor arange full zeros ones eye zeros_like
+    ones_like full_like new_zeros new_ones new_full tril triu repeat tile repeat_interleave diag diagonal bincount t
+    scatter scatter_add index_add index_fill topk outer type_as movedim swapaxes cpu
 """
 PURE = frozenset(_PURE.split())  # they give the same again from the same
+
+
+# Functions that write to some of their arguments, and do not say so: their names, and those of the arguments.
+STATISTICS = {name: {1: "running_mean", 2: "running_var"} for name in ("batch_norm", "instance_norm")}
 
 
 def writes_in_place(name: str, kwargs: Any) -> bool:
@@ -50,12 +61,13 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 class Origins:
     """Numbers of values: equal ones are the same function of the same. What is written to in place forgets them all.
-    `checks`: what is looked at in each call, and the notes of the plan.
+    `checks`: what is looked at in each call, and the notes of the plan. `asked`: gets to know of what each is made.
     """
 
-    def __init__(self, checks: Looks) -> None:
-        self.checks = checks
+    def __init__(self, checks: Looks, asked: Asked) -> None:
+        self.checks, self.asked = checks, asked
         self._by_id: dict[int, int] = {}
+        self._versions: dict[int, int] = {}  # as they were then: some functions write where their name does not say so
         self._in_memory: dict[int | None, set[int]] = {}  # which of them lie in a memory
         self._by_making: dict[Any, int] = {}
         self._next = 0
@@ -63,12 +75,34 @@ class Origins:
 
     def of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor, a new one where nothing is known of it."""
-        if id(tensor) not in self._by_id:
-            self._is_number(tensor, self._new())
+        if not self._is_known(tensor):
+            number = self._new()
+            self._is_number(tensor, number)
+            if type(tensor) is torch.Tensor:  # of the user's, and none of the trace: a program is of what is in it
+                self.asked.constants[number] = tensor
         return self._by_id[id(tensor)]
 
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._by_id and self._versions[id(tensor)] == tensor._version
+
+    def is_argument(self, tensor: torch.Tensor, path: str) -> None:
+        self.asked.roots[self.of(tensor)] = path
+
+    def answer(self, tensor: torch.Tensor) -> Any:
+        """What is in a tensor of whole numbers or truths that is made of arguments alone, in the call that is traced;
+        None where nobody knows. The program is one of calls in which it is the same.
+        """
+        if tensor.is_floating_point() or tensor.is_complex() or not self._is_known(tensor):
+            return None
+        return self.asked.answer(self._by_id[id(tensor)])
+
+    def answer_of(self, func: Any, number: int) -> Any:
+        """Likewise, what a function gives of such a tensor, by its number."""
+        told = func.__name__, Many(False, (Ref(number),)), Many(False, ())
+        return self.asked.answer(self._made_by(func, told, None))
+
     def _is_number(self, tensor: torch.Tensor, number: int) -> None:
-        self._by_id[id(tensor)] = number
+        self._by_id[id(tensor)], self._versions[id(tensor)] = number, tensor._version
         self._in_memory.setdefault(_memory_of(tensor), set()).add(id(tensor))
         self.hold(tensor)
 
@@ -80,29 +114,44 @@ class Origins:
         name = str(getattr(func, "__name__", func))
         if writes_in_place(name, kwargs):
             self.forget(tensors_in((args[:1], kwargs.get("out"))))
-        elif name.strip("_") in PURE and isinstance(result, torch.Tensor) and not any(result is one for one in args):
+        elif name in STATISTICS:
+            places = STATISTICS[name].items()
+            self.forget(tensors_in([args[place] if place < len(args) else kwargs.get(told) for place, told in places]))
+        elif name.strip("_") in PURE:
+            made = list(result) if isinstance(result, tuple | list) else [result]
+            if not all(isinstance(one, torch.Tensor) for one in made) or any(
+                one is other for one in made for other in args
+            ):
+                return
             try:
-                key = name.strip("_"), self._told(args), self._told(tuple(sorted(kwargs.items())))
-                number = self._by_making.get(key)
+                told = name.strip("_"), self._told(args), self._told(tuple(sorted(kwargs.items())))
+                numbers = [self._made_by(func, told, None if made == [result] else place) for place in range(len(made))]
             except TypeError:
                 return  # an argument that cannot be compared
-            self._by_making[key] = self._new() if number is None else number
-            self._is_number(result, self._by_making[key])
+            for one, number in zip(made, numbers, strict=True):
+                self._is_number(one, number)
+
+    def _made_by(self, func: Any, told: Any, place: int | None) -> int:
+        """The number of what `func` gives, at that place where it gives several."""
+        if (told, place) not in self._by_making:
+            self._by_making[told, place] = self._new()
+            self.asked.makings[self._next] = func, told[1], told[2], place
+        return self._by_making[told, place]
 
     def forget(self, written: Sequence[torch.Tensor]) -> None:
         """These were written to in place: what lies in their memory has other values now."""
         memories = {*map(_memory_of, written)}
         for memory in self._in_memory if None in memories else {None, *memories}:
             for one in self._in_memory.get(memory, ()):
-                self._by_id.pop(one, None)
+                self.asked.constants.pop(self._by_id.pop(one, 0), None)
 
     def _told(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return "tensor", self.of(value)
+            return Ref(self.of(value))
         if isinstance(value, list | tuple):
-            return tuple(map(self._told, value))
+            return Many(isinstance(value, list), tuple(map(self._told, value)))
         if isinstance(value, slice):
-            return "slice", value.start, value.stop, value.step
+            return Slice(self._told(value.start), self._told(value.stop), self._told(value.step))
         return type(value), value
 
     def _new(self) -> int:

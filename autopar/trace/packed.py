@@ -103,6 +103,8 @@ class Packing:
                 self._check(args[0], args[1], frame.f_locals["sequence"].unsorted_indices if is_pads else None)
                 is_as_long = not is_pads or frame.f_locals["total_length"] is None
                 return lambda: self._padded(*args, is_as_long=is_as_long)
+            case _ if func in FUNCTIONS and isinstance(args[0], Tensor) and isinstance(args[3], list | tuple):
+                raise TraceError(GIVEN_PACKED.format(line_here()))
             case _ if func in FUNCTIONS and _is_packed(args[0]):
                 self._check(args[0], args[1], frame.f_locals.get("sorted_indices"))
                 return lambda: self._layers(func, *args)
@@ -144,7 +146,10 @@ class Packing:
         self, data: Picked, batch_sizes: Tensor, batch_first: bool, padding: float, steps: int, is_as_long: bool
     ) -> tuple[Tensor, Tensor]:
         lengths, here = data.mask.sum(0), len(data.mask)
-        if is_as_long:
+        longest = self.origins.answer_of(torch.max, data.key.lengths) if is_as_long else None
+        if longest is not None and longest <= here:
+            data, steps = type(data)(data.dense[:longest], data.mask[:longest], data.key, self.origins), longest
+        elif is_as_long:
             self.checks.add(SHORTER.format(line_here(), here), lengths.max() != here)
         made = data.kept(fill=padding)
         if steps > here:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
+from autopar.trace.asked import Asked
 from autopar.trace.builtin import types_of_counted
 from autopar.trace.code import methods_of
 from autopar.trace.configurations import Configurations
@@ -75,7 +76,7 @@ class Reads:
     `with_gradient`: buffers that forward sets to a tensor with one. `unregistered`: buffers that are none any more, as
     forward sets them to tensors of other shapes, or with a gradient that goes on. `outside`: tensors that are none of
     the trace, of which it has the values: while they are held, no other has their ids, by which guards know them.
-    `keys`: by which the model's code asks dicts; None: by any.
+    `keys`: by which the model's code asks dicts; None: by any. `asked`: what forward asks its arguments.
     """
 
     is_open: bool = False  # while forward runs, and not what torch does around it
@@ -92,6 +93,7 @@ class Reads:
     unregistered: set[Place] = field(default_factory=set[Place])
     outside: list[Tensor] = field(default_factory=list[Tensor])
     keys: Keys | None = None
+    asked: Asked = field(default_factory=Asked)
 
     def __post_init__(self) -> None:
         self.inside.sees = self.left.see

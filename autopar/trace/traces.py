@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from autopar.errors import TraceError
+from autopar.trace.asked import Arguments
 from autopar.trace.beside import may_be_asked
 from autopar.trace.capture import Captured
 from autopar.trace.capture import capture as captured_with
@@ -41,15 +42,39 @@ def capture(
     counted: Iterable[Place] = (),
     derivatives: Sequence[Derivative] = (),
     tensors: bool = True,
+    arguments: Arguments | None = None,
 ) -> Captured:
     """As `autopar.trace.capture.capture`, of numbers that forward finds as an earlier call left them (`counted`, of
     other programs of the model; those of this one are found) too, and where `tensors` says so of tensors. Those that
-    cannot be arguments, as of lists that a variable holds, too, are constants of the trace.
+    cannot be arguments, as of lists that a variable holds, too, are constants of the trace. What forward asks its
+    arguments is left open where it can be, and asked at once where it cannot.
     """
-    trace = partial(
-        _traced, model, args, kwargs, training=training, precision=precision, every_tangent=every_tangent,
-        loss_alone=loss_alone, device_type=device_type, derivatives=derivatives,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "training": training, "precision": precision, "every_tangent": every_tangent, "loss_alone": loss_alone,
+        "device_type": device_type, "derivatives": derivatives,
+    }  # fmt: skip
+    arguments = arguments or Arguments()
+    captured = partial(_with_attributes, model, counted, tensors)
+    trace = partial(_traced, model, args, kwargs, **options)
+    try:
+        return captured(partial(trace, arguments=arguments))
+    except TraceError:
+        if arguments.at_once or not arguments.is_lazy:
+            raise
+        arguments.at_once = True
+        try:
+            return captured(partial(trace, arguments=arguments))
+        except TraceError:
+            pass  # that is about something else, or about less
+        raise
+    finally:
+        arguments.values = {}  # which what is traced may hold, in circles
+
+
+def _with_attributes(
+    model: nn.Module, counted: Iterable[Place], tensors: bool, trace: Callable[..., Captured]
+) -> Captured:
+    """The trace, with buffers as attributes that forward sets to something else than a buffer may be."""
     modules, attributes = dict(model.named_modules(remove_duplicate=False)), set[Place]()
     while True:
         try:
@@ -72,7 +97,7 @@ def _traced(*args: Any, **kwargs: Any) -> Captured:
         return captured_with(*args, **kwargs)
 
 
-def _captured(trace: partial[Captured], model: nn.Module, counted: Iterable[Place], *, tensors: bool) -> Captured:
+def _captured(trace: Callable[..., Captured], model: nn.Module, counted: Iterable[Place], *, tensors: bool) -> Captured:
     modules = dict(model.named_modules(remove_duplicate=False))
 
     def may_be(place: Place) -> bool:
@@ -122,7 +147,7 @@ def _leading_back(modules: Mapping[str, nn.Module]) -> Iterator[Place]:
 
 
 def _counting(
-    trace: partial[Captured],
+    trace: Callable[..., Captured],
     places: Iterable[Place],
     *,
     modules: Mapping[str, nn.Module],

@@ -71,18 +71,26 @@ def test_micro_batches_know_the_longest_sequence_of_all(one: DeviceMesh) -> None
 @pytest.mark.parametrize(
     ("lengths", "is_sorted", "told"),
     [
-        ((6, 5, 4, 3, 2, 1, 1, 1), False, "pad_packed_sequence at .* no sequence has so many: pass total_length="),
         (LENGTHS, True, r"lengths are sorted.*they are not: sort the batch, or pass enforce_sorted=False"),
         ((7, 0, 1, 1, 1, 1, 1, 1), False, "a length that is less than 1"),
         ((8, 7, 1, 1, 1, 1, 1, 1), False, "more than the 7 steps of its batch"),
     ],
 )
-def test_what_torch_refuses_or_makes_shorter_is_an_error(
-    one: DeviceMesh, lengths: tuple[int, ...], is_sorted: bool, told: str
-) -> None:
+def test_what_torch_refuses_is_an_error(one: DeviceMesh, lengths: tuple[int, ...], is_sorted: bool, told: str) -> None:
     parallel = autopar.compile(Packed(nn.LSTM, is_sorted), one)
     with pytest.raises(CheckFailed, match=told):
         parallel(**batch(lengths))
+
+
+def test_lengths_that_are_computed_of_values_have_a_sequence_of_all_steps(one: DeviceMesh) -> None:
+    class Computed(Packed):
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor, y: torch.Tensor) -> Any:
+            more = (self.head.weight.detach().max() > 100).long()
+            return super().forward(x, lengths + more, y)
+
+    parallel = autopar.compile(Computed(nn.LSTM, False), one)
+    with pytest.raises(CheckFailed, match=r"pad_packed_sequence at .* no sequence has so many: pass total_length="):
+        parallel(**batch((6, 5, 4, 3, 2, 1, 1, 1)))
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")

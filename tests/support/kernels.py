@@ -28,6 +28,11 @@ def _table() -> dict[str, dict[str, Any]]:
     return found
 
 
+def packets() -> set[str]:
+    """The names of all operators of torch's own, which `dir(torch.ops.aten)` has once somebody has called them."""
+    return {name.partition(".")[0] for name in _table()}
+
+
 def has_kernel(op: Any, device: str) -> bool:
     """Whether `op` runs on "CPU" or "CUDA". Operators of our own are made of torch's."""
     if op.namespace != "aten":

@@ -231,8 +231,8 @@ def test_a_collective_of_forward_is_refused(call: str) -> None:
 REPEATS = torch.tensor([2, 0, 1, 1])
 SIZES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], str]] = {
     "repeats": (
-        lambda x: torch.repeat_interleave(x, REPEATS, dim=1),
-        lambda x: torch.repeat_interleave(x, REPEATS, dim=1, output_size=4),
+        lambda x: torch.repeat_interleave(x, REPEATS + (x[0] > 100), dim=1),
+        lambda x: torch.repeat_interleave(x, REPEATS + (x[0] > 100), dim=1, output_size=4),
         "say how long it becomes: output_size=",
     ),
     "counts": (

@@ -17,6 +17,7 @@ from autopar.search.command.factory import Example, build
 from autopar.search.search import Progress, Question
 from autopar.trace import Captured, capture
 from autopar.trace.ambient import autocast_as_asked
+from autopar.trace.asked import Arguments, values_of
 from autopar.trace.calls import by_name, flatten_inputs
 from autopar.trace.modules import check_dense
 
@@ -44,12 +45,13 @@ def traced(
     model = example.model
     training = model.training or any(parameter.requires_grad for parameter in model.parameters())
     try:
-        for path, leaf in flatten_inputs(args, kwargs)[0]:
+        leaves, _ = flatten_inputs(args, kwargs)
+        for path, leaf in leaves:
             if isinstance(leaf, Tensor):
                 check_dense(leaf, f"argument {path}")
         return capture(
             model, args, kwargs, training=None if training == model.training else training, precision=precision,
-            loss_alone=loss_alone, device_type=device_type,
+            loss_alone=loss_alone, device_type=device_type, arguments=Arguments(values_of(leaves)),
         )  # fmt: skip
     except PlanMismatch as error:
         raise BadArgument(f"{text}: {error}") from error

@@ -1,0 +1,186 @@
+"""What forward asks its arguments, and goes on by the answer: `x[:, : int(lengths.max())]`, `if (labels >= 0).any():`.
+
+A trace has no values, but who calls has. What is asked is computed of the arguments of the call that is traced, and of
+those of each later call before its program is chosen: one that was traced with other answers is not the program of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar._compat import outside_modes
+from autopar.trace.lines import line_here
+
+CPU, DEVICES = torch.device("cpu"), ("cpu", "cuda", "meta")
+# How a text begins that says what else is asked.
+OTHERWISE = "what forward asks its arguments"
+NOTE = (
+    "forward asks what is in its arguments{}: the plan is for this answer, and each other one has a program of its own"
+)
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value, by its number (`autopar.trace.origins.Origins`), among what a function is given."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Many:
+    """A list or tuple of such."""
+
+    is_list: bool
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    start: Any
+    stop: Any
+    step: Any
+
+
+@dataclass
+class Arguments:
+    """`values`: path -> what an argument holds in the call that is traced. `at_once`: its numbers are taken out, and
+    its masks counted, as they come; else where nothing else will do, and `is_lazy` says that something was left open.
+    """
+
+    values: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    at_once: bool = False
+    is_lazy: bool = False
+
+
+@dataclass
+class Asked:
+    """The questions of one forward. Values have numbers, and are made of such with smaller ones. `roots`: number of a
+    value -> path of the argument that it is; `constants`: -> what it always is; `makings`: -> the function that gives
+    it, what that is given, and which of what it gives. `answers`: number -> what it is, the line that asks, and the
+    numbers of all that it is made of, in order.
+    """
+
+    arguments: Arguments = field(default_factory=Arguments)
+    roots: dict[int, str] = field(default_factory=dict[int, str])
+    constants: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    makings: dict[int, tuple[Any, Any, Any, int | None]] = field(default_factory=dict)
+    answers: dict[int, tuple[Any, str, list[int]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list[str])
+
+    def answer(self, number: int) -> Any:
+        """What is in that value, as Python has it; None where it is not made of arguments alone."""
+        if number in self.answers:
+            return self.answers[number][0]
+        steps = self._made_of(number)
+        if steps is None:
+            return None
+        with outside_modes(), torch.no_grad():
+            found = self._value(steps, self.arguments.values, {}).tolist()
+        self.answers[number] = found, (line := line_here()), steps
+        if (note := NOTE.format(line)) not in self.notes:
+            self.notes.append(note)
+        return found
+
+    def changed(self, values: Mapping[str, Tensor]) -> str | None:
+        """What is another answer in a call with these arguments, in words."""
+        known = dict[int, Any]()
+        with torch.no_grad():
+            for was, line, steps in self.answers.values():
+                if (now := self._value(steps, values, known).tolist()) != was:
+                    return f"{OTHERWISE}{line} is {_short(now)}, and was {_short(was)}"
+        return None
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """Those of the arguments that are asked."""
+        return frozenset(self.roots[one] for one in self._needed() if one in self.roots)
+
+    def settled(self) -> Asked:
+        """What is needed to ask again."""
+        needed = self._needed()
+        return Asked(
+            Arguments(at_once=self.arguments.at_once),
+            {one: path for one, path in self.roots.items() if one in needed},
+            {one: held for one, held in self.constants.items() if one in needed},
+            {one: making for one, making in self.makings.items() if one in needed},
+            self.answers,
+        )
+
+    def _needed(self) -> set[int]:
+        return {one for *_, steps in self.answers.values() for one in steps}
+
+    def _made_of(self, number: int) -> list[int] | None:
+        """The numbers of all that a value is made of, itself the last; None where that is not arguments alone."""
+        found, left = set[int](), [number]
+        while left:
+            one = left.pop()
+            if one in found:
+                continue
+            found.add(one)
+            if one in self.makings:
+                _, args, kwargs, _ = self.makings[one]
+                left += [*_numbers_in(args), *_numbers_in(kwargs)]
+            elif one not in self.constants and self.roots.get(one) not in self.arguments.values:
+                return None
+        return sorted(found)
+
+    def _value(self, steps: list[int], values: Mapping[str, Tensor], known: dict[int, Any]) -> Any:
+        """The last of them. `known`: gets all of them, of these arguments."""
+        for number in steps:
+            if number in known:
+                continue
+            if number in self.makings:
+                func, args, kwargs, place = self.makings[number]
+                found = on_cpu(func, _again(args, known), dict(_again(kwargs, known)))
+                known[number] = found if place is None else found[place]
+            else:
+                held = values[self.roots[number]] if number in self.roots else self.constants[number]
+                known[number] = held.detach().cpu()
+        return known[steps[-1]]
+
+
+def _again(told: Any, known: Mapping[int, Any]) -> Any:
+    match told:
+        case Ref(number):
+            return known[number]
+        case Many(is_list, parts):
+            again = (_again(one, known) for one in parts)
+            return list(again) if is_list else tuple(again)
+        case Slice(start, stop, step):
+            return slice(*(_again(one, known) for one in (start, stop, step)))
+        case _:
+            return told[1]
+
+
+def on_cpu(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function gives of tensors that are there, on the CPU: the device that they are for may not be there."""
+    given = [CPU if is_device(one) else one for one in args]
+    return func(*given, **{name: value for name, value in kwargs.items() if name != "device"})
+
+
+def is_device(value: Any) -> bool:
+    return isinstance(value, torch.device) or (isinstance(value, str) and value.partition(":")[0] in DEVICES)
+
+
+def values_of(leaves: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+    """The arguments by path whose values are there, whole."""
+    return {path: one for path, one in leaves if type(one) is Tensor and one.device.type != "meta"}
+
+
+def _numbers_in(told: Any) -> Iterable[int]:
+    if isinstance(told, Ref):
+        yield told.number
+    elif isinstance(told, Many | Slice):
+        parts = told.parts if isinstance(told, Many) else (told.start, told.stop, told.step)
+        for part in parts:
+            yield from _numbers_in(part)
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:40]}.."

@@ -1,0 +1,109 @@
+"""Functions of torch that take the size of what they give out of values: where these are known of arguments
+(`autopar.trace.asked`), that size is said with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.trace.places import is_mask
+
+REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
+COUNTING = (torch.bincount, Tensor.bincount)
+SIZED_BY_VALUES = (*REPEATS, *COUNTING, functional.one_hot)
+
+
+def with_size(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], of_arguments: Callable[[Tensor], Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of `func` with how much it gives among them. `of_arguments`: as `Origins.answer`."""
+    if func in REPEATS and kwargs.get("output_size") is None and len(args) < 4:
+        repeats = kwargs.get("repeats", args[min(1, len(args) - 1)])  # of one argument, it is the repeats themselves
+        is_each = isinstance(repeats, Tensor) and (repeats.numel() > 1 or repeats is args[0])
+        if is_each and (total := of_arguments(repeats.sum())) is not None:
+            return args, {**kwargs, "output_size": total}
+    if func in COUNTING and isinstance(args[0], Tensor) and args[0].numel():
+        least, largest = kwargs.get("minlength", args[2] if len(args) > 2 else 0), of_arguments(args[0].max())
+        if largest is not None and isinstance(least, int):
+            return args[:2], {**kwargs, "minlength": max(least, largest + 1)}
+    if func is functional.one_hot and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1:
+        largest = of_arguments(args[0].max())
+        return (args, kwargs) if largest is None else (args[:1], {**kwargs, "num_classes": largest + 1})
+    return args, kwargs
+
+
+def counted_now(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[Callable[[Tensor], Any]], Any] | None:
+    """What gives what `func` gives where that hangs on how many of a mask are true, or on how many values differ; it
+    is given `of_arguments`, and gives None where that does not know. None: it is another function.
+    """
+    name = getattr(func, "__name__", "").strip("_")
+    match name:
+        case "getitem" | "setitem" if isinstance(args[0], Tensor) and any(map(is_mask, _parts(args[1]))):
+            return lambda known: _at_masks(func, args, known)
+        case "nonzero" | "argwhere" | "where" if len(args) == 1 and isinstance(args[0], Tensor):
+            is_stacked = name != "where" and not kwargs.get("as_tuple")
+            return lambda known: _nonzero(args[0], is_stacked, known)
+        case "masked_select":
+            picked = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])
+            return lambda known: _at_masks(Tensor.__getitem__, picked, known)
+        case "unique" | "unique_consecutive" if kwargs.get("dim") is None and len(args) == 1:
+            return lambda known: _unique(args[0], name == "unique", kwargs, known)
+        case _:
+            return None
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def _places(mask: Tensor, of_arguments: Callable[[Tensor], Any]) -> list[Tensor] | None:
+    """Where it is true: an index for each of its dims."""
+    is_there = (mask != 0).flatten()
+    if (number := of_arguments(is_there.sum())) is None:
+        return None
+    left = is_there.logical_not().to(torch.int8).argsort(stable=True)[:number]
+    found = list[Tensor]()
+    for size in reversed(mask.shape):
+        found.insert(0, left % size)
+        left = left // size
+    return found
+
+
+def _at_masks(func: Any, args: tuple[Any, ...], of_arguments: Callable[[Tensor], Any]) -> Any:
+    """`x[.., mask, ..]`, or a write there."""
+    index = list[Any]()
+    for part in _parts(args[1]):
+        places = _places(part, of_arguments) if is_mask(part) else [part]
+        if places is None:
+            return None
+        index += places
+    made = func(args[0], tuple(index), *args[2:])
+    return args[0] if made is None else made
+
+
+def _nonzero(tensor: Tensor, is_stacked: bool, of_arguments: Callable[[Tensor], Any]) -> Any:
+    places = _places(tensor, of_arguments)
+    return places if places is None else torch.stack(places, 1) if is_stacked else tuple(places)
+
+
+def _unique(values: Tensor, is_sorted: bool, options: dict[str, Any], of_arguments: Callable[[Tensor], Any]) -> Any:
+    flat = values.detach().flatten()
+    flat = flat.sort()[0] if is_sorted else flat
+    is_first = torch.cat([torch.ones_like(flat[:1], dtype=torch.bool), flat[1:] != flat[:-1]])
+    places = _places(is_first, of_arguments)
+    if places is None:
+        return None
+    found: list[Tensor] = [flat[places[0]]]
+    run = is_first.cumsum(0) - 1
+    if options.get("return_inverse"):
+        found.append(torch.searchsorted(found[0], values.detach()) if is_sorted else run.reshape(values.shape))
+    if options.get("return_counts"):
+        found.append(torch.zeros_like(places[0]).index_add(0, run, torch.ones_like(run)))
+    return found[0] if len(found) == 1 else tuple(found)
