@@ -44,7 +44,7 @@ from autopar.trace.places import with_masks
 from autopar.trace.reads import Reads
 from autopar.trace.recurrent import kept_as_loops
 from autopar.trace.sharing import seen
-from autopar.trace.sized import SIZED_BY_VALUES, counted_now, with_size
+from autopar.trace.sized import SIZED_BY_VALUES, counted_now, of_values, with_size
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
 from autopar.trace.values import is_torchs
 from autopar.trace.written_out import WRITTEN_OUT, copied, with_condition, with_limits
@@ -61,20 +61,10 @@ LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 DATA: Any = torch.Tensor.data
 GRAD: Any = torch.Tensor.grad
-X_OF_MASK = (
-    "rows that a boolean mask picks are understood where each is treated by itself, and summed or averaged: write "
-    "x[mask]"
-)
 WITHOUT_GRADIENT = re.compile(
     "is_.*|detach|__get__|size|stride|dim|ndimension|numel|nelement|element_size|get_device|type|data_ptr|.*storage.*|"
     "item|tolist|.*_like|new_.*|arg(max|min|sort)|isnan|isinf|isfinite|gt|lt|ge|le|eq|ne|__(gt|lt|ge|le|eq|ne|len|hash|repr|format|bool|int|float|index|contains|reduce_ex|deepcopy)__"
 )
-A_SIZE = "take sizes from shapes, or pass them as numbers of Python's"
-OF_MASKS = ("__getitem__", "__setitem__", "nonzero", "argwhere", "where", "masked_select", "index_put_")
-INSTEAD = {  # function -> what to write in its place
-    "repeat_interleave": "say how long it becomes: output_size=, the sum of the repeats",
-    "bincount": "say how many counts it gives: minlength=, more than the largest number",
-}
 
 
 def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: list[str], reads: Reads) -> None:
@@ -325,17 +315,15 @@ class _Watch(TorchFunctionMode):
         self.checks.made(func, args, kwargs, result)
         if func is torch.rand and not result.ndim:
             self.uniform.add(id(result))
-        for value in tensors_in(result):
-            if any(isinstance(size, torch.SymInt) for size in value.shape):
-                self.checks.arguments.is_lazy = True
-                name = getattr(func, "__name__", str(func))
-                if caller(2) == LAYERS.co_filename:
-                    raise HangsOnValues(GIVEN_PACKED.format(line_here()))
-                raise HangsOnValues(
-                    f"the shape of what {name.lstrip('_')} gives depends on values{line_here()}, and a program has one "
-                    f"shape; {INSTEAD.get(name, X_OF_MASK if name in OF_MASKS else A_SIZE)}"
-                )
+        self._refuse_sizes(func, result)
         return result
+
+    def _refuse_sizes(self, func: Any, result: Any) -> None:
+        """Raises HangsOnValues where the shape of what `func` gave does."""
+        if any(isinstance(size, torch.SymInt) for value in tensors_in(result) for size in value.shape):
+            self.checks.arguments.is_lazy = True
+            packed = caller(2) == LAYERS.co_filename
+            raise HangsOnValues((GIVEN_PACKED if packed else of_values(func)).format(line_here()))
 
     def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = with_numbers(func, args, kwargs, self._called)

@@ -103,11 +103,11 @@ class Packing:
                 self._check(args[0], args[1], frame.f_locals["sequence"].unsorted_indices if is_pads else None)
                 is_as_long = not is_pads or frame.f_locals["total_length"] is None
                 return lambda: self._padded(*args, is_as_long=is_as_long)
-            case _ if func in FUNCTIONS and isinstance(args[0], Tensor) and isinstance(args[3], list | tuple):
-                raise TraceError(GIVEN_PACKED.format(line_here()))
             case _ if func in FUNCTIONS and _is_packed(args[0]):
                 self._check(args[0], args[1], frame.f_locals.get("sorted_indices"))
                 return lambda: self._layers(func, *args)
+            case _ if func in FUNCTIONS and isinstance(args[3], list | tuple):
+                raise TraceError(GIVEN_PACKED.format(line_here()))
             case _:
                 return None
 

@@ -15,6 +15,16 @@ from autopar.trace.places import is_mask
 
 REPEATS = (torch.repeat_interleave, Tensor.repeat_interleave)
 COUNTING = (torch.bincount, Tensor.bincount)
+X_OF_MASK = (
+    "rows that a boolean mask picks are understood where each is treated by itself, and summed or averaged: write "
+    "x[mask]"
+)
+A_SIZE = "take sizes from shapes, or pass them as numbers of Python's"
+OF_MASKS = ("__getitem__", "__setitem__", "nonzero", "argwhere", "where", "masked_select", "index_put_")
+INSTEAD = {  # function -> what to write in its place
+    "repeat_interleave": "say how long it becomes: output_size=, the sum of the repeats",
+    "bincount": "say how many counts it gives: minlength=, more than the largest number",
+}
 SIZED_BY_VALUES = (*REPEATS, *COUNTING, functional.one_hot)
 
 
@@ -27,14 +37,20 @@ def with_size(
         is_each = isinstance(repeats, Tensor) and (repeats.numel() > 1 or repeats is args[0])
         if is_each and (total := of_arguments(repeats.sum())) is not None:
             return args, {**kwargs, "output_size": total}
-    if func in COUNTING and isinstance(args[0], Tensor) and args[0].numel():
-        least, largest = kwargs.get("minlength", args[2] if len(args) > 2 else 0), of_arguments(args[0].max())
-        if largest is not None and isinstance(least, int):
-            return args[:2], {**kwargs, "minlength": max(least, largest + 1)}
+    if func in COUNTING and not kwargs.get("minlength", args[2] if len(args) > 2 else 0) and len(args[0]):
+        if (largest := of_arguments(args[0].max())) is not None:
+            return args[:2], {**kwargs, "minlength": largest + 1}
     if func is functional.one_hot and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1:
         largest = of_arguments(args[0].max())
         return (args, kwargs) if largest is None else (args[:1], {**kwargs, "num_classes": largest + 1})
     return args, kwargs
+
+
+def of_values(func: Any) -> str:
+    """What to say where the shape of what it gives hangs on values; the line goes in between."""
+    name = getattr(func, "__name__", str(func))
+    instead = INSTEAD.get(name, X_OF_MASK if name in OF_MASKS else A_SIZE)
+    return f"the shape of what {name.lstrip('_')} gives depends on values{{}}, and a program has one shape; {instead}"
 
 
 def counted_now(
