@@ -26,7 +26,7 @@ from autopar.errors import TraceError
 from autopar.trace.code import CODE
 from autopar.trace.counted import called, kind_of
 from autopar.trace.keys import Keys
-from autopar.trace.lookups import Cell, Now, Of
+from autopar.trace.lookups import EVENTS, Cell, Now, Of, keeps_numbers, other_places
 from autopar.trace.modules import REGISTERED
 from autopar.trace.numbers import is_number
 from autopar.trace.origins import tensors_in
@@ -177,7 +177,7 @@ def _add_settings(guards: Guards, reads: Reads) -> None:
         if name in (guards.hidden.get(number_of(place)) or ()):
             continue
         if isinstance(place, Now):  # from now on
-            place.get(name)
+            value = place.get(name)
         guards.named[id(place), name] = f"the variable {name}"
         if isinstance(value, (*IN_PLACE, tuple)) and _may_change(value):
             _watch(guards, place, name, value)
@@ -246,6 +246,9 @@ def _add(
             _add(guards, {"": there}, "", there, f"what {called} leads to", within)
     if own_names(value) is not None:
         _add_class(guards, value, called)
+    if keeps_numbers(value) or isinstance(value, EVENTS):
+        for there, name, held in other_places(value):
+            _add(guards, there, name, held, f"what is in {called}")
     _add_parts_of_code(guards, value, called)
 
 

@@ -57,7 +57,20 @@ def parallel_class(model_class: type[nn.Module], base: type[nn.Module]) -> type[
     saves = getattr(model_class, "save_pretrained", None)
     if saves is not None and _takes(inspect.signature(saves), "state_dict", "is_main_process"):
         own["save_pretrained"] = _saving_whole_tensors(saves)
-    return type(f"Parallel{model_class.__name__}", (base, model_class), own)
+    return _setting(model_class)(f"Parallel{model_class.__name__}", (base, model_class), own)
+
+
+def _setting(model_class: type[nn.Module]) -> Any:
+    """The kind of such classes: what is set of one (`type(model).scale = 2`) is set of the user's."""
+
+    def __setattr__(_: type, name: str, value: Any) -> None:
+        setattr(model_class, name, value)
+
+    def __delattr__(_: type, name: str) -> None:
+        delattr(model_class, name)
+
+    kind = type(model_class)
+    return type(kind.__name__, (kind,), {"__setattr__": __setattr__, "__delattr__": __delattr__})
 
 
 def _no_sync(self: Any) -> contextlib.AbstractContextManager[None]:

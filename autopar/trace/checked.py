@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autopar.trace.checks import Checks
 from autopar.trace.lines import line_here
+from autopar.trace.together import TOO_LARGE
 
 # torch has each without a check, too: `torch.linalg.inv_ex`.
 FACTORING: dict[Any, str] = {
@@ -25,17 +26,17 @@ NOT_POSITIVE = (
     "before (a program goes on by no except)"
 )
 SINGULAR = "torch.linalg.{}{} is given a singular matrix, or not a finite one: add to its diagonal before"
-TOO_LARGE = (
-    "torch.bincount{} counts numbers of {} or more, or negative ones, and a program always gives minlength of them, "
-    "which is {}: pass a larger minlength"
-)
 
 
 def checked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], checks: Checks) -> Callable[[], Any] | None:
     """What gives what `func` gives where it is one of them; None: it is not."""
     if func in FACTORING and kwargs.get("out") is None:
         return lambda: _factored(FACTORING[func], args, kwargs, checks)
-    if func in COUNTING and (least := kwargs.get("minlength", args[2] if len(args) > 2 else 0)):
+    if (
+        func in COUNTING
+        and isinstance(args[0], Tensor)
+        and (least := kwargs.get("minlength", args[2] if len(args) > 2 else 0))
+    ):
         return lambda: _counted(args[0], kwargs.get("weights", args[1] if len(args) > 1 else None), least, checks)
     return None
 

@@ -40,7 +40,6 @@ from autopar.trace.modules import noted_on, replace_tensors, tensors_by_name
 from autopar.trace.numbers import HangsOnValues, Number, taken_out, takes_out, with_numbers
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
-from autopar.trace.places import with_masks
 from autopar.trace.reads import Reads
 from autopar.trace.recurrent import kept_as_loops
 from autopar.trace.sharing import seen
@@ -218,7 +217,7 @@ class _Watch(TorchFunctionMode):
         if func in SIZED_BY_VALUES:
             with self:  # what sizes are made of is seen
                 args, kwargs = with_size(func, args, kwargs, self._of_arguments)
-        return with_limits(func, *dense_lookup(func, with_condition(func, with_masks(func, args)), kwargs))
+        return with_limits(func, *dense_lookup(func, with_condition(func, args), kwargs))
 
     def _taken_out(self, func: Any, args: Any) -> Any:
         """The numbers that `func` takes out of a tensor; None where it takes none."""

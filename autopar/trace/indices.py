@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
 from autopar.trace.places import refused
 from autopar.trace.reshaped import beside
@@ -18,34 +19,106 @@ from autopar.trace.sharing import storage_of
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
 
+TWICE = "forward writes to one place twice{}, as a mask has it in two rows, and which one stays nobody knows"
+WRITES = ("index_add", "index_copy", "index_fill")
+
+
+def places_of(kind: type, mask: Tensor, origins: Origins) -> tuple[Picked, ...]:
+    """`torch.where(mask)`: along each dim of the mask the indices of what it picks."""
+    made = list[Picked]()
+    for place, size in enumerate(mask.shape):
+        places = torch.arange(size, device=mask.device)
+        along = places.reshape([-1 if dim == place else 1 for dim in range(mask.ndim)])
+        made.append(kind(along.expand(mask.shape), mask.bool(), origins.rows(mask), origins))
+        made[-1].places, made[-1].place = places, place
+    return tuple(made)
+
+
 def nonzero_of(kind: type, mask: Tensor, origins: Origins) -> Picked:
     """`mask.nonzero()`: rows of one index for each dim."""
-    axes = [torch.arange(size, device=mask.device) for size in mask.shape]
-    places = axes[0].unsqueeze(-1) if len(axes) == 1 else torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
-    made = kind(places, mask.bool(), origins.of(mask), origins)
-    made.places = axes[0] if len(axes) == 1 else None
+    columns = places_of(kind, mask, origins)
+    if len(columns) == 1:
+        return columns[0].like(columns[0].dense.unsqueeze(-1))
+    made = columns[0].like(torch.stack([one.dense for one in columns], -1))
+    made.columns = columns
     return made
 
 
+def place_of(rows: Picked) -> int | None:
+    """The dim of the mask along which these are the places themselves, and nothing that is computed of them."""
+    return rows.place if _is_each(rows) and not rows.row else None
+
+
+def _is_each(rows: Picked) -> bool:
+    return rows.places is not None and storage_of(rows.dense) == storage_of(rows.places)
+
+
+def indices_in(index: Any, kind: type) -> tuple[list[Picked], tuple[Any, ...]]:
+    """The picked indices that an index begins with, and what comes behind them. Raises TraceError where there are some
+    further behind.
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    count = next((place for place, part in enumerate(parts) if not isinstance(part, kind)), len(parts))
+    given, rest = list(parts[:count]), parts[count:]
+    if any(isinstance(part, kind) for part in rest):
+        raise refused("a mask among other indices")
+    if any(part.dtype not in (torch.int64, torch.int32) or part.key != given[0].key for part in given):
+        raise refused("an index of such rows")
+    return given, rest
+
+
+def read_all(tensor: Tensor, given: Sequence[Picked]) -> Picked:
+    """`tensor[i, j]`, at picked indices of one mask."""
+    rows = given[0]
+    is_each = [place_of(one) for one in given] == [*range(rows.mask.ndim)]
+    is_there = is_each and tensor.shape[: len(given)] == rows.mask.shape
+    dense = apart(tensor, rows.mask) if is_there else tensor[tuple(one.dense for one in given)]
+    return type(rows)(dense, rows.mask, rows.key, rows.origins)
+
+
 def read_at(name: str, tensor: Tensor, *args: Any) -> Picked:
-    """`tensor[rows]`, and `index_select` and `gather` along dim 0, at picked indices."""
+    """`index_select` and `gather` along dim 0, at picked indices."""
     rows = args[-1]
     if rows.dtype not in (torch.int64, torch.int32):
         raise refused("an index of such rows")
     is_alike = tensor.ndim == rows.ndim if name == "gather" else not rows.row
-    if name != "getitem" and (args[0] != 0 or not is_alike):
+    if args[0] != 0 or not is_alike:
         raise refused(name)
-    if is_alike and _is_each(rows) and len(tensor) == len(rows.mask) and (not rows.row or rows.row == tensor.shape[1:]):
+    if name == "index_select":
+        return read_all(tensor, [rows])
+    if _is_each(rows) and rows.mask.ndim == 1 and len(tensor) == len(rows.mask) and rows.row == tensor.shape[1:]:
         return rows.like(apart(tensor, rows.mask))  # each at its own place
-    if name != "gather":
-        return rows.like(tensor[rows.dense])
     made = torch.gather(tensor, 0, rows.dense.reshape(-1, *rows.row).long())
     return rows.like(made.reshape(rows.dense.shape))
 
 
-def _is_each(rows: Picked) -> bool:
-    """Whether they are the places themselves, in whatever shape, and nothing that is computed of them."""
-    return rows.places is not None and storage_of(rows.dense) == storage_of(rows.places)
+def written_at(tensor: Tensor, given: Sequence[Picked], value: Any, adds: bool = False) -> Tensor:
+    """What a tensor is behind `tensor[i, j] = value`, at places of one mask; `adds`: `index_add`."""
+    rows, places = given[0], [place for one in given if (place := place_of(one)) is not None]
+    mask, row = rows.mask, tensor.shape[len(given) :]
+    if len(places) < len(given) or tensor.shape[: len(given)] != tuple(mask.shape[place] for place in places):
+        raise refused("writing to other places")
+    made, rest = values_at(value, rows, row).to(tensor.dtype), [one for one in range(mask.ndim) if one not in places]
+    if rest:
+        if not adds:
+            rows.origins.checks.add(TWICE.format(line_here()), mask.sum(rest) > 1)
+        made, mask = made.sum(rest), mask.sum(rest) > 0
+    order = [sorted(places).index(place) for place in places]
+    made = made.permute(*order, *range(len(order), made.ndim))
+    return tensor + made if adds else torch.where(beside(mask.permute(order), tensor), made, tensor)
+
+
+def values_at(value: Any, rows: Picked, row: Sequence[int]) -> Tensor:
+    """What is written to rows: a row for each, or one for all; zero for those that are left out."""
+    if isinstance(value, type(rows)):
+        if value.key != rows.key or value.row != tuple(row):
+            raise refused("writing to other places")
+        return value.kept()
+    value = torch.as_tensor(value, device=rows.device)
+    if value.ndim > len(row) and (value.ndim > len(row) + 1 or len(value) > 1):
+        raise refused("writing a tensor of other rows to their places")
+    value = value[0] if value.ndim > len(row) else value
+    return torch.where(beside(rows.mask, value.new_empty(*rows.mask.shape, *row)), value, torch.zeros_like(value))
 
 
 def apart(tensor: Tensor, mask: Tensor) -> Tensor:

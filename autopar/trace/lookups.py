@@ -6,13 +6,20 @@ import functools
 import logging
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from multiprocessing import synchronize
+from typing import Any, cast
 
-from autopar.trace.values import MISSING
+from torch import Tensor, nn
+
+from autopar.trace.values import CONSTANT, IN_PLACE, MISSING, SCALARS, few_in, is_of_torch
 
 CACHED = type(functools.cache(len))
+EVENTS = (threading.Event, synchronize.Event)
+NO_KEEPERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, *IN_PLACE, *CONSTANT)
+DEEP = 4  # containers in containers
 
 
 class Cell(dict[str, Any]):
@@ -86,15 +93,43 @@ def registry_of(value: Any) -> dict[str, Any] | None:
 
 
 def other_places(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    """(place, name, value) of what tells what a value gives: a context variable, a logger, an event, `TABLE.get`."""
+    """(place, name, value) of what tells what a value gives: a context variable, a logger, an event, `TABLE.get`, what
+    an object of torch's or Python's own keeps (the learning rates of an optimizer).
+    """
     if isinstance(value, ContextVar):
         yield (now := Now(value.get)), value.name, now.get(value.name, MISSING)
-    elif isinstance(value, threading.Event):
+    elif isinstance(value, EVENTS):
         yield Now(value.is_set), "is_set", value.is_set()
     elif isinstance(value, logging.Logger):
         yield Now(functools.partial(_level_of, value)), value.name, _level_of(value)
     elif isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, (list, dict)):
         yield {"__self__": value.__self__}, "__self__", value.__self__
+    elif keeps_numbers(value):
+        yield Now(functools.partial(_numbers_of, value)), str(type(value).__name__), _numbers_of(value)
+
+
+def keeps_numbers(value: Any) -> bool:
+    """Whether it is an object of a class of torch's or Python's own, whose methods are not looked at."""
+    own = getattr(value, "__dict__", None) if not isinstance(value, NO_KEEPERS) else None
+    return isinstance(own, dict) and is_of_torch(type(value))
+
+
+def _numbers_of(value: Any) -> str:
+    """The numbers and texts that it keeps, in lists and tables too, and which tensors, as text."""
+    return repr(_plain(vars(value), DEEP))
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if isinstance(value, SCALARS):
+        return value
+    if isinstance(value, Tensor) and depth == DEEP - 1 and not isinstance(value, nn.Parameter):
+        return id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, dict) and depth:
+        table = cast("dict[Any, Any]", value)
+        return {key: _plain(part, depth - 1) for key, part in table.items() if isinstance(key, SCALARS)}
+    if isinstance(value, (list, tuple, deque)) and depth:
+        return [_plain(part, depth - 1) for part in few_in(value)]
+    return None
 
 
 def _level_of(logger: logging.Logger) -> int:

@@ -8,7 +8,6 @@ out are replaced before anything is computed of them, and what comes of them is 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,14 +15,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autopar._compat import pytree
 from autopar.errors import TraceError
-from autopar.trace.indices import apart, expanded, nonzero_of, read_at
+from autopar.trace.indices import (
+    WRITES,
+    apart,
+    expanded,
+    indices_in,
+    nonzero_of,
+    places_of,
+    read_all,
+    read_at,
+    values_at,
+    written_at,
+)
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins
-from autopar.trace.places import Places, is_mask, refused
+from autopar.trace.places import is_mask, refused
 from autopar.trace.reshaped import beside, of_each_row, of_runs, product, reshaped
 from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OF_A_BATCH, OPERATORS, ROWWISE
-from autopar.trace.together import CATS, LIKES, OVER_ROWS, normed_over_rows, one_by_one, over_rows, padded, put_together
+from autopar.trace.together import (
+    CATS,
+    LIKES,
+    OVER_ROWS,
+    counted,
+    normed_over_rows,
+    one_by_one,
+    over_rows,
+    padded,
+    put_together,
+)
+from autopar.trace.wholes import arguments_of, class_loss, loss, whole
 
 OF_RUNS = ("return_inverse", "return_counts", "dim")  # of which nothing is known
 DRAWN = (
@@ -40,7 +62,9 @@ class Picked:
 
     def __init__(self, dense: Tensor, mask: Tensor, key: Any, origins: Origins) -> None:
         self.dense, self.mask, self.key, self.origins = dense, mask, key, origins
-        self.places: Tensor | None = None  # of one dim, which `nonzero` gave, where they are made of these
+        # Of the dim `place` of the mask, which `nonzero` gave, where they are made of these; and one for each dim.
+        self.places: Tensor | None = None
+        self.place, self.columns = 0, tuple[Picked, ...]()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,7 +126,13 @@ class Picked:
     def like(self, dense: Tensor) -> Picked:
         """Of the same rows, something else."""
         made = Picked(dense, self.mask, self.key, self.origins)
-        made.places = self.places
+        made.places, made.place = self.places, self.place
+        return made
+
+    def shaped(self, like: Picked) -> Picked:
+        """The same rows, by a mask of the shape of that one's."""
+        made = self.like(self.dense.reshape(*like.mask.shape, *self.row))
+        made.mask = like.mask
         return made
 
     def kept(self, value: Tensor | None = None, fill: Any = 0) -> Tensor:
@@ -126,15 +156,13 @@ Picked.__hash__ = object.__hash__  # type: ignore[method-assign]  # `==` compare
 def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Origins) -> Any:
     """What `func` gives where it picks rows by a mask, or is asked of picked rows; None: neither. Raises TraceError."""
     name, of_rows = getattr(func, "__name__", ""), bool(_all_picked(args[:1]))
-    if (
-        name in ("__getitem__", "gather", "index_select")
-        and not of_rows
-        and isinstance(args[-1], Picked)
-        and not kwargs
-    ):
-        return read_at(name.strip("_"), *args)
+    if name in ("gather", "index_select") and not of_rows and isinstance(args[-1], Picked) and not kwargs:
+        return read_at(name, *args)
     if name == "__getitem__" and not of_rows:
         return _picks(args[0], args[1], origins)
+    if name.rstrip("_") in WRITES and len(args) == 4 and isinstance(args[2], Picked) and not args[1] and not kwargs:
+        made = written_at(args[0], [args[2]], args[3], adds="add" in name)
+        return _put(args[0], made, origins) if name.endswith("_") else made
     if name in ("nonzero", "argwhere") and len(args) == 1 and not kwargs.get("as_tuple") and is_mask(args[0]):
         return nonzero_of(Picked, args[0], origins)
     if name == "masked_select":
@@ -142,40 +170,64 @@ def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Ori
         return _pick(tensor, mask, origins)
     is_indices = (name == "where" and len(args) == 1 and not kwargs) or (name == "nonzero" and kwargs.get("as_tuple"))
     if is_indices and is_mask(args[0]):
-        return tuple(Places(args[0], place) for place in range(args[0].ndim))
+        return places_of(Picked, args[0], origins)
     if name in ("unique", "unique_consecutive") and not of_rows and not any(map(kwargs.get, OF_RUNS)):
         return of_runs(Picked, args[0], name == "unique", origins)
-    if name == "__setitem__" and isinstance(args[2], Picked):
+    if name == "__setitem__" and not of_rows:
         return _set(args[0], args[1], args[2], origins)
     return apply(func, args, kwargs) if of_rows or _all_picked((args, kwargs)) else None
 
 
-def _set(tensor: Tensor, index: Any, rows: Picked, origins: Origins) -> Tensor:
-    """`tensor[mask] = rows` of the same mask."""
-    if not is_mask(index) or origins.of(index) != rows.key or rows.row != tuple(tensor.shape[index.ndim :]):
-        raise refused("writing to other places")
+def _put(tensor: Tensor, value: Tensor, origins: Origins) -> Tensor:
     origins.forget([tensor])
-    return tensor.copy_(torch.where(beside(index.bool(), tensor), rows.dense.to(tensor.dtype), tensor))
+    return tensor.copy_(value)
+
+
+def _set(tensor: Tensor, index: Any, value: Any, origins: Origins) -> Tensor | None:
+    """`tensor[mask] = rows`, of the same mask or one row for all, or at indices of rows; None: torch does it."""
+    if _all_picked(index):
+        given, rest = indices_in(index, Picked)
+        if rest and rest != (Ellipsis,):
+            raise refused("writing to other places")
+        return _put(tensor, written_at(tensor, given, value), origins)
+    mask, *rest = index if isinstance(index, tuple) else (index,)
+    if not isinstance(value, (Picked, Tensor)) or not is_mask(mask):
+        if isinstance(value, Picked):
+            raise refused("writing to other places")
+        return None
+    if any(not (part is Ellipsis or part == slice(None)) for part in rest):
+        raise refused("a mask among other indices")
+    rows = Picked(tensor, mask.bool(), origins.rows(mask), origins)
+    value = value.shaped(rows) if isinstance(value, Picked) and value.key == rows.key else value
+    made = values_at(value, rows, tensor.shape[mask.ndim :]).to(tensor.dtype)
+    return _put(tensor, torch.where(beside(rows.mask, tensor), made, tensor), origins)
 
 
 def _picks(tensor: Any, index: Any, origins: Origins) -> Picked | None:
-    """`tensor[index]` where a mask of values stands in the index, or what `where(mask)` gave; None: it is an ordinary
-    one. Raises TraceError where the index has more to it than the mask in front.
+    """`tensor[index]` where a mask of values, or rows of indices, stand first in the index; None: it is an ordinary
+    one. Raises TraceError where they stand elsewhere.
     """
-    parts = index if isinstance(index, tuple) else (index,)
-    if not any(is_mask(part) for part in parts) or not isinstance(tensor, Tensor):
+    if not isinstance(tensor, Tensor):
         return None
-    mask, rest = parts[0], parts[1:]
-    if not is_mask(mask) or any(not (part is Ellipsis or part == slice(None)) for part in rest):
-        raise refused("a mask among other indices")
-    return _pick(tensor, mask, origins)
+    if _all_picked(index):
+        given, rest = indices_in(index, Picked)
+        rows = read_all(tensor, given)
+    else:
+        mask, *rest = index if isinstance(index, tuple) else (index,)
+        if not any(map(is_mask, (mask, *rest))):
+            return None
+        if not is_mask(mask) or any(map(is_mask, rest)):
+            raise refused("a mask among other indices")
+        rows = _pick(tensor, mask, origins)
+    is_whole = all(part is Ellipsis or part == slice(None) for part in rest)
+    return rows if is_whole else of_each_row(rows, (slice(None), *rest))
 
 
 def _pick(tensor: Tensor, mask: Tensor, origins: Origins) -> Picked:
     """The rows of `tensor` where `mask`, over its first dims, is true."""
     if tensor.shape[: mask.ndim] != mask.shape:
         raise TraceError(f"a mask of shape {list(mask.shape)} picks from {list(tensor.shape)}{line_here()}")
-    number, mask = origins.of(mask), mask.bool()
+    number, mask = origins.rows(mask), mask.bool()
     return Picked(apart(tensor, mask), mask, number, origins)
 
 
@@ -191,10 +243,17 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return put_together(name, first, *args, **kwargs)
     if any(one.key != first.key for one in every):
         raise refused("what puts rows of two masks together")
+    args, kwargs = pytree.tree_map(
+        lambda one: one.shaped(first) if isinstance(one, Picked) and one.mask.shape != first.mask.shape else one,
+        (tuple(args), kwargs),
+    )
     if name in ("cross_entropy", "nll_loss"):
-        return _class_loss(func, *args, **kwargs)
+        return class_loss(func, Picked, *args, **kwargs)
     if name in LOSSES:
-        return _loss(func, first, args, kwargs)
+        given = arguments_of(func, args, kwargs)
+        reduction = given.pop("reduction")
+        _no_other_rows(first, (), given)
+        return loss(func, first, _dense(given), reduction)
     if name in ELEMENTWISE or name in LIKES:
         _no_other_rows(first, args, kwargs)
         return first.like(func(*_dense(args), **_dense(kwargs)))
@@ -219,7 +278,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = kwargs.get("dim", args[place] if len(args) > place else default)
         if given is not None and not isinstance(given, bool):
             return _along(func, name, place, given, args, kwargs)
-        return _whole(name, args[0], args[1:], kwargs)
+        return whole(name, args[0], args[1:], kwargs)
     raise refused(name)
 
 
@@ -231,7 +290,7 @@ def _dropped(input: Picked, p: float = 0.5, training: bool = True, inplace: bool
     return input.like(functional.dropout(input.dense, p, training))
 
 
-OF_ROWS = {"dropout": _dropped, "pad": padded, "expand": expanded}
+OF_ROWS = {"dropout": _dropped, "pad": padded, "expand": expanded, "bincount": counted}
 
 
 def _name_of(func: Any) -> str:
@@ -288,80 +347,3 @@ def _along(func: Any, name: str, place: int, dim: Any, args: Sequence[Any], kwar
     if isinstance(made, tuple):  # values and indices
         return type(made)(tuple(map(first.like, made)))
     return first.like(made)
-
-
-def _whole(name: str, first: Picked, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """One number of all rows."""
-    value, dtype = first.dense, kwargs.pop("dtype", None)
-    if (args and not (name == "norm" and list(args) == [2])) or (kwargs and name not in ("var", "std")):
-        raise refused(f"{name} with these arguments")
-    bounds = torch.finfo(value.dtype) if value.is_floating_point() else torch.iinfo(value.dtype)
-    match name:
-        case "sum":
-            return first.kept().sum(dtype=dtype)
-        case "mean":
-            return first.kept().sum(dtype=dtype) / first.numel()
-        case "max" | "amax":
-            return first.kept(fill=bounds.min).max()
-        case "min" | "amin":
-            return first.kept(fill=bounds.max).min()
-        case "norm" | "vector_norm":
-            return first.kept().norm()
-        case "any":
-            return first.kept(value.bool(), False).any()
-        case "all":
-            return first.kept(value.bool(), True).all()
-        case "var" | "std":
-            less = 1 if kwargs.get("unbiased", True) else 0
-            correction = kwargs.get("correction", less)
-            mean = first.kept().sum() / first.numel()
-            found = first.kept((value - mean) ** 2).sum() / (first.numel() - correction)
-            return found if name == "var" else found.sqrt()
-        case _:
-            raise refused(name)
-
-
-# --- losses ----------------------------------------------------------------------------------------------------------
-
-
-def _arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = inspect.signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = dict(bound.arguments)
-    if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
-        raise refused("a loss with size_average or reduce (use reduction)")
-    return given
-
-
-def _class_loss(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Cross entropy of rows of classes: rows that were left out have labels that are ignored."""
-    given = _arguments(func, args, kwargs)
-    scores, target = given.pop("input"), given.pop("target")
-    if not isinstance(scores, Picked) or not isinstance(target, Picked) or len(scores.row) != 1:
-        raise refused("a class loss of other than picked rows of scores and their picked labels")
-    flat, reduction = scores.dense.reshape(-1, *scores.row), given.pop("reduction")
-    if target.row:  # probabilities of classes
-        made = func(flat, target.dense.reshape(-1, *target.row), reduction="none", **given)
-        return _reduced(scores.like(made.reshape(scores.mask.shape)), reduction)
-    labels = target.kept(fill=given["ignore_index"]).reshape(-1)
-    made = func(flat, labels, reduction=reduction, **given)
-    return scores.like(made.reshape(scores.mask.shape)) if reduction == "none" else made
-
-
-def _loss(func: Any, first: Picked, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    given = _arguments(func, args, kwargs)
-    reduction = given.pop("reduction")
-    _no_other_rows(first, (), given)
-    return _reduced(first.like(func(**_dense(given), reduction="none")), reduction)
-
-
-def _reduced(rows: Picked, reduction: str) -> Any:
-    match reduction:
-        case "none":
-            return rows
-        case "sum":
-            return _whole("sum", rows, (), {})
-        case "batchmean":
-            return _whole("sum", rows, (), {}) / rows.count
-        case _:
-            return _whole("mean", rows, (), {})

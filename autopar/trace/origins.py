@@ -25,6 +25,7 @@ _PURE = """
 PURE = frozenset(_PURE.split())  # they give the same again from the same
 
 
+SHAPES = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "detach"))
 # Functions that write to some of their arguments, and do not say so: their names, and those of the arguments.
 STATISTICS = {name: {1: "running_mean", 2: "running_var"} for name in ("batch_norm", "instance_norm")}
 
@@ -84,6 +85,16 @@ class Origins:
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._by_id and self._versions[id(tensor)] == tensor._version
+
+    def rows(self, mask: torch.Tensor) -> int:
+        """The number of a mask, which is that of the one that it is another shape of: they pick the same rows."""
+        number = self.of(mask)
+        while number in self.asked.makings:
+            func, args, _, _ = self.asked.makings[number]
+            if func.__name__ not in SHAPES or not isinstance(args.parts[0], Ref):
+                break
+            number = args.parts[0].number
+        return number
 
     def is_argument(self, tensor: torch.Tensor, path: str) -> None:
         self.asked.roots[self.of(tensor)] = path

@@ -166,6 +166,10 @@ class Reads:
         owner = next(one for one in kind.__mro__ if name in vars(one))
         self.names += [(vars(one), name, MISSING, snapshot(MISSING)) for one in in_front(kind.__mro__, owner)]
         self.see(vars(owner), name, vars(owner)[name])
+        behind = kind.__mro__[kind.__mro__.index(owner) + 1 :]
+        for one in behind if is_mine(owner) else ():  # which its own may reach by super()
+            if name in vars(one) and is_mine(one):
+                self.see(vars(one), name, vars(one)[name])
 
     def changed(self, originals: Collection[int]) -> Change | None:
         """What the trace changed that is no attribute of a module: lists that grew, counters of the user's. Tables that

@@ -49,6 +49,8 @@ def of_each_row(rows: Picked, index: Any) -> Picked:
         rows.origins.hold(index)
         return type(rows)(rows.dense, rows.mask & index.dense, ("and", rows.key, id(index)), rows.origins)
     head, *rest = index if isinstance(index, tuple) else (index,)
+    if rows.columns and head == slice(None) and len(rest) == 1 and type(rest[0]) is int:
+        return rows.columns[rest[0]]
     if any(not (part is None or part is Ellipsis or isinstance(part, int | slice)) for part in rest):
         raise refused("such an index")
     if head is Ellipsis and sum(part is not None for part in rest) <= len(rows.row):

@@ -43,7 +43,7 @@ from autopar.trace.code import (
     variables_of,
 )
 from autopar.trace.keys import Keys
-from autopar.trace.lookups import CACHED, Cell, Now, Of, clearings, other_places, registry_of
+from autopar.trace.lookups import CACHED, Cell, Now, Of, clearings, keeps_numbers, other_places, registry_of
 from autopar.trace.values import (
     IN_PLACE,
     MISSING,
@@ -104,6 +104,7 @@ class Settings:
         self._functions: dict[int, types.FunctionType] = {}
         self._left: list[Any] = []
         self._holders: dict[int, _Holder] = {}
+        self._keepers: dict[int, Any] = {}  # of torch's and Python's own classes
 
     def look(self, functions: Iterable[Any], classes: Iterable[type], hooks: Iterable[Any] = ()) -> None:
         """At what these functions (whatever is none of them is passed over), and those that they name, name; and at
@@ -271,6 +272,11 @@ class Settings:
     def _see_places(self, value: Any) -> None:
         for place in other_places(value):
             self._see(*place)
+        if keeps_numbers(value) and id(value) not in self._keepers:
+            self._keepers[id(value)] = value
+            for part in vars(value).values():  # a loader's dataset
+                self._see_places(part)
+                self._hold(part)
 
     def _hold(self, value: Any) -> None:
         if len(self._holders) < HOLDERS and id(value) not in self._holders and _has_settings(value):

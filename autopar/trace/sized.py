@@ -37,9 +37,9 @@ def with_size(
         is_each = isinstance(repeats, Tensor) and (repeats.numel() > 1 or repeats is args[0])
         if is_each and (total := of_arguments(repeats.sum())) is not None:
             return args, {**kwargs, "output_size": total}
-    if func in COUNTING and not kwargs.get("minlength", args[2] if len(args) > 2 else 0) and len(args[0]):
-        if (largest := of_arguments(args[0].max())) is not None:
-            return args[:2], {**kwargs, "minlength": largest + 1}
+    is_open = func in COUNTING and not kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    if is_open and args[0].numel() and (largest := of_arguments(args[0].max())) is not None:
+        return args[:2], {**kwargs, "minlength": largest + 1}
     if func is functional.one_hot and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1:
         largest = of_arguments(args[0].max())
         return (args, kwargs) if largest is None else (args[:1], {**kwargs, "num_classes": largest + 1})
