@@ -25,7 +25,7 @@ from torch import nn
 from autopar.errors import TraceError
 from autopar.trace.code import CODE
 from autopar.trace.counted import called, kind_of
-from autopar.trace.keys import Keys
+from autopar.trace.keys import Keys, looked_up
 from autopar.trace.lookups import EVENTS, Cell, Now, Of, keeps_numbers, other_places
 from autopar.trace.modules import REGISTERED
 from autopar.trace.numbers import is_number
@@ -80,7 +80,7 @@ class _Own(Mapping[str, Any]):
 @dataclass
 class Guards:
     """`fixed`: places of values that only assignment changes, and those values. `changing`: likewise of values that may
-    change in place, with the keys of a dict that count (None: all), and snapshots; `whole`: of objects of which all
+    change in place, with the paths into a dict that count (None: all), and snapshots; `whole`: of objects of which all
     counts. `modules`, `classes`: of the parts of the model, which parametrizations change. `kept`, `sizes`: where each
     module holds parts, parameters and buffers, and how many. `named`: what to call each place. `left`: what forward
     writes to containers and objects, which does not count there; `owners`: the modules that these may be of.
@@ -189,16 +189,16 @@ def _add_settings(guards: Guards, reads: Reads) -> None:
 
 def _watch(guards: Guards, place: Mapping[str, Any], key: str, value: Any) -> None:
     """`value` may change in place. Of a dict those entries count that the model's code asks for, where it says so."""
-    keys = guards.keys.asked(key) if guards.keys is not None and type(value) is dict else None
+    keys = guards.keys.asked(key, type(value)) if guards.keys is not None and isinstance(value, dict) else None
     guards.changing.append(((place, key), keys, _looked_at(value, keys, guards.hidden)))
 
 
 def _looked_at(value: Any, keys: Collection[Any] | None, hidden: Hidden) -> Any:
-    """`snapshot`, of a dict of those keys alone."""
+    """`snapshot`, of a dict of what is at those paths alone."""
     without = hidden.get(id(value), ())
-    if keys is None or type(value) is not dict or without is None:
+    if keys is None or not isinstance(value, dict) or without is None:
         return snapshot(value, hidden)
-    return snapshot({key: value.get(key, MISSING) for key in keys if key not in without}, hidden)
+    return snapshot({path: looked_up(value, path) for path in keys if path[0] not in without}, hidden)
 
 
 def _fix(guards: Guards, place: Mapping[str, Any], key: str, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -128,3 +129,86 @@ def test_what_may_be_asked_for_counts(one: DeviceMesh, state: dict[Any, Any], na
         torch.testing.assert_close(parallel(x), plain(x))
     parallel.config["more"] = plain.config["more"] = 1
     torch.testing.assert_close(parallel(x), plain(x))
+
+
+class Plain(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+class Found(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+class Renaming(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        return self[f"{name}_now"]
+
+
+class Summing(Plain):
+    def total(self) -> float:
+        return sum(self.values())
+
+
+INNER: dict[str, Any] = {"loss": {"weight": 1.0, "step": 0, "more": {"a": 1.0}}}
+PLAIN, FOUND, RENAMING, SUMMING = Plain(used=1.0), Found(used=1.0), Renaming(used_now=1.0), Summing(used=1.0)
+COUNTS: defaultdict[str, float] = defaultdict(float, used=1.0)
+
+INNER_UNREAD: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any]]] = {
+    "of a table in it": (lambda m, x: x * INNER["loss"]["weight"] * INNER["loss"].get("weight"), INNER["loss"]),
+    "of one in that": (lambda m, x: x * INNER["loss"]["more"]["a"], INNER["loss"]),
+    "an attribute": (lambda m, x: x * PLAIN.used, PLAIN),
+    "one that is found": (lambda m, x: x * FOUND.used * FOUND["used"], FOUND),
+    "of counts": (lambda m, x: x * COUNTS["used"], COUNTS),
+}
+INNER_READ: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, Any]]] = {
+    "of a table in it": (lambda m, x: x * (INNER["loss"]["step"] + 1), INNER["loss"]),
+    "whether it is in that": (lambda m, x: x * 2 if "step" in INNER["loss"] else x, INNER["loss"]),
+    "all of that": (lambda m, x: x * sum(v for v in INNER["loss"].values() if isinstance(v, int)), INNER["loss"]),
+    "an attribute": (lambda m, x: x * (PLAIN.get("step", 0) + 1), PLAIN),
+    "under another name": (lambda m, x: x * RENAMING.step, RENAMING),
+    "by a method": (lambda m, x: x * SUMMING.total(), SUMMING),
+}
+
+
+def _changes(table: dict[str, Any], monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    for name in ("step", "step_now"):
+        monkeypatch.setitem(table, name, number)
+
+
+@pytest.mark.parametrize("name", INNER_UNREAD)
+def test_what_nobody_asks_a_table_in_a_table_for_may_change(
+    one: DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    does, table = INNER_UNREAD[name]
+    parallel = autopar.compile(Model(does), one)
+    for number in range(3):
+        _changes(table, monkeypatch, number)
+        parallel(torch.randn(2, 4))
+    assert len(parallel._autopar.prepared()) == 1
+    used = "weight" if "weight" in table and name != "of one in that" else "used"
+    monkeypatch.setitem(table, used, 3.0)
+    if name == "of one in that":
+        monkeypatch.setitem(table["more"], "a", 3.0)
+    parallel(torch.randn(2, 4))
+    assert len(parallel._autopar.prepared()) == 2
+
+
+@pytest.mark.parametrize("name", INNER_READ)
+def test_what_may_be_asked_of_a_table_in_a_table_counts(
+    one: DeviceMesh, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    does, table = INNER_READ[name]
+    plain = Model(does)
+    if name == "whether it is in that":
+        monkeypatch.delitem(table, "step")
+    else:
+        _changes(table, monkeypatch, 0)
+    parallel = autopar.compile(plain, one)
+    parallel(torch.randn(2, 4))
+    _changes(table, monkeypatch, 2)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(parallel(x), plain(x))
+    assert len(parallel._autopar.prepared()) == 2
