@@ -30,7 +30,7 @@ from autopar.attach.parameters import take_plain_tensors, whole_parameter
 from autopar.attach.pipe import Pipe
 from autopar.attach.placing import adopt, lay_out, make_plain
 from autopar.attach.prepared import Prepared
-from autopar.attach.programs import Key, Planner, State, found, laid_out_for_it, prepare, varying, why_new
+from autopar.attach.programs import Key, Planner, State, asking, found, laid_out_for_it, prepare, varying, why_new
 from autopar.attach.scaling import share_infinities
 from autopar.attach.shared import tell_of_shared
 from autopar.attach.stage_run import StageRunner
@@ -80,13 +80,11 @@ class ParallelModule(nn.Module):
             args, kwargs = self.from_local((args, kwargs))
         call = call_of(self, args, kwargs)
         key = Key(call.key, torch.is_grad_enabled(), ambient_state())
-        with without_torch_function():
+        with without_torch_function(), asking(state, call, key):
             prepared = found(state, key, call.tensors)
-        if prepared is None:
-            announced = state.watch.call(NEW, alone=True, why=why_new(state, key, call.tensors))
-        else:
-            announced = state.watch.call(prepared.told)
-        with announced:
+            why = "" if prepared is not None else why_new(state, key, call.tensors)
+        watch = state.watch
+        with watch.call(NEW, alone=True, why=why) if prepared is None else watch.call(prepared.told):
             if prepared is None:
                 state.same_batches.compare(call.key, call.tensors, is_new=True)
                 prepared, call = _new_program(self, call, key)

@@ -93,8 +93,13 @@ class Prepared:
         """Of the whole model; of several micro-batches one of them."""
         return self.runner.graph
 
-    def fits(self, given: Sequence[Tensor]) -> str | None:
-        """None where this program still means what the module does with these; else what has changed, in words."""
+    def fits(self, given: Sequence[Tensor], known: dict[int, Any] | None = None) -> str | None:
+        """None where this program still means what the module does with these; else what has changed, in words.
+        `known`: as of `Asked.changed`.
+        """
+        values = {path: given[at] for path, at in self.asks.items()}
+        if values and (changed := self.asked.changed(values, {} if known is None else known)) is not None:
+            return changed  # looked at first, as it is what tells programs apart
         if torch.is_grad_enabled() or self.counting.asks_what_trains:
             try:
                 changed = any(tensors[name].requires_grad != before for (tensors, name), before in self.trained)
@@ -122,9 +127,7 @@ class Prepared:
                 return f"buffer {name} {'is not there' if now is None else 'has another shape'}"
         if self.hooks.changed():
             return OTHER_HOOKS
-        if (changed := self.guards.broken() or self.counting.broken(self.modules)) is not None or not self.asks:
-            return changed
-        return self.asked.changed({path: given[place] for path, place in self.asks.items()})
+        return self.guards.broken() or self.counting.broken(self.modules)
 
     @cached_property
     def _shapes(self) -> list[tuple[Slot, tuple[int, ...]]]:

@@ -62,7 +62,7 @@ from autopar.trace.values import MISSING, made_anew
 Planner = Any
 
 KEPT = 64  # programs of a module; the one that was used longest ago goes first
-STATES = 8  # programs of one way of calling it, for states of the module
+STATES, ANSWERS = 8, 256  # programs of one way of calling it: for states of the module, for what arguments answer
 TOLD_AT, KINDS_TOLD_AT = 4, 16  # so many of them, and so many ways of calling it, are told of
 
 
@@ -113,6 +113,7 @@ class State:
         self.in_a_row: Counter[Key] = Counter()  # calls of which each was traced, and no program was there for it
         self.wants_tangents: set[Key] = set()
         self.counted: set[Place] = set()  # numbers of modules that programs take
+        self.asked: dict[Any, int] = {}  # what programs ask of arguments (`trace.asked.Asked.settled`)
         self.asks_at_once = False  # forward cannot be traced otherwise (`trace.asked.Arguments`)
 
     def settle(self, mesh: Mesh) -> None:
@@ -172,12 +173,23 @@ def told_of(call: Call, key: Key) -> str:
 
 def found(state: State, key: Key, tensors: Sequence[Tensor]) -> Prepared | None:
     """The program of this call, of these, if there is one that still means what the module does."""
-    for prepared in () if state.has_new else state.programs.get(key, ()):
-        if prepared.fits(tensors) is None:
+    kept, known = [] if state.has_new else state.programs.get(key, []), dict[int, Any]()
+    for place, prepared in enumerate(kept):
+        if prepared.fits(tensors, known) is None:
             state.programs.move_to_end(key)
             state.in_a_row[key] = 0
+            if prepared.asks:  # the one that was used longest ago goes first
+                kept.insert(0, kept.pop(place))
             return prepared
     return None
+
+
+def asking(state: State, call: Call, key: Key) -> contextlib.AbstractContextManager[None]:
+    """What is around the choice of a program: where programs ask arguments of which each rank has a part, all ranks put
+    these together.
+    """
+    asks = state.inputs == "local" and any(one.asks for one in state.programs.get(key, ()))
+    return state.watch.call(f"what {told_of(call, key)} asks") if asks else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -240,7 +252,7 @@ def prepare(
         tell_of_traces(kept[0].fits(call.tensors), len(kept) + 1)
     kept.insert(0, prepared)
     state.in_a_row[key] += 1
-    del kept[KEPT if prepared.asked.answers else STATES :]
+    del kept[ANSWERS if prepared.asks else STATES :]
     state.calls.setdefault(call.shape, (dict(call.numbers), output_types(prepared.graph)))
     if len(state.programs) == KINDS_TOLD_AT and not kept[1:]:
         tell_of_kinds(KINDS_TOLD_AT)
@@ -362,7 +374,7 @@ def _prepared(
         told_of(call, key),
         batch_dims_of(graph, tensors, places, state.device_mesh) if state.inputs == "local" else {},
         given_before(memory, {} if state.inputs == "local" else places, buffers),
-        captured.reads.asked.settled(),
+        captured.reads.asked.settled(state.asked),
         {path: places[path] for path in captured.reads.asked.paths},
     )
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from autopar._compat import outside_modes
 from autopar.trace.lines import line_here
 
 CPU, DEVICES = torch.device("cpu"), ("cpu", "cuda", "meta")
+MOST = 2**16  # elements
 # How a text begins that says what else is asked.
 OTHERWISE = "what forward asks its arguments"
 NOTE = (
@@ -86,9 +89,8 @@ class Asked:
             self.notes.append(note)
         return found
 
-    def changed(self, values: Mapping[str, Tensor]) -> str | None:
-        """What is another answer in a call with these arguments, in words."""
-        known = dict[int, Any]()
+    def changed(self, values: Mapping[str, Tensor], known: dict[int, Any]) -> str | None:
+        """What is another answer in a call with these arguments, in words. `known`: gets what was computed of them."""
         with torch.no_grad():
             for was, line, steps in self.answers.values():
                 if (now := self._value(steps, values, known).tolist()) != was:
@@ -100,16 +102,28 @@ class Asked:
         """Those of the arguments that are asked."""
         return frozenset(self.roots[one] for one in self._needed() if one in self.roots)
 
-    def settled(self) -> Asked:
-        """What is needed to ask again."""
-        needed = self._needed()
-        return Asked(
-            Arguments(at_once=self.arguments.at_once),
-            {one: path for one, path in self.roots.items() if one in needed},
-            {one: held for one, held in self.constants.items() if one in needed},
-            {one: making for one, making in self.makings.items() if one in needed},
-            self.answers,
-        )
+    def settled(self, numbers: dict[Any, int]) -> Asked:
+        """What is needed to ask again, by numbers which values that are made alike have in all programs of a module, so
+        that a call computes each once. `numbers`: those that there are.
+        """
+        made = Asked(Arguments(at_once=self.arguments.at_once))
+        known = dict[int, int]()
+        for number in sorted(self._needed()):
+            if number in self.makings:
+                func, args, kwargs, place = self.makings[number]
+                making = func, _renumbered(args, known), _renumbered(kwargs, known), place
+                known[number] = numbers.setdefault(_told(making), len(numbers))
+                made.makings[known[number]] = making
+            elif number in self.roots:
+                known[number] = numbers.setdefault(self.roots[number], len(numbers))
+                made.roots[known[number]] = self.roots[number]
+            else:
+                held = self.constants[number]
+                known[number] = numbers.setdefault((id(held), held._version), len(numbers))
+                made.constants[known[number]] = held
+        for number, (answer, line, steps) in self.answers.items():
+            made.answers[known[number]] = answer, line, [known[step] for step in steps]
+        return made
 
     def _needed(self) -> set[int]:
         return {one for *_, steps in self.answers.values() for one in steps}
@@ -137,10 +151,11 @@ class Asked:
             if number in self.makings:
                 func, args, kwargs, place = self.makings[number]
                 found = on_cpu(func, _again(args, known), dict(_again(kwargs, known)))
-                known[number] = found if place is None else found[place]
+                found = found if place is None else found[place]
+                known[number] = found if isinstance(found, Tensor) else torch.tensor(found)  # `torch.equal`
             else:
                 held = values[self.roots[number]] if number in self.roots else self.constants[number]
-                known[number] = held.detach().cpu()
+                known[number] = _whole(held).detach().cpu()
         return known[steps[-1]]
 
 
@@ -157,6 +172,24 @@ def _again(told: Any, known: Mapping[int, Any]) -> Any:
             return told[1]
 
 
+def _renumbered(told: Any, numbers: Mapping[int, int]) -> Any:
+    match told:
+        case Ref(number):
+            return Ref(numbers[number])
+        case Many(is_list, parts):
+            return Many(is_list, tuple(_renumbered(one, numbers) for one in parts))
+        case Slice(start, stop, step):
+            return Slice(*(_renumbered(one, numbers) for one in (start, stop, step)))
+        case _:
+            return told
+
+
+def _told(making: tuple[Any, Any, Any, int | None]) -> Any:
+    """What is equal where the same is made: a partial of one function is another object each time."""
+    func, *rest = making
+    return ((func.func, *func.args) if isinstance(func, partial) else func, *rest)
+
+
 def on_cpu(func: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a function gives of tensors that are there, on the CPU: the device that they are for may not be there."""
     given = [CPU if is_device(one) else one for one in args]
@@ -168,8 +201,17 @@ def is_device(value: Any) -> bool:
 
 
 def values_of(leaves: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
-    """The arguments by path whose values are there, whole."""
-    return {path: one for path, one in leaves if type(one) is Tensor and one.device.type != "meta"}
+    """The arguments by path whose values are there. Of what the ranks have parts of, all of them put together numbers
+    and truths, and floating-point numbers up to `MOST`: nobody can while forward is traced.
+    """
+    there = [(path, one) for path, one in leaves if type(one) in (Tensor, DTensor) and one.device.type != "meta"]
+    is_wide = {path: one.is_floating_point() and one.numel() > MOST for path, one in there if isinstance(one, DTensor)}
+    return {path: _whole(one) for path, one in there if not is_wide.get(path)}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All ranks have to call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _numbers_in(told: Any) -> Iterable[int]:

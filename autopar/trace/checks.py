@@ -51,6 +51,7 @@ class Checks:
     def __init__(self, notes: list[str], arguments: Arguments, of_arguments: Callable[[Tensor], Any]) -> None:
         self.notes = notes  # of the plan
         self.arguments, self.of_arguments = arguments, of_arguments  # the latter as `Origins.answer`
+        self.needed: Exception | None = None  # what was said where a number was needed that nobody has
         self.wrong: dict[str, Tensor] = {}
         self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
         self._counts: dict[int, Tensor] = {}  # numbers of rows that masks pick

@@ -37,14 +37,15 @@ from autopar.trace.literals import Literals
 from autopar.trace.looks import as_looks, looks_in
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import noted_on, replace_tensors, tensors_by_name
-from autopar.trace.numbers import HangsOnValues, Number, taken_out, takes_out, with_numbers
+from autopar.trace.numbers import HangsOnValues, Number, with_numbers
 from autopar.trace.origins import Origins, tensors_in, writes_in_place
 from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
 from autopar.trace.reads import Reads
-from autopar.trace.recurrent import kept_as_loops
+from autopar.trace.recurrent import kept_as_loops, with_states_as_given
 from autopar.trace.sharing import seen
 from autopar.trace.sized import SIZED_BY_VALUES, counted_now, of_values, with_size
 from autopar.trace.tables import ReadsAt, at_values, dense_lookup, one_hot, read_or_write
+from autopar.trace.taken import taken_out, takes_out
 from autopar.trace.values import is_torchs
 from autopar.trace.written_out import WRITTEN_OUT, copied, with_condition, with_limits
 
@@ -56,6 +57,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.corrcoef: corrcoef,
     torch.Tensor.corrcoef: corrcoef,
 }
+TRUTHS = ("equal", "allclose", "__contains__")
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
 REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 DATA: Any = torch.Tensor.data
@@ -83,8 +85,8 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         now = _registered(model)
         replace_tensors(model, {id(stand_for[name]): value for name, value in now.items()}, registered=False)
         replace_tensors(model, looks := as_looks(looks_in(model), now), registered=False)
+        watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, reads)
         try:
-            watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, reads)
             watch.known |= set(map(id, tensors_in((args, kwargs))))
             for name, value in values.items():
                 watch.literals.know(name, now[name], value)
@@ -112,6 +114,8 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                 )
             memory = seen(returned, returned.outputs, arguments, now, now_there)
             return replace(returned, checks=watch.checks.wrong, memory=memory)
+        except TypeError as error:
+            raise watch.checks.needed or error from None
         finally:
             replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
 
@@ -134,7 +138,10 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
-        self.literals, self.checks = Literals(counting.beside), Checks(notes, reads.asked.arguments, self._of_arguments)
+        self.literals, self.checks = (
+            Literals(counting.beside),
+            Checks(notes, reads.asked.arguments, lambda tensor: self.origins.answer(tensor)),
+        )
         self.origins = Origins(self.checks, reads.asked)
         self.beside, self.counting = counting.beside, counting
         self.packing = Packing(self.origins)
@@ -206,17 +213,22 @@ class _Watch(TorchFunctionMode):
         places = self.literals.nonzero(func, args, kwargs)
         if places is not None and self.literals.asks_buffers(args):
             self.checks.answered(None, args, {}, self.literals.known(args[0]))
+        if (
+            getattr(func, "__name__", "") in TRUTHS
+            and (truth := self.origins.answer_by(func, args, kwargs)) is not None
+        ):
+            return truth
         if places is not None or not self.checks.arguments.at_once:
             return places
         counted = counted_now(func, args, kwargs)
         with self:
-            return None if counted is None else counted(self._of_arguments)
+            return None if counted is None else counted(self.checks.of_arguments)
 
     def _as_taken(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of `func` as a program has them."""
         if func in SIZED_BY_VALUES:
             with self:  # what sizes are made of is seen
-                args, kwargs = with_size(func, args, kwargs, self._of_arguments)
+                args, kwargs = with_size(func, args, kwargs, self.checks.of_arguments)
         return with_limits(func, *dense_lookup(func, with_condition(func, args), kwargs))
 
     def _taken_out(self, func: Any, args: Any) -> Any:
@@ -263,7 +275,7 @@ class _Watch(TorchFunctionMode):
                 f"forward has a tensor retain its gradient{line_here()}, and a program gives gradients of parameters "
                 "and arguments alone: leave it out, or make that tensor an argument"
             )
-        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+        if any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
             raise TraceError(
                 f"forward draws from a torch.Generator{line_here()}, which a program cannot go on with: leave "
                 "generator= out, or make what is to be the same in each call a buffer"
@@ -307,8 +319,9 @@ class _Watch(TorchFunctionMode):
             if len(args) == 2:
                 self.reads_at.read(result, args[0])
             return result
-        result = _with_states_as_given(func, args, func(*args, **kwargs))
-        self.origins.made(func, args, kwargs, result)
+        written = self.origins.written(func, args, kwargs)
+        result = with_states_as_given(func, args, func(*args, **kwargs))
+        self.origins.made(func, args, kwargs, result, written)
         self.literals.made(func, args, kwargs, result)
         self.beside.made(func, args, kwargs, result)
         self.checks.made(func, args, kwargs, result)
@@ -335,13 +348,12 @@ class _Watch(TorchFunctionMode):
         with self:
             return func(*args, **kwargs)
 
-    def _of_arguments(self, tensor: torch.Tensor) -> Any:
-        return self.origins.answer(tensor)
-
     def _with_places(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of `func` with what is known of an index, and of sizes, in them."""
         args = with_counted_places(func, args)
-        args, kwargs, sizes = self.literals.sizes(func, self.literals.places(func, args), kwargs, self._of_arguments)
+        args, kwargs, sizes = self.literals.sizes(
+            func, self.literals.places(func, args), kwargs, self.checks.of_arguments
+        )
         for size, number in sizes:
             if self.literals.asks_buffers(size):
                 self.checks.answered(None, (size,), {}, number)
@@ -382,11 +394,3 @@ class _Watch(TorchFunctionMode):
                     self.detached[id(value)] = value, whole.detach()
                 self.outside.append(value)
         return pytree.tree_map_only(torch.Tensor, lambda one: self.detached.get(id(one), (one, one))[1], (args, kwargs))
-
-
-def _with_states_as_given(func: Any, args: Any, result: Any) -> Any:
-    """An LSTM's states have the shape of those that it was given. Taken apart by torch 2.11 they have a dim more."""
-    if func is not torch.lstm or not isinstance(args[1], (tuple, list)):
-        return result
-    output, *states = result
-    return output, *(made.reshape(given.shape) for made, given in zip(states, args[1], strict=True))

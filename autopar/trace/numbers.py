@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autopar._compat import FakeTensor, pytree
+from autopar._compat import pytree
 from autopar.errors import TraceError
-from autopar.trace.checks import DECIDES, Checks
+from autopar.trace.checks import Checks
 from autopar.trace.lines import NUMPY, line_here
 from autopar.trace.origins import tensors_in, writes_in_place
+from autopar.trace.reading import is_for_reading
 
 BINARY: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {  # of two numbers, and where one is a tensor
     "add": (operator.add, torch.add), "sub": (operator.sub, torch.sub), "mul": (operator.mul, torch.mul),
@@ -45,14 +46,6 @@ FILLED = {"full": 1, "full_like": 1, "new_full": 2}  # function -> which argumen
 IN_PYTHON = ("torch.nn.functional", "torch.functional")  # functions there compute with what they are given
 NAMED = {"input", "other", "min", "max", "value", "exponent"}  # arguments that numbers may be
 WRITES = ("__format__", "__repr__")
-TAKES_OUT = frozenset(
-    ("item", "tolist", "__int__", "__float__", "__index__", "__complex__", "numpy", *WRITES, *DECIDES)
-)
-BY_METHOD: dict[str, Callable[[Any], Any]] = {
-    "__int__": int, "__index__": operator.index, "__float__": float, "__complex__": complex,
-    **dict.fromkeys(("item", "tolist"), lambda known: known),
-}  # fmt: skip
-MOST = 64  # numbers of one tolist()
 INSTEAD = (
     "Leave what is asked a tensor (torch.where for if, .clamp(min=1) for max(.., 1)). What .item() gives may be "
     "computed with, kept as an attribute, returned, and checked (assert, `if ..: raise`)."
@@ -100,7 +93,7 @@ class Number:
         is_int = isinstance(other.like if isinstance(other, Number) else other, int)
         is_float = not is_int or isinstance(self.like, float) or name == "truediv"
         if name == "pow" and not is_float and (is_reversed or not isinstance(other, int) or other < 0):
-            raise _needed_now()  # in Python an int to the power of an int is an int or a float
+            raise needed_now()  # in Python an int to the power of an int is an int or a float
         kind = torch.float64 if is_float else torch.int64
         pair = [one.tensor.to(kind) if isinstance(one, Number) else one for one in (self, other)]
         left, right = reversed(pair) if is_reversed else pair
@@ -124,15 +117,22 @@ class Number:
     def __bool__(self) -> bool:
         wanted = self._checks.asked(self.tensor, "__bool__", sys._getframe(1))
         if wanted is None:
-            raise _hangs()
+            raise hangs()
         return wanted
 
     def _at_once(self, *_: Any) -> Any:
         if (known := self._checks.of_arguments(self.tensor)) is None:
-            raise _needed_now()
+            raise needed_now()
         return int(known)
 
-    __int__ = __index__ = __trunc__ = __floor__ = __ceil__ = _at_once
+    __int__ = __trunc__ = __floor__ = __ceil__ = _at_once
+
+    def __index__(self) -> int:
+        try:
+            return self._at_once()
+        except HangsOnValues as error:  # which torch passes over, and says that its arguments are wrong
+            self._checks.needed = error
+            raise
 
     def __float__(self) -> float:
         return float(self._at_once())
@@ -140,19 +140,22 @@ class Number:
     def __complex__(self) -> complex:
         return complex(self._at_once())
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:  # equal ones are one key
+        return hash(self._at_once())
 
     def __repr__(self) -> str:
-        return _written(self._checks)
+        known = None if is_for_reading() else self._checks.of_arguments(self.tensor)
+        return written(self._checks) if known is None else repr(known)
 
-    def __format__(self, _: str) -> str:
-        return repr(self)
+    def __format__(self, spec: str) -> str:
+        known = None if is_for_reading() else self._checks.of_arguments(self.tensor)
+        return written(self._checks) if known is None else format(known, spec)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
         """What numpy computes of it, as `np.mean` of a list does: operators of Python's."""
         python = BY_UFUNC.get(ufunc.__name__)
         if method != "__call__" or python is None:
-            raise _needed_now()
+            raise needed_now()
         return python(*(one.item() if isinstance(one, np.generic) else one for one in args))
 
     @classmethod
@@ -219,46 +222,11 @@ for _name in (*BINARY, *COMPARED):
     _operators(_name)
 
 
-def takes_out(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a function of torch takes numbers out of a tensor without values."""
-    is_one = getattr(func, "__name__", "") in TAKES_OUT
-    return is_one and isinstance(args[0], FakeTensor) and args[0].constant is None
-
-
-def taken_out(func: Any, args: Sequence[Any], checks: Checks) -> Any:
-    """What such a function gives. Raises TraceError where they are to be known at once."""
-    name = getattr(func, "__name__", "")
-    if name in DECIDES:  # and `Checks` has no answer
-        raise _hangs()
-    tensor: Tensor = args[0].detach()
-    if name in WRITES:
-        return _written(checks)
-    is_few = (
-        name in ("item", "tolist", "numpy") and not tensor.is_complex() and (name == "numpy" or tensor.numel() <= MOST)
-    )
-    if not is_few or checks.arguments.at_once:
-        known = checks.of_arguments(args[0])
-        if known is None and not is_few:
-            raise _needed_now()
-        if known is not None:
-            return (
-                np.array(known, str(tensor.dtype).removeprefix("torch.")) if name == "numpy" else BY_METHOD[name](known)
-            )
-    checks.arguments.is_lazy = True
-    if name == "numpy":
-        return None if args[0].requires_grad else Array(tensor, checks)  # torch says what to do
-    return Number(tensor.reshape(()), checks) if name == "item" else _listed(tensor, checks)
-
-
-def _written(checks: Checks) -> str:
+def written(checks: Checks) -> str:
     """What stands for a value in text, with a note beside the plan."""
     if (told := WRITTEN.format(line_here())) not in checks.notes:
         checks.notes.append(told)
     return TEXT
-
-
-def _listed(tensor: Tensor, checks: Checks) -> Any:
-    return [_listed(part, checks) for part in tensor.unbind()] if tensor.ndim else Number(tensor, checks)
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
@@ -370,13 +338,13 @@ def refuse_text(values: Sequence[Any]) -> None:
         )
 
 
-def _hangs() -> TraceError:
+def hangs() -> TraceError:
     return HangsOnValues(
         f"which way forward goes depends on values{line_here()}, and a program goes one way. {INSTEAD}"
     )
 
 
-def _needed_now() -> TraceError:
+def needed_now() -> TraceError:
     return HangsOnValues(
         f"forward needs a number out of a tensor at once{line_here()}, and a trace has no values. {INSTEAD}"
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
 from autopar._compat import pytree
 from autopar.trace.asked import Asked, Many, Ref, Slice
@@ -21,13 +23,22 @@ _PURE = """
     aminmax mean prod count_nonzero cat concat stack unbind split chunk tensor arange full zeros ones eye zeros_like
     ones_like full_like new_zeros new_ones new_full tril triu repeat tile repeat_interleave diag diagonal bincount t
     scatter scatter_add index_add index_fill topk outer type_as movedim swapaxes cpu
+    clone pad half bfloat16 byte clip hstack vstack ravel unflatten view_as broadcast_to exp log log2 log10 sigmoid
+    softmax log_softmax sin cos tan tanh relu norm std var median quantile logsumexp matmul mm bmm einsum dot
+    logical_xor lshift rshift sign square isclose nan_to_num nansum nanmean cummax cummin kthvalue new_tensor meshgrid
+    one_hot scatter_reduce interpolate contains equal allclose type swapdims index_put erf reciprocal rsqrt
 """
 PURE = frozenset(_PURE.split())  # they give the same again from the same
 
 
+WRITES = frozenset(("setitem", "fill", "fill_diagonal", "zero", "copy", "index_copy", "masked_scatter"))
 SHAPES = frozenset(("view", "reshape", "flatten", "squeeze", "unsqueeze", "contiguous", "detach"))
-# Functions that write to some of their arguments, and do not say so: their names, and those of the arguments.
-STATISTICS = {name: {1: "running_mean", 2: "running_var"} for name in ("batch_norm", "instance_norm")}
+# Functions that write to some of their arguments, and do not say so: where those stand, and their names.
+FIRST, SECOND = {1: "running_mean", 2: "running_var"}, {3: "running_mean", 4: "running_var"}
+STATISTICS = {
+    functional.batch_norm: FIRST, functional.instance_norm: FIRST,
+    torch.batch_norm: SECOND, torch.instance_norm: SECOND, torch.native_batch_norm: SECOND,
+}  # fmt: skip
 
 
 def writes_in_place(name: str, kwargs: Any) -> bool:
@@ -58,6 +69,13 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
         return storage_of(tensor) if has_storage(tensor) else None
     except NotImplementedError:
         return None
+
+
+def _behind(write: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What a tensor is behind a write to it."""
+    made = tensor.clone()
+    write(made, *args, **kwargs)
+    return made
 
 
 class Origins:
@@ -91,7 +109,7 @@ class Origins:
         number = self.of(mask)
         while number in self.asked.makings:
             func, args, _, _ = self.asked.makings[number]
-            if func.__name__ not in SHAPES or not isinstance(args.parts[0], Ref):
+            if getattr(func, "__name__", "") not in SHAPES or not isinstance(args.parts[0], Ref):
                 break
             number = args.parts[0].number
         return number
@@ -107,6 +125,11 @@ class Origins:
             return None
         return self.asked.answer(self._by_id[id(tensor)])
 
+    def answer_by(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Likewise, what a function gives that gives a truth: `torch.equal`, `in`."""
+        told = self._told_all(func.__name__.strip("_"), args, kwargs)
+        return None if told is None else self.asked.answer(self._made_by(func, told, None))
+
     def answer_of(self, func: Any, number: int) -> Any:
         """Likewise, what a function gives of such a tensor, by its number."""
         told = func.__name__, Many(False, (Ref(number),)), Many(False, ())
@@ -120,13 +143,26 @@ class Origins:
     def hold(self, value: Any) -> None:
         self._held.append(value)
 
-    def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """`func` gave `result`; call it behind every function of torch."""
+    def written(self, func: Any, args: Any, kwargs: Any) -> int | None:
+        """The number of what the first argument will be behind a write of `func` to it; call it before. None: it writes
+        to none, or nobody knows.
+        """
+        name = str(getattr(func, "__name__", func))
+        known = name.strip("_").removeprefix("i" * name.startswith("__i"))
+        if kwargs.get("out") is not None or not writes_in_place(name, kwargs) or known not in PURE | WRITES:
+            return None
+        told = self._told_all(f"behind {name}", args, kwargs)
+        return None if told is None else self._made_by(partial(_behind, func), told, None)
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, written: int | None = None) -> None:
+        """`func` gave `result`; call it behind every function of torch. `written`: as that says of it."""
         name = str(getattr(func, "__name__", func))
         if writes_in_place(name, kwargs):
             self.forget(tensors_in((args[:1], kwargs.get("out"))))
-        elif name in STATISTICS:
-            places = STATISTICS[name].items()
+            if written is not None:
+                self._is_number(args[0], written)
+        elif func in STATISTICS:
+            places = STATISTICS[func].items()
             self.forget(tensors_in([args[place] if place < len(args) else kwargs.get(told) for place, told in places]))
         elif name.strip("_") in PURE:
             made = list(result) if isinstance(result, tuple | list) else [result]
@@ -134,19 +170,24 @@ class Origins:
                 one is other for one in made for other in args
             ):
                 return
-            try:
-                told = name.strip("_"), self._told(args), self._told(tuple(sorted(kwargs.items())))
-                numbers = [self._made_by(func, told, None if made == [result] else place) for place in range(len(made))]
-            except TypeError:
-                return  # an argument that cannot be compared
-            for one, number in zip(made, numbers, strict=True):
-                self._is_number(one, number)
+            told = self._told_all(name.strip("_"), args, kwargs)
+            for place, one in enumerate(made if told is not None else ()):
+                self._is_number(one, self._made_by(func, told, None if one is result else place))
+
+    def _told_all(self, name: str, args: Any, kwargs: Any) -> tuple[str, Many, Many] | None:
+        """What a function is given, by its name; None where that cannot be compared."""
+        told = name, self._told(args), self._told(tuple(sorted(kwargs.items())))
+        try:
+            hash(told)
+        except TypeError:
+            return None
+        return told
 
     def _made_by(self, func: Any, told: Any, place: int | None) -> int:
         """The number of what `func` gives, at that place where it gives several."""
         if (told, place) not in self._by_making:
             self._by_making[told, place] = self._new()
-            self.asked.makings[self._next] = func, told[1], told[2], place
+            self.asked.makings[self._next] = func, *told[-2:], place
         return self._by_making[told, place]
 
     def forget(self, written: Sequence[torch.Tensor]) -> None:

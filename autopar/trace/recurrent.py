@@ -260,6 +260,14 @@ def kept_as_loops(func: Any, args: tuple[Any, ...]) -> Callable[..., Any] | None
     return functools.partial(_padded, func) if is_drawn or is_loop(each) else None
 
 
+def with_states_as_given(func: Any, args: Any, result: Any) -> Any:
+    """An LSTM's states have the shape of those that it was given. Taken apart by torch 2.11 they have a dim more."""
+    if func is not torch.lstm or not isinstance(args[1], (tuple, list)):
+        return result
+    output, *states = result
+    return output, *(made.reshape(given.shape) for made, given in zip(states, args[1], strict=True))
+
+
 def weights_have_changed(layer: Any) -> bool:
     """What a recurrent layer is told that asks whether to look its weights up anew (`WEIGHTS`): always, in a trace.
     Those that are made of others (`parametrize`) may write to buffers when they are asked for (`spectral_norm`): they

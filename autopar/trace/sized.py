@@ -110,16 +110,20 @@ def _nonzero(tensor: Tensor, is_stacked: bool, of_arguments: Callable[[Tensor], 
 
 
 def _unique(values: Tensor, is_sorted: bool, options: dict[str, Any], of_arguments: Callable[[Tensor], Any]) -> Any:
-    flat = values.detach().flatten()
+    if values.is_floating_point() and len(options) > options.get("sorted", 0):  # NaNs are all apart
+        return None
+    values = values.detach()
+    given, values = values.dtype, values.byte() if values.dtype == torch.bool else values
+    flat = values.flatten()
     flat = flat.sort()[0] if is_sorted else flat
     is_first = torch.cat([torch.ones_like(flat[:1], dtype=torch.bool), flat[1:] != flat[:-1]])
     places = _places(is_first, of_arguments)
     if places is None:
         return None
-    found: list[Tensor] = [flat[places[0]]]
+    found: list[Tensor] = [flat[places[0]].to(given)]
     run = is_first.cumsum(0) - 1
     if options.get("return_inverse"):
-        found.append(torch.searchsorted(found[0], values.detach()) if is_sorted else run.reshape(values.shape))
+        found.append(torch.searchsorted(flat[places[0]], values) if is_sorted else run.reshape(values.shape))
     if options.get("return_counts"):
         found.append(torch.zeros_like(places[0]).index_add(0, run, torch.ones_like(run)))
     return found[0] if len(found) == 1 else tuple(found)

@@ -3,131 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 import autopar
+import autopar.attach.programs
 from autopar import TraceError
 from tests.processes.compare import both_backward, same_gradients
-
-BATCH, STEPS, WIDTH = 4, 9, 6
-LENGTHS = ((3, 7, 1, 5), (8, 2, 2, 4), (3, 7, 1, 5), (3, 1, 7, 5))
-Form = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-class Asking(nn.Module):
-    def __init__(self, form: Form) -> None:
-        super().__init__()
-        self.inner, self.form = nn.Linear(WIDTH, WIDTH).double(), form
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        return self.form(self.inner, x, lengths)
-
-
-def longest(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    n = int(lengths.max())
-    there = torch.arange(n)[None] < lengths[:, None]
-    return (inner(x[:, :n]).square().mean(-1) * there).sum() / there.sum()
-
-
-def as_tensors(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    there = torch.arange(lengths.max()) < lengths.unsqueeze(1)
-    return (inner(x[:, : lengths.max()]).square().mean(-1) * there).sum() + inner(
-        x.new_zeros(lengths.min(), WIDTH)
-    ).sum()
-
-
-def of_items(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    n, total = lengths.max().item(), lengths.sum().item()
-    h = inner(x) * 2 if n > 7 else inner(x)
-    return (h[:, :n].square().sum() + h[:, -n:].sum() + torch.zeros(n, WIDTH).sum()) / total
-
-
-def each_by_itself(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    return torch.stack([inner(x[i, :n]).square().mean() for i, n in enumerate(lengths.tolist())]).mean()
-
-
-def by_numpy(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    order = lengths.cpu().numpy().argsort()[::-1].tolist()
-    return sum(inner(x[i]).square().mean() / (k + 1) for k, i in enumerate(order))
-
-
-def branches(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    h = inner(x)
-    if (lengths >= 8).any():
-        h = h * 2
-    if lengths.min() < 2 and x[0, 0, 0] > 0:
-        h = h + 1
-    return h.square().mean()
-
-
-def split(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    parts = torch.split(x.flatten(0, 1)[: int(lengths.sum())], lengths.tolist())
-    return inner(pad_sequence(list(parts), batch_first=True)).square().mean()
-
-
-def repeated(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    sizes = torch.bincount(lengths).clamp(min=1)
-    h = torch.repeat_interleave(inner(x[:, 0]), lengths, 0)
-    return h.square().mean() + (functional.one_hot(lengths) / sizes).sum() * h.mean()
-
-
-def pooled(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    """As graph networks have it: rows of nodes, and to which graph each belongs."""
-    out = x.new_zeros(int(lengths.max()) + 1, WIDTH)
-    return out.index_add(0, lengths, inner(x[:, 0])).square().mean()
-
-
-def pairs(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    """A loss of picked rows with one another."""
-    rows = functional.normalize(inner(x[torch.arange(STEPS) < lengths.unsqueeze(1)]), dim=-1)
-    return functional.cross_entropy(rows @ rows.T / 0.5, torch.arange(len(rows)))
-
-
-def columns(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    seen = torch.bincount(lengths, minlength=STEPS) > 0
-    return inner(x[:, seen]).square().mean() + inner(x[0, seen].T[:, :1].T).sum()
-
-
-def each_that_is_there(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    h, loss = inner(x), x.new_zeros(())
-    for value in lengths.unique():
-        loss = loss + h[lengths == value].mean().square()
-    for i in (lengths > 2).nonzero(as_tuple=True)[0]:
-        loss = loss + h[i].square().mean()
-    values, inverse, counts = torch.unique(lengths, return_inverse=True, return_counts=True)
-    return loss + (h[:, 0] * (values[inverse] / counts[inverse]).unsqueeze(1)).sum() * len(values)
-
-
-def written_to(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    """Rows in the place of rows, by a mask that is not the first index."""
-    h, seen = inner(x), torch.bincount(lengths, minlength=STEPS) > 0
-    out = torch.zeros_like(h)
-    out[:, seen] = h[:, seen].softmax(1)
-    return out.square().sum()
-
-
-def as_it_is_packed(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    packed = pack_padded_sequence(inner(x), lengths.cpu(), batch_first=True, enforce_sorted=False)
-    return pad_packed_sequence(packed, batch_first=True)[0].square().mean()
-
-
-FORMS: Mapping[str, Form] = {form.__name__: form for form in (
-    longest, as_tensors, of_items, each_by_itself, by_numpy, branches, split, repeated, pooled, pairs, columns,
-    each_that_is_there, written_to, as_it_is_packed,
-)}  # fmt: skip
-
-
-def batch(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(BATCH, STEPS, WIDTH, generator=generator, dtype=torch.float64), torch.tensor(lengths)
+from tests.support.ragged import FORMS, LENGTHS, STEPS, WIDTH, Asking, Form, batch, longest
 
 
 def programs(parallel: Any) -> int:
@@ -176,15 +67,90 @@ def test_many_answers_are_told_of(one: DeviceMesh) -> None:
     assert "pad to a few lengths" in text
 
 
-def test_who_writes_to_an_argument_is_asked_for_what_is_there_then(one: DeviceMesh) -> None:
-    def changed(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-        lengths = lengths.clone()
-        lengths[0] = int(lengths[1])
-        return inner(x[:, : int(lengths[0])]).square().mean()
+def of_a_list(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    """Numbers as keys, in sets and tables, and in text that is one."""
+    rows, counts = defaultdict[int, list[int]](list), Counter(lengths.tolist())
+    for place, length in enumerate(lengths.tolist()):
+        rows[length].append(place)
+    loss = sum(inner(x[rows[length]]).mean().square() for length in sorted(set(lengths.tolist())))
+    n = lengths.max().item()
+    heads = {"of 7": 2.0, "of 8": 3.0}
+    factor = heads.get(f"of {n}", 1.0) * (2 if str(int(lengths.min())) in ("1", "5") else 1)
+    return loss * {7: 2, 3: 5}.get(n, 1) * max(counts.values()) * factor * (4 if n in {1, 7} else 1)
 
-    plain = Asking(changed)
-    with pytest.raises(TraceError, match=r"needs a number out of a tensor at once at .*test_asked_arguments.py:\d+"):
-        autopar.compile(plain, one)(*batch(LENGTHS[0]))
+
+def of_truths(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    is_long = (lengths > 7).any().item()
+    h = inner(x) * (2 if is_long is True else 1)
+    if 2 in lengths or torch.equal(lengths, lengths.flip(0)):
+        h = h + 1
+    return h.square().mean()
+
+
+def behind_writes(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    lengths = lengths.clone()
+    lengths[lengths > 5] = 5
+    lengths[0] = int(lengths[1])
+    lengths.add_(1).clamp_(max=6)
+    ends = functional.pad(lengths, (1, 0)).cumsum(0).tolist()
+    return inner(x.flatten(0, 1)[: ends[-1]]).square().mean() + inner(x[:, : lengths.min()]).sum()
+
+
+@pytest.mark.parametrize("form", [of_a_list, of_truths, behind_writes])
+def test_numbers_are_what_they_are_with_torch(one: DeviceMesh, form: Form) -> None:
+    plain = Asking(form)
+    parallel = autopar.compile(plain, one)
+    for seed, lengths in enumerate(LENGTHS):
+        both_backward(plain, parallel, *batch(lengths, seed))
+        same_gradients(plain, parallel)
+
+
+def test_what_is_printed_asks_nothing(one: DeviceMesh, capsys: pytest.CaptureFixture[str]) -> None:
+    def prints(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        print(f"{lengths.max().item()} of", lengths.sum().item())
+        return inner(x).square().mean() * lengths.max().item()
+
+    parallel = autopar.compile(Asking(prints), one)
+    for lengths in LENGTHS:
+        parallel(*batch(lengths))
+    assert programs(parallel) == 1 and capsys.readouterr().out == "(a value of each call) of (a value of each call)\n"
+
+
+def test_numbers_of_parameters_are_no_keys(one: DeviceMesh) -> None:
+    def keyed(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        h = inner(x)
+        return h.sum() * {1: 2.0}.get((h > 0).sum().item(), 1.0)
+
+    with pytest.raises(TraceError, match="needs a number out of a tensor at once"):
+        autopar.compile(Asking(keyed), one)(*batch(LENGTHS[0]))
+
+
+def test_arrays_of_arguments_are_not_written_to(one: DeviceMesh) -> None:
+    def written(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        array = lengths.numpy()
+        np.minimum(array, 3, out=array)
+        return inner(x[:, : int(lengths.max())]).sum()
+
+    with pytest.raises(TraceError, match="numpy"):
+        autopar.compile(Asking(written), one)(*batch(LENGTHS[0]))
+
+
+def test_a_size_that_hangs_on_parameters_is_named(one: DeviceMesh) -> None:
+    def sized(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+        return inner(x).sum() + torch.zeros((inner(x) > 0).sum().item(), 2).sum()
+
+    with pytest.raises(TraceError, match=r"needs a number out of a tensor at once at .*test_asked_arguments.py"):
+        autopar.compile(Asking(sized), one)(*batch(LENGTHS[0]))
+
+
+def test_the_answer_that_was_asked_longest_ago_goes_first(one: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autopar.attach.programs, "ANSWERS", 2)
+    parallel = autopar.compile(Asking(longest), one)
+    for length in (3, 4, 3, 5, 3):
+        parallel(*batch((length, 1, 1, 1)))
+    ((_, kept),) = parallel._autopar.programs.items()
+    answers = [value for one in kept for value, *_ in one.asked.answers.values()]
+    assert answers == [3, 5]
 
 
 def by_relu(x: Tensor) -> None:
@@ -195,11 +161,16 @@ def by_a_norm(x: Tensor) -> None:
     functional.batch_norm(torch.randn(5, WIDTH, dtype=x.dtype), x[0, 0], torch.ones_like(x[0, 0]), training=True)
 
 
+def by_torchs_norm(x: Tensor) -> None:
+    given = torch.randn(5, WIDTH, dtype=x.dtype), None, None, x[0, 0], torch.ones_like(x[0, 0])
+    torch.batch_norm(*given, True, 0.1, 1e-5, False)
+
+
 def by_a_view(x: Tensor) -> None:
     x.view(-1)[:3].clamp_(min=0)
 
 
-@pytest.mark.parametrize("write", [by_relu, by_a_norm, by_a_view])
+@pytest.mark.parametrize("write", [by_relu, by_a_norm, by_torchs_norm, by_a_view])
 def test_what_was_written_to_is_not_taken_for_what_came(one: DeviceMesh, write: Callable[[Tensor], None]) -> None:
     def does(inner: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
         x = x.clone()

@@ -25,6 +25,7 @@ COUNTING = [
 ]
 FIRST = {
     "api": ["accumulation", "dropout", "inputs_and_outputs", "state_dicts"],
+    "asked": ["rows_of_each_rank_are_asked_together", "stages_ask_too"],
     "beside": ["losses_beside_the_module", "outputs_that_are_no_rows"],
     "boundary": [
         "anomalies_are_found_on_all_ranks",
@@ -129,6 +130,7 @@ FIRST = {
 
 # What four ranks may do otherwise than two: layouts on two axes, and who sends what to whom.
 ON_FOUR = {
+    "asked": ["rows_of_each_rank_are_asked_together", "stages_ask_too"],
     "beside": ["losses_beside_the_module", "outputs_that_are_no_rows"],
     "api": ["accumulation", "dropout", "evaluation", "inputs_and_outputs", "sharded_batches", "state_dicts"],
     "changed": [

@@ -1,0 +1,73 @@
+"""What code does with values that it is given: whether text that it makes of them is for people to read (printed,
+logged, told by an error), and no key that it goes on by; whether it asks which object a truth is.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import itertools
+import linecache
+import sys
+from functools import lru_cache
+from types import CodeType, FrameType
+
+from autopar.trace.values import is_torchs
+
+READ = frozenset((
+    "print", "pprint", "debug", "info", "warning", "warn", "error", "critical", "exception", "log", "log_dict", "write",
+    "set_description", "set_postfix", "set_postfix_str", "add_scalar", "add_text", "log_metric",
+))  # fmt: skip
+
+
+def is_for_reading() -> bool:
+    """Of the text that the user's code makes now. Where there is no source, it may be a key."""
+    frame = _users()
+    return frame is not None and _is_read(frame.f_code, frame.f_lasti)
+
+
+def is_identity_asked() -> bool:
+    """Whether the user's code that is given a truth now has `is True` or `is False` in it."""
+    frame = _users()
+    return frame is None or _asks_identity(frame.f_code)
+
+
+def _users() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and is_torchs(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+@lru_cache(maxsize=1024)
+def _asks_identity(code: CodeType) -> bool:
+    pairs = itertools.pairwise(dis.get_instructions(code))
+    return any(one.opname == "IS_OP" and isinstance(before.argval, bool) for before, one in pairs)
+
+
+@lru_cache(maxsize=1024)
+def _is_read(code: CodeType, at: int) -> bool:
+    line, *_ = next(itertools.islice(code.co_positions(), at // 2, None))
+    tree = _tree(code.co_filename)
+    if line is None or tree is None:
+        return False
+    around = [
+        one
+        for one in ast.walk(tree)
+        if isinstance(one, ast.stmt) and one.lineno <= line <= (one.end_lineno or one.lineno)
+    ]
+    match max(around, key=lambda one: (one.lineno, -(one.end_lineno or 0)), default=None):
+        case ast.Raise() | ast.Assert():
+            return True
+        case ast.Expr(ast.Call(ast.Name(name) | ast.Attribute(attr=name))):
+            return name in READ
+        case _:
+            return False
+
+
+@lru_cache(maxsize=64)
+def _tree(file: str) -> ast.Module | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:  # of another version of Python, or no Python
+        return None
