@@ -125,6 +125,11 @@ class Checks:
         """
         self._counts[id(number)] = number
 
+    def is_of_rows(self, asked: Tensor) -> bool:
+        """Whether it asks if any of a mask is true, or how many are."""
+        _, each, is_all = self._each.get(id(asked), (asked, asked, True))
+        return id(asked) in self._there or (not is_all and each.dtype == torch.bool)
+
     def add(self, told: str, wrong: Tensor) -> None:
         """Say `told` in a call where some of these are true."""
         count = wrong.detach().sum()
