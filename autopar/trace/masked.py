@@ -104,7 +104,7 @@ class Picked:
         return self.shape if dim is None else self.shape[dim]
 
     def numel(self) -> Tensor:
-        return self.count * product(self.row)
+        return self.count if (each := product(self.row)) == 1 else self.count * each
 
     nelement = numel
 
