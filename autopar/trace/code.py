@@ -119,9 +119,8 @@ def asks_for_nothing(value: Any) -> bool:
     return bool(functions) and not inspect.signature(functions[-1]).parameters
 
 
-def is_torchs_code(function: types.FunctionType) -> bool:
-    file = function.__code__.co_filename
-    return is_torchs(file) and not file.startswith(TYPED_IN)
+def is_torchs_code(code: types.CodeType) -> bool:
+    return is_torchs(code.co_filename) and not code.co_filename.startswith(TYPED_IN)
 
 
 def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
@@ -132,6 +131,6 @@ def methods_of(kinds: Iterable[type]) -> Mapping[str, list[Any]]:
     for kind in dict.fromkeys(one for made in kinds for one in made.__mro__):
         for name, value in vars(kind).items():
             calls = functions_of(value)
-            if any(not (is_torchs_code(call) or is_installed(call.__code__.co_filename)) for call in calls):
+            if any(not (is_torchs_code(call.__code__) or is_installed(call.__code__.co_filename)) for call in calls):
                 found.setdefault(name, []).append(calls[0])
     return found

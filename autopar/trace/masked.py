@@ -71,9 +71,22 @@ class Picked:
         return apply(func, args, kwargs or {})  # reached where no mode is in between
 
     @property
+    def mask(self) -> Tensor:
+        if self._mask._version != self._version:
+            raise TraceError(
+                f"forward writes to a mask that it has picked rows by, and goes on with these{line_here()}: write to a "
+                "clone of it"
+            )
+        return self._mask
+
+    @mask.setter
+    def mask(self, mask: Tensor) -> None:
+        self._mask, self._version = mask, mask._version
+
+    @property
     def row(self) -> tuple[int, ...]:
         """The dims of one row."""
-        return tuple(self.dense.shape[self.mask.ndim :])
+        return tuple(self.dense.shape[self._mask.ndim :])
 
     @property
     def count(self) -> Tensor:

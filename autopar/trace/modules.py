@@ -114,12 +114,15 @@ def noted_on(tensor: torch.Tensor) -> dict[str, Any]:
 
 def _fill_as_held(copy_of: dict[int, Any]) -> None:
     """Let copies of containers hold copies of what these hold. `copy.deepcopy` fills those of lists, sets and
-    dictionaries with what iterating gives, which a class with an `__iter__` of its own may make up. `copy_of`: what it
+    dictionaries with what iterating gives, which a class with an `__iter__` of its own may make up, and attributes that
+    are entries (`self.__dict__ = self`) are lost. `copy_of`: what it
     leaves in its memo, the originals among it.
     """
     for one in [*copy_of.get(id(copy_of), ())]:
         kind, made = type(one), copy_of.get(id(one), one)
         base = next((base for base in (list, set, dict) if isinstance(one, base)), None)
+        if isinstance(one, dict) and getattr(one, "__dict__", None) is one:  # its entries are its attributes
+            made.__dict__ = made
         if made is one or base is None or kind.__reduce__ is not base.__reduce__:
             continue
         if hasattr(kind, "__deepcopy__") or kind.__reduce_ex__ is not object.__reduce_ex__:

@@ -12,7 +12,7 @@ import sys
 from functools import lru_cache
 from types import CodeType, FrameType
 
-from autopar.trace.values import is_torchs
+from autopar.trace.code import is_torchs_code
 
 READ = frozenset((
     "print", "pprint", "debug", "info", "warning", "warn", "error", "critical", "exception", "log", "log_dict", "write",
@@ -34,7 +34,7 @@ def is_identity_asked() -> bool:
 
 def _users() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and is_torchs(frame.f_code.co_filename):
+    while frame is not None and is_torchs_code(frame.f_code):
         frame = frame.f_back
     return frame
 

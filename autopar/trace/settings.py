@@ -104,7 +104,7 @@ class Settings:
         self._functions: dict[int, types.FunctionType] = {}
         self._left: list[Any] = []
         self._holders: dict[int, _Holder] = {}
-        self._keepers: dict[int, Any] = {}  # of torch's and Python's own classes
+        self._keepers: dict[int, Any] = {}  # objects of torch's and Python's own classes, and tables of such
 
     def look(self, functions: Iterable[Any], classes: Iterable[type], hooks: Iterable[Any] = ()) -> None:
         """At what these functions (whatever is none of them is passed over), and those that they name, name; and at
@@ -170,12 +170,12 @@ class Settings:
             self._look_at_code(whole.func)
             for part in (*whole.args, *whole.keywords.values()):
                 self._hold(part)
-        elif isinstance(given, CACHED) and not all(map(is_torchs_code, functions_of(given))):
+        elif isinstance(given, CACHED) and not all(is_torchs_code(one.__code__) for one in functions_of(given)):
             self._see(Now(clearings(given)), "cache_clear", 0)
         elif (registered := registry_of(given)) is not None:
             self._see(registered, "registry", registered["registry"])
         for function in functions_of(given):
-            if id(function) not in self._functions and not is_torchs_code(function):
+            if id(function) not in self._functions and not is_torchs_code(function.__code__):
                 self._look_at_function(function, is_hook)
                 for name in globals_of(function.__code__, "IMPORT_NAME"):
                     if (module := sys.modules.get(name)) is not None:
@@ -272,9 +272,10 @@ class Settings:
     def _see_places(self, value: Any) -> None:
         for place in other_places(value):
             self._see(*place)
-        if keeps_numbers(value) and id(value) not in self._keepers:
+        is_table = isinstance(value, (list, tuple, dict))
+        if (is_table or keeps_numbers(value)) and id(value) not in self._keepers:
             self._keepers[id(value)] = value
-            for part in vars(value).values():  # a loader's dataset
+            for part in few_in(value) if is_table else vars(value).values():  # a loader's dataset
                 self._see_places(part)
                 self._hold(part)
 

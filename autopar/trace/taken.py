@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autopar._compat import FakeTensor
+from autopar._compat import FakeTensor, outside_modes
 from autopar.trace.checks import DECIDES, Checks
 from autopar.trace.numbers import OF_ROWS, WRITES, Array, Number, hangs, needed_now, written
 from autopar.trace.reading import is_for_reading, is_identity_asked
@@ -43,7 +43,8 @@ def taken_out(func: Any, args: Sequence[Any], checks: Checks) -> Any:
         known = None if is_for_reading() else checks.of_arguments(args[0])
         if known is None:
             return written(checks)
-        return func(torch.tensor(known, dtype=tensor.dtype), *args[1:])
+        with outside_modes():
+            return func(torch.tensor(known, dtype=tensor.dtype), *args[1:])
     if name == "numpy" or (name in ("item", "tolist") and not tensor.is_complex() and tensor.numel() <= MOST):
         if not checks.arguments.at_once and not (tensor.dtype == torch.bool and is_identity_asked()):
             return _left_open(name, args[0], checks)

@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from array import array
-from collections import ChainMap, UserDict, UserList, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -251,7 +251,8 @@ class _Looked:
         if without is None:
             return None
         if isinstance(value, dict):
-            held = dict.items(cast("dict[Any, Any]", value))
+            kind = OrderedDict if isinstance(value, OrderedDict) else dict
+            held = kind.items(cast("Any", value))
             return [(key, self.at(part, depth)) for key, part in held if key not in without]
         if without:
             return [self.at(part, depth) for place, part in enumerate(held_in(value)) if place not in without]

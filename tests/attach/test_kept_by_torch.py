@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import configparser
 import multiprocessing
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -118,3 +119,46 @@ def test_what_is_set_of_the_class_is_set_of_the_users(one: DeviceMesh, monkeypat
     assert Own.more == parallel.more == 3  # pyright: ignore
     del type(parallel).more
     assert not hasattr(parallel, "more")
+
+
+class Entries(dict[str, Any]):
+    """Whose entries are its attributes, as in many a repository."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(**entries)
+        self.__dict__ = self
+
+
+TABLE = {"optimizer": OPTIMIZER, "others": [PRIOR]}
+ORDERED = OrderedDict(first=1.0, second=2.0)
+
+
+def test_entries_that_are_attributes_are_copied(one: DeviceMesh) -> None:
+    plain = Model(lambda m, x: x * m.config.width * m.config["depth"])
+    plain.config = Entries(width=2.0, depth=3.0)
+    parallel, x = autopar.compile(plain, one), torch.randn(2, 4)
+    torch.testing.assert_close(parallel(x), plain(x))
+    parallel.config.width = plain.config.width = 5.0
+    torch.testing.assert_close(parallel(x), plain(x))
+
+
+HELD: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[], Any]]] = {
+    "a table": (
+        lambda m, x: x * TABLE["optimizer"].param_groups[0]["lr"],
+        lambda: OPTIMIZER.param_groups[0].update(lr=OPTIMIZER.param_groups[0]["lr"] / 2),
+    ),
+    "a list in a table": (lambda m, x: x + TABLE["others"][0].scale, lambda: setattr(PRIOR, "scale", PRIOR.scale + 2)),
+    "an order": (lambda m, x: x * next(iter(ORDERED.values())), lambda: ORDERED.move_to_end("first")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_it_is_seen_in_tables_and_lists(one: DeviceMesh, name: str) -> None:
+    does, change = HELD[name]
+    plain, x = Model(does), torch.randn(2, 4)
+    parallel = autopar.compile(plain, one)
+    was = parallel(x)
+    torch.testing.assert_close(was, plain(x))
+    change()
+    torch.testing.assert_close(parallel(x), plain(x))
+    assert not torch.equal(parallel(x), was)

@@ -281,6 +281,10 @@ def test_bytes_are_a_mask_too(one: DeviceMesh) -> None:
 
 REFUSED: dict[str, tuple[Form, str]] = {
     "two masks": (lambda z, y, t: (z[y > 1] * t[y > 2]).sum(), "rows of two masks"),
+    "a mask that is written to": (
+        lambda z, y, t: _changed_behind(z, y, t),
+        "writes to a mask that it has picked rows by",
+    ),
     "a mask that changes": (lambda z, y, t: _changed(z, y, t), "rows of two masks"),
     "a length": (lambda z, y, t: z[y > 1].sum() / len(z[y > 1]), r"len\(\)"),
     "sorted": (lambda z, y, t: z[y > 1].sort(0).values.sum(), "sort"),
@@ -300,6 +304,13 @@ REFUSED: dict[str, tuple[Form, str]] = {
     ),
     "returned": (lambda z, y, t: z[y > 1], "returns rows that a boolean mask picks"),
 }
+
+
+def _changed_behind(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
+    mask = y > 1
+    rows = torch.where(mask)
+    mask[:2] = False
+    return z[rows].square().sum()
 
 
 def _changed(z: Tensor, y: Tensor, t: Tensor) -> Tensor:
