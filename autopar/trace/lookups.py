@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import threading
 import types
@@ -18,7 +19,10 @@ from autopar.trace.values import CONSTANT, IN_PLACE, MISSING, SCALARS, few_in, i
 
 CACHED = type(functools.cache(len))
 EVENTS = (threading.Event, synchronize.Event)
-NO_KEEPERS = (nn.Module, Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, *IN_PLACE, *CONSTANT)
+NO_KEEPERS = (
+    logging.Logger, logging.Handler, io.IOBase, nn.Module, Tensor, type, types.ModuleType, types.FunctionType,
+    types.MethodType, *IN_PLACE, *CONSTANT,
+)  # fmt: skip
 DEEP = 4  # containers in containers
 
 
@@ -71,6 +75,12 @@ class Now(dict[str, Any]):
             return default
 
 
+class Kept(Now):
+    """The numbers that an object of torch's or Python's own keeps: what forward does to them, as a writer of logs that
+    opens a file, is done once, while it is traced.
+    """
+
+
 def clearings(cached: Any) -> Callable[[], int]:
     """What tells how often a function's cache (`functools.lru_cache`) was cleared: what it gives may be another now."""
     seen, count = 0, 0
@@ -105,7 +115,7 @@ def other_places(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
     elif isinstance(value, types.BuiltinMethodType) and isinstance(value.__self__, (list, dict)):
         yield {"__self__": value.__self__}, "__self__", value.__self__
     elif keeps_numbers(value):
-        yield Now(functools.partial(_numbers_of, value)), str(type(value).__name__), _numbers_of(value)
+        yield Kept(functools.partial(_numbers_of, value)), str(type(value).__name__), _numbers_of(value)
 
 
 def keeps_numbers(value: Any) -> bool:

@@ -32,7 +32,7 @@ from autopar.trace.formulas import Place
 from autopar.trace.keys import Keys
 from autopar.trace.left import Left, is_made
 from autopar.trace.lines import line_here
-from autopar.trace.lookups import Of
+from autopar.trace.lookups import Kept, Of
 from autopar.trace.modules import FORWARD_HOOKS, OF_EVERY_MODULE, REGISTERED
 from autopar.trace.names import nodes_in
 from autopar.trace.records import is_state, leads_to, may_be_state, tensors_within
@@ -186,7 +186,7 @@ class Reads:
                 told = f"what is in self.{f'{path}.{name}' if path else name} ({told})"
                 return Change(told, is_grown_table(was, held))
         for place, name, value, was in self.names:
-            if not self.is_read(place, name):
+            if not self.is_read(place, name) or isinstance(place, Kept):
                 continue
             now = place.get(name, MISSING)
             if (now is value and not isinstance(value, IN_PLACE)) or callable(value):

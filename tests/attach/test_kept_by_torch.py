@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import configparser
+import logging
 import multiprocessing
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -162,3 +164,29 @@ def test_it_is_seen_in_tables_and_lists(one: DeviceMesh, name: str) -> None:
     change()
     torch.testing.assert_close(parallel(x), plain(x))
     assert not torch.equal(parallel(x), was)
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_what_forward_logs_and_times_is_none_of_it(one: DeviceMesh) -> None:
+    logger, handler, timer = logging.getLogger("of_a_forward"), Records(), threading.Barrier(1)
+    logger.addHandler(handler)
+
+    def logs(m: Any, x: Tensor) -> Tensor:
+        logger.warning("it has %s records", getattr(m, "records", "no"))
+        timer.wait()
+        return x
+
+    plain, x = Model(logs), torch.randn(2, 4)
+    parallel = autopar.compile(plain, one)
+    for _ in range(2):
+        torch.testing.assert_close(parallel(x), plain(x))
+    assert len(parallel._autopar.prepared()) == 1 and handler.records
+    logger.removeHandler(handler)
