@@ -47,14 +47,14 @@ class Given:
     def of(call: Call, prepared: Prepared, step: Step) -> Given:
         leaves, spec = pytree.tree_flatten((call.args, dict(sorted(call.kwargs.items()))))  # as `call.tensors` stand
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        asked = {places[number] for number in prepared.asks.values()}
         pieces: list[tuple[int, tuple[int, ...], Layout, Tensor]] = []
         for (node, number, layout), piece in zip(prepared.inputs, step.watched, strict=True):
-            is_asked = number in prepared.asks.values()
-            if number < len(places) and not is_asked and not isinstance(leaves[places[number]], DTensor):
+            is_cut = number < len(places) and places[number] not in asked
+            if is_cut and not isinstance(leaves[places[number]], DTensor):
                 shape = input_type(prepared.graph, node).shape
                 pieces.append((places[number], shape, layout, step.through.get(node.target, piece)))
         cut, unread = {place for place, *_ in pieces}, list[tuple[int, torch.Size, torch.dtype]]()
-        asked = {places[number] for number in prepared.asks.values()}
         for place in places:
             if place not in asked and not isinstance(leaf := leaves[place], DTensor):
                 leaves[place] = None
@@ -135,7 +135,8 @@ class Before:
         `for_what`: it runs again now.
         """
         with torch.enable_grad(), self.prepared.hooks.back(self.hooks), self._standing():
-            if (changed := self.prepared.fits(self.call.tensors)) is not None:
+            given = self.call.tensors if self.prepared.asks else ()
+            if (changed := self.prepared.fits(given)) is not None:
                 raise RuntimeError(f"{for_what}, but since its forward {changed}; change it behind backward")
             yield
 

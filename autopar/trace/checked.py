@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autopar.trace.checks import Checks
 from autopar.trace.lines import line_here
-from autopar.trace.together import TOO_LARGE
+from autopar.trace.origins import Looks
 
 # torch has each without a check, too: `torch.linalg.inv_ex`.
 FACTORING: dict[Any, str] = {
@@ -27,6 +27,11 @@ NOT_POSITIVE = (
 )
 SINGULAR = "torch.linalg.{}{} is given a singular matrix, or not a finite one: add to its diagonal before"
 
+TOO_LARGE = (
+    "torch.bincount{} counts numbers of {} or more, or negative ones, and a program always gives minlength of them, "
+    "which is {}: pass a larger minlength"
+)
+
 
 def checked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], checks: Checks) -> Callable[[], Any] | None:
     """What gives what `func` gives where it is one of them; None: it is not."""
@@ -37,7 +42,7 @@ def checked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], checks: C
         and isinstance(args[0], Tensor)
         and (least := kwargs.get("minlength", args[2] if len(args) > 2 else 0))
     ):
-        return lambda: _counted(args[0], kwargs.get("weights", args[1] if len(args) > 1 else None), least, checks)
+        return lambda: counted(args[0], kwargs.get("weights", args[1] if len(args) > 1 else None), least, checks)
     return None
 
 
@@ -50,9 +55,11 @@ def _factored(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], checks:
     return made[0] if len(made) == 1 else getattr(torch.return_types, f"linalg_{name}")(made)
 
 
-def _counted(values: Tensor, weights: Tensor | None, least: int, checks: Checks) -> Tensor:
+def counted(values: Tensor, weights: Tensor | None, least: int, checks: Looks, among: Tensor | bool = True) -> Tensor:
+    """`torch.bincount(values, weights, least)`, of those `among` them."""
     is_there = (values >= 0) & (values < least)
-    checks.add(TOO_LARGE.format(line_here(), least, least), ~is_there)
+    checks.add(TOO_LARGE.format(line_here(), least, least), ~is_there & among)
+    is_there = is_there & among
     if weights is None:
         each = is_there.long()
     else:

@@ -138,10 +138,8 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
-        self.literals, self.checks = (
-            Literals(counting.beside),
-            Checks(notes, reads.asked.arguments, lambda tensor: self.origins.answer(tensor)),
-        )
+        self.literals = Literals(counting.beside)
+        self.checks = Checks(notes, reads.asked.arguments, lambda tensor: self.origins.answer(tensor))
         self.origins = Origins(self.checks, reads.asked)
         self.beside, self.counting = counting.beside, counting
         self.packing = Packing(self.origins)
@@ -275,7 +273,7 @@ class _Watch(TorchFunctionMode):
                 f"forward has a tensor retain its gradient{line_here()}, and a program gives gradients of parameters "
                 "and arguments alone: leave it out, or make that tensor an argument"
             )
-        if any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
             raise TraceError(
                 f"forward draws from a torch.Generator{line_here()}, which a program cannot go on with: leave "
                 "generator= out, or make what is to be the same in each call a buffer"

@@ -52,7 +52,7 @@ class Keys:
 
     def asked(self, name: str, kind: type) -> frozenset[Path] | None:
         """The paths by which dicts of that class under that name are asked; None where something else is done with one,
-        or is may be.
+        or may be.
         """
         if name not in self._parts or ALL_NAMES & self._parts.keys() or name in self._by_text or not _is_plain(kind):
             return None

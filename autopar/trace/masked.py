@@ -38,7 +38,7 @@ from autopar.trace.together import (
     CATS,
     LIKES,
     OVER_ROWS,
-    counted,
+    counts,
     normed_over_rows,
     one_by_one,
     over_rows,
@@ -303,7 +303,7 @@ def _dropped(input: Picked, p: float = 0.5, training: bool = True, inplace: bool
     return input.like(functional.dropout(input.dense, p, training))
 
 
-OF_ROWS = {"dropout": _dropped, "pad": padded, "expand": expanded, "bincount": counted}
+OF_ROWS = {"dropout": _dropped, "pad": padded, "expand": expanded, "bincount": counts}
 
 
 def _name_of(func: Any) -> str:

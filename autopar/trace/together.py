@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autopar.trace.checked import counted as bincount
 from autopar.trace.lines import line_here
 from autopar.trace.places import refused
 from autopar.trace.reshaped import product
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
-TOO_LARGE = (
-    "torch.bincount{} counts numbers of {} or more, or negative ones, and a program always gives minlength of them, "
-    "which is {}: pass a larger minlength"
-)
 CATS = ("cat", "concat", "concatenate", "stack")
 LIKES = ("zeros_like", "ones_like", "full_like", "empty_like")  # their numbers are not looked at
 
@@ -85,14 +82,12 @@ def padded(input: Picked, pad: Sequence[int], mode: str = "constant", value: flo
     return input.like(functional.pad(input.dense, list(pad), mode, value))
 
 
-def counted(input: Picked, weights: Picked | None = None, minlength: int = 0) -> Tensor:
+def counts(input: Picked, weights: Picked | None = None, minlength: int = 0) -> Tensor:
     """`torch.bincount`, of so many counts."""
     if not minlength or input.row:
         raise refused("bincount without minlength")
-    values, each = input.kept(), input.mask.long() if weights is None else weights.kept()
-    input.origins.checks.add(TOO_LARGE.format(line_here(), minlength, minlength), (values < 0) | (values >= minlength))
-    made = torch.zeros(minlength, dtype=each.dtype, device=each.device)
-    return made.index_add(0, values.clamp(0, minlength - 1).flatten().long(), each.detach().flatten())
+    flat = None if weights is None else weights.dense.flatten()
+    return bincount(input.dense.flatten(), flat, minlength, input.origins.checks, input.mask.flatten())
 
 
 def one_by_one(func: Any, rows: Picked, args: Sequence[Any], kwargs: Any) -> Picked:

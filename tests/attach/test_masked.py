@@ -155,7 +155,8 @@ FORMS: dict[str, Form] = {
     "runs": lambda z, y, t: z.square().sum() / torch.unique_consecutive(y).numel(),
     "values that differ": lambda z, y, t: z.square().mean() * torch.unique(y).float().mean() + y.unique().sum(),
     "counted": lambda z, y, t: z.square().sum() / (z[_keep(y)].argmax(-1) == y[_keep(y)]).sum().clamp(min=1)
-    + (torch.bincount(y[_keep(y)], minlength=5) * z[0, 0]).sum(),
+    + (torch.bincount(y[_keep(y)], minlength=5) * z[0, 0]).sum()
+    + (torch.bincount(y[_keep(y)], t[_keep(y)][:, 0], minlength=5) * z[0, 1]).sum(),
     "one number of each": lambda z, y, t: z[_keep(y), 2].exp().sum() + z[torch.where(_keep(y))][..., 1].sum(),
     "one for all": _one_for_all,
     "taken out and put back": _unpadded,
