@@ -34,7 +34,7 @@ class FromOutside(Net):
 
 class Depends(Net):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.sum() > 0 else -x)
+        return super().forward(x if self.layers(x).sum() > 0 else -x)
 
 
 def _batch(n: int) -> Batch:
