@@ -27,7 +27,7 @@ from autopar.ir.graph import output_types
 from autopar.trace.calls import Call
 from autopar.trace.counted import put_back
 from autopar.trace.formulas import Computed
-from autopar.trace.outputs import Returned, arrays_of, memory_of, numbers_of
+from autopar.trace.outputs import Returned, arrays_of, memory_of, numbers_of, taken_of
 from autopar.trace.writes import put
 
 
@@ -156,5 +156,7 @@ def _assemble_outputs(
     for told, wrong in made.checks.items():
         if wrong:
             raise CheckFailed(told)
+    if torch.is_grad_enabled():
+        step.skipped |= {told for told, count in zip(taken_of(prepared.out_spec), made.taken, strict=True) if not count}
     _keep(prepared, made, computed)
     return made.outputs

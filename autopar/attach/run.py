@@ -25,6 +25,7 @@ from autopar.attach.whole_values import of_whole_batch
 from autopar.emit import Emitted
 from autopar.emit.moves import settle
 from autopar.emit.seeded import seeds
+from autopar.ir.branches import idle
 from autopar.ir.graph import Graph, Node, Result, input_type
 from autopar.ir.layout import Layout, local_shape
 from autopar.ir.mesh import Mesh
@@ -182,7 +183,8 @@ class Step:
     outputs that others are made of, as the caller got them, and their hooks. `averaged`: those of which each rank has
     its own rows, and whose gradients count as DDP has it; `of_all_ranks`: those that each has whole, and makes
     gradients for of its own rows. `differentiated`: gives gradients that have gradients, of the function that runs
-    backward and the gradients given. `states`: of generators, for who runs it again.
+    backward and the gradients given. `states`: of generators, for who runs it again. `skipped`:
+    branches that forward has not taken (`autopar.ir.branches`).
     """
 
     others: tuple[Tensor, ...]
@@ -194,6 +196,7 @@ class Step:
     again: Callable[[], tuple[Runner, Step]] | None = None
     differentiated: Callable[[Any, Mapping[str, tuple[Tensor, Layout]]], tuple[Any, ...]] | None = None
     states: States = field(default_factory=list[Any])
+    skipped: set[str] = field(default_factory=set[str])
     averaged: set[str] = field(default_factory=set[str])
     of_all_ranks: set[str] = field(default_factory=set[str])
     handed: list[tuple[str, weakref.ref[Tensor], Mapping[int, Any]]] = field(default_factory=list[Any])
@@ -233,7 +236,11 @@ class _Step(torch.autograd.Function):
         behind = (function for function, _ in ctx.next_functions[: len(ctx.order)])
         refuse_batches(ctx.step.device_mesh.size(), *gradients, of_parameters=behind)
         with runner.watch.call(BACKWARD):
-            nothing = [gradient_of(one, torch.zeros_like(local_of(one))) for one in ctx.beside]
+            left = idle(runner.graph, runner.differentiable, ctx.step.skipped) if ctx.beside else set[str]()
+            nothing = [
+                gradient_of(one, None if name in left else torch.zeros_like(local_of(one)))
+                for name, one in zip(runner.beside, ctx.beside, strict=True)
+            ]
             found = _backward(ctx, gradients)
             made = (*found[: len(ctx.parameters)], *nothing)
             return None, None, None, *(made[at] for at in ctx.order), *found[len(ctx.parameters) :]
@@ -295,7 +302,7 @@ def _delivered(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | No
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    runner, step, parameters = ctx.runner, ctx.step, ctx.parameters
+    runner, step, parameters, skipped = ctx.runner, ctx.step, ctx.parameters, ctx.step.skipped
     names = {node.target: parameter for node, parameter in zip(runner.parameters, parameters, strict=True)}
     names |= step.through
     if all(gradient is None for gradient in gradients):
@@ -329,7 +336,8 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     else:
         saved, ctx.saved = ctx.saved, None
     if ctx.added_up is not None:
-        return _to_parameters(runner, names, _delivered(ctx, gradients))
+        made = _reached(runner, _delivered(ctx, gradients), given.keys(), skipped)
+        return _to_parameters(runner, names, made)
     if step.without_tangent & given.keys():
         saved.clear()
         assert step.again is not None
@@ -342,7 +350,8 @@ def _backward(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     with without_autocast():
         made = program.backward(saved, *runner.tangents(given, step.device_mesh), *runner.coordinates, *step.seeds[0])
     settle()  # gradients on the host have arrived, and parameters there have been read
-    made = _as_given(ctx.runner, runner, _reached(runner, made, given.keys()), step.device_mesh)
+    made = _reached(runner, made, given.keys(), skipped)
+    made = _as_given(ctx.runner, runner, made, step.device_mesh)
     return _to_parameters(runner, names, made)
 
 
@@ -360,12 +369,12 @@ def _no_hooks_between(runner: Runner, step: Step, given: Set[str]) -> None:
             )
 
 
-def _reached(runner: Runner, made: Sequence[Tensor | None], given: Set[str]) -> list[Tensor | None]:
-    """The gradients, but for parameters with which no output of `given` was made (a head whose output no loss was made
-    of): an optimizer leaves what has none alone, and would let zeros decay it.
+def _reached(runner: Runner, made: Sequence[Tensor | None], given: Set[str], skipped: Set[str]) -> list[Tensor | None]:
+    """The gradients, but for those that are idle: an optimizer leaves what has none alone, and would let zeros decay
+    it.
     """
-    begins = [runner.graph.begins_at.get(result.target) for result, _ in runner.gradients]
-    return [None if begin and begin.isdisjoint(given) else one for begin, one in zip(begins, made, strict=True)]
+    left = idle(runner.graph, given, skipped)
+    return [None if result.target in left else one for (result, _), one in zip(runner.gradients, made, strict=True)]
 
 
 def _as_given(first: Runner, runner: Runner, made: list[Tensor | None], device_mesh: Any) -> list[Tensor | None]:

@@ -11,6 +11,7 @@ import dis
 import linecache
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from autopar._compat import check_tensor_all_with
 from autopar.trace.asked import Arguments
+from autopar.trace.branches import Branches
 from autopar.trace.lines import line_here
 from autopar.trace.origins import writes_in_place
 from autopar.trace.values import is_installed
@@ -34,6 +36,10 @@ NO_ROWS = (
     "a mask picks no row in this call{}, and the plan goes on as where there are some, as code of a package asks for "
     "that: leave such batches out"
 )
+ONLY_WRITES = (
+    " A branch that only writes to rows of a mask (if mask.any(): out[mask] = ..) may ask whether there are any; this "
+    "one may not, as {}."
+)
 # What tells that there are rows, and what that there are none: a name, and the number that theirs is compared with.
 SOME, NONE = frozenset((("gt", 0), ("ge", 1), ("ne", 0))), frozenset((("eq", 0), ("lt", 1), ("le", 0)))
 CHANGED = "a buffer that forward asks{} is another one than when the plan was made: compile the model again"
@@ -43,19 +49,33 @@ ENDS = ("STORE", "RETURN", "DELETE", "YIELD", "FOR_ITER", "POP_TOP")
 SAME, TURNED = frozenset(("all", "any", "logical_or", "or", "logical_and", "and")), frozenset(("logical_not", "invert"))
 
 
+@dataclass(frozen=True)
+class Count:
+    """How many a mask of that number picks; `is_of_rows`: that was asked of the rows themselves."""
+
+    number: Tensor
+    rows: int
+    is_of_rows: bool
+
+
 class Checks:
     """Those of one forward. `wrong`: what to say -> how many values are as they should not be, a number. A number of
     them is a sum over the ranks and micro-batches that the values are split over.
     """
 
-    def __init__(self, notes: list[str], arguments: Arguments, of_arguments: Callable[[Tensor], Any]) -> None:
+    def __init__(
+        self, notes: list[str], arguments: Arguments, of_arguments: Callable[[Tensor], Any],
+        rows: Callable[[Tensor], int],
+    ) -> None:  # fmt: skip
         self.notes = notes  # of the plan
-        self.arguments, self.of_arguments = arguments, of_arguments  # the latter as `Origins.answer`
+        self.branches = Branches()
+        self.arguments, self.of_arguments, self._rows = arguments, of_arguments, rows  # as `Origins.answer`, `.rows`
+        self.instead = ""  # why what was asked last leads into no branch that only writes
         self.needed: Exception | None = None  # what was said where a number was needed that nobody has
         self.wrong: dict[str, Tensor] = {}
         self._each: dict[int, tuple[Tensor, Tensor, bool]] = {}  # id -> what `all` (true) or `any` gave, and of what
-        self._counts: dict[int, Tensor] = {}  # numbers of rows that masks pick
-        self._there: dict[int, tuple[Tensor, bool, Tensor]] = {}  # id -> a question whether it is 0, the answer if not
+        self._counts: dict[int, Count] = {}  # numbers of rows that masks pick
+        self._there: dict[int, tuple[Tensor, bool, Count]] = {}  # id -> a question whether it is 0, the answer if not
         self._expected: dict[int, tuple[Tensor, bool]] = {}  # id -> a tensor of truths, and what each of them should be
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -69,7 +89,11 @@ class Checks:
         if name in ("all", "any", "is_all_true") and len(args) == 1 and not kwargs:
             self._each[id(result)] = result, args[0], name != "any"
         if len(args) == 2 and id(args[0]) in self._counts and (name, args[1]) in SOME | NONE:
-            self._there[id(result)] = result, (name, args[1]) in SOME, args[0]
+            self._there[id(result)] = result, (name, args[1]) in SOME, self._counts[id(args[0])]
+        if name in ("sum", "count_nonzero") and len(args) == 1 and not kwargs and args[0].dtype == torch.bool:
+            self._counts[id(result)] = Count(result, self._rows(args[0]), False)
+        elif name in ("detach", "reshape", "to", "long", "int") and id(args[0]) in self._counts:
+            self._counts[id(result)] = replace(self._counts[id(args[0])], number=result)
         if name in EXPECTED:
             self._expected[id(result)] = result, EXPECTED[name]
         elif name in SAME | TURNED and self._expected:
@@ -83,19 +107,23 @@ class Checks:
         name = getattr(func, "__name__", "")
         if name not in ASKS or not args or not isinstance(args[0], Tensor) or args[0].numel() != 1:
             return None
+        self.instead = ""
         return self.asked(args[0], name, sys._getframe(2))  # the code that asks, behind the mode
 
     def asked(self, asked: Tensor, name: str, frame: FrameType) -> bool | None:
         """As `answer`, where code of that frame asks by the method `name`."""
+        self.branches.leave(frame)
         wanted = True if name == "_assert" else _wanted(frame, name)
         if wanted is None and name != "item" and id(asked) in self._expected:
             wanted = self._expected[id(asked)][1]
         if wanted is None and name in DECIDES and (answer := self.of_arguments(asked)) is not None:
             return bool(answer)
-        if wanted is None and id(asked) in self._there and is_installed(frame.f_code.co_filename):
-            _, wanted, count = self._there[id(asked)]
-            self.add(NO_ROWS.format(line_here()), count == 0)
+        if wanted is None and name in DECIDES and (wanted := self._of_branch(asked, frame)) is not None:
             return wanted
+        _, is_some, count = self._there.get(id(asked), (asked, None, None))
+        if wanted is None and count is not None and count.is_of_rows and is_installed(frame.f_code.co_filename):
+            self.add(NO_ROWS.format(line_here()), count.number == 0)
+            return is_some
         if wanted is None:
             return None
         _, each, is_all = self._each.get(id(asked), (asked, asked, wanted))
@@ -119,19 +147,38 @@ class Checks:
                 pass
         self.add(CHANGED.format(line_here()), asked.ne(torch.tensor(answer, device=asked.device)))
 
-    def is_count(self, number: Tensor) -> None:
-        """That this is the number of rows that a mask picks. Where code of a package asks whether there are any, which
-        nobody can write otherwise, there are.
-        """
-        self._counts[id(number)] = number
-
-    def is_of_rows(self, asked: Tensor) -> bool:
-        """Whether it asks if any of a mask is true, or how many are."""
+    def _of_branch(self, asked: Tensor, frame: FrameType) -> bool | None:
+        """The answer that leads into a branch of which nothing stays but writes; None where there is none."""
         _, each, is_all = self._each.get(id(asked), (asked, asked, True))
-        return id(asked) in self._there or (not is_all and each.dtype == torch.bool)
+        if is_any := not is_all and each.dtype == torch.bool:
+            made = self.branches.begin(asked, frame, self._rows(each))
+        elif id(asked) in self._there:
+            _, is_some, count = self._there[id(asked)]
+            made = self.branches.begin(asked, frame, count.rows, is_some)
+        else:
+            made = self.branches.begin(asked, frame, None)
+        if isinstance(made, bool):
+            return made
+        self.instead = ONLY_WRITES.format(made) if is_any or id(asked) in self._there else ""
+        return None
+
+    def ask_for_rows(self, some: Tensor, rows: int, frame: FrameType) -> bool:
+        """Whether code of that frame that asks how many rows there are goes into such a branch where there are `some`;
+        `rows`: the number of their mask.
+        """
+        self.branches.leave(frame)
+        return self.branches.begin(some, frame, rows) is True
+
+    def is_count(self, number: Tensor, rows: int) -> None:
+        """That this is how many rows a mask of that number picks. Where code of a package asks whether there are any,
+        which nobody can write otherwise, there are.
+        """
+        self._counts[id(number)] = Count(number, rows, True)
 
     def add(self, told: str, wrong: Tensor) -> None:
         """Say `told` in a call where some of these are true."""
+        for branch in self.branches.here():
+            wrong = wrong.bool() & branch.truth
         count = wrong.detach().sum()
         self.wrong[told] = self.wrong[told] + count if told in self.wrong else count
 

@@ -113,7 +113,8 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                     "all rows, and the mask beside them"
                 )
             memory = seen(returned, returned.outputs, arguments, now, now_there)
-            return replace(returned, checks=watch.checks.wrong, memory=memory)
+            taken = watch.checks.branches.counts()
+            return replace(returned, checks=watch.checks.wrong, taken=taken, memory=memory)
         except TypeError as error:
             raise watch.checks.needed or error from None
         finally:
@@ -139,7 +140,8 @@ class _Watch(TorchFunctionMode):
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.literals = Literals(counting.beside)
-        self.checks = Checks(notes, reads.asked.arguments, lambda tensor: self.origins.answer(tensor))
+        answer, rows = (lambda one: self.origins.answer(one)), lambda one: self.origins.rows(one)
+        self.checks = Checks(notes, reads.asked.arguments, answer, rows)
         self.origins = Origins(self.checks, reads.asked)
         self.beside, self.counting = counting.beside, counting
         self.packing = Packing(self.origins)
@@ -317,12 +319,14 @@ class _Watch(TorchFunctionMode):
             if len(args) == 2:
                 self.reads_at.read(result, args[0])
             return result
+        self.checks.branches.look(func, args, kwargs)
         written = self.origins.written(func, args, kwargs)
         result = with_states_as_given(func, args, func(*args, **kwargs))
         self.origins.made(func, args, kwargs, result, written)
         self.literals.made(func, args, kwargs, result)
         self.beside.made(func, args, kwargs, result)
         self.checks.made(func, args, kwargs, result)
+        self.checks.branches.made(args, kwargs, result)
         if func is torch.rand and not result.ndim:
             self.uniform.add(id(result))
         self._refuse_sizes(func, result)

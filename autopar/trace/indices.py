@@ -92,9 +92,16 @@ def read_at(name: str, tensor: Tensor, *args: Any) -> Picked:
     return rows.like(made.reshape(rows.dense.shape))
 
 
+def guarded(rows: Picked, value: Any) -> tuple[Picked, Any]:
+    """Rows, and what is written to them, as `Branches.guarded` has them."""
+    branches = rows.origins.checks.branches
+    return branches.guarded(rows), branches.guarded(value) if isinstance(value, type(rows)) else value
+
+
 def written_at(tensor: Tensor, given: Sequence[Picked], value: Any, adds: bool = False) -> Tensor:
     """What a tensor is behind `tensor[i, j] = value`, at places of one mask; `adds`: `index_add`."""
-    rows, places = given[0], [place for one in given if (place := place_of(one)) is not None]
+    places = [place for one in given if (place := place_of(one)) is not None]
+    rows, value = guarded(given[0], value)
     mask, row = rows.mask, tensor.shape[len(given) :]
     if len(places) < len(given) or tensor.shape[: len(given)] != tuple(mask.shape[place] for place in places):
         raise refused("writing to other places")

@@ -8,6 +8,7 @@ out are replaced before anything is computed of them, and what comes of them is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from autopar.trace.indices import (
     WRITES,
     apart,
     expanded,
+    guarded,
     indices_in,
     nonzero_of,
     places_of,
@@ -91,7 +93,7 @@ class Picked:
     @property
     def count(self) -> Tensor:
         made = self.mask.sum()
-        self.origins.checks.is_count(made)
+        self.origins.checks.is_count(made, self.key)
         return made
 
     @property
@@ -122,6 +124,9 @@ class Picked:
     nelement = numel
 
     def __len__(self) -> int:
+        checks = self.origins.checks
+        if checks.ask_for_rows(self.count > 0, self.key, sys._getframe(1)):
+            return 1  # some, in a branch that is taken by that
         raise refused("len()")
 
     def __bool__(self) -> bool:
@@ -169,6 +174,7 @@ Picked.__hash__ = object.__hash__  # type: ignore[method-assign]  # `==` compare
 def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Origins) -> Any:
     """What `func` gives where it picks rows by a mask, or is asked of picked rows; None: neither. Raises TraceError."""
     name, of_rows = getattr(func, "__name__", ""), bool(_all_picked(args[:1]))
+    is_tensor = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 0
     if name in ("gather", "index_select") and not of_rows and isinstance(args[-1], Picked) and not kwargs:
         return read_at(name, *args)
     if name == "__getitem__" and not of_rows:
@@ -176,14 +182,14 @@ def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Ori
     if name.rstrip("_") in WRITES and len(args) == 4 and isinstance(args[2], Picked) and not args[1] and not kwargs:
         made = written_at(args[0], [args[2]], args[3], adds="add" in name)
         return _put(args[0], made, origins) if name.endswith("_") else made
-    if name in ("nonzero", "argwhere") and len(args) == 1 and not kwargs.get("as_tuple") and is_mask(args[0]):
-        return nonzero_of(Picked, args[0], origins)
+    if name in ("nonzero", "argwhere") and len(args) == 1 and not kwargs.get("as_tuple") and is_tensor:
+        return nonzero_of(Picked, origins.truths(args[0]), origins)
     if name == "masked_select":
         tensor, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else kwargs["mask"])
         return _pick(tensor, mask, origins)
     is_indices = (name == "where" and len(args) == 1 and not kwargs) or (name == "nonzero" and kwargs.get("as_tuple"))
-    if is_indices and is_mask(args[0]):
-        return places_of(Picked, args[0], origins)
+    if is_indices and is_tensor:
+        return places_of(Picked, origins.truths(args[0]), origins)
     if name in ("unique", "unique_consecutive") and not of_rows and not any(map(kwargs.get, OF_RUNS)):
         return of_runs(Picked, args[0], name == "unique", origins)
     if name == "__setitem__" and not of_rows:
@@ -212,6 +218,7 @@ def _set(tensor: Tensor, index: Any, value: Any, origins: Origins) -> Tensor | N
         raise refused("a mask among other indices")
     rows = Picked(tensor, mask.bool(), origins.rows(mask), origins)
     value = value.shaped(rows) if isinstance(value, Picked) and value.key == rows.key else value
+    rows, value = guarded(rows, value)
     made = values_at(value, rows, tensor.shape[mask.ndim :]).to(tensor.dtype)
     return _put(tensor, torch.where(beside(rows.mask, tensor), made, tensor), origins)
 

@@ -50,10 +50,6 @@ INSTEAD = (
     "Leave what is asked a tensor (torch.where for if, .clamp(min=1) for max(.., 1)). What .item() gives may be "
     "computed with, kept as an attribute, returned, and checked (assert, `if ..: raise`)."
 )
-OF_ROWS = (
-    " A branch that only writes to rows of a mask (if mask.any(): out[mask] = ..) needs no question: without it a call "
-    "with no such row writes to none (and what has no row gets gradients of zero, where it had none)."
-)
 TEXT = "(a value of each call)"
 WRITTEN = "forward writes a value into text{}: that is done once, while it is traced, and without the value"
 DIVIDED = "forward divides by a number{} that is 0 in this call: Python raises ZeroDivisionError there"
@@ -121,7 +117,7 @@ class Number:
     def __bool__(self) -> bool:
         wanted = self._checks.asked(self.tensor, "__bool__", sys._getframe(1))
         if wanted is None:
-            raise hangs()
+            raise hangs(self._checks.instead)
         return wanted
 
     def _at_once(self, *_: Any) -> Any:

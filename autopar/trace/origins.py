@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -60,11 +61,13 @@ class Looks(Protocol):
 
     def add(self, told: str, wrong: torch.Tensor) -> None: ...
 
-    def is_count(self, number: torch.Tensor) -> None: ...
+    def is_count(self, number: torch.Tensor, rows: int) -> None: ...
+
+    def ask_for_rows(self, some: torch.Tensor, rows: int, frame: FrameType) -> bool: ...
 
 
-def _memory_of(tensor: torch.Tensor) -> int | None:
-    """None: that is not known, as inside `torch.vmap`."""
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Which memory a tensor lies in. None: that is not known, as inside `torch.vmap`."""
     try:
         return storage_of(tensor) if has_storage(tensor) else None
     except NotImplementedError:
@@ -114,6 +117,14 @@ class Origins:
             number = args.parts[0].number
         return number
 
+    def truths(self, values: torch.Tensor) -> torch.Tensor:
+        """Which of them are not zero."""
+        if values.dtype in (torch.bool, torch.uint8):
+            return values
+        made = values != 0
+        self.made(torch.ne, (values, 0), {}, made)
+        return made
+
     def is_argument(self, tensor: torch.Tensor, path: str) -> None:
         self.asked.roots[self.of(tensor)] = path
 
@@ -137,7 +148,7 @@ class Origins:
 
     def _is_number(self, tensor: torch.Tensor, number: int) -> None:
         self._by_id[id(tensor)], self._versions[id(tensor)] = number, tensor._version
-        self._in_memory.setdefault(_memory_of(tensor), set()).add(id(tensor))
+        self._in_memory.setdefault(memory_of(tensor), set()).add(id(tensor))
         self.hold(tensor)
 
     def hold(self, value: Any) -> None:
@@ -192,7 +203,7 @@ class Origins:
 
     def forget(self, written: Sequence[torch.Tensor]) -> None:
         """These were written to in place: what lies in their memory has other values now."""
-        memories = {*map(_memory_of, written)}
+        memories = {*map(memory_of, written)}
         for memory in self._in_memory if None in memories else {None, *memories}:
             for one in self._in_memory.get(memory, ()):
                 self.asked.constants.pop(self._by_id.pop(one, 0), None)

@@ -39,7 +39,8 @@ class Returned:
     """What the traced forward gives: the model's own outputs, and tensors that it keeps as attributes of modules, or
     lists, tuples and dicts of some. `left`: what it writes elsewhere, as `autopar.trace.left.Left.writes`. `numbers`:
     which leaves of these are numbers to whoever calls; `arrays`: which are arrays of numpy. `memory`: where they lie.
-    `checks`: as `autopar.trace.checks.Checks.wrong`.
+    `checks`: as `autopar.trace.checks.Checks.wrong`; `taken`: of each of `autopar.trace.branches.Branches.taken` how
+    many are true.
     """
 
     outputs: Any
@@ -49,18 +50,19 @@ class Returned:
     arrays: frozenset[int] = frozenset()
     memory: Memory = NOWHERE
     checks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    taken: list[Tensor] = field(default_factory=list[Tensor])
 
     @property
     def beside(self) -> list[Any]:
         """The leaves that are no outputs of the model."""
-        return pytree.tree_leaves([[*self.kept.values()], self.left, [*self.checks.values()]])
+        return pytree.tree_leaves([[*self.kept.values()], self.left, [*self.checks.values()], self.taken])
 
 
 def _together(parts: Any, names: Any) -> Returned:
-    outputs, kept, left, holds = parts
-    of_kept, of_checks, numbers, arrays, memory = names
+    outputs, kept, left, holds, taken = parts
+    of_kept, of_checks, numbers, arrays, memory, _ = names
     checks = dict(zip(of_checks, holds, strict=True))
-    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), [*left], numbers, arrays, memory, checks)
+    return Returned(outputs, dict(zip(of_kept, kept, strict=True)), [*left], numbers, arrays, memory, checks, [*taken])
 
 
 def numbers_of(spec: pytree.TreeSpec) -> frozenset[int]:
@@ -74,8 +76,14 @@ def arrays_of(spec: pytree.TreeSpec) -> frozenset[int]:
 
 
 def given_and_kept(spec: pytree.TreeSpec) -> int:
-    """How many leaves it has, from its tree, but for those that are checked."""
-    return spec.num_leaves - len(spec.context[1])
+    """How many leaves it has, from its tree, but for those that are checked or say what branches are taken."""
+    return spec.num_leaves - len(spec.context[1]) - len(taken_of(spec))
+
+
+def taken_of(spec: pytree.TreeSpec) -> tuple[str, ...]:
+    """The outputs of `Returned.taken`, likewise."""
+    count = spec.context[5]
+    return tuple(str(place) for place in range(spec.num_leaves - count, spec.num_leaves))
 
 
 def memory_of(spec: pytree.TreeSpec) -> Memory:
@@ -86,8 +94,8 @@ def memory_of(spec: pytree.TreeSpec) -> Memory:
 pytree.register_pytree_node(
     Returned,
     lambda one: (
-        [one.outputs, [*one.kept.values()], one.left, [*one.checks.values()]],
-        ([*one.kept], [*one.checks], one.numbers, one.arrays, one.memory),
+        [one.outputs, [*one.kept.values()], one.left, [*one.checks.values()], one.taken],
+        ([*one.kept], [*one.checks], one.numbers, one.arrays, one.memory, len(one.taken)),
     ),
     _together,
     serialized_type_name="autopar.Returned",

@@ -48,7 +48,7 @@ def _asks_identity(code: CodeType) -> bool:
 @lru_cache(maxsize=1024)
 def _is_read(code: CodeType, at: int) -> bool:
     line, *_ = next(itertools.islice(code.co_positions(), at // 2, None))
-    tree = _tree(code.co_filename)
+    tree = tree_of(code.co_filename)
     if line is None or tree is None:
         return False
     around = [
@@ -66,7 +66,8 @@ def _is_read(code: CodeType, at: int) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _tree(file: str) -> ast.Module | None:
+def tree_of(file: str) -> ast.Module | None:
+    """What stands in a source file; None where there is none."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:  # of another version of Python, or no Python

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar._compat import FakeTensor, outside_modes
 from autopar.trace.checks import DECIDES, Checks
-from autopar.trace.numbers import OF_ROWS, WRITES, Array, Number, hangs, needed_now, written
+from autopar.trace.numbers import WRITES, Array, Number, hangs, needed_now, written
 from autopar.trace.reading import is_for_reading, is_identity_asked
 
 TAKES_OUT = frozenset(
@@ -37,7 +37,7 @@ def taken_out(func: Any, args: Sequence[Any], checks: Checks) -> Any:
     """What such a function gives. Raises TraceError where they are to be known at once."""
     name = getattr(func, "__name__", "")
     if name in DECIDES:  # and `Checks` has no answer
-        raise hangs(OF_ROWS if checks.is_of_rows(args[0]) else "")
+        raise hangs(checks.instead)
     tensor: Tensor = args[0].detach()
     if name in WRITES:
         known = None if is_for_reading() else checks.of_arguments(args[0])

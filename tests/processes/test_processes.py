@@ -37,6 +37,7 @@ FIRST = {
         "seeds_of_ranks_do_not_matter",
         "other_sizes_and_evaluation",
     ],
+    "branching": ["an_expert_is_idle_that_no_rank_has_tokens_for"],
     "changed": [
         "an_optimizer_of_what_was_replaced_is_refused",
         "parts_change_where_parameters_are_plain",

@@ -1,0 +1,198 @@
+"""Which branches of the user's code leave nothing behind but writes to tensors, as its source says."""
+
+from __future__ import annotations
+
+import ast
+import dis
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+from autopar.trace.reading import tree_of
+
+ASKS_MORE = "its condition asks several things"
+NO_SOURCE = "its source is not to be had"
+# Of `len(rows) > 0`: the truth of a number of rows where there are some.
+OF_SOME = {(ast.Gt, 0): True, (ast.GtE, 1): True, (ast.NotEq, 0): True, (ast.Eq, 0): False, (ast.Lt, 1): False}
+
+
+@dataclass(frozen=True)
+class Body:
+    """Lines of a branch, and the answer that leads to them. `bases`: what they write to."""
+
+    first: int
+    last: int
+    wanted: bool
+    bases: tuple[ast.expr, ...] = field(compare=False)
+
+
+@lru_cache(maxsize=1024)
+def body_of(code: CodeType, at: int) -> Body | str:
+    """The branch whose condition is asked at this place of the code, of which nothing stays but writes; or why it is
+    none. Of `len(rows)` what is asked is whether there are any.
+    """
+    asks = next(one for one in dis.get_instructions(code) if one.offset == at)
+    tree, where = tree_of(code.co_filename), asks.positions
+    if tree is None or where is None or where.lineno is None or where.col_offset is None:
+        return NO_SOURCE
+    place = where.lineno, where.col_offset
+    functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and _holds(one, place)]
+    if not functions:
+        return NO_SOURCE
+    function = max(functions, key=lambda one: one.lineno)
+    for around, block, branch in _ifs(function):
+        if place == (branch.lineno, branch.col_offset) or _holds(branch.test, place):  # as Python 3.11 and 3.12 have it
+            wanted = _wanted(branch.test, asks.opname, place)
+            return ASKS_MORE if wanted is None else _of(branch, around, block, function, wanted)
+    return "no if asks it"
+
+
+def _holds(part: ast.expr | ast.stmt, place: tuple[int, int]) -> bool:
+    return (part.lineno, part.col_offset) <= place < (part.end_lineno or 0, part.end_col_offset or 0)
+
+
+def _ifs(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, list[ast.stmt], ast.If]]:
+    """Each `if` of a function, behind what it stands in and the statements there."""
+    waiting: list[ast.AST] = [function]
+    while waiting:
+        one = waiting.pop()
+        for name in ("body", "orelse", "finalbody", "handlers"):
+            block: list[Any] = getattr(one, name, [])
+            for inner in block:
+                if isinstance(inner, ast.If):
+                    yield one, block, inner
+                if not isinstance(inner, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+                    waiting.append(inner)
+
+
+def _wanted(test: ast.expr, opname: str, place: tuple[int, int]) -> bool | None:
+    """The answer with which a condition is true that asks at that place; None where it asks more."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _wanted(test.operand, opname, place)
+        return None if inner is None else not inner
+    if isinstance(test, (ast.BoolOp, ast.IfExp, ast.NamedExpr)) or (
+        isinstance(test, ast.Compare) and len(test.ops) > 1
+    ):
+        return None
+    if "JUMP" in opname:
+        return True
+    match test:
+        case ast.Call(ast.Name("bool" | "len")) if place == (test.lineno, test.col_offset):
+            return True
+        case ast.Compare(ast.Call(ast.Name("len")), [order], [ast.Constant(number)]):
+            return OF_SOME.get((type(order), number))
+        case _:
+            return None
+
+
+def _of(branch: ast.If, around: ast.AST, block: list[ast.stmt], function: ast.FunctionDef, wanted: bool) -> Body | str:
+    if branch.orelse:
+        return "it has an else"
+    behind = block[block.index(branch) + 1 :]
+    match branch.body:
+        case [ast.Continue()] if isinstance(around, (ast.For, ast.While)):
+            inside, wanted = behind, not wanted
+        case [ast.Return(value) as ends] if around is function and (
+            value is None or isinstance(value, (ast.Name, ast.Constant))
+        ):
+            last = behind[-1] if behind else None
+            is_same = ast.dump(last) == ast.dump(ends) if isinstance(last, ast.Return) else value is None
+            if not is_same:
+                return "it returns something else than the function does at its end"
+            inside, wanted = behind[:-1] if isinstance(last, ast.Return) else behind, not wanted
+        case _:
+            inside = branch.body
+    if not inside:
+        return "nothing stands in it"
+    stored = {one.id for one in _stored(inside)}
+    within = {id(one) for statement in inside for one in ast.walk(statement)}
+    for one in ast.walk(function):
+        if isinstance(one, ast.Name) and one.id in stored and id(one) not in within:
+            return f"{one.id!r}, which it assigns, stands outside of it, too"
+        if isinstance(one, (ast.Global, ast.Nonlocal)) and stored & {*one.names}:
+            return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
+    bases = list[ast.expr]()
+    why = _why_not(inside, set(), stored, bases)
+    return why or Body(inside[0].lineno, inside[-1].end_lineno or inside[-1].lineno, wanted, tuple(bases))
+
+
+def _stored(block: Sequence[ast.AST]) -> list[ast.Name]:
+    """Names that are assigned, but for those of comprehensions."""
+    found, waiting = list[ast.Name](), [*block]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            found.append(one)
+        waiting += [one.iter, *one.ifs] if isinstance(one, ast.comprehension) else ast.iter_child_nodes(one)
+    return found
+
+
+@dataclass
+class _Statement:
+    """What one does: expressions that it reads, what it assigns and writes to, and the statements in it, each block
+    with names that are assigned ahead of it.
+    """
+
+    reads: list[ast.AST]
+    targets: list[ast.expr] = field(default_factory=list[ast.expr])
+    writes: list[ast.expr] = field(default_factory=list[ast.expr])
+    blocks: list[tuple[list[ast.stmt], set[str]]] = field(default_factory=list[Any])
+
+
+def _read(one: ast.stmt) -> _Statement | None:
+    """None: nobody knows what it leaves behind."""
+    match one:
+        case ast.Assign(targets):
+            return _Statement([one], [part for target in targets for part in _parts(target)])
+        case ast.AnnAssign(target):
+            return _Statement([one], [target])
+        case ast.AugAssign(ast.Name(name) as target):  # which is read, too
+            return _Statement([one, ast.Name(name, ast.Load())], [target])
+        case ast.AugAssign(target):
+            return _Statement([one], [target])
+        case ast.Expr(ast.Call(ast.Attribute(base, method))) if method.endswith("_"):
+            return _Statement([one], writes=[base])
+        case ast.Expr(ast.Constant()) | ast.Pass() | ast.Assert():
+            return _Statement([one])
+        case ast.If(test, body, orelse):
+            return _Statement([test], blocks=[(body, set()), (orelse, set())])
+        case ast.For(target, over, body, []):
+            return _Statement([over], blocks=[(body, {name.id for name in _stored([target])})])
+        case ast.With(items, body) if all(item.optional_vars is None for item in items):
+            return _Statement([*items], blocks=[(body, set())])
+        case _:
+            return None
+
+
+def _why_not(block: Sequence[ast.stmt], known: set[str], stored: set[str], bases: list[ast.expr]) -> str | None:
+    """What of statements would be seen behind them that is no write to a tensor; None: nothing. `known`: names that
+    were assigned in this turn, of the `stored` ones; `bases`: gets what is written to.
+    """
+    known = {*known}
+    for one in block:
+        if (told := _read(one)) is None:
+            return f"{ast.unparse(one).splitlines()[0]!r} stands in it"
+        for name in (name for part in told.reads for name in ast.walk(part)):
+            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load) and name.id in stored - known:
+                return f"{name.id!r} may be of another turn there"
+        for statements, names in told.blocks:
+            if (why := _why_not(statements, known | names, stored, bases)) is not None:
+                return why
+        for target in told.targets:
+            match target:
+                case ast.Name(name):
+                    known.add(name)
+                case ast.Subscript(ast.Name(name)) if name in known:
+                    return f"it writes to parts of {name!r}, which it makes itself"
+                case ast.Subscript(base):
+                    bases.append(base)
+                case _:
+                    return f"it assigns {ast.unparse(target)}"
+        bases += [base for base in told.writes if not (isinstance(base, ast.Name) and base.id in known)]
+    return None
+
+
+def _parts(target: ast.expr) -> list[ast.expr]:
+    return target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]

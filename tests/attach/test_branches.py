@@ -1,0 +1,195 @@
+"""Branches that are taken by values, and only write to rows of masks: mixtures of experts as people write them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar import TraceError
+from tests.support.branching import COUNT, FORMS, STEPS, Experts, Form, Layer, alike, any_of_mask, tokens
+
+
+def steps(plain: Experts, parallel: Any) -> None:
+    """Steps of an optimizer that would decay a gradient of zero, and leaves alone what has none."""
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05, weight_decay=0.1) for each in (plain, parallel)]
+    idle = set[str]()
+    for seed, used in enumerate(STEPS):
+        losses = [each(*tokens(used, seed)) for each in (plain, parallel)]
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-9, atol=1e-12)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        alike(plain, parallel)
+        idle |= {name for name, one in plain.named_parameters() if one.grad is None and "experts" in name}
+        for optimizer in optimizers:
+            optimizer.step()
+    alike(plain, parallel)
+    assert len(idle) == sum(1 for name, _ in plain.named_parameters() if "experts" in name)
+    assert len(parallel._autopar.prepared()) == 1
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_experts_are_trained_as_on_one_process(one: DeviceMesh, name: str) -> None:
+    plain = Experts(FORMS[name]).double()
+    steps(plain, autopar.compile(plain, one))
+
+
+@pytest.mark.parametrize("name", ["any_of_mask", "number_of_indices"])
+def test_layers_behind_one_another(one: DeviceMesh, name: str) -> None:
+    plain = Experts(FORMS[name], depth=2).double()
+    steps(plain, autopar.compile(plain, one))
+
+
+@pytest.mark.parametrize("name", ["goes_on_where_none", "number_of_indices", "length_of_indices"])
+def test_in_micro_batches_an_expert_is_idle_that_no_round_has_tokens_for(one: DeviceMesh, name: str) -> None:
+    plain = Experts(FORMS[name]).double()
+    steps(plain, autopar.compile(plain, one, micro_batches=2))
+
+
+def name_outside(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out, rows = torch.zeros_like(x), x
+    if (chosen == 0).any():
+        rows = x * 2
+    return out + rows
+
+
+def another_else(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out, mask = torch.zeros_like(x), chosen == 0
+    if mask.any():
+        out[mask] = x[mask]
+    else:
+        out = out + 1
+    return out
+
+
+def counter(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out, mask, used = torch.zeros_like(x), chosen == 0, [0]
+    if mask.any():
+        used[0] += 1
+        out[mask] = x[mask]
+    return out * used[0]
+
+
+def appended(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask, losses = chosen == 0, [x]
+    if mask.any():
+        losses.append(x * 2)
+    return sum(losses)
+
+
+def attribute(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask = chosen == 0
+    if mask.any():
+        layer.seen = x.sum()
+    return x
+
+
+def of_another_turn(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out, last = torch.zeros_like(x), x
+    for number in range(COUNT):
+        mask = chosen == number
+        if mask.any():
+            if number:
+                out[mask] = last[mask]
+            last = x * number
+    return out
+
+
+def returned(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask, out = chosen == 0, torch.zeros_like(x)
+    if not mask.any():
+        return x
+    out[mask] = x[mask]
+    return out
+
+
+def several(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask, out = chosen == 0, torch.zeros_like(x)
+    if mask.any() and not mask.all():
+        out[mask] = x[mask]
+    return out
+
+
+NOT = {
+    name_outside: "'rows', which it assigns, stands outside of it, too",
+    another_else: "it has an else",
+    counter: "it writes to used, which is no tensor",
+    appended: "'losses.append(x * 2)' stands in it",
+    attribute: "it assigns layer.seen",
+    of_another_turn: "'last', which it assigns, stands outside of it, too",
+    returned: "it returns something else than the function does at its end",
+    several: "its condition asks several things",
+}
+
+
+@pytest.mark.parametrize("form", NOT)
+def test_a_branch_that_leaves_more_behind_is_told_why(one: DeviceMesh, form: Form) -> None:
+    with pytest.raises(TraceError, match=rf"depends on values at .*this one may not, as {re.escape(NOT[form])}\.$"):
+        autopar.compile(Experts(form).double(), one)(*tokens((0, 1), 0))
+
+
+def in_place(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out, mask = torch.zeros_like(x), chosen == 0
+    if mask.any():
+        flat = out.view(-1)
+        flat.add_(1.0)
+    return out
+
+
+def at_a_place(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out, mask = torch.zeros_like(x), chosen == 0
+    if mask.any():
+        out[0] = x[0]
+    return out
+
+
+@pytest.mark.parametrize("form", [in_place, at_a_place])
+def test_what_a_branch_writes_elsewhere_is_refused(one: DeviceMesh, form: Form) -> None:
+    told = r"forward writes to a tensor at .*in a branch that it takes by values \(.*test_branches.py:\d+\)"
+    with pytest.raises(TraceError, match=told):
+        autopar.compile(Experts(form).double(), one)(*tokens((0, 1), 0))
+
+
+def on_its_own(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out, mask = torch.zeros_like(x), chosen == 0
+    if scores[:, 1].sum() > 5:  # which is another thing than rows of the mask
+        made = x[mask]
+        made = made.mul(2)
+        made = layer.experts[0](made)
+        out[mask] = made
+    if mask.any():
+        out[mask] += layer.experts[1](x[mask])
+    return out
+
+
+def test_a_branch_may_ask_anything_and_write_to_rows(one: DeviceMesh) -> None:
+    plain = Experts(on_its_own).double()
+    parallel = autopar.compile(plain, one)
+    idle = list[set[str]]()
+    for seed, used in enumerate(((0, 1), (0,), (1,))):
+        for each in (plain, parallel):
+            each.zero_grad()
+            each(*tokens(used, seed)).backward()
+        alike(plain, parallel)
+        idle.append({name for name, one in plain.named_parameters() if one.grad is None})
+    first, second = "layers.0.experts.0.bias", "layers.0.experts.1.bias"
+    assert [found & {first, second} for found in idle] == [set(), {first}, {second}]
+
+
+def test_a_loss_may_leave_an_expert_out_as_it_is_given_again(one: DeviceMesh) -> None:
+    """`retain_graph`, and gradients that a script adds up itself."""
+    plain = Experts(any_of_mask).double()
+    parallel = autopar.compile(plain, one)
+    for each in (plain, parallel):
+        first, second = each(*tokens((0,), 0)), each(*tokens((0, 2), 1))
+        first.backward(retain_graph=True)
+        first.backward()
+        second.backward()
+    alike(plain, parallel)
+    assert plain.layers[0].experts[1].weight.grad is None

@@ -1,0 +1,187 @@
+"""Mixtures of experts that ask whether an expert has a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.processes.compare import whole
+
+WIDTH, COUNT, TOKENS = 6, 4, 12
+STEPS = ((0, 1, 2, 3), (1,), (3, 0), (2,), (0, 1, 2, 3))  # the experts that have tokens
+Form = Callable[["Layer", Tensor, Tensor, Tensor], Tensor]
+
+
+class Layer(nn.Module):
+    def __init__(self, form: Form) -> None:
+        super().__init__()
+        self.form = form
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(COUNT))
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        return self.form(self, x, scores, scores.argmax(-1))
+
+    def one(self, number: int, x: Tensor, chosen: Tensor, out: Tensor) -> None:
+        """Has an expert write what it makes of its tokens."""
+        mask = chosen == number
+        if not mask.any():
+            return
+        out[mask] += self.experts[number](x[mask])
+
+
+class Experts(nn.Module):
+    """`depth` layers, one behind the other. The router's scores are hidden values, which `bias` moves."""
+
+    def __init__(self, form: Form, depth: int = 1) -> None:
+        super().__init__()
+        self.depth = depth
+        self.router = nn.Linear(WIDTH, COUNT)
+        self.layers = nn.ModuleList(Layer(form) for _ in range(depth))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1) + bias
+        h = x
+        for layer in self.layers:
+            h = h + layer(h, scores)
+        return functional.mse_loss(h, x.sin())
+
+
+def tokens(used: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens, and what makes each of them choose one of the experts that are `used`."""
+    torch.manual_seed(seed)
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    bias = torch.zeros(TOKENS, COUNT, dtype=torch.float64)
+    for place in range(TOKENS):
+        bias[place, used[place % len(used)]] = 5.0
+    return x, bias
+
+
+def alike(plain: nn.Module, parallel: nn.Module) -> None:
+    """The same parameters, and the same of them with the same gradients."""
+    for (name, one), (_, other) in zip(plain.named_parameters(), parallel.named_parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        for mine, theirs in ((one, other), (one.grad, other.grad)):
+            if mine is not None and theirs is not None:
+                torch.testing.assert_close(whole(theirs.detach()), mine.detach(), rtol=1e-9, atol=1e-11)
+
+
+def any_of_mask(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(layer.experts):
+        mask = chosen == number
+        if mask.any():
+            out[mask] = expert(x[mask]) * scores[mask, number].unsqueeze(-1)
+    return out
+
+
+def goes_on_where_none(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(layer.experts):
+        mask = chosen == number
+        if not mask.any():
+            continue
+        rows = x[mask]
+        made = expert(rows)
+        made = made.relu()
+        out[mask] += made
+    return out
+
+
+def as_a_number(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(layer.experts):
+        mask = chosen == number
+        if mask.sum().item() > 0:
+            out[mask] = expert(x[mask])
+    return out
+
+
+def sum_is_zero(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = x.clone()
+    for number, expert in enumerate(layer.experts):
+        mask = chosen == number
+        if mask.sum() == 0:
+            continue
+        out[mask] = expert(x[mask])
+    return out
+
+
+def number_of_indices(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number, expert in enumerate(layer.experts):
+        (rows,) = torch.where(chosen == number)
+        if rows.numel() == 0:
+            continue
+        out.index_add_(0, rows, expert(x[rows]) * scores[rows, number, None])
+    return out
+
+
+def length_of_indices(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number in range(COUNT):
+        rows = (chosen == number).nonzero(as_tuple=True)[0]
+        if len(rows) > 0:
+            with torch.autocast("cpu", enabled=False):
+                out[rows] += layer.experts[number](x[rows])
+    return out
+
+
+def no_indices(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number in range(COUNT):
+        rows = (chosen == number).nonzero().squeeze(-1)
+        if not len(rows):
+            continue
+        out[rows] = layer.experts[number](x[rows])
+    return out
+
+
+def first_size(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    hot = functional.one_hot(chosen.unsqueeze(-1), COUNT).permute(2, 1, 0)
+    out = torch.zeros_like(x)
+    for number in range(COUNT):
+        _, rows = torch.where(hot[number])
+        if rows.shape[0] == 0:
+            continue
+        out.index_add_(0, rows, layer.experts[number](x[rows]))
+    return out
+
+
+def a_shaped_mask(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    whole, out = x.view(2, -1, WIDTH), torch.zeros_like(x).view(2, -1, WIDTH)
+    for number, expert in enumerate(layer.experts):
+        mask = (chosen == number).view(2, -1)
+        flat = mask.view(-1)
+        if flat.any():
+            out[mask] += expert(x[flat]) + whole[mask]
+    return out.view_as(x)
+
+
+def counted(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    counts = torch.bincount(chosen, minlength=COUNT).tolist()
+    for number in range(COUNT):
+        if counts[number] == 0:
+            continue
+        (rows,) = torch.where(chosen == number)
+        out[rows] += layer.experts[number](x[rows])
+    return out
+
+
+def in_a_method(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number in range(COUNT):
+        layer.one(number, x, chosen, out)
+    return out
+
+
+FORMS: dict[str, Form] = {
+    one.__name__: one
+    for one in (
+        any_of_mask, goes_on_where_none, as_a_number, sum_is_zero, number_of_indices, length_of_indices, no_indices,
+        first_size, a_shaped_mask, counted, in_a_method,
+    )
+}  # fmt: skip
