@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.trace.reading import tree_of
 
+Kind = TypeVar("Kind", bound=ast.stmt)
+BLOCKS = ("body", "orelse", "finalbody", "handlers")
 ASKS_MORE = "its condition asks several things"
 NO_SOURCE = "its source is not to be had"
 # Of `len(rows) > 0`: the truth of a number of rows where there are some.
@@ -33,35 +35,52 @@ def body_of(code: CodeType, at: int) -> Body | str:
     """The branch whose condition is asked at this place of the code, of which nothing stays but writes; or why it is
     none. Of `len(rows)` what is asked is whether there are any.
     """
+    function, opname, place = _asks(code, at)
+    if function is None:
+        return NO_SOURCE
+    for around, block, branch in _statements(function, ast.If):
+        if place == (branch.lineno, branch.col_offset) or _holds(branch.test, place):  # as Python 3.11 and 3.12 have it
+            wanted = _wanted(branch.test, opname, place)
+            return ASKS_MORE if wanted is None else _of(branch, around, block, function, wanted)
+    return "no if asks it"
+
+
+@lru_cache(maxsize=1024)
+def turn_of(code: CodeType, at: int) -> Body | str:
+    """Likewise the body of the loop that begins at this place of the code."""
+    function, opname, place = _asks(code, at)
+    if function is None or opname != "GET_ITER":
+        return NO_SOURCE
+    for _, _, loop in _statements(function, ast.For):
+        if place == (loop.lineno, loop.col_offset) or _holds(loop.iter, place):
+            return _body(loop.body, function, True, {name.id for name in _stored([loop.target])})
+    return "no for goes over it"
+
+
+def _asks(code: CodeType, at: int) -> tuple[ast.FunctionDef | None, str, tuple[int, int]]:
+    """The function in which something is asked, by which instruction, and where it stands."""
     asks = next(one for one in dis.get_instructions(code) if one.offset == at)
     tree, where = tree_of(code.co_filename), asks.positions
     if tree is None or where is None or where.lineno is None or where.col_offset is None:
-        return NO_SOURCE
+        return None, asks.opname, (0, 0)
     place = where.lineno, where.col_offset
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and _holds(one, place)]
-    if not functions:
-        return NO_SOURCE
-    function = max(functions, key=lambda one: one.lineno)
-    for around, block, branch in _ifs(function):
-        if place == (branch.lineno, branch.col_offset) or _holds(branch.test, place):  # as Python 3.11 and 3.12 have it
-            wanted = _wanted(branch.test, asks.opname, place)
-            return ASKS_MORE if wanted is None else _of(branch, around, block, function, wanted)
-    return "no if asks it"
+    return max(functions, key=lambda one: one.lineno, default=None), asks.opname, place
 
 
 def _holds(part: ast.expr | ast.stmt, place: tuple[int, int]) -> bool:
     return (part.lineno, part.col_offset) <= place < (part.end_lineno or 0, part.end_col_offset or 0)
 
 
-def _ifs(function: ast.FunctionDef) -> Iterator[tuple[ast.AST, list[ast.stmt], ast.If]]:
-    """Each `if` of a function, behind what it stands in and the statements there."""
+def _statements(function: ast.FunctionDef, kind: type[Kind]) -> Iterator[tuple[ast.AST, list[ast.stmt], Kind]]:
+    """Those of one kind in a function, each behind what it stands in and the statements there."""
     waiting: list[ast.AST] = [function]
     while waiting:
         one = waiting.pop()
-        for name in ("body", "orelse", "finalbody", "handlers"):
+        for name in BLOCKS:
             block: list[Any] = getattr(one, name, [])
             for inner in block:
-                if isinstance(inner, ast.If):
+                if isinstance(inner, kind):
                     yield one, block, inner
                 if not isinstance(inner, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
                     waiting.append(inner)
@@ -104,18 +123,26 @@ def _of(branch: ast.If, around: ast.AST, block: list[ast.stmt], function: ast.Fu
             inside, wanted = behind[:-1] if isinstance(last, ast.Return) else behind, not wanted
         case _:
             inside = branch.body
+    return _body(inside, function, wanted, set())
+
+
+def _body(inside: list[ast.stmt], function: ast.FunctionDef, wanted: bool, known: set[str]) -> Body | str:
+    """Of these statements; `known`: names that are assigned ahead of them."""
     if not inside:
         return "nothing stands in it"
-    stored = {one.id for one in _stored(inside)}
-    within = {id(one) for statement in inside for one in ast.walk(statement)}
+    stored = {one.id for one in _stored(inside)} - known
+    try:
+        _seen_outside(function.body, set(), inside, stored)
+    except _Seen as seen:
+        return f"{seen.args[0]!r}, which it assigns, may be read outside of it"
     for one in ast.walk(function):
-        if isinstance(one, ast.Name) and one.id in stored and id(one) not in within:
-            return f"{one.id!r}, which it assigns, stands outside of it, too"
         if isinstance(one, (ast.Global, ast.Nonlocal)) and stored & {*one.names}:
             return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
     bases = list[ast.expr]()
-    why = _why_not(inside, set(), stored, bases)
-    return why or Body(inside[0].lineno, inside[-1].end_lineno or inside[-1].lineno, wanted, tuple(bases))
+    names = _left(inside, known, stored, bases)
+    if isinstance(names, str):
+        return names
+    return Body(inside[0].lineno, inside[-1].end_lineno or inside[-1].lineno, wanted, tuple(bases))
 
 
 def _stored(block: Sequence[ast.AST]) -> list[ast.Name]:
@@ -166,20 +193,24 @@ def _read(one: ast.stmt) -> _Statement | None:
             return None
 
 
-def _why_not(block: Sequence[ast.stmt], known: set[str], stored: set[str], bases: list[ast.expr]) -> str | None:
-    """What of statements would be seen behind them that is no write to a tensor; None: nothing. `known`: names that
-    were assigned in this turn, of the `stored` ones; `bases`: gets what is written to.
+def _left(block: Sequence[ast.stmt], known: set[str], stored: set[str], bases: list[ast.expr]) -> set[str] | str:
+    """The names that are assigned behind statements; what would be seen behind them that is no write to a tensor.
+    `known`: names that were assigned in this turn, of the `stored` ones; `bases`: gets what is written to.
     """
     known = {*known}
     for one in block:
         if (told := _read(one)) is None:
             return f"{ast.unparse(one).splitlines()[0]!r} stands in it"
-        for name in (name for part in told.reads for name in ast.walk(part)):
-            if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load) and name.id in stored - known:
+        for name in _loads(told.reads):
+            if name.id in stored - known:
                 return f"{name.id!r} may be of another turn there"
+        behind = list[set[str]]()
         for statements, names in told.blocks:
-            if (why := _why_not(statements, known | names, stored, bases)) is not None:
-                return why
+            if isinstance(names := _left(statements, known | names, stored, bases), str):
+                return names
+            behind.append(names)
+        if behind and not isinstance(one, ast.For):  # which may have no turn
+            known |= set.intersection(*behind)
         for target in told.targets:
             match target:
                 case ast.Name(name):
@@ -191,7 +222,47 @@ def _why_not(block: Sequence[ast.stmt], known: set[str], stored: set[str], bases
                 case _:
                     return f"it assigns {ast.unparse(target)}"
         bases += [base for base in told.writes if not (isinstance(base, ast.Name) and base.id in known)]
-    return None
+    return known
+
+
+def _loads(parts: Sequence[ast.AST]) -> list[ast.Name]:
+    names = (one for part in parts for one in ast.walk(part))
+    return [one for one in names if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
+
+
+class _Seen(Exception):
+    """Of a name."""
+
+
+def _seen_outside(block: Sequence[ast.stmt], known: set[str], inside: Sequence[ast.stmt], stored: set[str]) -> set[str]:
+    """The names that statements have certainly assigned, of `known` ones and those that they assign themselves. Raises
+    _Seen where one of the `stored` names may be read that those `inside` have assigned.
+    """
+    for one in block:
+        if one in inside:
+            known = known - stored
+            continue
+        blocks = [part for name in BLOCKS if (part := getattr(one, name, None)) and name != "handlers"]
+        blocks += [handler.body for handler in getattr(one, "handlers", ())]
+        of_blocks = {id(part) for inner in blocks for statement in inner for part in ast.walk(statement)}
+        is_again = isinstance(one, (ast.For, ast.While)) and any(part is inside[0] for part in ast.walk(one))
+        known = known - stored if is_again else known  # as the turn before has left them
+        later = [part for part in ast.walk(one) if isinstance(part, (ast.FunctionDef, ast.ClassDef, ast.Lambda))]
+        read = {part.id for part in _loads([one]) if id(part) not in of_blocks} - known
+        read |= {part.id for part in _loads(later)}  # whenever that is called
+        if read & stored:
+            raise _Seen(min(read & stored))
+        own = {name.id for name in _stored([one]) if id(name) not in of_blocks}
+        behind = [_seen_outside(inner, known | own, inside, stored) for inner in blocks]
+        if isinstance(one, ast.With):
+            known = behind[0]
+        elif isinstance(one, ast.If):
+            known = set.intersection(*behind) if len(behind) > 1 else known & behind[0]
+        elif blocks:
+            known = known.intersection(*behind)
+        else:
+            known = known | own
+    return known
 
 
 def _parts(target: ast.expr) -> list[ast.expr]:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
 
 from autopar.errors import TraceError
-from autopar.trace.bodies import Body, body_of
+from autopar.trace.bodies import Body, body_of, turn_of
 from autopar.trace.lines import line_here
 from autopar.trace.origins import STATISTICS, memory_of, tensors_in, writes_in_place
 
@@ -66,15 +66,27 @@ class Branches:
         """The answer with which a program goes into the branch; else why it cannot. `rows`: the number of the mask of
         which it is asked whether it picks any; `is_some`: the answer where it does.
         """
-        body = body_of(frame.f_code, frame.f_lasti)
+        body = _here(body_of, frame)
         if isinstance(body, str):
             return body
-        for base in body.bases:
-            if not isinstance(_value(base, frame), Tensor):
-                return f"it writes to {ast.unparse(base)}, which is no tensor"
-        rows = rows if body.wanted == is_some else None
-        self._begun[id(frame), body.first] = Branch(frame, body, asked.detach().reshape(()).bool(), rows)
+        self._begin(asked, frame, body, rows if body.wanted == is_some else None)
         return body.wanted
+
+    def turns(self, truths: Tensor, frame: FrameType) -> Iterator[int] | str:
+        """Places of what is true, for a loop over these, which goes over all places, with a branch in each turn; else
+        why it cannot.
+        """
+        body = _here(turn_of, frame)
+        return body if isinstance(body, str) else self._each(truths, frame, body)
+
+    def _each(self, truths: Tensor, frame: FrameType, body: Body) -> Iterator[int]:
+        for place, truth in enumerate(truths.unbind()):
+            self._begin(truth, frame, body, None)
+            yield place
+        self._begun.pop((id(frame), body.first), None)
+
+    def _begin(self, asked: Tensor, frame: FrameType, body: Body, rows: int | None) -> None:
+        self._begun[id(frame), body.first] = Branch(frame, body, asked.detach().reshape(()).bool(), rows)
 
     def leave(self, frame: FrameType) -> None:
         """The code of a frame asks again, where it may have asked before."""
@@ -133,6 +145,15 @@ class Branches:
     def counts(self) -> list[Tensor]:
         """`Returned.taken`."""
         return [one.sum() for one in self.taken]
+
+
+def _here(found: Callable[[CodeType, int], Body | str], frame: FrameType) -> Body | str:
+    """The branch that begins where a frame is; or why it is none."""
+    body = found(frame.f_code, frame.f_lasti)
+    for base in body.bases if isinstance(body, Body) else ():
+        if not isinstance(_value(base, frame), Tensor):
+            return f"it writes to {ast.unparse(base)}, which is no tensor"
+    return body
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

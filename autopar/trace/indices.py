@@ -46,10 +46,11 @@ def nonzero_of(kind: type, mask: Tensor, origins: Origins) -> Picked:
 
 def place_of(rows: Picked) -> int | None:
     """The dim of the mask along which these are the places themselves, and nothing that is computed of them."""
-    return rows.place if _is_each(rows) and not rows.row else None
+    return rows.place if is_each(rows) and not rows.row else None
 
 
-def _is_each(rows: Picked) -> bool:
+def is_each(rows: Picked) -> bool:
+    """Whether these are the places themselves."""
     return rows.places is not None and storage_of(rows.dense) == storage_of(rows.places)
 
 
@@ -86,7 +87,7 @@ def read_at(name: str, tensor: Tensor, *args: Any) -> Picked:
         raise refused(name)
     if name == "index_select":
         return read_all(tensor, [rows])
-    if _is_each(rows) and rows.mask.ndim == 1 and len(tensor) == len(rows.mask) and rows.row == tensor.shape[1:]:
+    if is_each(rows) and rows.mask.ndim == 1 and len(tensor) == len(rows.mask) and rows.row == tensor.shape[1:]:
         return rows.like(apart(tensor, rows.mask))  # each at its own place
     made = torch.gather(tensor, 0, rows.dense.reshape(-1, *rows.row).long())
     return rows.like(made.reshape(rows.dense.shape))

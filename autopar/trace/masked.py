@@ -36,6 +36,7 @@ from autopar.trace.origins import Origins
 from autopar.trace.places import is_mask, refused
 from autopar.trace.reshaped import beside, of_each_row, of_runs, product, reshaped
 from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OF_A_BATCH, OPERATORS, ROWWISE
+from autopar.trace.standing import Ahead, Listed, as_rows, turns
 from autopar.trace.together import (
     CATS,
     LIKES,
@@ -133,7 +134,10 @@ class Picked:
         raise refused("bool()")
 
     def __iter__(self) -> Any:
-        raise refused("iterating over them")
+        return (torch.tensor([place] if self.row else place) for place in turns(self, sys._getframe(1)))
+
+    def tolist(self) -> Listed:
+        return Listed(self)
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(torch.Tensor, name, None)
@@ -177,6 +181,8 @@ def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Ori
     is_tensor = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 0
     if name in ("gather", "index_select") and not of_rows and isinstance(args[-1], Picked) and not kwargs:
         return read_at(name, *args)
+    if name in ("__getitem__", "__setitem__"):
+        args = args[0], as_rows(args[1]), *args[2:]
     if name == "__getitem__" and not of_rows:
         return _picks(args[0], args[1], origins)
     if name.rstrip("_") in WRITES and len(args) == 4 and isinstance(args[2], Picked) and not args[1] and not kwargs:
@@ -223,12 +229,15 @@ def _set(tensor: Tensor, index: Any, value: Any, origins: Origins) -> Tensor | N
     return _put(tensor, torch.where(beside(rows.mask, tensor), made, tensor), origins)
 
 
-def _picks(tensor: Any, index: Any, origins: Origins) -> Picked | None:
+def _picks(tensor: Any, index: Any, origins: Origins) -> Any:
     """`tensor[index]` where a mask of values, or rows of indices, stand first in the index; None: it is an ordinary
     one. Raises TraceError where they stand elsewhere.
     """
     if not isinstance(tensor, Tensor):
         return None
+    if isinstance(index, tuple) and index and index[0] is None and _all_picked(index):
+        rows = _picks(tensor, index[1:], origins)
+        return None if rows is None else Ahead(rows)
     if _all_picked(index):
         given, rest = indices_in(index, Picked)
         rows = read_all(tensor, given)

@@ -178,10 +178,62 @@ def in_a_method(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tens
     return out
 
 
+def behind_a_dim(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    hot = functional.one_hot(chosen.unsqueeze(-1), COUNT).permute(2, 1, 0)
+    for number in range(COUNT):
+        slots, rows = torch.where(hot[number])
+        if rows.shape[0] == 0:
+            continue
+        listed, slots_listed = rows.tolist(), slots.tolist()
+        own = x[None, listed].reshape(-1, WIDTH)
+        weights = scores[:, number, None][listed, slots_listed]
+        out.index_add_(0, rows, layer.experts[number](own) * weights.unsqueeze(-1))
+    return out
+
+
+def hits(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    hot = functional.one_hot(chosen.unsqueeze(-1), COUNT).permute(2, 1, 0)
+    for number in torch.greater(hot.sum(dim=(-1, -2)), 0).nonzero():
+        _, rows = torch.where(hot[number].squeeze(0))
+        out.index_add_(0, rows, layer.experts[number](x[None, rows].reshape(-1, WIDTH)))
+    return out
+
+
+def listed_hits(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    found = torch.bincount(chosen, minlength=COUNT) > 0
+    for number in found.nonzero().flatten().tolist():
+        mask = chosen == number
+        out[mask] = layer.experts[number](x[mask])
+    return out
+
+
+def two_that_name_alike(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for number in (0, 1):
+        mask = chosen == number
+        if mask.any():
+            rows = x[mask]
+            out[mask] = layer.experts[number](rows)
+    for number in (2, 3):
+        mask = chosen == number
+        if mask.any():
+            if layer.training:
+                rows = x[mask]
+            else:
+                rows = x[mask] * 1.0
+            rows = layer.experts[number](rows)
+            out[mask] = rows
+    rows = x * 0.5
+    return out + rows
+
+
 FORMS: dict[str, Form] = {
     one.__name__: one
     for one in (
         any_of_mask, goes_on_where_none, as_a_number, sum_is_zero, number_of_indices, length_of_indices, no_indices,
-        first_size, a_shaped_mask, counted, in_a_method,
+        first_size, a_shaped_mask, counted, in_a_method, behind_a_dim, hits, listed_hits, two_that_name_alike,
     )
 }  # fmt: skip
