@@ -22,6 +22,7 @@ from autopar.errors import NotCut
 from autopar.ir.graph import Graph, Node, Ref, TensorType, batch_size
 from autopar.ir.layout import Layout, Partial, Shard, local_shape
 from autopar.ir.mesh import Mesh
+from autopar.ir.unused import without_idle_draws
 from autopar.ir.work import draws
 from autopar.propose.strategies import Signature, Strategy, node_strategies, operand_types, signature_of
 from autopar.rewrite.of_labels import counted
@@ -48,7 +49,7 @@ def in_rounds(graph: Graph, count: int) -> Graph:
         raise ValueError(f"the graph is one of {graph.rounds.count} rounds already")
     if (why := why_not_cut(graph, count)) is not None:
         raise NotCut(why)
-    return _Cut(counted(graph), count).found()
+    return _Cut(counted(without_idle_draws(graph)), count).found()
 
 
 class _Cut:

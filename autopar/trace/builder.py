@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ir.graph import Arg, Const, Graph, Node, Ref, Result, TensorType
+from autopar.ir.unused import used
 from autopar.ir.work import RANDOM
 
 
@@ -111,14 +112,8 @@ class Builder:
         return self.sum(like, ref, dims, keepdim)
 
     def finish(self, results: Sequence[Result]) -> Graph:
-        """The graph without what nothing needs; sources that the caller passes in stay."""
-        needed = {result.ref.name for result in results if result.ref is not None}
-        kept: list[Node] = []
-        for node in reversed(self.nodes):
-            if node.name in needed or (node.is_source and node.op not in ("constant", "tangent")):
-                kept.append(node)
-                needed.update(ref.name for ref in node.operands)
-        return Graph(tuple(reversed(kept)), tuple(results))
+        """The graph without what nothing needs."""
+        return Graph(used(self.nodes, results, with_draws=True), tuple(results))
 
 
 def merged_dims(base: tuple[int, ...], merged: tuple[int, ...]) -> tuple[tuple[int, ...], ...] | None:

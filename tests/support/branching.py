@@ -223,7 +223,8 @@ def two_that_name_alike(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor)
             if layer.training:
                 rows = x[mask]
             else:
-                rows = x[mask] * 1.0
+                scale = 1.0
+                rows = x[mask] * scale
             rows = layer.experts[number](rows)
             out[mask] = rows
     rows = x * 0.5
