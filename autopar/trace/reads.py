@@ -51,6 +51,8 @@ from autopar.trace.values import (
     few_in,
     held_in,
     in_front,
+    is_alike,
+    is_grown_object,
     is_grown_table,
     is_mine,
     is_noted_once,
@@ -193,10 +195,10 @@ class Reads:
                 continue  # (functions that are others while a model is traced are so by our hand)
             if isinstance(value, Tensor) and now is not value and "__builtins__" not in place:
                 continue  # one of the model's that functions hold, for which another stands now: no global
-            if snapshot(now) != was and not is_noted_once(value, now):
-                if now is not value:
+            if snapshot(now) != was and not is_noted_once(value, now) and not is_alike(value, now):
+                is_table = is_grown_table(was, now) if now is value else is_grown_object(value, now)
+                if now is not value and not is_table:
                     _put_back(place, name, value)
-                is_table = now is value and is_grown_table(was, now)
                 if is_table and id(now) in originals:
                     continue
                 return Change(f"{name}{_owner(place)}, which is no attribute of a module", is_table)

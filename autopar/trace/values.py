@@ -84,6 +84,20 @@ def is_grown_table(was: Any, now: Any) -> bool:
     return kept and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(new))
 
 
+def is_grown_object(was: Any, now: Any) -> bool:
+    """Whether an object of a package stands for another one that had the same in it, but for such tables that grew:
+    einx makes its registry anew for each thing that it notes there.
+    """
+    is_one = type(now) is type(was) and not is_mine(type(was)) and isinstance(getattr(was, "__dict__", None), dict)
+    return is_one and vars(now).keys() == vars(was).keys() and is_grown_table(snapshot(vars(was)), vars(now))
+
+
+def is_alike(was: Any, now: Any) -> bool:
+    """Whether there is nothing more in it."""
+    return is_grown_object(was, now) and snapshot(vars(was)) == snapshot(vars(now))
+
+
+DEEPEST = 8  # folders of a package
 PLAIN = (
     list, tuple, dict, set, frozenset, deque, np.ndarray, Tensor, nn.Module, type, enum.Enum, functools.partial,
     types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, *BYTES,
@@ -314,12 +328,16 @@ def is_installed(file: str) -> bool:
     """
     if not file or _is_in_site(file):
         return bool(file)
-    top = Path(file)
-    while (top.parent / "__init__.py").is_file():
-        top = top.parent
-    own = f"{top.name}/", f"{top.name},"
-    records = top.parent.glob("*.dist-info/RECORD") if top.is_absolute() else ()
-    return any(line.startswith(own) for record in records for line in record.read_text(errors="replace").splitlines())
+    path = Path(file)
+    folders = [*path.parents][:DEEPEST] if path.is_absolute() else []
+    records = ((folder, record) for folder in folders for record in folder.glob("*.dist-info/RECORD"))
+    return any(path.relative_to(folder).as_posix() in _noted_in(record) for folder, record in records)
+
+
+@functools.cache
+def _noted_in(record: Path) -> frozenset[str]:
+    """The files of a package, as pip has noted them."""
+    return frozenset(line.partition(",")[0] for line in record.read_text(errors="replace").splitlines())
 
 
 def is_others(file: str) -> bool:
