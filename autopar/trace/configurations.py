@@ -18,8 +18,9 @@ from autopar.trace.values import (
     SCALARS,
     Change,
     few_in,
+    has_grown,
     inside,
-    is_grown_table,
+    is_alike,
     is_noted_once,
     is_of_torch,
     led_to,
@@ -90,8 +91,8 @@ class Configurations:
         """
         for (_, name), (value, was, before) in self._before.items():
             now = self._now(value, name)
-            if snapshot(now) != before and not is_noted_once(was, now):
-                is_table = now is was and is_grown_table(before, now)
+            if snapshot(now) != before and not is_noted_once(was, now) and not is_alike(was, now):
+                is_table = has_grown(was, before, now)
                 if not is_table or id(now) not in originals:
                     return Change(f"{name} of {_named(value)}", is_table), value
         changed = ((Change(f"what is in {_named(value)}"), value) for value, was in self._whole if inside(value) != was)

@@ -49,10 +49,10 @@ from autopar.trace.values import (
     SCALARS,
     Change,
     few_in,
+    has_grown,
     held_in,
     in_front,
     is_alike,
-    is_grown_object,
     is_grown_table,
     is_mine,
     is_noted_once,
@@ -196,7 +196,7 @@ class Reads:
             if isinstance(value, Tensor) and now is not value and "__builtins__" not in place:
                 continue  # one of the model's that functions hold, for which another stands now: no global
             if snapshot(now) != was and not is_noted_once(value, now) and not is_alike(value, now):
-                is_table = is_grown_table(was, now) if now is value else is_grown_object(value, now)
+                is_table = has_grown(value, was, now)
                 if now is not value and not is_table:
                     _put_back(place, name, value)
                 if is_table and id(now) in originals:

@@ -84,7 +84,12 @@ def is_grown_table(was: Any, now: Any) -> bool:
     return kept and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(new))
 
 
-def is_grown_object(was: Any, now: Any) -> bool:
+def has_grown(value: Any, was: Any, now: Any) -> bool:
+    """Whether what had `was` in it, by `snapshot`, is such a table, or an object in the place of `value` with more."""
+    return is_grown_table(was, now) if now is value else _is_grown_object(value, now)
+
+
+def _is_grown_object(was: Any, now: Any) -> bool:
     """Whether an object of a package stands for another one that had the same in it, but for such tables that grew:
     einx makes its registry anew for each thing that it notes there.
     """
@@ -94,7 +99,7 @@ def is_grown_object(was: Any, now: Any) -> bool:
 
 def is_alike(was: Any, now: Any) -> bool:
     """Whether there is nothing more in it."""
-    return is_grown_object(was, now) and snapshot(vars(was)) == snapshot(vars(now))
+    return _is_grown_object(was, now) and snapshot(vars(was)) == snapshot(vars(now))
 
 
 DEEPEST = 8  # folders of a package
