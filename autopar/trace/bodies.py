@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import dis
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from autopar.trace.reading import tree_of
 
 Kind = TypeVar("Kind", bound=ast.stmt)
+NOTHING = frozenset[str]()
 BLOCKS = ("body", "orelse", "finalbody", "handlers")
 ASKS_MORE = "its condition asks several things"
 NO_SOURCE = "its source is not to be had"
@@ -53,7 +54,7 @@ def turn_of(code: CodeType, at: int) -> Body | str:
         return NO_SOURCE
     for _, _, loop in _statements(function, ast.For):
         if place == (loop.lineno, loop.col_offset) or _holds(loop.iter, place):
-            return _body(loop.body, function, True, {name.id for name in _stored([loop.target])})
+            return _body(loop.body, function, is_turn=True, known={name.id for name in _stored([loop.target])})
     return "no for goes over it"
 
 
@@ -110,9 +111,10 @@ def _of(branch: ast.If, around: ast.AST, block: list[ast.stmt], function: ast.Fu
     if branch.orelse:
         return "it has an else"
     behind = block[block.index(branch) + 1 :]
+    is_turn = False
     match branch.body:
         case [ast.Continue()] if isinstance(around, (ast.For, ast.While)):
-            inside, wanted = behind, not wanted
+            inside, wanted, is_turn = behind, not wanted, True
         case [ast.Return(value) as ends] if around is function and (
             value is None or isinstance(value, (ast.Name, ast.Constant))
         ):
@@ -123,23 +125,25 @@ def _of(branch: ast.If, around: ast.AST, block: list[ast.stmt], function: ast.Fu
             inside, wanted = behind[:-1] if isinstance(last, ast.Return) else behind, not wanted
         case _:
             inside = branch.body
-    return _body(inside, function, wanted, set())
+    return _body(inside, function, wanted, is_turn=is_turn)
 
 
-def _body(inside: list[ast.stmt], function: ast.FunctionDef, wanted: bool, known: set[str]) -> Body | str:
-    """Of these statements; `known`: names that are assigned ahead of them."""
+def _body(
+    inside: list[ast.stmt], function: ast.FunctionDef, wanted: bool = True, *, is_turn: bool, known: Set[str] = NOTHING
+) -> Body | str:
+    """Of these statements; `known`: names that are assigned ahead of them; `is_turn`: they are the rest of a loop's."""
     if not inside:
         return "nothing stands in it"
     stored = {one.id for one in _stored(inside)} - known
     try:
-        _seen_outside(function.body, set(), inside, stored)
+        _seen_outside(function.body, set(), inside, stored | known)
     except _Seen as seen:
         return f"{seen.args[0]!r}, which it assigns, may be read outside of it"
     for one in ast.walk(function):
         if isinstance(one, (ast.Global, ast.Nonlocal)) and stored & {*one.names}:
             return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
     bases = list[ast.expr]()
-    names = _left(inside, known, stored, bases)
+    names = _left(inside, known, stored, bases, is_turn=is_turn)
     if isinstance(names, str):
         return names
     return Body(inside[0].lineno, inside[-1].end_lineno or inside[-1].lineno, wanted, tuple(bases))
@@ -168,9 +172,11 @@ class _Statement:
     blocks: list[tuple[list[ast.stmt], set[str]]] = field(default_factory=list[Any])
 
 
-def _read(one: ast.stmt) -> _Statement | None:
+def _read(one: ast.stmt, *, is_turn: bool) -> _Statement | None:
     """None: nobody knows what it leaves behind."""
     match one:
+        case ast.Continue() if is_turn:
+            return _Statement([])
         case ast.Assign(targets):
             return _Statement([one], [part for target in targets for part in _parts(target)])
         case ast.AnnAssign(target):
@@ -193,20 +199,24 @@ def _read(one: ast.stmt) -> _Statement | None:
             return None
 
 
-def _left(block: Sequence[ast.stmt], known: set[str], stored: set[str], bases: list[ast.expr]) -> set[str] | str:
+def _left(
+    block: Sequence[ast.stmt], known: Set[str], stored: Set[str], bases: list[ast.expr], *, is_turn: bool
+) -> set[str] | str:
     """The names that are assigned behind statements; what would be seen behind them that is no write to a tensor.
-    `known`: names that were assigned in this turn, of the `stored` ones; `bases`: gets what is written to.
+    `known`: names that were assigned in this turn, of the `stored` ones; `bases`: gets what is written to; `is_turn`:
+    these end where a turn of a loop does.
     """
     known = {*known}
     for one in block:
-        if (told := _read(one)) is None:
+        if (told := _read(one, is_turn=is_turn)) is None:
             return f"{ast.unparse(one).splitlines()[0]!r} stands in it"
         for name in _loads(told.reads):
             if name.id in stored - known:
                 return f"{name.id!r} may be of another turn there"
         behind = list[set[str]]()
         for statements, names in told.blocks:
-            if isinstance(names := _left(statements, known | names, stored, bases), str):
+            of_loop = is_turn or isinstance(one, ast.For)
+            if isinstance(names := _left(statements, known | names, stored, bases, is_turn=of_loop), str):
                 return names
             behind.append(names)
         if behind and not isinstance(one, ast.For):  # which may have no turn

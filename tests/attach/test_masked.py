@@ -120,6 +120,12 @@ FORMS: dict[str, Form] = {
     "along a row": lambda z, y, t: F.cosine_similarity(z[_keep(y)], t[_keep(y)], dim=-1).mean(),
     "normalised": lambda z, y, t: (F.normalize(z[_keep(y)], dim=1) * t[_keep(y)]).sum(-1).square().mean(),
     "part of a row": lambda z, y, t: (z[_keep(y)][:, 1:3] - t[_keep(y)][..., 0:1]).square().sum(),
+    "parts of a row": lambda z, y, t: (lambda a, b: (a * t[_keep(y)].split(3, -1)[0]).sum() + b.exp().mean())(
+        *z[_keep(y)].chunk(2, dim=-1)
+    )
+    + (z[_keep(y)].unbind(1)[3] * z[_keep(y)].select(-1, 1) * t[_keep(y)].narrow(1, 2, 1)[:, 0]).sum(),
+    "sorted rows": lambda z, y, t: F.glu(z[_keep(y)][:, :4], -1).square().sum()
+    + (z[_keep(y)].topk(2, -1).values * z[_keep(y)].sort(-1, descending=True)[0][:, 3:]).mean(),
     "largest": lambda z, y, t: z[_keep(y)].max() - z[_keep(y)].amin(),
     "largest of each": lambda z, y, t: z[_keep(y)].max(-1).values.mean() + z[_keep(y)].amax(dim=1).sum(),
     "over rows": lambda z, y, t: z[_keep(y)].mean(0).square().sum() + z[_keep(y)].sum(dim=0).square().mean(),

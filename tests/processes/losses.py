@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 
 import autopar
+from tests.processes.compare import same_gradients
 from tests.processes.errors import refused
 from tests.processes.worker import Ranks
 from tests.support.machines import FAST
@@ -116,16 +117,30 @@ def check_reductions_over_an_empty_list_of_dims(ranks: Ranks) -> None:
 def check_a_penalty_that_is_added_in_place(ranks: Ranks) -> None:
     """It ended in an assertion without a word, or in backward, in an operator that nobody wrote."""
     mesh = ranks.mesh()
-    parallel = autopar.compile(nn.Linear(4, 4), mesh)
-    penalty = nn.Parameter(distribute_tensor(drawn(4, 4), mesh, [Shard(0)])).norm()
+    plain = nn.Linear(4, 4)
+    parallel = autopar.compile(copy.deepcopy(plain), mesh)
+    whole = nn.Parameter(drawn(4, 4))
+    split = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]))
     for written in (
-        lambda loss: loss.add_(penalty),
-        lambda loss: torch.zeros(()).add_(penalty),
-        lambda loss: torch.add(loss, penalty),
-        lambda loss: torch.stack([loss, penalty]),
+        lambda loss, penalty: loss.add_(penalty),
+        lambda loss, penalty: torch.zeros(()).add_(penalty) * loss,
+        lambda loss, penalty: torch.add(loss, penalty),
+        lambda loss, penalty: torch.stack([loss, penalty]).square().sum(),
     ):
-        loss = parallel(torch.ones(2, 4)).sum().double()
-        refused(RuntimeError, r"loss = loss \+ penalty", lambda w=written, one=loss: w(one))
+        made = [
+            written(model(drawn(2, 4).float()).sum().double(), one.norm())
+            for model, one in ((plain, whole), (parallel, split))
+        ]
+        assert type(made[1]) is Tensor
+        torch.testing.assert_close(made[1], made[0])
+        for one in made:
+            one.backward()
+        assert isinstance(split.grad, DTensor)
+        torch.testing.assert_close(split.grad.full_tensor(), whole.grad)
+        same_gradients(plain, parallel)
+        whole.grad = split.grad = None
+        plain.zero_grad(), parallel.zero_grad()
+    penalty = split.norm()
     both = 0.5 * penalty
     both += parallel(torch.ones(2, 4)).sum()
     assert type(both) is Tensor and both.requires_grad
