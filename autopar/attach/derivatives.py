@@ -23,6 +23,7 @@ from autopar.attach.inputs import relaid_with_gradient, whole_with_gradient
 from autopar.attach.prepared import Prepared
 from autopar.attach.programs import Key, found, prepare
 from autopar.attach.tensors import as_dtensor, is_on_host, layout_of
+from autopar.ir.branches import idle
 from autopar.ir.graph import output_types
 from autopar.ir.layout import Layout
 from autopar.trace.derivatives import Derivative, derived
@@ -62,7 +63,8 @@ def differentiated(before: Before, ctx: Any, given: Mapping[str, tuple[Tensor, L
     with torch.enable_grad(), drawing_from(before.states):
         outputs, _ = full.runner(step, [held[node.target] for node in full.runner.parameters])
     made = _by_name(before, full, derivative, outputs, held)
-    return tuple(made.get(name) for name in (*held, *ctx.step.through))
+    left = idle(before.prepared.graph, given.keys(), ctx.step.skipped)
+    return tuple(None if name in left else made.get(name) for name in (*held, *ctx.step.through))
 
 
 def _asked_for(before: Before, count: int, ctx: Any, given: Mapping[str, tuple[Tensor, Layout]]) -> Derivative:

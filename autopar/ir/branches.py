@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Set
 
 from autopar.ir.graph import Graph, Node
+from autopar.ir.work import VIEWS
 
-SHARE, WHERE = "autopar.share", "aten.where.self"
+SHARE, WHERE, AND = "autopar.share", "aten.where.self", "aten.bitwise_and.Tensor"
 
 
 def idle(graph: Graph, given: Set[str], skipped: Set[str]) -> set[str]:
@@ -28,7 +29,7 @@ def begins_at(graph: Graph, skipped: Set[str]) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
         reads = [ref.name for ref in node.operands]
-        if not closed.isdisjoint(reads) and _is_truth(node):
+        if not closed.isdisjoint(reads) and _is_truth(node) and node.op in (*VIEWS, SHARE, AND):
             closed.add(node.name)
         if node.op == WHERE and node.phase == "backward" and reads[0] in closed:
             del reads[1]  # what goes on to where the condition is true

@@ -10,10 +10,15 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeVar
 
+from autopar.trace.effects import effect_in
 from autopar.trace.reading import tree_of
 
 Kind = TypeVar("Kind", bound=ast.stmt)
 NOTHING = frozenset[str]()
+SEVERAL = (  # what may ask more than once, or not at all
+    ast.BoolOp, ast.IfExp, ast.NamedExpr, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda,
+)  # fmt: skip
+READS_ALL = ("locals", "vars", "eval", "exec")
 BLOCKS = ("body", "orelse", "finalbody", "handlers")
 ASKS_MORE = "its condition asks several things"
 NO_SOURCE = "its source is not to be had"
@@ -23,12 +28,15 @@ OF_SOME = {(ast.Gt, 0): True, (ast.GtE, 1): True, (ast.NotEq, 0): True, (ast.Eq,
 
 @dataclass(frozen=True)
 class Body:
-    """Lines of a branch, and the answer that leads to them. `bases`: what they write to."""
+    """Where a branch stands in its file (line, column), and the answer that leads there. `bases`: what it writes to;
+    `goes_over`: what loops in it go over.
+    """
 
-    first: int
-    last: int
+    first: tuple[int, int]
+    last: tuple[int, int]
     wanted: bool
     bases: tuple[ast.expr, ...] = field(compare=False)
+    goes_over: tuple[ast.expr, ...] = field(compare=False)
 
 
 @lru_cache(maxsize=1024)
@@ -51,11 +59,13 @@ def turn_of(code: CodeType, at: int) -> Body | str:
     """Likewise the body of the loop that begins at this place of the code."""
     function, opname, place = _asks(code, at)
     if function is None or opname != "GET_ITER":
-        return NO_SOURCE
+        return NO_SOURCE if function is None else "no for goes over them alone"
     for _, _, loop in _statements(function, ast.For):
-        if place == (loop.lineno, loop.col_offset) or _holds(loop.iter, place):
+        if any(isinstance(part, SEVERAL) for part in ast.walk(loop.iter)):
+            continue
+        if place in ((loop.lineno, loop.col_offset), (loop.iter.lineno, loop.iter.col_offset)):
             return _body(loop.body, function, is_turn=True, known={name.id for name in _stored([loop.target])})
-    return "no for goes over it"
+    return "no for goes over them alone"
 
 
 def _asks(code: CodeType, at: int) -> tuple[ast.FunctionDef | None, str, tuple[int, int]]:
@@ -67,6 +77,12 @@ def _asks(code: CodeType, at: int) -> tuple[ast.FunctionDef | None, str, tuple[i
     place = where.lineno, where.col_offset
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and _holds(one, place)]
     return max(functions, key=lambda one: one.lineno, default=None), asks.opname, place
+
+
+@lru_cache(maxsize=1024)
+def places_of(code: CodeType) -> tuple[tuple[int, int], ...]:
+    """Where each instruction of a code stands in its file: (line, column)."""
+    return tuple((line or 0, column or 0) for line, _, column, _ in code.co_positions())
 
 
 def _holds(part: ast.expr | ast.stmt, place: tuple[int, int]) -> bool:
@@ -92,8 +108,8 @@ def _wanted(test: ast.expr, opname: str, place: tuple[int, int]) -> bool | None:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _wanted(test.operand, opname, place)
         return None if inner is None else not inner
-    if isinstance(test, (ast.BoolOp, ast.IfExp, ast.NamedExpr)) or (
-        isinstance(test, ast.Compare) and len(test.ops) > 1
+    if any(
+        isinstance(part, SEVERAL) or (isinstance(part, ast.Compare) and len(part.ops) > 1) for part in ast.walk(test)
     ):
         return None
     if "JUMP" in opname:
@@ -142,11 +158,18 @@ def _body(
     for one in ast.walk(function):
         if isinstance(one, (ast.Global, ast.Nonlocal)) and stored & {*one.names}:
             return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
+        if isinstance(one, ast.Name) and one.id in READS_ALL:
+            return f"the function calls {one.id}()"
+    if (effect := effect_in(inside, NOTHING, writes=True)) is not None:
+        return effect
     bases = list[ast.expr]()
     names = _left(inside, known, stored, bases, is_turn=is_turn)
     if isinstance(names, str):
         return names
-    return Body(inside[0].lineno, inside[-1].end_lineno or inside[-1].lineno, wanted, tuple(bases))
+    first, last = (inside[0].lineno, inside[0].col_offset), (inside[-1].end_lineno or 0, inside[-1].end_col_offset or 0)
+    loops = (one for statement in inside for one in ast.walk(statement))
+    over = tuple(one.iter for one in loops if isinstance(one, (ast.For, ast.comprehension)))
+    return Body(first, last, wanted, tuple(bases), over)
 
 
 def _stored(block: Sequence[ast.AST]) -> list[ast.Name]:
@@ -212,7 +235,7 @@ def _left(
             return f"{ast.unparse(one).splitlines()[0]!r} stands in it"
         for name in _loads(told.reads):
             if name.id in stored - known:
-                return f"{name.id!r} may be of another turn there"
+                return f"{name.id!r} may be read there before it is assigned"
         behind = list[set[str]]()
         for statements, names in told.blocks:
             of_loop = is_turn or isinstance(one, ast.For)
@@ -236,8 +259,10 @@ def _left(
 
 
 def _loads(parts: Sequence[ast.AST]) -> list[ast.Name]:
-    names = (one for part in parts for one in ast.walk(part))
-    return [one for one in names if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
+    """Names that are read: `x += 1` reads one, too."""
+    every = [one for part in parts for one in ast.walk(part)]
+    read = [one for one in every if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
+    return read + [one.target for one in every if isinstance(one, ast.AugAssign) and isinstance(one.target, ast.Name)]
 
 
 class _Seen(Exception):
@@ -253,16 +278,18 @@ def _seen_outside(block: Sequence[ast.stmt], known: set[str], inside: Sequence[a
             known = known - stored
             continue
         blocks = [part for name in BLOCKS if (part := getattr(one, name, None)) and name != "handlers"]
-        blocks += [handler.body for handler in getattr(one, "handlers", ())]
+        blocks += [part.body for name in ("handlers", "cases") for part in getattr(one, name, ())]
         of_blocks = {id(part) for inner in blocks for statement in inner for part in ast.walk(statement)}
-        is_again = isinstance(one, (ast.For, ast.While)) and any(part is inside[0] for part in ast.walk(one))
-        known = known - stored if is_again else known  # as the turn before has left them
+        is_around = any(part is inside[0] for part in ast.walk(one))
+        before = known
+        known = known - stored if is_around else known  # as it may have left them, there or in the turn before
         later = [part for part in ast.walk(one) if isinstance(part, (ast.FunctionDef, ast.ClassDef, ast.Lambda))]
-        read = {part.id for part in _loads([one]) if id(part) not in of_blocks} - known
+        read = {part.id for part in _loads([one]) if id(part) not in of_blocks}
+        read -= before if isinstance(one, (ast.If, ast.With)) else known
         read |= {part.id for part in _loads(later)}  # whenever that is called
         if read & stored:
             raise _Seen(min(read & stored))
-        own = {name.id for name in _stored([one]) if id(name) not in of_blocks}
+        own = {part.id for target in _targets(one) for part in ast.walk(target) if isinstance(part, ast.Name)}
         behind = [_seen_outside(inner, known | own, inside, stored) for inner in blocks]
         if isinstance(one, ast.With):
             known = behind[0]
@@ -273,6 +300,21 @@ def _seen_outside(block: Sequence[ast.stmt], known: set[str], inside: Sequence[a
         else:
             known = known | own
     return known
+
+
+def _targets(one: ast.stmt) -> list[ast.expr]:
+    """What a statement certainly assigns, but for its blocks."""
+    match one:
+        case ast.Assign(targets):
+            return targets
+        case ast.AugAssign(target) | ast.For(target):
+            return [target]
+        case ast.AnnAssign(target, value=ast.expr()):
+            return [target]
+        case ast.With(items):
+            return [item.optional_vars for item in items if item.optional_vars is not None]
+        case _:
+            return []
 
 
 def _parts(target: ast.expr) -> list[ast.expr]:

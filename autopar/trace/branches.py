@@ -9,25 +9,50 @@ gradients; a parameter that is used in branches alone has none in a step that ta
 from __future__ import annotations
 
 import ast
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.errors import TraceError
-from autopar.trace.bodies import Body, body_of, turn_of
+from autopar.trace.bodies import Body, body_of, places_of, turn_of
+from autopar.trace.effects import effect_of
 from autopar.trace.lines import line_here
 from autopar.trace.origins import STATISTICS, memory_of, tensors_in, writes_in_place
+from autopar.trace.values import is_installed, is_torchs
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
+WHERE = "in a branch that it takes by values ({}:{})"
 WRITES = (
-    "forward writes to a tensor{} in a branch that it takes by values ({}:{}), and not at rows that a mask picks: a "
-    "program always goes in there. Write to rows of a mask there, or choose by torch.where"
+    "forward writes to a tensor{} {}, and not rows to where a mask picks them: a program always goes in there. Write "
+    "to rows of a mask there, or choose by torch.where"
 )
+LEAVES = "forward calls {} ({}:{}) {}, and {}: a program always goes in there. Do that behind the branch"
+COMPUTES = (
+    "forward calls {}{} {}, of whole tensors: a program always goes in there, and where it would not, it may have "
+    "nothing to divide by, or no such place. Do that ahead of the branch, or of rows that the mask picks"
+)
+# What gives numbers, and gradients, of whatever numbers it is given.
+_ANYWHERE = """
+    add radd sub rsub mul rmul neg abs eq ne lt le gt ge and rand or ror xor invert logical_and logical_or logical_not
+    bitwise_and bitwise_or bitwise_not bitwise_xor view reshape flatten unsqueeze squeeze transpose permute contiguous
+    to bool float double half bfloat16 int long type_as type detach clone expand expand_as t any all sum mean max min
+    amax amin maximum minimum argmax argmin topk sort argsort cumsum cat concat stack hstack vstack chunk split unbind
+    narrow select getitem where zeros ones full empty arange zeros_like ones_like empty_like full_like new_zeros
+    new_ones new_full new_empty tensor as_tensor linear matmul rmatmul mm bmm addmm einsum relu relu6 gelu silu sigmoid
+    tanh softplus elu leaky_relu hardtanh mish selu softmax layer_norm rms_norm dropout clamp clamp_min square triu tril
+    roll flip repeat repeat_interleave ravel movedim swapaxes isfinite isnan isinf get set size dim numel stride
+    is_contiguous is_floating_point is_complex count_nonzero broadcast_to view_as unflatten nonzero masked_select glu
+    prelu scaled_dot_product_attention conv1d conv2d conv3d setitem index_add index_copy index_fill len bincount
+"""
+ANYWHERE = frozenset(_ANYWHERE.split())
+OF_NUMBERS = frozenset(("div", "truediv", "true_divide", "pow", "floordiv", "floor_divide", "mod", "remainder"))
 
 
 @dataclass
@@ -49,8 +74,13 @@ class Branch:
 
     @property
     def is_running(self) -> bool:
-        """Whether the code that asked is in its lines, if it runs at all."""
-        return self.body.first <= self.frame.f_lineno <= self.body.last
+        """Whether the code that asked is in it, if it runs at all."""
+        line, column = places_of(self.frame.f_code)[self.frame.f_lasti // 2]
+        return self.body.first <= (line, column) < self.body.last
+
+    @property
+    def where(self) -> str:
+        return WHERE.format(self.frame.f_code.co_filename, self.body.first[0])
 
 
 class Branches:
@@ -60,7 +90,12 @@ class Branches:
 
     def __init__(self) -> None:
         self.taken: list[Tensor] = []
-        self._begun: dict[tuple[int, int], Branch] = {}  # by frame and line
+        self._begun: dict[tuple[int, tuple[int, int]], Branch] = {}  # by frame and place
+        self._profile: Any = None  # what was called at each call before
+        self._looks_on = False
+        self._clean = set[CodeType]()
+        self._places: dict[int, Tensor] = {}  # by id: of turns, and what is computed of these alone
+        self._left: TraceError | None = None  # what should have been raised, if code of the user's has caught it
 
     def begin(self, asked: Tensor, frame: FrameType, rows: int | None, is_some: bool = True) -> bool | str:
         """The answer with which a program goes into the branch; else why it cannot. `rows`: the number of the mask of
@@ -79,6 +114,12 @@ class Branches:
         body = _here(turn_of, frame)
         return body if isinstance(body, str) else self._each(truths, frame, body)
 
+    def place(self, number: Any) -> Tensor:
+        """A tensor for one of these."""
+        made = torch.tensor(number)
+        self._places[id(made)] = made
+        return made
+
     def _each(self, truths: Tensor, frame: FrameType, body: Body) -> Iterator[int]:
         for place, truth in enumerate(truths.unbind()):
             self._begin(truth, frame, body, None)
@@ -86,6 +127,9 @@ class Branches:
         self._begun.pop((id(frame), body.first), None)
 
     def _begin(self, asked: Tensor, frame: FrameType, body: Body, rows: int | None) -> None:
+        if not self._looks_on:
+            self._looks_on, self._profile = True, sys.getprofile()
+            sys.setprofile(self._called)
         self._begun[id(frame), body.first] = Branch(frame, body, asked.detach().reshape(()).bool(), rows)
 
     def leave(self, frame: FrameType) -> None:
@@ -115,16 +159,47 @@ class Branches:
         return rows
 
     def _own(self, truth: Tensor) -> Tensor:
-        self.taken.append(truth & truth)
+        # A number that nobody else compares with: as a node it is like no other.
+        self.taken.append(truth >= 0.5 + (len(self.taken) + 1) * 2.0**-20)
         return self.taken[-1]
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> None:
+        """Sees each function that is called, as long as there may be a branch. Raises TraceError where one of the
+        user's leaves something behind that a branch would not.
+        """
+        code = frame.f_code
+        if event != "call" or code in self._clean:
+            return
+        file, name = code.co_filename, code.co_name
+        # Of packages what helps is left alone: einops notes the types of tensors.
+        if is_torchs(file) or (name[0] == "<" and name != "<lambda>") or (name != "forward" and is_installed(file)):
+            self._clean.add(code)
+            return
+        for branch in self.here():
+            if (effect := effect_of(code)) is None:
+                self._clean.add(code)
+                return
+            told = LEAVES.format(name, file, code.co_firstlineno, branch.where, effect)
+            self._left = self._left or TraceError(told)
+            raise self._left
+
+    def end(self) -> None:
+        """Forward has ended. Raises TraceError as `_called` does."""
+        if self._looks_on:
+            self._looks_on = False
+            sys.setprofile(self._profile)
+        self._begun.clear()
+        if self._left is not None:
+            raise self._left
 
     def look(self, func: Any, args: Sequence[Any], kwargs: Any) -> None:
         """Call it before every function of torch. Raises TraceError where it writes to what was there before a branch
-        that runs now.
+        that runs now, or what it gives hangs on numbers that need not be good where that is not taken.
         """
         if not self._begun:
             return
         name = str(getattr(func, "__name__", func))
+        self._refuse_numbers(name.strip("_").removeprefix("linalg_"), args)
         if func in STATISTICS:
             given = STATISTICS[func].items()
             written = tensors_in([args[place] if place < len(args) else kwargs.get(told) for place, told in given])
@@ -134,10 +209,25 @@ class Branches:
             return
         for branch in self.here() if written else ():
             if not branch.fresh.issuperset(map(memory_of, written)):
-                raise TraceError(WRITES.format(line_here(), branch.frame.f_code.co_filename, branch.body.first))
+                raise TraceError(WRITES.format(line_here(), branch.where))
+
+    def _refuse_numbers(self, name: str, args: Sequence[Any]) -> None:
+        """`args`: of a function of torch of that name, of whole tensors."""
+        numbers = [one for one in args if isinstance(one, (int, float))]
+        is_place = name == "getitem" and not all(id(one) in self._places for one in tensors_in(args[1:]))
+        is_good = name in ANYWHERE and not is_place
+        if name in OF_NUMBERS and len(args) == 2 and numbers:  # by a number, or to its power
+            is_good = numbers[0] >= 1 if name == "pow" else numbers[0] != 0
+        is_good |= name == "masked_fill"
+        if not is_good or not all(map(math.isfinite, numbers)):
+            for branch in self.here():
+                raise TraceError(COMPUTES.format(name, line_here(), branch.where))
 
     def made(self, args: Any, kwargs: Any, result: Any) -> None:
         """A function of torch gave that, of these; call it behind every one."""
+        given = tensors_in((args, kwargs))
+        if self._places and given and all(id(one) in self._places for one in given):
+            self._places |= {id(one): one for one in tensors_in(result)}
         for branch in self.here() if self._begun else ():
             given = {*map(memory_of, tensors_in((args, kwargs)))} - branch.fresh
             branch.fresh |= {*map(memory_of, tensors_in(result))} - given - {None}
@@ -150,9 +240,13 @@ class Branches:
 def _here(found: Callable[[CodeType, int], Body | str], frame: FrameType) -> Body | str:
     """The branch that begins where a frame is; or why it is none."""
     body = found(frame.f_code, frame.f_lasti)
-    for base in body.bases if isinstance(body, Body) else ():
-        if not isinstance(_value(base, frame), Tensor):
-            return f"it writes to {ast.unparse(base)}, which is no tensor"
+    if isinstance(body, Body):
+        for base in body.bases:
+            if not isinstance(_value(base, frame), Tensor):
+                return f"it writes to {ast.unparse(base)}, which is no tensor that is there as a whole"
+        for over in body.goes_over:
+            if hasattr(type(_value(over, frame)), "__next__"):
+                return f"it goes on with {ast.unparse(over)}, which is an iterator"
     return body
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dis
 import linecache
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import CodeType, FrameType
@@ -23,7 +22,7 @@ from autopar._compat import check_tensor_all_with
 from autopar.trace.asked import Arguments
 from autopar.trace.branches import Branches
 from autopar.trace.lines import line_here
-from autopar.trace.origins import writes_in_place
+from autopar.trace.origins import Origins, writes_in_place
 from autopar.trace.values import is_installed
 
 DECIDES = ("__bool__", "is_nonzero")
@@ -63,13 +62,12 @@ class Checks:
     them is a sum over the ranks and micro-batches that the values are split over.
     """
 
-    def __init__(
-        self, notes: list[str], arguments: Arguments, of_arguments: Callable[[Tensor], Any],
-        rows: Callable[[Tensor], int],
-    ) -> None:  # fmt: skip
+    origins: Origins
+
+    def __init__(self, notes: list[str], arguments: Arguments) -> None:
         self.notes = notes  # of the plan
         self.branches = Branches()
-        self.arguments, self.of_arguments, self._rows = arguments, of_arguments, rows  # as `Origins.answer`, `.rows`
+        self.arguments = arguments
         self.instead = ""  # why what was asked last leads into no branch that only writes
         self.needed: Exception | None = None  # what was said where a number was needed that nobody has
         self.wrong: dict[str, Tensor] = {}
@@ -77,6 +75,10 @@ class Checks:
         self._counts: dict[int, Count] = {}  # numbers of rows that masks pick
         self._there: dict[int, tuple[Tensor, bool, Count]] = {}  # id -> a question whether it is 0, the answer if not
         self._expected: dict[int, tuple[Tensor, bool]] = {}  # id -> a tensor of truths, and what each of them should be
+
+    def of_arguments(self, tensor: Tensor) -> Any:
+        """`Origins.answer`."""
+        return self.origins.answer(tensor)
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
@@ -91,7 +93,7 @@ class Checks:
         if len(args) == 2 and id(args[0]) in self._counts and (name, args[1]) in SOME | NONE:
             self._there[id(result)] = result, (name, args[1]) in SOME, self._counts[id(args[0])]
         if name in ("sum", "count_nonzero") and len(args) == 1 and not kwargs and args[0].dtype == torch.bool:
-            self._counts[id(result)] = Count(result, self._rows(args[0]), False)
+            self._counts[id(result)] = Count(result, self.origins.rows(args[0]), False)
         elif name in ("detach", "reshape", "to", "long", "int") and id(args[0]) in self._counts:
             self._counts[id(result)] = replace(self._counts[id(args[0])], number=result)
         if name in EXPECTED:
@@ -151,7 +153,7 @@ class Checks:
         """The answer that leads into a branch of which nothing stays but writes; None where there is none."""
         _, each, is_all = self._each.get(id(asked), (asked, asked, True))
         if is_any := not is_all and each.dtype == torch.bool:
-            made = self.branches.begin(asked, frame, self._rows(each))
+            made = self.branches.begin(asked, frame, self.origins.rows(each))
         elif id(asked) in self._there:
             _, is_some, count = self._there[id(asked)]
             made = self.branches.begin(asked, frame, count.rows, is_some)

@@ -118,6 +118,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         except TypeError as error:
             raise watch.checks.needed or error from None
         finally:
+            watch.checks.branches.end()
             replace_tensors(model, {id(value): stand_for[name] for name, value in now.items()}, registered=False)
 
     if counting.places:
@@ -140,9 +141,8 @@ class _Watch(TorchFunctionMode):
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.literals = Literals(counting.beside)
-        answer, rows = (lambda one: self.origins.answer(one)), lambda one: self.origins.rows(one)
-        self.checks = Checks(notes, reads.asked.arguments, answer, rows)
-        self.origins = Origins(self.checks, reads.asked)
+        self.checks = Checks(notes, reads.asked.arguments)
+        self.origins = self.checks.origins = Origins(self.checks, reads.asked)
         self.beside, self.counting = counting.beside, counting
         self.packing = Packing(self.origins)
         self.reads_at = ReadsAt()
@@ -310,6 +310,9 @@ class _Watch(TorchFunctionMode):
             raise
         if rows is not None:
             self.checks.arguments.is_lazy = True
+            if writes_in_place(getattr(func, "__name__", ""), kwargs):
+                self.literals.set_by_number(tensors_in(args[:1]))
+                self.checks.made(func, args, kwargs, rows)
             return rows
         if func in LESS and id(args[0]) in self.uniform and isinstance(args[1], int | float) and args[1] <= 0:
             return torch.tensor(False)  # of what is drawn from [0, 1): a layer that is skipped with chance 0

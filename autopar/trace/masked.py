@@ -134,7 +134,8 @@ class Picked:
         raise refused("bool()")
 
     def __iter__(self) -> Any:
-        return (torch.tensor([place] if self.row else place) for place in turns(self, sys._getframe(1)))
+        found, branches = turns(self, sys._getframe(1)), self.origins.checks.branches
+        return (branches.place([place] if self.row else place) for place in found)
 
     def tolist(self) -> Listed:
         return Listed(self)
@@ -216,6 +217,8 @@ def _set(tensor: Tensor, index: Any, value: Any, origins: Origins) -> Tensor | N
             raise refused("writing to other places")
         return _put(tensor, written_at(tensor, given, value), origins)
     mask, *rest = index if isinstance(index, tuple) else (index,)
+    if isinstance(value, int | float) and is_mask(mask) and origins.checks.branches.here():
+        value = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
     if not isinstance(value, (Picked, Tensor)) or not is_mask(mask):
         if isinstance(value, Picked):
             raise refused("writing to other places")

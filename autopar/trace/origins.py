@@ -58,6 +58,7 @@ class Looks(Protocol):
     """What is looked at in each call (`autopar.trace.checks.Checks`)."""
 
     notes: list[str]
+    branches: Any
 
     def add(self, told: str, wrong: torch.Tensor) -> None: ...
 

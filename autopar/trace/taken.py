@@ -24,6 +24,7 @@ BY_METHOD: dict[str, Callable[[Any], Any]] = {
     "__int__": int, "__index__": operator.index, "__float__": float, "__complex__": complex,
     **dict.fromkeys(("item", "tolist"), lambda known: known),
 }  # fmt: skip
+IDENTITY = " (Ask for the truth itself, and not whether it is True.)"
 MOST = 64  # numbers of one tolist()
 
 
@@ -49,6 +50,8 @@ def taken_out(func: Any, args: Sequence[Any], checks: Checks) -> Any:
         if not checks.arguments.at_once and not (tensor.dtype == torch.bool and is_identity_asked()):
             return _left_open(name, args[0], checks)
         known = checks.of_arguments(args[0])
+        if known is None and tensor.dtype == torch.bool and is_identity_asked():
+            raise hangs(IDENTITY)
         return _left_open(name, args[0], checks) if known is None else _at_hand(name, known, tensor.dtype)
     if (known := checks.of_arguments(args[0])) is None:
         raise needed_now()

@@ -119,10 +119,10 @@ def several(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
 NOT = {
     name_outside: "'rows', which it assigns, may be read outside of it",
     another_else: "it has an else",
-    counter: "it writes to used, which is no tensor",
-    appended: "'losses.append(x * 2)' stands in it",
-    attribute: "it assigns layer.seen",
-    of_another_turn: "'last' may be of another turn there",
+    counter: "it writes to used, which is no tensor that is there as a whole",
+    appended: "it calls .append()",
+    attribute: "it sets .seen",
+    of_another_turn: "'last' may be read there before it is assigned",
     returned: "it returns something else than the function does at its end",
     several: "its condition asks several things",
 }
