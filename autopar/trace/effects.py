@@ -56,9 +56,10 @@ def _own_containers(function: ast.FunctionDef) -> frozenset[str]:
                     if isinstance(name, ast.Name):
                         given.setdefault(name.id, []).append(one.value)
         elif isinstance(one, (ast.For, ast.AnnAssign, ast.NamedExpr)):
+            value = one if isinstance(one, ast.For) or one.value is None else one.value
             for name in ast.walk(one.target):
                 if isinstance(name, ast.Name):
-                    given.setdefault(name.id, []).append(one)
+                    given.setdefault(name.id, []).append(value)
     arguments = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
     return frozenset(
         name for name, values in given.items() if name not in arguments and all(isinstance(v, DISPLAYS) for v in values)

@@ -113,8 +113,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                     "all rows, and the mask beside them"
                 )
             memory = seen(returned, returned.outputs, arguments, now, now_there)
-            taken = watch.checks.branches.counts()
-            return replace(returned, checks=watch.checks.wrong, taken=taken, memory=memory)
+            return replace(returned, checks=watch.checks.wrong, taken=watch.checks.branches.counts(), memory=memory)
         except TypeError as error:
             raise watch.checks.needed or error from None
         finally:
@@ -316,13 +315,13 @@ class _Watch(TorchFunctionMode):
             return rows
         if func in LESS and id(args[0]) in self.uniform and isinstance(args[1], int | float) and args[1] <= 0:
             return torch.tensor(False)  # of what is drawn from [0, 1): a layer that is skipped with chance 0
+        self.checks.branches.look(func, args, kwargs)
         self.reads_at.see(getattr(func, "__name__", ""), args, kwargs)
         if (found := at_values(func, args)) is not None:
             result = read_or_write(func, args, found)
             if len(args) == 2:
                 self.reads_at.read(result, args[0])
             return result
-        self.checks.branches.look(func, args, kwargs)
         written = self.origins.written(func, args, kwargs)
         result = with_states_as_given(func, args, func(*args, **kwargs))
         self.origins.made(func, args, kwargs, result, written)
