@@ -91,7 +91,7 @@ class Branches:
     def __init__(self) -> None:
         self.taken: list[Tensor] = []
         self._begun: dict[tuple[int, tuple[int, int]], Branch] = {}  # by frame and place
-        self._profile: Any = None  # what was called at each call before
+        self._traced: Any = None  # what `sys.gettrace` gave before
         self._looks_on = False
         self._clean = set[CodeType]()
         self._places: dict[int, Tensor] = {}  # by id: of turns, and what is computed of these alone
@@ -128,8 +128,8 @@ class Branches:
 
     def _begin(self, asked: Tensor, frame: FrameType, body: Body, rows: int | None) -> None:
         if not self._looks_on:
-            self._looks_on, self._profile = True, sys.getprofile()
-            sys.setprofile(self._called)
+            self._looks_on, self._traced = True, sys.gettrace()
+            sys.settrace(self._called)
         self._begun[id(frame), body.first] = Branch(frame, body, asked.detach().reshape(()).bool(), rows)
 
     def leave(self, frame: FrameType) -> None:
@@ -185,9 +185,9 @@ class Branches:
 
     def end(self) -> None:
         """Forward has ended. Raises TraceError as `_called` does."""
-        if self._looks_on:
-            self._looks_on = False
-            sys.setprofile(self._profile)
+        if self._looks_on and sys.gettrace() == self._called:  # and no debugger has been called meanwhile
+            sys.settrace(self._traced)
+        self._looks_on = False
         self._begun.clear()
         if self._left is not None:
             raise self._left

@@ -52,11 +52,11 @@ def _with(expert: type[nn.Linear]) -> Experts:
 
 @pytest.mark.parametrize(("expert", "told"), [(Counting, "it sets .calls"), (Appending, r"it calls .append\(\)")])
 def test_what_an_expert_leaves_behind_is_refused(one: DeviceMesh, expert: type[nn.Linear], told: str) -> None:
-    before = sys.getprofile()
+    before = sys.gettrace()
     where = r"forward calls forward \(.*test_branch_effects.py:\d+\) in a branch that it takes by values \(.*\), and "
     with pytest.raises(TraceError, match=where + told):
         autopar.compile(_with(expert), one)(*tokens((0, 1), 0))
-    assert sys.getprofile() is before
+    assert sys.gettrace() is before
 
 
 def test_a_hook_of_an_expert_that_leaves_something_is_refused(one: DeviceMesh) -> None:
@@ -191,10 +191,10 @@ NOT = {
 
 @pytest.mark.parametrize("form", NOT)
 def test_it_is_refused(one: DeviceMesh, form: Form) -> None:
-    before = sys.getprofile()
+    before = sys.gettrace()
     with pytest.raises(TraceError, match=NOT[form]):
         autopar.compile(Experts(form).double(), one)(*tokens((0, 1), 0))
-    assert sys.getprofile() is before
+    assert sys.gettrace() is before
 
 
 def written_truths(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
