@@ -18,6 +18,7 @@ NOTHING = frozenset[str]()
 SEVERAL = (  # what may ask more than once, or not at all
     ast.BoolOp, ast.IfExp, ast.NamedExpr, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda,
 )  # fmt: skip
+LATER = (ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.GeneratorExp)
 READS_ALL = ("locals", "vars", "eval", "exec")
 BLOCKS = ("body", "orelse", "finalbody", "handlers")
 ASKS_MORE = "its condition asks several things"
@@ -124,7 +125,7 @@ def _wanted(test: ast.expr, opname: str, place: tuple[int, int]) -> bool | None:
 
 
 def _of(branch: ast.If, around: ast.AST, block: list[ast.stmt], function: ast.FunctionDef, wanted: bool) -> Body | str:
-    if branch.orelse:
+    if any(not isinstance(one, ast.Pass) for one in branch.orelse):
         return "it has an else"
     behind = block[block.index(branch) + 1 :]
     is_turn = False
@@ -160,6 +161,8 @@ def _body(
             return f"{min(stored & {*one.names})!r}, which it assigns, is no local variable"
         if isinstance(one, ast.Name) and one.id in READS_ALL:
             return f"the function calls {one.id}()"
+        if isinstance(one, ast.Try) and one.handlers and any(part is inside[0] for part in ast.walk(one)):
+            return "it stands in a try, and what fails there may be caught"
     if (effect := effect_in(inside, NOTHING, writes=True)) is not None:
         return effect
     bases = list[ast.expr]()
@@ -168,8 +171,9 @@ def _body(
         return names
     first, last = (inside[0].lineno, inside[0].col_offset), (inside[-1].end_lineno or 0, inside[-1].end_col_offset or 0)
     loops = (one for statement in inside for one in ast.walk(statement))
-    over = tuple(one.iter for one in loops if isinstance(one, (ast.For, ast.comprehension)))
-    return Body(first, last, wanted, tuple(bases), over)
+    over = [one.iter for one in loops if isinstance(one, (ast.For, ast.comprehension))]
+    over += [part for one in over if isinstance(one, ast.Call) for part in one.args]
+    return Body(first, last, wanted, tuple(bases), tuple(over))
 
 
 def _stored(block: Sequence[ast.AST]) -> list[ast.Name]:
@@ -283,7 +287,7 @@ def _seen_outside(block: Sequence[ast.stmt], known: set[str], inside: Sequence[a
         is_around = any(part is inside[0] for part in ast.walk(one))
         before = known
         known = known - stored if is_around else known  # as it may have left them, there or in the turn before
-        later = [part for part in ast.walk(one) if isinstance(part, (ast.FunctionDef, ast.ClassDef, ast.Lambda))]
+        later = [part for part in ast.walk(one) if isinstance(part, LATER)]
         read = {part.id for part in _loads([one]) if id(part) not in of_blocks}
         read -= before if isinstance(one, (ast.If, ast.With)) else known
         read |= {part.id for part in _loads(later)}  # whenever that is called

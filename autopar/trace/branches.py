@@ -9,8 +9,9 @@ gradients; a parameter that is used in branches alone has none in a step that ta
 from __future__ import annotations
 
 import ast
-import math
+import contextlib
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from autopar.errors import TraceError
 from autopar.trace.bodies import Body, body_of, places_of, turn_of
-from autopar.trace.effects import effect_of
+from autopar.trace.effects import added_to, effect_of
 from autopar.trace.lines import line_here
 from autopar.trace.origins import STATISTICS, memory_of, tensors_in, writes_in_place
 from autopar.trace.values import is_installed, is_torchs
@@ -35,24 +36,20 @@ WRITES = (
 )
 LEAVES = "forward calls {} ({}:{}) {}, and {}: a program always goes in there. Do that behind the branch"
 COMPUTES = (
-    "forward calls {}{} {}, of whole tensors: a program always goes in there, and where it would not, it may have "
-    "nothing to divide by, or no such place. Do that ahead of the branch, or of rows that the mask picks"
+    "forward calls {}{} {}, of whole tensors that hang on values: a program always goes in there, and where it would "
+    "not, there may be nothing to divide by, or no such place. Do that ahead of it, or of rows that the mask picks"
 )
-# What gives numbers, and gradients, of whatever numbers it is given.
-_ANYWHERE = """
-    add radd sub rsub mul rmul neg abs eq ne lt le gt ge and rand or ror xor invert logical_and logical_or logical_not
-    bitwise_and bitwise_or bitwise_not bitwise_xor view reshape flatten unsqueeze squeeze transpose permute contiguous
-    to bool float double half bfloat16 int long type_as type detach clone expand expand_as t any all sum mean max min
-    amax amin maximum minimum argmax argmin topk sort argsort cumsum cat concat stack hstack vstack chunk split unbind
-    narrow select getitem where zeros ones full empty arange zeros_like ones_like empty_like full_like new_zeros
-    new_ones new_full new_empty tensor as_tensor linear matmul rmatmul mm bmm addmm einsum relu relu6 gelu silu sigmoid
-    tanh softplus elu leaky_relu hardtanh mish selu softmax layer_norm rms_norm dropout clamp clamp_min square triu tril
-    roll flip repeat repeat_interleave ravel movedim swapaxes isfinite isnan isinf get set size dim numel stride
-    is_contiguous is_floating_point is_complex count_nonzero broadcast_to view_as unflatten nonzero masked_select glu
-    prelu scaled_dot_product_attention conv1d conv2d conv3d setitem index_add index_copy index_fill len bincount
+# What looks at tensors, or makes truths and whole numbers of them: the rest is computed of what parameters made alone.
+_LOOKS = """
+    eq ne lt le gt ge and rand or ror xor invert logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
+    bitwise_xor view reshape flatten unsqueeze squeeze transpose permute contiguous to bool float double half bfloat16
+    int long type_as type detach clone expand expand_as t any all argmax argmin chunk split unbind narrow select getitem
+    zeros ones full empty arange zeros_like ones_like empty_like new_zeros new_ones new_empty ravel movedim
+    swapaxes isfinite isnan isinf get set size dim numel stride is_contiguous is_floating_point is_complex count_nonzero
+    broadcast_to view_as unflatten nonzero masked_select setitem index_add index_copy index_fill len triu tril
 """
-ANYWHERE = frozenset(_ANYWHERE.split())
-OF_NUMBERS = frozenset(("div", "truediv", "true_divide", "pow", "floordiv", "floor_divide", "mod", "remainder"))
+LOOKS = frozenset(_LOOKS.split())
+READS = frozenset(("getitem", "setitem", "index_select", "gather", "index_add", "index_copy", "index_fill"))
 
 
 @dataclass
@@ -64,6 +61,7 @@ class Branch:
     asked: Tensor
     rows: int | None
     fresh: set[int | None] = field(default_factory=set[int | None])  # memory of what is made within
+    reached: int = 0  # of its code
     of_rows: Tensor | None = None
     of_all: Tensor | None = None
 
@@ -74,9 +72,11 @@ class Branch:
 
     @property
     def is_running(self) -> bool:
-        """Whether the code that asked is in it, if it runs at all."""
-        line, column = places_of(self.frame.f_code)[self.frame.f_lasti // 2]
-        return self.body.first <= (line, column) < self.body.last
+        """Whether the code that asked is in it still, if it runs at all."""
+        at = self.frame.f_lasti
+        is_again = not self.body.goes_over and at < self.reached  # in another turn of a loop around it
+        self.reached = max(self.reached, at)
+        return self.body.first <= places_of(self.frame.f_code)[at // 2] < self.body.last and not is_again
 
     @property
     def where(self) -> str:
@@ -94,6 +94,9 @@ class Branches:
         self._traced: Any = None  # what `sys.gettrace` gave before
         self._looks_on = False
         self._clean = set[CodeType]()
+        self.free = set[int | None]()  # memory of parameters, buffers and what is made of these alone
+        self._of_rows = False
+        self._versions: list[tuple[Tensor, int]] = []
         self._places: dict[int, Tensor] = {}  # by id: of turns, and what is computed of these alone
         self._left: TraceError | None = None  # what should have been raised, if code of the user's has caught it
 
@@ -107,24 +110,25 @@ class Branches:
         self._begin(asked, frame, body, rows if body.wanted == is_some else None)
         return body.wanted
 
-    def turns(self, truths: Tensor, frame: FrameType) -> Iterator[int] | str:
-        """Places of what is true, for a loop over these, which goes over all places, with a branch in each turn; else
-        why it cannot.
+    def turns(self, truths: Tensor, frame: FrameType, made: Callable[[int], Any]) -> Iterator[Any] | str:
+        """What is made of places of what is true, for a loop over these, which goes over all places, with a branch in
+        each turn; else why it cannot.
         """
         body = _here(turn_of, frame)
-        return body if isinstance(body, str) else self._each(truths, frame, body)
+        return body if isinstance(body, str) else self._each(truths, frame, body, made)
+
+    def _each(self, truths: Tensor, frame: FrameType, body: Body, made: Callable[[int], Any]) -> Iterator[Any]:
+        for place, truth in enumerate(truths.unbind()):
+            turn, asked = made(place), truth.detach()
+            self._begin(asked, frame, body, None)
+            yield turn
+        self._begun.pop((id(frame), body.first), None)
 
     def place(self, number: Any) -> Tensor:
         """A tensor for one of these."""
         made = torch.tensor(number)
         self._places[id(made)] = made
         return made
-
-    def _each(self, truths: Tensor, frame: FrameType, body: Body) -> Iterator[int]:
-        for place, truth in enumerate(truths.unbind()):
-            self._begin(truth, frame, body, None)
-            yield place
-        self._begun.pop((id(frame), body.first), None)
 
     def _begin(self, asked: Tensor, frame: FrameType, body: Body, rows: int | None) -> None:
         if not self._looks_on:
@@ -139,11 +143,12 @@ class Branches:
 
     def here(self) -> list[Branch]:
         """Those that run now."""
-        found = [one for one in self._begun.values() if one.is_running]
-        if not found:
-            return found
+        if not self._begun:
+            return []
         running = {*map(id, _frames(sys._getframe(1)))}
-        return [one for one in found if id(one.frame) in running]
+        # What is left may be gone into again, by a truth that is known.
+        self._begun = {key: one for key, one in self._begun.items() if id(one.frame) in running and one.is_running}
+        return [*self._begun.values()]
 
     def guarded(self, rows: Picked) -> Picked:
         """The same rows, as they are written to here: of no call that takes no branch."""
@@ -176,8 +181,11 @@ class Branches:
             self._clean.add(code)
             return
         for branch in self.here():
-            if (effect := effect_of(code)) is None:
-                self._clean.add(code)
+            adds = added_to(code)
+            lists = [one for one in adds if isinstance(frame.f_locals.get(one), (list, set, dict, deque, bytearray))]
+            effect = f"it adds to {lists[0]}" if lists else effect_of(code)
+            if effect is None:
+                self._clean |= set[CodeType]() if adds else {code}
                 return
             told = LEAVES.format(name, file, code.co_firstlineno, branch.where, effect)
             self._left = self._left or TraceError(told)
@@ -199,36 +207,64 @@ class Branches:
         if not self._begun:
             return
         name = str(getattr(func, "__name__", func))
-        self._refuse_numbers(name.strip("_").removeprefix("linalg_"), args)
         if func in STATISTICS:
             given = STATISTICS[func].items()
             written = tensors_in([args[place] if place < len(args) else kwargs.get(told) for place, told in given])
         elif writes_in_place(name, kwargs):
             written = tensors_in((args[:1], kwargs.get("out")))
         else:
-            return
+            written = []
+        self._refuse_writes(written)
+        self._refuse_numbers(name.strip("_"), args, kwargs)
+        self._versions = [(one, one._version) for one in tensors_in((args, kwargs))]
+
+    def _refuse_writes(self, written: Sequence[Tensor]) -> None:
         for branch in self.here() if written else ():
             if not branch.fresh.issuperset(map(memory_of, written)):
                 raise TraceError(WRITES.format(line_here(), branch.where))
 
-    def _refuse_numbers(self, name: str, args: Sequence[Any]) -> None:
-        """`args`: of a function of torch of that name, of whole tensors."""
-        numbers = [one for one in args if isinstance(one, (int, float))]
+    def _refuse_numbers(self, name: str, args: Any, kwargs: Any) -> None:
+        """`args`, `kwargs`: of a function of torch of that name, of whole tensors."""
+        given = tensors_in((args, kwargs))
+        if self._of_rows or all(self._is_free(one) for one in given):
+            return
         is_place = name == "getitem" and not all(id(one) in self._places for one in tensors_in(args[1:]))
-        is_good = name in ANYWHERE and not is_place
-        if name in OF_NUMBERS and len(args) == 2 and numbers:  # by a number, or to its power
-            is_good = numbers[0] >= 1 if name == "pow" else numbers[0] != 0
-        is_good |= name == "masked_fill"
-        if not is_good or not all(map(math.isfinite, numbers)):
+        floats = sum(one.is_floating_point() for one in given)  # times truths, and sums, are good as they are
+        is_counted = name == "sum" or (name in ("add", "sub", "mul") and floats == 0) or (name == "mul" and floats < 2)
+        if (name not in LOOKS and not is_counted) or is_place:
             for branch in self.here():
                 raise TraceError(COMPUTES.format(name, line_here(), branch.where))
+
+    def _is_free(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter, a buffer, or made in a branch of such alone: it is good wherever it is used."""
+        return memory_of(tensor) in self.free
+
+    @contextlib.contextmanager
+    def of_rows(self, name: str, args: Any, kwargs: Any) -> Iterator[None]:
+        """Around a function of rows that a mask picks: what is computed of these is good for any. Raises TraceError
+        where whole tensors stand beside them that hang on values.
+        """
+        whole = [one for one in tensors_in((args, kwargs)) if one.is_floating_point() and not self._is_free(one)]
+        if whole and name not in READS and not self._of_rows:
+            for branch in self.here():
+                raise TraceError(COMPUTES.format(name, line_here(), branch.where))
+        before, self._of_rows = self._of_rows, True
+        try:
+            yield
+        finally:
+            self._of_rows = before
 
     def made(self, args: Any, kwargs: Any, result: Any) -> None:
         """A function of torch gave that, of these; call it behind every one."""
         given = tensors_in((args, kwargs))
         if self._places and given and all(id(one) in self._places for one in given):
             self._places |= {id(one): one for one in tensors_in(result)}
-        for branch in self.here() if self._begun else ():
+        if not self._begun:
+            return
+        self._refuse_writes([one for one, version in self._versions if one._version != version])
+        if all(map(self._is_free, given)):
+            self.free |= {*map(memory_of, tensors_in(result))} - {None}
+        for branch in self.here():
             given = {*map(memory_of, tensors_in((args, kwargs)))} - branch.fresh
             branch.fresh |= {*map(memory_of, tensors_in(result))} - given - {None}
 

@@ -12,16 +12,20 @@ from types import CodeType
 from autopar.trace.reading import tree_of
 
 _CHANGES = """
-    append appendleft extend extendleft insert pop popleft popitem remove clear update discard setdefault write
+    append appendleft extend extendleft insert pop popleft popitem remove clear update discard setdefault write rotate
+    islice difference_update intersection_update symmetric_difference_update move_to_end heappush heappop heapify
     writelines send put put_nowait step backward register_buffer register_parameter register_module add_module
     register_hook register_forward_hook requires_grad_ zero_grad load_state_dict __setattr__ __setitem__ __delitem__
 """
 CHANGES = frozenset(_CHANGES.split())
+HANDED_ON = frozenset(("append", "appendleft", "extend", "insert", "popleft", "setdefault"))  # as a function
 AS_STATEMENTS = frozenset(("add", "sort", "reverse", "subtract"))  # with tensors they give something
 BUILTINS = frozenset(
-    ("next", "setattr", "delattr", "exec", "eval", "input", "open", "locals", "globals", "vars", "print")
+    ("next", "setattr", "delattr", "exec", "eval", "input", "open", "locals", "globals", "vars", "print", "islice")
 )
-DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp, ast.Call)
+DISPLAYS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+MAKERS = frozenset(("list", "dict", "set", "deque", "defaultdict", "Counter", "OrderedDict", "clone"))
+MADE = ("zeros", "ones", "empty", "full", "new_", "rand", "arange")  # how names of functions that make tensors begin
 
 
 @lru_cache(maxsize=4096)
@@ -31,11 +35,26 @@ def effect_of(code: CodeType) -> str | None:
     found = [one for one in ast.walk(tree) if _is_of(one, code)] if tree is not None else []
     if not found:
         return "its source is not to be had"
-    (one, *_) = found
+    told = (_effect_of(one) for one in found)  # several, where lambdas stand on one line
+    return next((one for one in told if one is not None), None)
+
+
+def _effect_of(one: ast.AST) -> str | None:
     if isinstance(one, ast.Lambda):
         return effect_in([one.body], frozenset())
     assert isinstance(one, ast.FunctionDef)
-    return effect_in(one.body, _own_containers(one))
+    own = _own(one.body, {part.arg for part in ast.walk(one.args) if isinstance(part, ast.arg)})
+    return effect_in(one.body, own | ({one.args.kwarg.arg} if one.args.kwarg is not None else frozenset()))
+
+
+@lru_cache(maxsize=4096)
+def added_to(code: CodeType) -> frozenset[str]:
+    """Arguments of a function that it adds to in place (`x += y`): a list would be another one for who calls it."""
+    tree = tree_of(code.co_filename)
+    found = [one for one in ast.walk(tree) if _is_of(one, code)] if tree is not None else []
+    adds = (part for one in found for part in ast.walk(one) if isinstance(part, ast.AugAssign))
+    names = {part.target.id for part in adds if isinstance(part.target, ast.Name)}
+    return frozenset(names & {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]})
 
 
 def _is_of(one: ast.AST, code: CodeType) -> bool:
@@ -46,36 +65,50 @@ def _is_of(one: ast.AST, code: CodeType) -> bool:
     return code.co_firstlineno in (one.lineno, *(decorator.lineno for decorator in one.decorator_list))
 
 
-def _own_containers(function: ast.FunctionDef) -> frozenset[str]:
-    """Names that hold what the function makes itself: no argument, nothing of another."""
+def _own(body: Sequence[ast.stmt], arguments: set[str]) -> frozenset[str]:
+    """Names that hold what statements make themselves: no argument, nothing of another."""
     given: dict[str, list[ast.AST]] = {}
-    for one in ast.walk(function):
+    for one in (one for statement in body for one in ast.walk(statement)):
         if isinstance(one, ast.Assign):
             for target in one.targets:
-                for name in ast.walk(target):
-                    if isinstance(name, ast.Name):
-                        given.setdefault(name.id, []).append(one.value)
+                for name, value in _pairs(target, one.value):
+                    given.setdefault(name, []).append(value)
         elif isinstance(one, (ast.For, ast.AnnAssign, ast.NamedExpr)):
             value = one if isinstance(one, ast.For) or one.value is None else one.value
-            for name in ast.walk(one.target):
-                if isinstance(name, ast.Name):
-                    given.setdefault(name.id, []).append(value)
-    arguments = {one.arg for one in ast.walk(function.args) if isinstance(one, ast.arg)}
-    return frozenset(
-        name for name, values in given.items() if name not in arguments and all(isinstance(v, DISPLAYS) for v in values)
-    )
+            for name, _ in _pairs(one.target, value):
+                given.setdefault(name, []).append(value)
+    return frozenset(name for name, values in given.items() if name not in arguments and all(map(_is_made, values)))
+
+
+def _pairs(target: ast.expr, value: ast.AST) -> list[tuple[str, ast.AST]]:
+    """Names that are assigned, and what they get."""
+    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        return [pair for one, part in zip(target.elts, value.elts, strict=True) for pair in _pairs(one, part)]
+    return [(name.id, value) for name in ast.walk(target) if isinstance(name, ast.Name)]
+
+
+def _is_made(value: ast.AST) -> bool:
+    match value:
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)):
+            return name in MAKERS or name.startswith(MADE)
+        case _:
+            return isinstance(value, DISPLAYS)
 
 
 def effect_in(parts: Sequence[ast.AST], own: frozenset[str], *, writes: bool = False) -> str | None:
     """What statements or expressions leave behind besides names; `own`: names of what they have made themselves;
     `writes`: what they write to by an index is known to be tensors.
     """
-    every = (one for part in parts for one in ast.walk(part))
+    every = [one for part in parts for one in ast.walk(part)]
+    pairs = [
+        pair for one in every if isinstance(one, ast.Assign) for to in one.targets for pair in _pairs(to, one.value)
+    ]
+    aliases = {name for name, value in pairs if isinstance(value, (ast.Name, ast.Attribute, ast.Subscript))}
     looked = (one for one in every if not (writes and isinstance(one, ast.Subscript)))
-    return next((told for one in looked if (told := _effect(one, own)) is not None), None)
+    return next((told for one in looked if (told := _effect(one, own, aliases)) is not None), None)
 
 
-def _effect(one: ast.AST, own: frozenset[str]) -> str | None:
+def _effect(one: ast.AST, own: frozenset[str], aliases: set[str]) -> str | None:
     match one:
         case ast.Global(names) | ast.Nonlocal(names):
             return f"it assigns {names[0]}, which is not its own"
@@ -83,14 +116,18 @@ def _effect(one: ast.AST, own: frozenset[str]) -> str | None:
             return f"it sets .{name}"
         case ast.Subscript(value=base, ctx=ast.Store() | ast.Del()) if not _is_own(base, own):
             return f"it writes to {ast.unparse(base)}"
-        case ast.AugAssign(target=ast.Name(name), value=ast.List() | ast.ListComp() | ast.Tuple() | ast.Dict()) if (
-            name not in own
-        ):
+        case ast.AugAssign(target=ast.Name(name), value=value) if name not in own and isinstance(value, DISPLAYS):
             return f"it adds to {name}"
+        case ast.AugAssign(target=ast.Name(name)) if name in aliases:
+            return f"it adds to {name}, another name of something"
         case ast.Expr(ast.Call(ast.Attribute(base, name))) if name in AS_STATEMENTS and not _is_own(base, own):
             return f"it calls .{name}()"
         case ast.Call(ast.Attribute(base, name)) if name in CHANGES and not _is_own(base, own):
             return f"it calls .{name}()"
+        case ast.Attribute(base, name, ast.Load()) if name in HANDED_ON and not _is_own(base, own):
+            return f"it hands .{name} on"
+        case ast.Attribute(value=ast.Name("random") | ast.Attribute(ast.Name("np" | "numpy"), "random")):
+            return "it draws numbers of Python's"
         case ast.Call(ast.Name(name)) if name in BUILTINS:
             return f"it calls {name}()"
         case ast.Yield() | ast.YieldFrom() | ast.Await():

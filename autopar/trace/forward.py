@@ -38,7 +38,7 @@ from autopar.trace.looks import as_looks, looks_in
 from autopar.trace.masked import Picked, rows_of
 from autopar.trace.modules import noted_on, replace_tensors, tensors_by_name
 from autopar.trace.numbers import HangsOnValues, Number, with_numbers
-from autopar.trace.origins import Origins, tensors_in, writes_in_place
+from autopar.trace.origins import Origins, memory_of, tensors_in, writes_in_place
 from autopar.trace.packed import GIVEN_PACKED, LAYERS, Packing
 from autopar.trace.reads import Reads
 from autopar.trace.recurrent import kept_as_loops, with_states_as_given
@@ -87,14 +87,14 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         replace_tensors(model, looks := as_looks(looks_in(model), now), registered=False)
         watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, reads)
         try:
-            watch.known |= set(map(id, tensors_in((args, kwargs))))
+            watch.known |= set(map(id, (*tensors_in((args, kwargs)), *looks.values())))
+            watch.checks.branches.free |= {*map(memory_of, now.values())}
             for name, value in values.items():
                 watch.literals.know(name, now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
             for path, leaf in flatten_inputs(args, kwargs)[0]:
                 if path in (there := reads.asked.arguments.values) and leaf.dtype == there[path].dtype:
                     watch.origins.is_argument(leaf, path)
-            watch.known |= set(map(id, looks.values()))
             watch.registered |= set(map(id, tensors_in([*numbers.values()])))  # whose memory may be written to, too
             arguments, _ = flatten_inputs(args, kwargs)
             had = with_notes(now, noted)

@@ -134,8 +134,8 @@ class Picked:
         raise refused("bool()")
 
     def __iter__(self) -> Any:
-        found, branches = turns(self, sys._getframe(1)), self.origins.checks.branches
-        return (branches.place([place] if self.row else place) for place in found)
+        branches = self.origins.checks.branches
+        return turns(self, sys._getframe(1), lambda place: branches.place([place] if self.row else place))
 
     def tolist(self) -> Listed:
         return Listed(self)
@@ -180,6 +180,7 @@ def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Ori
     """What `func` gives where it picks rows by a mask, or is asked of picked rows; None: neither. Raises TraceError."""
     name, of_rows = getattr(func, "__name__", ""), bool(_all_picked(args[:1]))
     is_tensor = bool(args) and isinstance(args[0], Tensor) and args[0].ndim > 0
+    origins.checks.branches.here()  # sees which are left
     if name in ("gather", "index_select") and not of_rows and isinstance(args[-1], Picked) and not kwargs:
         return read_at(name, *args)
     if name in ("__getitem__", "__setitem__"):
@@ -270,6 +271,11 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func` of picked rows. Raises TraceError for what is not done row by row."""
     name = _name_of(func)
     every = _all_picked((args, kwargs))
+    with every[0].origins.checks.branches.of_rows(name, args, kwargs):
+        return _applied(func, name, every, args, kwargs)
+
+
+def _applied(func: Any, name: str, every: list[Picked], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     first = every[0]
     if name in CATS:
         return put_together(name, first, *args, **kwargs)

@@ -5,7 +5,7 @@ the rows behind a dim of one, turns of a loop over them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -39,7 +39,7 @@ class Listed(_Standing):
     """`rows.tolist()`, an index."""
 
     def __iter__(self) -> Iterator[int]:
-        return turns(self.rows, sys._getframe(1))
+        return turns(self.rows, sys._getframe(1), int)
 
     def __getitem__(self, index: Any) -> Any:
         raise refused("an index of their number")
@@ -71,11 +71,13 @@ def as_rows(index: Any) -> Any:
     return index.rows if isinstance(index, Listed) else index
 
 
-def turns(rows: Picked, frame: FrameType) -> Iterator[int]:
-    """The places of what is true, of a loop over them in code of that frame (`for expert in hit.nonzero():`)."""
+def turns(rows: Picked, frame: FrameType, made: Callable[[int], Any]) -> Iterator[Any]:
+    """What is made of the places of what is true, of a loop over them in code of that frame (`for expert in
+    hit.nonzero():`).
+    """
     if rows.mask.ndim != 1 or len(rows.mask) > MOST or not is_each(rows):
         raise refused("iterating over them")
-    found = rows.origins.checks.branches.turns(rows.mask, frame)
+    found = rows.origins.checks.branches.turns(rows.mask, frame, made)
     if isinstance(found, str):
         raise refused(f"a loop over them (of which nothing may stay but writes to rows: {found})")
     return found
