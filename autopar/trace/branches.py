@@ -47,6 +47,7 @@ _LOOKS = """
     zeros ones full empty arange zeros_like ones_like empty_like new_zeros new_ones new_empty ravel movedim
     swapaxes isfinite isnan isinf get set size dim numel stride is_contiguous is_floating_point is_complex count_nonzero
     broadcast_to view_as unflatten nonzero masked_select setitem index_add index_copy index_fill len triu tril
+    untyped_storage
 """
 LOOKS = frozenset(_LOOKS.split())
 READS = frozenset(("getitem", "setitem", "index_select", "gather", "index_add", "index_copy", "index_fill"))

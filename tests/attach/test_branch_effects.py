@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 import autopar
 from autopar import TraceError
@@ -173,7 +174,48 @@ def asks_whether_it_is_true(layer: Layer, x: Tensor, scores: Tensor, chosen: Ten
     return out
 
 
+def activated_in_place(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    h, out, mask = x * 1, torch.zeros_like(x), chosen == 0
+    if mask.any():
+        y = functional.relu(h, inplace=True)
+        out[mask] = y[mask]
+    return out + h
+
+
+def written_by_a_helper(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out, mask = torch.zeros_like(x), chosen == 0
+    if mask.any():
+        made = put(out, x)
+        out[mask] = made[mask]
+    return out
+
+
+def put(out: Tensor, x: Tensor) -> Tensor:
+    return torch.sum(x, 0, keepdim=True, out=out[:1])
+
+
+def inverse_ahead(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out, mask = torch.zeros_like(x), chosen == 0
+    inverse = 1 / mask.sum()
+    if mask.any():
+        out[mask] = layer.experts[1](x[mask]) * inverse
+    return out + layer.experts[1](x)
+
+
+def adds_to_another_name(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out, mask, log, more = torch.zeros_like(x), chosen == 0, [x], [x]
+    if mask.any():
+        mine = log
+        mine += more
+        out[mask] = x[mask]
+    return out + len(log)
+
+
 NOT = {
+    activated_in_place: "forward calls relu at .*of whole tensors",
+    written_by_a_helper: "forward writes to a tensor",
+    inverse_ahead: "forward calls mul at .*of whole tensors",
+    adds_to_another_name: "as it adds to mine, another name of something",
     mean_of_masked: "forward calls div at .*of whole tensors",
     of_infinite: "forward calls masked_fill at .*of whole tensors",
     at_a_counted_place: "forward calls getitem at .*of whole tensors",
@@ -181,7 +223,7 @@ NOT = {
     goes_on_with_an_iterator: "as it goes on with places, which is an iterator",
     added_to_behind: "as 'y', which it assigns, may be read outside of it",
     a_turn_behind: "'place', which it assigns, may be read outside of it",
-    else_of_a_try: "as 'y', which it assigns, may be read outside of it",
+    else_of_a_try: "as (it stands in a try|'y', which it assigns, may be read outside of it)",
     asks_both: "as its condition asks several things",
     asks_one_or_another: "as its condition asks several things",
     turns_in_a_list: "no for goes over them alone",
@@ -219,7 +261,38 @@ def the_same_mask(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Te
     return out
 
 
-@pytest.mark.parametrize("form", [written_truths, the_same_mask])
+def gone_into_by_what_is_known(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """The second turn asks nothing, and is no branch of the first one's."""
+    out = torch.zeros_like(x)
+    for number in (0, 1):
+        mask = chosen == number
+        has = mask.any() if number == 0 else True
+        if has:
+            out[mask] += layer.experts[number](x[mask])
+    for number in (2, 3):
+        mask, number_of = chosen == number, scores.shape[1]
+        idle = ~mask.any() if number == 2 else number_of > 9
+        if idle:
+            continue
+        out[mask] += layer.experts[number](x[mask])
+    return out
+
+
+def of_rows_and_parameters(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """Quotients and the like, of what is good wherever it is used."""
+    out, mask = torch.zeros_like(x), chosen == 0
+    if mask.any():
+        weights = scores[mask] / scores[mask].sum(-1, keepdim=True)
+        scale = layer.experts[1].bias.exp() / layer.experts[1].weight.norm()
+        with torch.no_grad():
+            spread = x[mask].std(-1, keepdim=True)
+        out[mask] = layer.experts[0](x[mask] / scale) * weights[:, :1] + spread
+    else:
+        pass
+    return out + layer.experts[1](x)
+
+
+@pytest.mark.parametrize("form", [written_truths, the_same_mask, gone_into_by_what_is_known, of_rows_and_parameters])
 def test_masks_are_told_apart(one: DeviceMesh, form: Form) -> None:
     plain = Experts(form).double()
     parallel = autopar.compile(copy.deepcopy(plain), one)
