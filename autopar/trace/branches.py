@@ -91,15 +91,15 @@ class Branches:
 
     def __init__(self) -> None:
         self.taken: list[Tensor] = []
-        self._begun: dict[tuple[int, tuple[int, int]], Branch] = {}  # by frame and place
-        self._traced: Any = None  # what `sys.gettrace` gave before
-        self._looks_on = False
-        self._clean = set[CodeType]()
         self.free = set[int | None]()  # memory of parameters, buffers and what is made of these alone
+        self._begun: dict[tuple[int, tuple[int, int]], Branch] = {}  # by frame and place
+        self._looks_on = False
+        self._traced: Any = None  # what `sys.gettrace` gave before it did
+        self._clean = set[CodeType]()  # what leaves nothing behind
+        self._left: TraceError | None = None  # what has been raised, if code of the user's has caught it
         self._of_rows = False
-        self._versions: list[tuple[Tensor, int]] = []
+        self._versions: list[tuple[Tensor, int]] = []  # of what a function is given that is called now
         self._places: dict[int, Tensor] = {}  # by id: of turns, and what is computed of these alone
-        self._left: TraceError | None = None  # what should have been raised, if code of the user's has caught it
 
     def begin(self, asked: Tensor, frame: FrameType, rows: int | None, is_some: bool = True) -> bool | str:
         """The answer with which a program goes into the branch; else why it cannot. `rows`: the number of the mask of
@@ -194,7 +194,7 @@ class Branches:
 
     def end(self) -> None:
         """Forward has ended. Raises TraceError as `_called` does."""
-        if self._looks_on and sys.gettrace() == self._called:  # and no debugger has been called meanwhile
+        if self._looks_on and sys.gettrace() in (self._called, None):  # and no debugger has been called meanwhile
             sys.settrace(self._traced)
         self._looks_on = False
         self._begun.clear()
