@@ -257,11 +257,11 @@ class Branches:
 
     def made(self, args: Any, kwargs: Any, result: Any) -> None:
         """A function of torch gave that, of these; call it behind every one."""
-        given = tensors_in((args, kwargs))
-        if self._places and given and all(id(one) in self._places for one in given):
-            self._places |= {id(one): one for one in tensors_in(result)}
         if not self._begun:
             return
+        given = tensors_in((args, kwargs))
+        if given and all(id(one) in self._places for one in given):
+            self._places |= {id(one): one for one in tensors_in(result)}
         self._refuse_writes([one for one, version in self._versions if one._version != version])
         if all(map(self._is_free, given)):
             self.free |= {*map(memory_of, tensors_in(result))} - {None}

@@ -93,8 +93,13 @@ def _is_grown_object(was: Any, now: Any) -> bool:
     """Whether an object of a package stands for another one that had the same in it, but for such tables that grew:
     einx makes its registry anew for each thing that it notes there.
     """
-    is_one = type(now) is type(was) and not is_mine(type(was)) and isinstance(getattr(was, "__dict__", None), dict)
-    return is_one and vars(now).keys() == vars(was).keys() and is_grown_table(snapshot(vars(was)), vars(now))
+    if now is was or type(now) is not type(was) or isinstance(was, PLAIN) or is_mine(type(was)):
+        return False
+    return (
+        isinstance(getattr(was, "__dict__", None), dict)
+        and vars(now).keys() == vars(was).keys()
+        and is_grown_table(snapshot(vars(was)), vars(now))
+    )
 
 
 def is_alike(was: Any, now: Any) -> bool:

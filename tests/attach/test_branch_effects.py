@@ -15,7 +15,7 @@ from torch.nn import functional
 import autopar
 from autopar import TraceError
 from tests.processes.compare import whole
-from tests.support.branching import COUNT, WIDTH, Experts, Form, Layer, alike, any_of_mask, tokens
+from tests.support.branching import COUNT, WIDTH, Experts, Form, Layer, any_of_mask, both_backward, tokens
 
 LOG: list[Any] = []
 
@@ -70,11 +70,7 @@ def test_a_hook_of_an_expert_that_leaves_something_is_refused(one: DeviceMesh) -
 def test_an_expert_may_make_a_list(one: DeviceMesh) -> None:
     plain = _with(Helped)
     parallel = autopar.compile(copy.deepcopy(plain), one)
-    for seed, used in enumerate(((1, 2), (0, 1))):
-        for each in (plain, parallel):
-            each.zero_grad()
-            each(*tokens(used, seed)).backward()
-        alike(plain, parallel)
+    both_backward(plain, parallel, ((1, 2), (0, 1)))
 
 
 def mean_of_masked(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -296,11 +292,7 @@ def of_rows_and_parameters(layer: Layer, x: Tensor, scores: Tensor, chosen: Tens
 def test_masks_are_told_apart(one: DeviceMesh, form: Form) -> None:
     plain = Experts(form).double()
     parallel = autopar.compile(copy.deepcopy(plain), one)
-    for seed, used in enumerate(((0, 1), (1, 2), (0,))):
-        for each in (plain, parallel):
-            each.zero_grad()
-            each(*tokens(used, seed)).backward()
-        alike(plain, parallel)
+    both_backward(plain, parallel, ((0, 1), (1, 2), (0,)))
 
 
 def test_gradients_that_have_gradients_are_none_too(one: DeviceMesh) -> None:

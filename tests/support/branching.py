@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,15 @@ def alike(plain: nn.Module, parallel: nn.Module) -> None:
         for mine, theirs in ((one, other), (one.grad, other.grad)):
             if mine is not None and theirs is not None:
                 torch.testing.assert_close(whole(theirs.detach()), mine.detach(), rtol=1e-9, atol=1e-11)
+
+
+def both_backward(plain: nn.Module, parallel: nn.Module, steps: Sequence[tuple[int, ...]]) -> None:
+    """Backward of both in each step, of tokens for these experts, and the same gradients."""
+    for seed, used in enumerate(steps):
+        for each in (plain, parallel):
+            each.zero_grad()
+            each(*tokens(used, seed)).backward()
+        alike(plain, parallel)
 
 
 def any_of_mask(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
