@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, Ref
 from autopar.ir.work import VIEWS
 
 SHARE, WHERE, AND = "autopar.share", "aten.where.self", "aten.bitwise_and.Tensor"
@@ -26,17 +26,17 @@ def begins_at(graph: Graph, skipped: Set[str]) -> dict[str, frozenset[str]]:
     closed = {
         _counted(graph, result.ref.name).name for result in graph.results if result.target in skipped and result.ref
     }
-    found: dict[str, frozenset[str]] = {}
     for node in graph.nodes:
-        reads = [ref.name for ref in node.operands]
-        if not closed.isdisjoint(reads) and _is_truth(node) and node.op in (*VIEWS, SHARE, AND):
+        if _is_truth(node) and node.op in (*VIEWS, SHARE, AND) and any(ref.name in closed for ref in node.operands):
             closed.add(node.name)
-        if node.op == WHERE and node.phase == "backward" and reads[0] in closed:
-            del reads[1]  # what goes on to where the condition is true
-        own = (node.target,) if node.op == "tangent" else ()
-        found[node.name] = frozenset(own).union(*(found[name] for name in reads))
-    ends = (one for one in graph.results if one.kind == "gradient" and one.ref is not None)
-    return {one.target: found[one.ref.name] for one in ends if one.ref is not None}
+
+    def reads(node: Node) -> tuple[Ref, ...]:
+        condition, *rest = node.operands if node.op == WHERE and node.phase == "backward" else (None,)
+        if condition is None or condition.name not in closed:
+            return node.operands
+        return tuple(rest[1:])  # what goes on where the condition is true does not
+
+    return graph.begins_by(reads)
 
 
 def _counted(graph: Graph, name: str) -> Node:

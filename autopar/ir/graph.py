@@ -210,10 +210,14 @@ class Graph:
     @cached_property
     def begins_at(self) -> dict[str, frozenset[str]]:
         """Parameter or input with a gradient -> the outputs whose gradients it is made of."""
+        return self.begins_by(lambda node: node.operands)
+
+    def begins_by(self, reads: Callable[[Node], Sequence[Ref]]) -> dict[str, frozenset[str]]:
+        """Likewise, where of each node these operands count."""
         found: dict[str, frozenset[str]] = {}
         for node in self.nodes:
             own = (node.target,) if node.op == "tangent" else ()
-            found[node.name] = frozenset(own).union(*(found[ref.name] for ref in node.operands))
+            found[node.name] = frozenset(own).union(*(found[ref.name] for ref in reads(node)))
         ends = (one for one in self.results if one.kind == "gradient" and one.ref is not None)
         return {one.target: found[one.ref.name] for one in ends if one.ref is not None}
 

@@ -206,11 +206,7 @@ def _read(one: ast.stmt, *, is_turn: bool) -> _Statement | None:
             return _Statement([])
         case ast.Assign(targets):
             return _Statement([one], [part for target in targets for part in _parts(target)])
-        case ast.AnnAssign(target):
-            return _Statement([one], [target])
-        case ast.AugAssign(ast.Name(name) as target):  # which is read, too
-            return _Statement([one, ast.Name(name, ast.Load())], [target])
-        case ast.AugAssign(target):
+        case ast.AnnAssign(target) | ast.AugAssign(target):
             return _Statement([one], [target])
         case ast.Expr(ast.Call(ast.Attribute(base, method))) if method.endswith("_"):
             return _Statement([one], writes=[base])

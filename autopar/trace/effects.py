@@ -31,11 +31,10 @@ MADE = ("zeros", "ones", "empty", "full", "new_", "rand", "arange")  # how names
 @lru_cache(maxsize=4096)
 def effect_of(code: CodeType) -> str | None:
     """What a call of a function leaves behind; None: nothing."""
-    tree = tree_of(code.co_filename)
-    found = [one for one in ast.walk(tree) if _is_of(one, code)] if tree is not None else []
+    found = _found(code)
     if not found:
         return "its source is not to be had"
-    told = (_effect_of(one) for one in found)  # several, where lambdas stand on one line
+    told = (_effect_of(one) for one in found)
     return next((one for one in told if one is not None), None)
 
 
@@ -50,11 +49,15 @@ def _effect_of(one: ast.AST) -> str | None:
 @lru_cache(maxsize=4096)
 def added_to(code: CodeType) -> frozenset[str]:
     """Arguments of a function that it adds to in place (`x += y`): a list would be another one for who calls it."""
-    tree = tree_of(code.co_filename)
-    found = [one for one in ast.walk(tree) if _is_of(one, code)] if tree is not None else []
-    adds = (part for one in found for part in ast.walk(one) if isinstance(part, ast.AugAssign))
+    adds = (part for one in _found(code) for part in ast.walk(one) if isinstance(part, ast.AugAssign))
     names = {part.target.id for part in adds if isinstance(part.target, ast.Name)}
     return frozenset(names & {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]})
+
+
+def _found(code: CodeType) -> list[ast.AST]:
+    """A function in its file; several, where lambdas stand on one line; none without a file."""
+    tree = tree_of(code.co_filename)
+    return [one for one in ast.walk(tree) if _is_of(one, code)] if tree is not None else []
 
 
 def _is_of(one: ast.AST, code: CodeType) -> bool:
