@@ -1,19 +1,20 @@
-"""Branches of forward that hang on values, and only write to rows of masks: `if mask.any(): out[mask] = f(x[mask])`, or
-`if rows.numel() == 0: continue` ahead of that.
+"""Branches of forward that hang on values, and leave nothing behind but tensors: `if mask.any(): out[mask] =
+f(x[mask])`, or `if rows.numel() == 0: continue` ahead of that, or `if hard.any(): loss = loss + f(x[hard])`.
 
 A program always goes in there (if-conversion: J. Allen et al., Conversion of control dependence to data dependence,
-POPL 1983, with writes as what is guarded): what is written counts where the branch would have been taken, and so do
-gradients; a parameter that is used in branches alone has none in a step that takes none of them.
+POPL 1983): what is written, and what a name is behind it, is what it would be where the branch is taken, and else what
+it was, and so are gradients; a parameter that is used in branches alone has none in a step that takes none of them. Of
+an else the statements run ahead, on their own.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import gc
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
@@ -21,95 +22,46 @@ import torch
 from torch import Tensor
 
 from autopar.errors import TraceError
-from autopar.trace.bodies import Body, body_of, places_of, turn_of
+from autopar.trace.bodies import ASKS_MORE, Body, body_of, turn_of
+from autopar.trace.converted import Branch, Converted
 from autopar.trace.effects import added_to, effect_of
-from autopar.trace.lines import line_here
-from autopar.trace.origins import STATISTICS, memory_of, tensors_in, writes_in_place
-from autopar.trace.values import is_installed, is_torchs
+from autopar.trace.values import MISSING, is_installed, is_torchs
 
 Picked = Any  # of `autopar.trace.masked`, which calls what is here
 
-WHERE = "in a branch that it takes by values ({}:{})"
-WRITES = (
-    "forward writes to a tensor{} {}, and not rows to where a mask picks them: a program always goes in there. Write "
-    "to rows of a mask there, or choose by torch.where"
-)
 LEAVES = "forward calls {} ({}:{}) {}, and {}: a program always goes in there. Do that behind the branch"
-COMPUTES = (
-    "forward calls {}{} {}, of whole tensors that hang on values: a program always goes in there, and where it would "
-    "not, there may be nothing to divide by, or no such place. Do that ahead of it, or of rows that the mask picks"
+ASSIGNS = (
+    "forward assigns {!r} {}, where {}: behind that a program chooses between tensors of one shape and dtype. Have it "
+    "be one either way"
 )
-# What looks at tensors, or makes truths and whole numbers of them: the rest is computed of what parameters made alone.
-_LOOKS = """
-    eq ne lt le gt ge and rand or ror xor invert logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
-    bitwise_xor view reshape flatten unsqueeze squeeze transpose permute contiguous to bool float double half bfloat16
-    int long type_as type detach clone expand expand_as t any all argmax argmin chunk split unbind narrow select getitem
-    zeros ones full empty arange zeros_like ones_like empty_like new_zeros new_ones new_empty ravel movedim
-    swapaxes isfinite isnan isinf get set size dim numel stride is_contiguous is_floating_point is_complex count_nonzero
-    broadcast_to view_as unflatten nonzero masked_select setitem index_add index_copy index_fill len triu tril
-    untyped_storage
-"""
-LOOKS = frozenset(_LOOKS.split())
-READS = frozenset(("getitem", "setitem", "index_select", "gather", "index_add", "index_copy", "index_fill"))
-
-
-@dataclass
-class Branch:
-    """One that is taken by what was `asked`; `rows`: where a mask of that number picks any."""
-
-    frame: FrameType
-    body: Body
-    asked: Tensor
-    rows: int | None
-    fresh: set[int | None] = field(default_factory=set[int | None])  # memory of what is made within
-    reached: int = 0  # of its code
-    of_rows: Tensor | None = None
-    of_all: Tensor | None = None
-
-    @property
-    def truth(self) -> Tensor:
-        """Whether it is taken."""
-        return self.asked if self.body.wanted else self.asked.logical_not()
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the code that asked is in it still, if it runs at all."""
-        at = self.frame.f_lasti
-        is_again = not self.body.goes_over and at < self.reached  # in another turn of a loop around it
-        self.reached = max(self.reached, at)
-        return self.body.first <= places_of(self.frame.f_code)[at // 2] < self.body.last and not is_again
-
-    @property
-    def where(self) -> str:
-        return WHERE.format(self.frame.f_code.co_filename, self.body.first[0])
+NO_TENSOR = "{!r}, which it assigns, may be read outside of it, and is no tensor ahead of it"
 
 
 class Branches:
-    """Those of one forward. `taken`: truths of each call, of which some are true where a branch is taken: one for each
-    branch and way to write in it. They are nodes of their own, which what is written hangs on and nothing else does.
-    """
+    """Those of one forward. `mode`: what sees all functions of torch that it calls."""
 
-    def __init__(self) -> None:
-        self.taken: list[Tensor] = []
-        self.free = set[int | None]()  # memory of parameters, buffers and what is made of these alone
+    def __init__(self, notes: list[str], mode: Any) -> None:
+        self.tensors = Converted(notes, mode)
+        self._mode = mode
         self._begun: dict[tuple[int, tuple[int, int]], Branch] = {}  # by frame and place
-        self._looks_on = False
+        self._watched: dict[int, tuple[FrameType, Any]] = {}  # by id, and what traced their lines before
+        self._looks_on = self._collects = False
         self._traced: Any = None  # what `sys.gettrace` gave before it did
         self._clean = set[CodeType]()  # what leaves nothing behind
         self._left: TraceError | None = None  # what has been raised, if code of the user's has caught it
-        self._of_rows = False
-        self._versions: list[tuple[Tensor, int]] = []  # of what a function is given that is called now
-        self._places: dict[int, Tensor] = {}  # by id: of turns, and what is computed of these alone
 
-    def begin(self, asked: Tensor, frame: FrameType, rows: int | None, is_some: bool = True) -> bool | str:
+    def begin(
+        self, asked: Tensor, frame: FrameType, rows: int | None, is_some: bool = True, *, is_seen: bool = False
+    ) -> bool | str:
         """The answer with which a program goes into the branch; else why it cannot. `rows`: the number of the mask of
-        which it is asked whether it picks any; `is_some`: the answer where it does.
+        which it is asked whether it picks any; `is_some`: the answer where it does; `is_seen`: asked by a function of
+        torch, in its mode.
         """
         body = _here(body_of, frame)
         if isinstance(body, str):
             return body
-        self._begin(asked, frame, body, rows if body.wanted == is_some else None)
-        return body.wanted
+        told = self._begin(asked, frame, body, rows if body.wanted == is_some else None, is_seen=is_seen)
+        return body.wanted if told is None else told
 
     def turns(self, truths: Tensor, frame: FrameType, made: Callable[[int], Any]) -> Iterator[Any] | str:
         """What is made of places of what is true, for a loop over these, which goes over all places, with a branch in
@@ -128,46 +80,130 @@ class Branches:
     def place(self, number: Any) -> Tensor:
         """A tensor for one of these."""
         made = torch.tensor(number)
-        self._places[id(made)] = made
+        self.tensors.places[id(made)] = made
         return made
 
-    def _begin(self, asked: Tensor, frame: FrameType, body: Body, rows: int | None) -> None:
+    def _begin(
+        self, asked: Tensor, frame: FrameType, body: Body, rows: int | None, *, is_seen: bool = False
+    ) -> str | None:
+        key = id(frame), body.first
+        earlier = self._begun.pop(key, None)  # of the same condition
+        if body.other and (earlier is not None or not body.is_last):
+            return f"{ASKS_MORE}, and it has an else"
+        held = frame.f_locals
+        before = {name: held.get(name, MISSING) for name in body.assigned}
+        for name, value in before.items():
+            if not isinstance(value, (Tensor, int, float)) and name not in body.of_other:
+                return NO_TENSOR.format(name)
+        self._look()
+        around = [self.tensors.truth(one.truth) for one in (*self.here()[-1:], earlier) if one is not None]
+        truth = self.tensors.truth(asked)
+        is_taken, is_not = (truth, truth.logical_not())[:: 1 if body.wanted else -1]
+        for other in around:
+            is_taken, is_not = is_taken & other, is_not & other
+        file = frame.f_code.co_filename
+        if body.other:
+            self._begun[key] = Branch(None, body, file, is_not, None)
+            before |= self._run(body, frame, is_seen=is_seen)
+        alone = None if earlier is not None else rows
+        self._begun[key] = Branch(frame, body, file, is_taken, alone, before, frame.f_lasti)
+        if body.assigned or body.is_joint:
+            self._watched.setdefault(id(frame), (frame, frame.f_trace))
+            frame.f_trace = self._goes_on
+        return None
+
+    def _look(self) -> None:
+        """See each function that is called. Nothing is collected meanwhile: that calls functions at any place."""
         if not self._looks_on:
-            self._looks_on, self._traced = True, sys.gettrace()
+            self._looks_on, self._traced, self._collects = True, sys.gettrace(), gc.isenabled()
+            gc.disable()
             sys.settrace(self._called)
-        self._begun[id(frame), body.first] = Branch(frame, body, asked.detach().reshape(()).bool(), rows)
+
+    def _run(self, body: Body, frame: FrameType, *, is_seen: bool) -> dict[str, Any]:
+        """Runs the statements of an else: what names are behind them."""
+        held = {**frame.f_globals, **frame.f_locals}
+        code = compile(ast.Module([*body.other], []), frame.f_code.co_filename, "exec", dont_inherit=True)
+        with self._mode if is_seen else contextlib.nullcontext():
+            exec(code, held)
+        return {name: held[name] for name in body.of_other}
+
+    def _goes_on(self, frame: FrameType, event: str, _: Any) -> Any:
+        """Sees each line of the code that has asked, and lets names be what they are behind branches that it leaves."""
+        held, now = frame.f_locals, dict[str, Any]()
+        is_end = event == "return"
+        for key, one in [*reversed(self._begun.items())]:
+            if one.frame is frame and (is_end or not one.body.line <= frame.f_lineno <= one.body.last[0]):
+                del self._begun[key]
+                if not is_end or frame.f_code.co_name == "<module>":  # of an else; of a function nobody reads them
+                    now |= self._assigned(one, {**held, **now})
+        held |= now  # at once: looking at them anew would undo it
+        return self._goes_on
+
+    def _assigned(self, branch: Branch, held: Mapping[str, Any]) -> dict[str, Any]:
+        """What the names that a branch assigns are behind it."""
+        try:
+            return {name: self._one_of(name, branch, held.get(name)) for name in sorted(branch.body.assigned)}
+        except TraceError as error:
+            self._left = self._left or error
+            raise
+
+    def _one_of(self, name: str, branch: Branch, new: Any) -> Any:
+        old = branch.before[name]
+        match new, old:
+            case _ if new is old or (type(new) is type(old) and isinstance(new, (int, float)) and new == old):
+                return new
+            case Tensor(), int() | float() if new.ndim == 0 and new.is_floating_point():
+                with self.tensors.own():
+                    return self.tensors.chosen(new, torch.full_like(new, old), branch.truth)
+            case int() | float(), Tensor() if old.ndim == 0 and old.is_floating_point():
+                with self.tensors.own():
+                    return self.tensors.chosen(torch.full_like(old, new), old, branch.truth)
+            case Tensor(), Tensor() if (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
+                return self.tensors.chosen(new, old, branch.truth)
+            case _:
+                raise TraceError(ASSIGNS.format(name, branch.where, f"it is {_told(new)}, and else {_told(old)}"))
 
     def leave(self, frame: FrameType) -> None:
         """The code of a frame asks again, where it may have asked before."""
-        if self._begun and isinstance(body := body_of(frame.f_code, frame.f_lasti), Body):
-            self._begun.pop((id(frame), body.first), None)
+        if not self._begun or not isinstance(body := body_of(frame.f_code, frame.f_lasti), Body):
+            return
+        one = self._begun.get((id(frame), body.first))
+        if one is not None and not (body.is_joint and one.asked_at < frame.f_lasti):
+            del self._begun[id(frame), body.first]
 
     def here(self) -> list[Branch]:
-        """Those that run now."""
+        """Those that run now, the innermost one last."""
         if not self._begun:
             return []
         running = {*map(id, _frames(sys._getframe(1)))}
-        # What is left may be gone into again, by a truth that is known.
-        self._begun = {key: one for key, one in self._begun.items() if id(one.frame) in running and one.is_running}
-        return [*self._begun.values()]
+        kept = dict[tuple[int, tuple[int, int]], Branch]()
+        here = list[Branch]()
+        for key, one in self._begun.items():
+            is_there = one.frame is None or id(one.frame) in running
+            if is_there and one.is_running:
+                here.append(one)
+            # What is left may be gone into again, by a truth that is known; names are assigned when its code goes on.
+            if is_there and (here[-1:] == [one] or one.body.assigned or one.body.is_joint):
+                kept[key] = one
+        self._begun = kept
+        return here
+
+    def called(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """`Converted.called`, here."""
+        return self.tensors.called(func, args, kwargs, self.here())
+
+    def of_rows(self, name: str, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[tuple[Any, Any]]:
+        """`Converted.of_rows`, here."""
+        return self.tensors.of_rows(name, args, kwargs, self.here())
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """`Converted.made`, here."""
+        if here := self.here():
+            self.tensors.made(func, args, kwargs, result, here)
 
     def guarded(self, rows: Picked) -> Picked:
-        """The same rows, as they are written to here: of no call that takes no branch."""
-        for branch in self.here():
-            made = rows.like(rows.dense)
-            if rows.key == branch.rows:
-                branch.of_rows = self._own(rows.mask) if branch.of_rows is None else branch.of_rows
-                made.mask = branch.of_rows.reshape(rows.mask.shape)
-            else:
-                branch.of_all = self._own(branch.truth) if branch.of_all is None else branch.of_all
-                made.mask = rows.mask & branch.of_all
-            rows = made
-        return rows
-
-    def _own(self, truth: Tensor) -> Tensor:
-        # A number that nobody else compares with: as a node it is like no other.
-        self.taken.append(truth >= 0.5 + (len(self.taken) + 1) * 2.0**-20)
-        return self.taken[-1]
+        """`Converted.guarded`, here."""
+        return self.tensors.guarded(rows, self.here())
 
     def _called(self, frame: FrameType, event: str, _: Any) -> None:
         """Sees each function that is called, as long as there may be a branch. Raises TraceError where one of the
@@ -196,82 +232,14 @@ class Branches:
         """Forward has ended. Raises TraceError as `_called` does."""
         if self._looks_on and sys.gettrace() in (self._called, None):  # and no debugger has been called meanwhile
             sys.settrace(self._traced)
+        if self._looks_on and self._collects:
+            gc.enable()
+        for frame, before in self._watched.values():
+            frame.f_trace = before
         self._looks_on = False
-        self._begun.clear()
+        self._begun.clear(), self._watched.clear()
         if self._left is not None:
             raise self._left
-
-    def look(self, func: Any, args: Sequence[Any], kwargs: Any) -> None:
-        """Call it before every function of torch. Raises TraceError where it writes to what was there before a branch
-        that runs now, or what it gives hangs on numbers that need not be good where that is not taken.
-        """
-        if not self._begun:
-            return
-        name = str(getattr(func, "__name__", func))
-        if func in STATISTICS:
-            given = STATISTICS[func].items()
-            written = tensors_in([args[place] if place < len(args) else kwargs.get(told) for place, told in given])
-        elif writes_in_place(name, kwargs):
-            written = tensors_in((args[:1], kwargs.get("out")))
-        else:
-            written = []
-        self._refuse_writes(written)
-        self._refuse_numbers(name.strip("_"), args, kwargs)
-        self._versions = [(one, one._version) for one in tensors_in((args, kwargs))]
-
-    def _refuse_writes(self, written: Sequence[Tensor]) -> None:
-        for branch in self.here() if written else ():
-            if not branch.fresh.issuperset(map(memory_of, written)):
-                raise TraceError(WRITES.format(line_here(), branch.where))
-
-    def _refuse_numbers(self, name: str, args: Any, kwargs: Any) -> None:
-        """`args`, `kwargs`: of a function of torch of that name, of whole tensors."""
-        given = tensors_in((args, kwargs))
-        if self._of_rows or all(self._is_free(one) for one in given):
-            return
-        is_place = name == "getitem" and not all(id(one) in self._places for one in tensors_in(args[1:]))
-        floats = sum(one.is_floating_point() for one in given)  # times truths, and sums, are good as they are
-        is_counted = name == "sum" or (name in ("add", "sub", "mul") and floats == 0) or (name == "mul" and floats < 2)
-        if (name not in LOOKS and not is_counted) or is_place:
-            for branch in self.here():
-                raise TraceError(COMPUTES.format(name, line_here(), branch.where))
-
-    def _is_free(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter, a buffer, or made in a branch of such alone: it is good wherever it is used."""
-        return memory_of(tensor) in self.free
-
-    @contextlib.contextmanager
-    def of_rows(self, name: str, args: Any, kwargs: Any) -> Iterator[None]:
-        """Around a function of rows that a mask picks: what is computed of these is good for any. Raises TraceError
-        where whole tensors stand beside them that hang on values.
-        """
-        whole = [one for one in tensors_in((args, kwargs)) if one.is_floating_point() and not self._is_free(one)]
-        if whole and name not in READS and not self._of_rows:
-            for branch in self.here():
-                raise TraceError(COMPUTES.format(name, line_here(), branch.where))
-        before, self._of_rows = self._of_rows, True
-        try:
-            yield
-        finally:
-            self._of_rows = before
-
-    def made(self, args: Any, kwargs: Any, result: Any) -> None:
-        """A function of torch gave that, of these; call it behind every one."""
-        if not self._begun:
-            return
-        given = tensors_in((args, kwargs))
-        if given and all(id(one) in self._places for one in given):
-            self._places |= {id(one): one for one in tensors_in(result)}
-        self._refuse_writes([one for one, version in self._versions if one._version != version])
-        if all(map(self._is_free, given)):
-            self.free |= {*map(memory_of, tensors_in(result))} - {None}
-        for branch in self.here():
-            given = {*map(memory_of, tensors_in((args, kwargs)))} - branch.fresh
-            branch.fresh |= {*map(memory_of, tensors_in(result))} - given - {None}
-
-    def counts(self) -> list[Tensor]:
-        """`Returned.taken`."""
-        return [one.sum() for one in self.taken]
 
 
 def _here(found: Callable[[CodeType, int], Body | str], frame: FrameType) -> Body | str:
@@ -302,3 +270,15 @@ def _value(base: ast.expr, frame: FrameType) -> Any:
             return getattr(_value(value, frame), name, None)
         case _:
             return None
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
+    return (
+        "not assigned"
+        if value is MISSING
+        else f"{value!r}"
+        if isinstance(value, (int, float))
+        else f"a {type(value).__name__}"
+    )

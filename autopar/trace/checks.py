@@ -20,6 +20,7 @@ from torch import Tensor
 
 from autopar._compat import check_tensor_all_with
 from autopar.trace.asked import Arguments
+from autopar.trace.bodies import NO_IF
 from autopar.trace.branches import Branches
 from autopar.trace.lines import line_here
 from autopar.trace.origins import Origins, writes_in_place
@@ -35,9 +36,9 @@ NO_ROWS = (
     "a mask picks no row in this call{}, and the plan goes on as where there are some, as code of a package asks for "
     "that: leave such batches out"
 )
-ONLY_WRITES = (
-    " A branch that only writes to rows of a mask (if mask.any(): out[mask] = ..) may ask whether there are any; this "
-    "one may not, as {}."
+ONLY_TENSORS = (
+    " A branch that only writes to tensors and assigns some (if mask.any(): loss = loss + ..) may ask that; this one "
+    "may not, as {}."
 )
 # What tells that there are rows, and what that there are none: a name, and the number that theirs is compared with.
 SOME, NONE = frozenset((("gt", 0), ("ge", 1), ("ne", 0))), frozenset((("eq", 0), ("lt", 1), ("le", 0)))
@@ -64,9 +65,9 @@ class Checks:
 
     origins: Origins
 
-    def __init__(self, notes: list[str], arguments: Arguments) -> None:
+    def __init__(self, notes: list[str], arguments: Arguments, mode: Any) -> None:
         self.notes = notes  # of the plan
-        self.branches = Branches()
+        self.branches = Branches(notes, mode)
         self.arguments = arguments
         self.instead = ""  # why what was asked last leads into no branch that only writes
         self.needed: Exception | None = None  # what was said where a number was needed that nobody has
@@ -82,6 +83,7 @@ class Checks:
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """`func` gave `result`; call it behind every function of torch."""
+        self.branches.made(func, args, kwargs, result)
         name = _name_of(func)
         if writes_in_place(getattr(func, "__name__", ""), kwargs):
             self._expected.clear(), self._each.clear()  # of what it may be, or look at
@@ -110,17 +112,17 @@ class Checks:
         if name not in ASKS or not args or not isinstance(args[0], Tensor) or args[0].numel() != 1:
             return None
         self.instead = ""
-        return self.asked(args[0], name, sys._getframe(2))  # the code that asks, behind the mode
+        return self.asked(args[0], name, sys._getframe(2), is_seen=True)  # the code that asks, behind the mode
 
-    def asked(self, asked: Tensor, name: str, frame: FrameType) -> bool | None:
-        """As `answer`, where code of that frame asks by the method `name`."""
+    def asked(self, asked: Tensor, name: str, frame: FrameType, *, is_seen: bool = False) -> bool | None:
+        """As `answer`, where code of that frame asks by the method `name`; `is_seen`: in the mode that sees it."""
         self.branches.leave(frame)
         wanted = True if name == "_assert" else _wanted(frame, name)
         if wanted is None and name != "item" and id(asked) in self._expected:
             wanted = self._expected[id(asked)][1]
         if wanted is None and name in DECIDES and (answer := self.of_arguments(asked)) is not None:
             return bool(answer)
-        if wanted is None and name in DECIDES and (wanted := self._of_branch(asked, frame)) is not None:
+        if wanted is None and name in DECIDES and (wanted := self._of_branch(asked, frame, is_seen)) is not None:
             return wanted
         _, is_some, count = self._there.get(id(asked), (asked, None, None))
         if wanted is None and count is not None and count.is_of_rows and is_installed(frame.f_code.co_filename):
@@ -149,19 +151,19 @@ class Checks:
                 pass
         self.add(CHANGED.format(line_here()), asked.ne(torch.tensor(answer, device=asked.device)))
 
-    def _of_branch(self, asked: Tensor, frame: FrameType) -> bool | None:
-        """The answer that leads into a branch of which nothing stays but writes; None where there is none."""
+    def _of_branch(self, asked: Tensor, frame: FrameType, is_seen: bool) -> bool | None:
+        """The answer that leads into a branch of which nothing stays but tensors; None where there is none."""
         _, each, is_all = self._each.get(id(asked), (asked, asked, True))
-        if is_any := not is_all and each.dtype == torch.bool:
-            made = self.branches.begin(asked, frame, self.origins.rows(each))
+        if not is_all and each.dtype == torch.bool:
+            made = self.branches.begin(asked, frame, self.origins.rows(each), is_seen=is_seen)
         elif id(asked) in self._there:
             _, is_some, count = self._there[id(asked)]
-            made = self.branches.begin(asked, frame, count.rows, is_some)
+            made = self.branches.begin(asked, frame, count.rows, is_some, is_seen=is_seen)
         else:
-            made = self.branches.begin(asked, frame, None)
+            made = self.branches.begin(asked, frame, None, is_seen=is_seen)
         if isinstance(made, bool):
             return made
-        self.instead = ONLY_WRITES.format(made) if is_any or id(asked) in self._there else ""
+        self.instead = ONLY_TENSORS.format(made) if made != NO_IF else ""
         return None
 
     def ask_for_rows(self, some: Tensor, rows: int, frame: FrameType) -> bool:

@@ -88,7 +88,7 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
         watch = _Watch({id(value) for value in now.values()}, frozenset(map(id, model.buffers())), notes, reads)
         try:
             watch.known |= set(map(id, (*tensors_in((args, kwargs)), *looks.values())))
-            watch.checks.branches.free |= {*map(memory_of, now.values())}
+            watch.checks.branches.tensors.free |= {*map(memory_of, now.values())}
             for name, value in values.items():
                 watch.literals.know(name, now[name], value)
             numbers = counted_from(kwargs.pop(ARGUMENT, {}), counting, modules, watch.checks)
@@ -113,7 +113,9 @@ def watch_forward(model: nn.Module, values: Mapping[str, torch.Tensor], notes: l
                     "all rows, and the mask beside them"
                 )
             memory = seen(returned, returned.outputs, arguments, now, now_there)
-            return replace(returned, checks=watch.checks.wrong, taken=watch.checks.branches.counts(), memory=memory)
+            return replace(
+                returned, checks=watch.checks.wrong, taken=watch.checks.branches.tensors.counts(), memory=memory
+            )
         except TypeError as error:
             raise watch.checks.needed or error from None
         finally:
@@ -140,7 +142,7 @@ class _Watch(TorchFunctionMode):
         counting, self.outside = reads.counting, reads.outside
         self.known, self.registered, self.buffers = known, frozenset(known), buffers
         self.literals = Literals(counting.beside)
-        self.checks = Checks(notes, reads.asked.arguments)
+        self.checks = Checks(notes, reads.asked.arguments, self)
         self.origins = self.checks.origins = Origins(self.checks, reads.asked)
         self.beside, self.counting = counting.beside, counting
         self.packing = Packing(self.origins)
@@ -315,7 +317,9 @@ class _Watch(TorchFunctionMode):
             return rows
         if func in LESS and id(args[0]) in self.uniform and isinstance(args[1], int | float) and args[1] <= 0:
             return torch.tensor(False)  # of what is drawn from [0, 1): a layer that is skipped with chance 0
-        self.checks.branches.look(func, args, kwargs)
+        args, kwargs, *given = self.checks.branches.called(func, args, kwargs)
+        if given:
+            return given[0]
         self.reads_at.see(getattr(func, "__name__", ""), args, kwargs)
         if (found := at_values(func, args)) is not None:
             result = read_or_write(func, args, found)
@@ -328,7 +332,6 @@ class _Watch(TorchFunctionMode):
         self.literals.made(func, args, kwargs, result)
         self.beside.made(func, args, kwargs, result)
         self.checks.made(func, args, kwargs, result)
-        self.checks.branches.made(args, kwargs, result)
         if func is torch.rand and not result.ndim:
             self.uniform.add(id(result))
         self._refuse_sizes(func, result)
@@ -338,8 +341,9 @@ class _Watch(TorchFunctionMode):
         """Raises HangsOnValues where the shape of what `func` gave does."""
         if any(isinstance(size, torch.SymInt) for value in tensors_in(result) for size in value.shape):
             self.checks.arguments.is_lazy = True
-            packed = caller(2) == LAYERS.co_filename
-            raise HangsOnValues((GIVEN_PACKED if packed else of_values(func)).format(line_here()))
+            raise HangsOnValues(
+                (GIVEN_PACKED if caller(2) == LAYERS.co_filename else of_values(func)).format(line_here())
+            )
 
     def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = with_numbers(func, args, kwargs, self._called)
@@ -354,10 +358,8 @@ class _Watch(TorchFunctionMode):
 
     def _with_places(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of `func` with what is known of an index, and of sizes, in them."""
-        args = with_counted_places(func, args)
-        args, kwargs, sizes = self.literals.sizes(
-            func, self.literals.places(func, args), kwargs, self.checks.of_arguments
-        )
+        given = self.literals.places(func, with_counted_places(func, args))
+        args, kwargs, sizes = self.literals.sizes(func, given, kwargs, self.checks.of_arguments)
         for size, number in sizes:
             if self.literals.asks_buffers(size):
                 self.checks.answered(None, (size,), {}, number)

@@ -32,7 +32,7 @@ from autopar.trace.indices import (
     written_at,
 )
 from autopar.trace.lines import line_here
-from autopar.trace.origins import Origins, memory_of
+from autopar.trace.origins import Origins
 from autopar.trace.places import is_mask, refused
 from autopar.trace.reshaped import beside, of_each_row, of_runs, product, reshaped
 from autopar.trace.rows import ALONG, ELEMENTWISE, LOSSES, OF_A_BATCH, OPERATORS, ROWWISE
@@ -207,7 +207,6 @@ def rows_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], origins: Ori
 
 def _put(tensor: Tensor, value: Tensor, origins: Origins) -> Tensor:
     origins.forget([tensor])
-    origins.checks.branches.free.discard(memory_of(tensor))
     return tensor.copy_(value)
 
 
@@ -272,7 +271,7 @@ def apply(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func` of picked rows. Raises TraceError for what is not done row by row."""
     name = _name_of(func)
     every = _all_picked((args, kwargs))
-    with every[0].origins.checks.branches.of_rows(name, args, kwargs):
+    with every[0].origins.checks.branches.of_rows(name, args, kwargs) as (args, kwargs):
         return _applied(func, name, every, args, kwargs)
 
 

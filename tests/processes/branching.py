@@ -8,6 +8,7 @@ from typing import Any
 import autopar
 from tests.processes.compare import near
 from tests.processes.worker import Ranks
+from tests.support import assigning
 from tests.support.branching import FORMS, STEPS, TOKENS, Experts, alike, tokens
 
 SMALL, NEAR = 1e-12, 1e-9
@@ -30,6 +31,14 @@ def check_experts_have_tokens_of_the_whole_batch(ranks: Ranks) -> None:
     for name in ("any_of_mask", "number_of_indices", "a_shaped_mask", "counted"):
         plain = Experts(FORMS[name]).double()
         _trains(ranks, plain, autopar.compile(copy.deepcopy(plain), ranks.mesh()), local=False)
+
+
+def check_names_are_those_of_the_whole_batch(ranks: Ranks) -> None:
+    forms = [form for name, form in assigning.FORMS.items() if name != "skips_at_random"]  # ranks draw other numbers
+    for number, form in enumerate(forms):
+        plain, local = Experts(form).double(), number % 2 == 1
+        parallel = autopar.compile(copy.deepcopy(plain), ranks.mesh(), inputs="local" if local else "global")
+        _trains(ranks, plain, parallel, local=local)
 
 
 def check_an_expert_is_idle_that_no_rank_has_tokens_for(ranks: Ranks) -> None:

@@ -1,0 +1,274 @@
+"""Tensors in branches that a program always goes into (`autopar.trace.branches`): what is written to them, and what is
+computed of them, is as if it went there only where the branch is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar._compat import pytree
+from autopar.errors import TraceError
+from autopar.trace.bodies import Body, places_of
+from autopar.trace.lines import line_here
+from autopar.trace.origins import STATISTICS, memory_of, tensors_in, writes_in_place
+
+Picked = Any  # of `autopar.trace.masked`, which calls what is here
+
+WHERE = "in a branch that it takes by values ({}:{})"
+WRITES = (
+    "forward writes to a tensor{} {}, and not by a method of it (out=, inplace=True, running statistics, another "
+    "shape): a program always goes in there. Do that behind the branch, or have it give a new tensor"
+)
+RAISES = (
+    "forward calls {}{} {}, of whole tensors that hang on values: a program always goes in there, and where it would "
+    "not, they need not be what that takes. Do that ahead of it, or of rows that the mask picks"
+)
+DRAWS = (
+    "what forward draws in branches that are taken by values is drawn in every step: behind one that is not taken "
+    "other numbers are drawn than by torch, on one process, too"
+)
+# What looks at tensors, or makes truths and whole numbers of them: good for any, and so are gradients.
+_LOOKS = """
+    eq ne lt le gt ge and rand or ror xor invert logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not
+    bitwise_xor view reshape flatten unsqueeze squeeze transpose permute contiguous to bool float double half bfloat16
+    int long type_as type detach clone expand expand_as t any all argmax argmin chunk split unbind narrow select getitem
+    zeros ones full empty arange zeros_like ones_like empty_like new_zeros new_ones new_empty ravel movedim
+    swapaxes isfinite isnan isinf get set size dim numel stride is_contiguous is_floating_point is_complex count_nonzero
+    broadcast_to view_as unflatten nonzero masked_select setitem index_add index_copy index_fill len triu tril
+    untyped_storage add sub iadd isub radd sum neg stack cat fill zero copy
+"""
+LOOKS = frozenset(_LOOKS.split())
+READS = frozenset(("getitem", "setitem", "index_select", "gather", "index_add", "index_copy", "index_fill"))
+DRAWN = (
+    "rand",
+    "bernoulli",
+    "dropout",
+    "normal",
+    "multinomial",
+    "uniform",
+    "exponential",
+    "poisson",
+    "rrelu",
+    "gumbel",
+)
+FAILS = frozenset(("cholesky", "inverse", "inv", "inv_ex", "solve", "lstsq", "cholesky_inverse", "lu_factor"))
+DIVIDES = frozenset(("div", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "remainder", "fmod"))
+
+
+@dataclass
+class Branch:
+    """One that is taken where `truth`; `rows`: where a mask of that number picks any. `frame`: None while statements of
+    an else run. `before`: what names that it assigns are where it is not taken.
+    """
+
+    frame: FrameType | None
+    body: Body
+    file: str
+    truth: Tensor
+    rows: int | None
+    before: dict[str, Any] = field(default_factory=dict[str, Any])
+    asked_at: int = 0  # of the code of its frame
+    fresh: set[int | None] = field(default_factory=set[int | None])  # memory of what is made within
+    gated: set[int | None] = field(default_factory=set[int | None])  # and of what gives nobody gradients who is outside
+    reached: int = 0  # of the code of its frame
+    of_rows: Tensor | None = None
+    of_all: Tensor | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the code that asked is in it still, if it runs at all."""
+        if self.frame is None:
+            return True
+        at = self.frame.f_lasti
+        is_again = not self.body.goes_over and at < self.reached  # in another turn of a loop around it
+        self.reached = max(self.reached, at)
+        return self.body.first <= places_of(self.frame.f_code)[at // 2] < self.body.last and not is_again
+
+    @property
+    def where(self) -> str:
+        return WHERE.format(self.file, self.body.first[0])
+
+
+class Converted:
+    """Those of one forward. `taken`: truths of each call, of which some are true where a branch is taken: one for each
+    branch and way to write in it. They are nodes of their own, which what is written hangs on and nothing else does.
+    """
+
+    def __init__(self, notes: list[str], mode: Any) -> None:
+        self.notes, self._mode = notes, mode  # of the plan; that sees all functions of torch
+        self.taken: list[Tensor] = []
+        self.free = set[int | None]()  # memory of parameters, buffers and what is made of these alone
+        self.places: dict[int, Tensor] = {}  # by id: of turns of loops, and what is computed of these alone
+        self._is_own = False  # what is computed now
+        self._given: list[
+            tuple[Tensor, int, Tensor]
+        ] = []  # what a function gets now, its version, and for what it stands
+
+    def guarded(self, rows: Picked, here: Sequence[Branch]) -> Picked:
+        """The same rows, as they are written to in these branches: of no call that does not take them."""
+        for branch in here:
+            made = rows.like(rows.dense)
+            if rows.key == branch.rows:
+                branch.of_rows = self._counted(rows.mask) if branch.of_rows is None else branch.of_rows
+                made.mask = branch.of_rows.reshape(rows.mask.shape)
+            else:
+                branch.of_all = self._counted(branch.truth) if branch.of_all is None else branch.of_all
+                made.mask = rows.mask & branch.of_all
+            rows = made
+        return rows
+
+    def truth(self, asked: Tensor) -> Tensor:
+        """Whether that is true, as one."""
+        with self.own():
+            return asked.detach().reshape(()).bool()
+
+    def _counted(self, truth: Tensor) -> Tensor:
+        # A number that nobody else compares with: as a node it is like no other.
+        self.taken.append(truth >= 0.5 + (len(self.taken) + 1) * 2.0**-20)
+        return self.taken[-1]
+
+    def counts(self) -> list[Tensor]:
+        """`Returned.taken`."""
+        return [one.sum() for one in self.taken]
+
+    def chosen(self, new: Tensor, old: Tensor, truth: Tensor) -> Tensor:
+        """The new one where that is true, else the old one, and so with gradients."""
+        with self.own():
+            if not (new.is_floating_point() or new.is_complex()):
+                return torch.where(truth, new, old)
+            is_new, is_old = self._counted(truth), self._counted(truth.logical_not())
+            return torch.where(is_new, new, 0) + torch.where(is_old, old, 0)
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """What is computed within is none of the user's."""
+        before, self._is_own = self._is_own, True
+        try:
+            yield
+        finally:
+            self._is_own = before
+
+    def called(self, func: Any, args: Sequence[Any], kwargs: Any, here: Sequence[Branch]) -> tuple[Any, ...]:
+        """What a function of torch is called with in these branches; behind that what it gives, if it has been called
+        here. Raises TraceError where it writes to what was there before a branch, and nobody can say what.
+        """
+        if not here or self._is_own:
+            return args, kwargs
+        name = str(getattr(func, "__name__", func))
+        bare = name.strip("_")
+        if bare.startswith(DRAWN) and bare not in LOOKS and kwargs.get("training", True) and DRAWS not in self.notes:
+            self.notes.append(DRAWS)
+        is_written = writes_in_place(name, kwargs)
+        if func in STATISTICS:
+            given = STATISTICS[func].items()
+            self._refuse(tensors_in([args[at] if at < len(args) else kwargs.get(told) for at, told in given]), here)
+        self._refuse(tensors_in(kwargs.get("out")), here)
+        before, is_good = args, self._is_good(bare, args, kwargs)
+        if not is_good:
+            if bare.removeprefix("linalg_") in FAILS:
+                raise TraceError(RAISES.format(name, line_here(), here[-1].where))
+            args, kwargs = self._gated(bare, args, kwargs, here[-1])
+        if is_written and kwargs.get("out") is None and isinstance(before[0], Tensor):
+            is_fresh = all(memory_of(before[0]) in branch.fresh for branch in here)
+            if not (is_fresh and is_good):
+                return args, kwargs, self._write(func, before[0], args, kwargs, here, is_fresh)
+        pairs = zip(tensors_in((args, kwargs)), tensors_in((before, kwargs)), strict=True)
+        self._given = [(one, one._version, stands_for) for one, stands_for in pairs]
+        return args, kwargs
+
+    def _write(
+        self, func: Any, target: Tensor, args: Sequence[Any], kwargs: Any, here: Sequence[Branch], is_fresh: bool
+    ) -> Tensor | None:
+        with self.own(), self._mode:
+            new = args[0].clone()
+            func(new, *args[1:], **kwargs)
+            if new.shape != target.shape:
+                raise TraceError(WRITES.format(line_here(), here[-1].where))
+            target.copy_(new if is_fresh else self.chosen(new, target, here[-1].truth))
+        return None if func is torch.Tensor.__setitem__ else target
+
+    def _refuse(self, written: Sequence[Tensor], here: Sequence[Branch]) -> None:
+        for branch in here if written else ():
+            if not branch.fresh.issuperset(map(memory_of, written)):
+                raise TraceError(WRITES.format(line_here(), branch.where))
+
+    def _is_good(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Whether a function of that name gives good numbers, and gradients, whatever these are."""
+        given = tensors_in((args, kwargs))
+        if all(self._is_free(one) for one in given):
+            return True
+        if name in READS and not all(id(one) in self.places for one in tensors_in(args[1:]) if is_whole(one)):
+            return False
+        floats = sum(one.is_floating_point() for one in given)  # times truths is good
+        return name in LOOKS or (name in ("mul", "rmul", "imul") and floats < 2)
+
+    def _is_free(self, tensor: Tensor) -> bool:
+        """Whether it is a parameter, a buffer, or made in a branch of such alone: it is good wherever it is used."""
+        return memory_of(tensor) in self.free
+
+    def _gated(self, name: str, args: Any, kwargs: Any, branch: Branch) -> tuple[Any, Any]:
+        """Arguments of a function of that name that are good where the branch is not taken, and have no gradients."""
+
+        def gate(one: Any) -> Any:
+            if not isinstance(one, Tensor) or one.dtype == torch.bool or memory_of(one) in branch.gated:
+                return one
+            if id(one) in self.places:
+                return one
+            return self._where_taken(one, branch, 1 if not is_whole(one) or name.removeprefix("i") in DIVIDES else 0)
+
+        return pytree.tree_map(gate, (args, kwargs))
+
+    def _where_taken(self, one: Tensor, branch: Branch, fill: int) -> Tensor:
+        with self.own():
+            made = torch.where(branch.truth, one, fill)
+        if not is_whole(one):  # numbers that are computed of good ones need not be good
+            branch.gated |= {memory_of(made)} - {None}
+        return made
+
+    @contextlib.contextmanager
+    def of_rows(self, name: str, args: Any, kwargs: Any, here: Sequence[Branch]) -> Iterator[tuple[Any, Any]]:
+        """Around a function of rows that a mask picks, with what it is called with: what is computed of rows is good
+        for any, if whole tensors that stand beside them are.
+        """
+
+        def gate(one: Any) -> Any:
+            is_other = isinstance(one, Tensor) and one.is_floating_point() and not self._is_free(one)
+            return self._where_taken(one, here[-1], 1) if is_other else one
+
+        if here and name not in READS and not self._is_own:
+            args, kwargs = pytree.tree_map(gate, (args, kwargs))
+        with self.own():
+            yield args, kwargs
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, here: Sequence[Branch]) -> None:
+        """A function of torch gave that, of these, in these branches; call it behind every one."""
+        given, gives = tensors_in((args, kwargs)), tensors_in(args[0] if func is torch.Tensor.__setitem__ else result)
+        if given and all(id(one) in self.places for one in given):
+            self.places |= {id(one): one for one in gives}
+        if not self._is_own:
+            for one, version, stands_for in self._given:
+                if one._version != version:
+                    self._refuse([stands_for], here)
+                    if stands_for is not one:
+                        with self.own(), self._mode:
+                            stands_for.copy_(one)
+            self._given = []
+        memory = {*map(memory_of, gives)} - {None}
+        self.free = self.free | memory if all(map(self._is_free, given)) else self.free - memory
+        floats = [one for one in given if one.is_floating_point()]
+        for branch in here:
+            is_gated = branch.gated.issuperset(map(memory_of, floats))
+            branch.gated = branch.gated | memory if is_gated else branch.gated - memory
+            branch.fresh |= memory - ({*map(memory_of, given)} - branch.fresh)
+
+
+def is_whole(one: Tensor) -> bool:
+    """Whether it holds whole numbers."""
+    return not (one.is_floating_point() or one.is_complex() or one.dtype == torch.bool)

@@ -1,0 +1,121 @@
+"""What names and tensors are behind branches that are taken by values."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import autopar
+from autopar import TraceError
+from tests.support.assigning import FORMS, STEPS
+from tests.support.branching import Experts, Form, Layer, both_backward, tokens
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_they_are_as_on_one_process(one: DeviceMesh, name: str) -> None:
+    plain = Experts(FORMS[name]).double()
+    both_backward(plain, autopar.compile(copy.deepcopy(plain), one), STEPS)
+
+
+def counts_turns(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    number = 1
+    if (chosen == 0).any():
+        number = number + 1
+    return x * number
+
+
+def of_another_shape(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    h = x
+    if (chosen == 0).any():
+        h = x.sum(0)
+    return x + h
+
+
+def not_there_ahead(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask = chosen == 0
+    if mask.any():
+        h = x * 2
+    if mask.any():
+        x = x + h
+    return x
+
+
+def rows_behind(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    mask = chosen == 0
+    rows = x[mask]
+    if mask.any():
+        rows = layer.experts[0](rows)
+    return x + rows.sum()
+
+
+def list_of_an_else(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    if (chosen == 0).any():  # noqa: SIM108
+        parts = [x]
+    else:
+        parts = [x, x]
+    return sum(parts)
+
+
+def asks_one_of_two(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    if (chosen == 0).any() or (chosen == 1).any():
+        x = x * 2
+    return x
+
+
+def two_and_an_else(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    if (chosen == 0).any() and (chosen == 1).any():  # noqa: SIM108
+        x = x * 2
+    else:
+        x = x * 3
+    return x
+
+
+def else_that_returns(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    h = x
+    if (chosen == 0).any():
+        h = x * 2
+    else:
+        return x
+    return h + 1
+
+
+def inverse_of_nothing(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    if (chosen == 0).any():
+        x = x @ torch.linalg.inv(x.T @ x)
+    return x
+
+
+def given_as_out(layer: Layer, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    if (chosen == 0).any():
+        _ = torch.add(x, 1, out=out)
+    return out
+
+
+OUTSIDE = "which it assigns, may be read outside of it, and is no tensor ahead of it"
+NOT = {
+    counts_turns: "forward assigns 'number' in a branch .*, where it is 2, and else 1: ",
+    of_another_shape: r"assigns 'h' .* it is a tensor of shape \[6\] and float64, and else a tensor of shape \[12, 6\]",
+    not_there_ahead: f"'h', {OUTSIDE}",
+    rows_behind: f"'rows', {OUTSIDE}",
+    list_of_an_else: "forward assigns 'parts' in .* where it is a list, and else a list",
+    asks_one_of_two: "its condition asks several things",
+    two_and_an_else: "its condition asks several things, and it has an else",
+    else_that_returns: "it has an else that ends something",
+    inverse_of_nothing: "forward calls linalg_inv_ex at .*need not be what that takes",
+    given_as_out: r"forward writes to a tensor at .*not by a method of it \(out=",
+}
+
+
+@pytest.mark.parametrize("form", NOT)
+def test_what_they_cannot_be_is_told(one: DeviceMesh, form: Form) -> None:
+    before = sys.gettrace()
+    with pytest.raises(TraceError, match=NOT[form]):
+        autopar.compile(Experts(form).double(), one)(*tokens((0, 1), 0))
+    assert sys.gettrace() is before and gc.isenabled()
