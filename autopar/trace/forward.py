@@ -52,10 +52,8 @@ from autopar.trace.written_out import WRITTEN_OUT, copied, with_condition, with_
 REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__deepcopy__: copied,
     nn.functional.one_hot: one_hot,
-    torch.cov: cov,
-    torch.Tensor.cov: cov,
-    torch.corrcoef: corrcoef,
-    torch.Tensor.corrcoef: corrcoef,
+    **dict.fromkeys((torch.cov, torch.Tensor.cov), cov),
+    **dict.fromkeys((torch.corrcoef, torch.Tensor.corrcoef), corrcoef),
 }
 TRUTHS = ("equal", "allclose", "__contains__")
 LESS = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
