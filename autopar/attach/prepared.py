@@ -25,6 +25,7 @@ from autopar.trace.asked import Asked
 from autopar.trace.counted import Counting, held_at
 from autopar.trace.formulas import Computed, Place
 from autopar.trace.modules import noted_on
+from autopar.trace.outputs import memory_of
 from autopar.trace.sharing import Look, Memory
 from autopar.trace.values import copied, snapshot
 from autopar.trace.writes import Write
@@ -168,6 +169,11 @@ class Prepared:
     def peak(self) -> int:
         """Bytes of a device at the peak, predicted."""
         return self.plan.peak_bytes[DEVICE]
+
+    @cached_property
+    def packed(self) -> frozenset[int]:
+        """`Memory.packed`."""
+        return memory_of(self.out_spec).packed
 
     def hold(self) -> None:
         """The parameters that are there now are those that it runs with."""

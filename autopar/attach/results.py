@@ -48,11 +48,19 @@ def refuse_batches(ranks: int, *gradients: Tensor | None, of_parameters: Iterabl
 
 
 def told_apart(
-    told: Sequence[tuple[Result, Layout]], results: Sequence[Tensor | None], differentiable: Set[str]
+    told: Sequence[tuple[Result, Layout]],
+    results: Sequence[Tensor | None],
+    differentiable: Set[str],
+    packed: Set[int],
 ) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
     """(results, those of them that have no gradient): where one tensor is both (`loss` and `loss.detach()`), what has
     no gradient looks at it. So does a view (`h.detach()[-1]`): autograd gives views the history of what they look at.
+    `packed`: outputs without gaps in the model, which a program may have made in another order of dims.
     """
+    results = [
+        value.contiguous() if value is not None and one.kind == "output" and int(one.target) in packed else value
+        for value, (one, _) in zip(results, told, strict=True)
+    ]
     has = [result.kind == "output" and result.target in differentiable for result, _ in told]
     with_gradient = {id(value) for value, one in zip(results, has, strict=True) if one}
     made = tuple(

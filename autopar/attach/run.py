@@ -183,8 +183,8 @@ class Step:
     outputs that others are made of, as the caller got them, and their hooks. `averaged`: those of which each rank has
     its own rows, and whose gradients count as DDP has it; `of_all_ranks`: those that each has whole, and makes
     gradients for of its own rows. `differentiated`: gives gradients that have gradients, of the function that runs
-    backward and the gradients given. `states`: of generators, for who runs it again. `skipped`:
-    branches that forward has not taken (`autopar.ir.branches`).
+    backward and the gradients given. `states`: of generators, for who runs it again. `skipped`: branches that forward
+    has not taken (`autopar.ir.branches`). `packed`: as `Memory.packed`.
     """
 
     others: tuple[Tensor, ...]
@@ -192,6 +192,7 @@ class Step:
     watched: tuple[Tensor, ...]  # of the user's, which have to be the same when backward runs
     device_mesh: Any
     through: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # pieces of inputs that get gradients
+    packed: frozenset[int] = frozenset()
     without_tangent: frozenset[str] = frozenset()
     again: Callable[[], tuple[Runner, Step]] | None = None
     differentiated: Callable[[Any, Mapping[str, tuple[Tensor, Layout]]], tuple[Any, ...]] | None = None
@@ -219,13 +220,12 @@ class _Step(torch.autograd.Function):
                 outputs, ctx.added_up = runner.play(step, pieces, any(ctx.needs_input_grad))
         ctx.runner, ctx.step, ctx.parameters = runner, step, parameters
         ctx.saved = apart_from(outputs[count:], outputs[:count])
-        watched = [one for one in (*parameters, *step.watched) if not one.is_inference()]
-        ctx.versions = [(one, one._version) for one in watched]
+        ctx.versions = [(one, one._version) for one in (*parameters, *step.watched) if not one.is_inference()]
         ctx.exposed = versions(outputs[count:], program.exposed)
-        results = tuple(
-            own(value, (*pieces, *step.others), place in program.alone) for place, value in enumerate(outputs[:count])
-        )
-        results, constant = told_apart(runner.results, results, runner.differentiable | step.without_tangent)
+        read = (*pieces, *step.others)
+        results = tuple(own(value, read, place in program.alone) for place, value in enumerate(outputs[:count]))
+        told = runner.differentiable | step.without_tangent
+        results, constant = told_apart(runner.results, results, told, step.packed)
         ctx.mark_non_differentiable(*constant)
         ctx.set_materialize_grads(False)
         return results

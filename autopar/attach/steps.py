@@ -89,7 +89,7 @@ def step_of(state: State, prepared: Prepared, call: Call) -> Step:
             continue
         assert state.seed is not None
         drawn.append(prepared.runner.seeds(state.seed, drawing))
-    return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh, through)
+    return Step((*others, *watched), tuple(drawn), tuple(watched), state.device_mesh, through, prepared.packed)
 
 
 def _whole(held: Tensor) -> Tensor:

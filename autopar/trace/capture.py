@@ -35,6 +35,7 @@ from autopar.trace.ambient import (
 from autopar.trace.apart import keep_apart
 from autopar.trace.asked import Arguments, Asked
 from autopar.trace.attention import keep_attention
+from autopar.trace.cached import computing_for_good
 from autopar.trace.calls import dense_inputs, shown
 from autopar.trace.casts import NONE, Autocast, bring_home, naming_autocast, spell_out
 from autopar.trace.counted import ARGUMENT, Counting, is_counted, with_counted
@@ -125,12 +126,13 @@ class _Setting:
     def copy(self, originals: dict[int, Any] | None = None, left: Sequence[torch.Tensor] = ()) -> nn.Module:
         return fake_copy(self.model, self.mode, self.precision, self.device, originals, left)
 
-    def run_by_itself(self, inputs: _Inputs) -> object:
+    def run_by_itself(self, inputs: _Inputs, caches: list[Any]) -> object:
         """What a copy of the model returns to a call that nobody traces."""
         called, (args, named) = self.copy(), inputs.call()
         kwargs = {name: value for name, value in named.items() if name not in (ARGUMENT, TANGENTS)}
         called.train(self.model.training if self.training is None else self.training)
-        with self.mode, autocast_as(self.autocast), autocast_as_asked(self.device_type), torch.no_grad():
+        as_there = autocast_as(self.autocast), autocast_as_asked(self.device_type)
+        with self.mode, as_there[0], as_there[1], torch.no_grad(), computing_for_good(caches):
             return nn.Module.__call__(called, *args, **kwargs)
 
 
@@ -209,8 +211,9 @@ def _captured(
     leaves, spec = dense_inputs(model, args, with_counted(kwargs, model, setting.counted.places))
     copy = _ready_to_trace(setting, kwargs.get("use_cache") is not False)
     inputs = _fake_inputs(setting, leaves, spec)
+    alone = partial(setting.run_by_itself, inputs, copy.reads.caches)
     with (
-        _ONE_AT_A_TIME, without_torchs_log(), naming_the_line(shown(leaves), partial(setting.run_by_itself, inputs)),
+        _ONE_AT_A_TIME, without_torchs_log(), naming_the_line(shown(leaves), alone),
         ExitStack() as stack, naming_autocast(device_type, setting.under_its_autocast),
     ):  # fmt: skip
         stack.enter_context(without_parametrization_cache())
@@ -223,7 +226,8 @@ def _captured(
             there = replace(setting, mode=_fake_mode(), under_its_autocast=True)
             return _captured(there, args, kwargs, every_tangent=every_tangent, loss_alone=loss_alone)
         if random_state() != copy.drawn:
-            refuse_drawing(copy.model, inputs.call(), setting.mode)
+            with computing_for_good(copy.reads.caches):
+                refuse_drawing(copy.model, inputs.call(), setting.mode)
         inner = read_before_assigned(exported.module(check_guards=False))
         with_functions(inner, functions)
         fakes = _spell_out_casts(setting, inner, inputs)

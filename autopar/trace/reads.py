@@ -25,6 +25,7 @@ from autopar._compat import pytree
 from autopar.errors import TraceError
 from autopar.trace.asked import Asked
 from autopar.trace.builtin import types_of_counted
+from autopar.trace.cached import computing_for_good
 from autopar.trace.code import methods_of
 from autopar.trace.configurations import Configurations
 from autopar.trace.counted import Counting
@@ -93,6 +94,7 @@ class Reads:
     anew: set[Place] = field(default_factory=set[Place])
     with_gradient: set[str] = field(default_factory=set[str])
     unregistered: set[Place] = field(default_factory=set[Place])
+    caches: list[Any] = field(default_factory=list[Any])  # functions that keep what they gave
     outside: list[Tensor] = field(default_factory=list[Tensor])
     keys: Keys | None = None
     asked: Asked = field(default_factory=Asked)
@@ -273,7 +275,11 @@ def watching(model: nn.Module, reads: Reads, originals: Mapping[int, Any]) -> It
             # Of a mapping of a class of its own all counts; some of transformers' are ours while a model is traced.
             if not isinstance(value, COLLECTIONS) and not reads.inside.is_known(value):
                 reads.inside.notes_reads_of(value, lambda: reads.is_open)
-        with types_of_counted(settings.asking, reads.counting.beside.length, reads.counting.are_there):
+        reads.caches += settings.cached
+        with (
+            computing_for_good(reads.caches),
+            types_of_counted(settings.asking, reads.counting.beside.length, reads.counting.are_there),
+        ):
             yield
     finally:
         reads.inside.release()

@@ -93,6 +93,7 @@ class Settings:
 
     def __init__(self, methods: Mapping[str, list[Any]]) -> None:
         self.found: list[tuple[Mapping[str, Any], str, Any]] = []
+        self.cached: list[Any] = []  # functions that keep what they gave
         self.owners: list[Any] = []  # objects that hooks are methods of, and modules that functions name
         self.asking: list[tuple[dict[str, Any], Set[str]]] = []  # globals of functions, and what they name of `ASKED`
         self._methods = methods
@@ -171,6 +172,7 @@ class Settings:
             for part in (*whole.args, *whole.keywords.values()):
                 self._hold(part)
         elif isinstance(given, CACHED) and not all(is_torchs_code(one.__code__) for one in functions_of(given)):
+            self.cached.append(given)
             self._see(Now(clearings(given)), "cache_clear", 0)
         elif (registered := registry_of(given)) is not None:
             self._see(registered, "registry", registered["registry"])

@@ -9,6 +9,7 @@ forward has only handed on is meant for that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -56,13 +57,14 @@ class Given:
 @dataclass(frozen=True)
 class Memory:
     """`given`: outputs that lie where what is there before the call does. `groups`: (leaf, group) of all that lies in
-    memory of forward's making; those of one memory are of one group. `rebound`: names of buffers that forward sets to
-    other tensors; who has the old one keeps it.
+    memory of forward's making; those of one memory are of one group. `packed`: those that lie alone there, without
+    gaps. `rebound`: names of buffers that forward sets to other tensors; who has the old one keeps it.
     """
 
     given: tuple[Given, ...] = ()
     groups: tuple[tuple[int, int], ...] = ()
     rebound: frozenset[str] = frozenset()
+    packed: frozenset[int] = frozenset()
 
 
 NOWHERE = Memory()
@@ -103,7 +105,9 @@ def seen(
         elif not value.requires_grad and value.dtype == base.dtype:
             offset = int(value.storage_offset()) - int(base.storage_offset())
             given.append(Given(leaf, kind, name, Look(tuple(value.shape), value.stride(), offset, base.stride())))
-    return Memory(tuple(given), tuple(groups), frozenset(before.keys() - stay.keys()))
+    leaves, count = pytree.tree_leaves(returned), Counter(group for _, group in groups)
+    packed = (leaf for leaf, group in groups if count[group] == 1 and leaves[leaf].is_contiguous())
+    return Memory(tuple(given), tuple(groups), frozenset(before.keys() - stay.keys()), frozenset(packed))
 
 
 def has_storage(value: Any) -> bool:
