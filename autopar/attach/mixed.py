@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import Parameter
 
 from autopar._compat import is_in_backward, is_transforming, pytree, without_torch_function, wrap_dtensor_dispatch
 from autopar.attach.tensors import over_pieces, piece_as, whole_within
@@ -152,8 +153,11 @@ def _changed(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
     )
     func(*args, **named)
     whole = wholes[id(held)]
-    if whole.shape != held.shape:  # `weight.t_()`
-        raise told
+    if whole.shape != held.shape:
+        if isinstance(held, Parameter):  # which programs read as it was
+            raise told
+        held.data = whole  # what `nn.init.orthogonal_` draws, and turns
+        return held
     held.copy_(piece_as(whole, held))
     return held
 

@@ -25,7 +25,8 @@ def look_at_copies(made: nn.Module, copy_of: Mapping[int, Any]) -> list[tuple[An
     their variables. What it gives: (a list, dict or variable that stands for another one in a function, that one).
     """
     turned = _Turned(copy_of)
-    for part in made.modules():
+    elsewhere = {id(one): one for old, one in copy_of.items() if isinstance(one, nn.Module) and id(one) != old}
+    for part in {**{id(one): one for one in made.modules()}, **elsewhere}.values():  # a teacher that is not registered
         held = vars(part)
         for name, value in [*held.items()]:
             held[name] = turned.within(value)

@@ -96,7 +96,8 @@ class Left:
     def take(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         """The values that forward has left, in the order of `writes`; all is as it was."""
         found, undo = list[tuple[Write, Any]](), list[Callable[[], None]]()
-        registered = {id(one) for part in modules.values() for one in (*part.parameters(False), *part.buffers(False))}
+        tensors = nn.Module.parameters, nn.Module.buffers  # some classes have others of their own
+        registered = {id(one) for part in modules.values() for of in tensors for one in of(part, recurse=False)}
         for owner, names in self._owners:
             for name in (name for name in getattr(owner, "__dict__", {}) if name not in names):
                 self._values.setdefault((id(owner), name), (Of(owner), MISSING))

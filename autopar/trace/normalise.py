@@ -224,12 +224,16 @@ def _nll_loss_backward(b: Builder, node: Node) -> tuple[Ref, ...]:
 
 
 def _group_norm(b: Builder, node: Node) -> tuple[Ref, ...]:
-    """Layer norm over the channels of each group, then the affine part per channel."""
+    """Layer norm over the channels of each group, then the affine part per channel, in the dtype of that: CPU kernels
+    take half precision beside parameters in float32.
+    """
     x, weight, bias, n, c, hw, groups, eps = node.args
+    narrow, x = b.type(x), _as(b, node, x, weight)
     type = b.type(x)
     inner = (n, groups, c // groups * hw)
     grouped = b.view(node, x, inner)
-    stat = TensorType((n, groups, 1), node.outputs[1].dtype if node.outputs[1] else type.dtype)
+    told = node.outputs[1] if type == narrow else None
+    stat = TensorType((n, groups, 1), told.dtype if told else type.dtype)
     norm = b.call(
         node,
         "aten.native_layer_norm.default",
@@ -244,12 +248,17 @@ def _group_norm(b: Builder, node: Node) -> tuple[Ref, ...]:
         out = b.pointwise(node, "aten.mul.Tensor", out, b.view(node, weight, column))
     if bias is not None:
         out = b.pointwise(node, "aten.add.Tensor", out, b.view(node, bias, column))
-    flat = (n, groups)
+    flat, out = (n, groups), _cast(b, node, out, narrow.dtype)
     return out, b.view(node, Ref(norm, 1), flat), b.view(node, Ref(norm, 2), flat)
+
+
+def _as(b: Builder, node: Node, ref: Ref, like: Ref | None) -> Ref:
+    return ref if like is None else _cast(b, node, ref, b.type(like).dtype)
 
 
 def _group_norm_backward(b: Builder, node: Node) -> tuple[Ref | None, ...]:
     grad, x, mean, rstd, weight, n, c, hw, groups, mask = node.args
+    narrow, grad, x = b.type(x), _as(b, node, grad, weight), _as(b, node, x, weight)
     type = b.type(x)
     inner, stat = (n, groups, c // groups * hw), (n, groups, 1)
     column = (c, *(1 for _ in type.shape[2:]))
@@ -260,7 +269,7 @@ def _group_norm_backward(b: Builder, node: Node) -> tuple[Ref | None, ...]:
         scaled = grad if weight is None else b.pointwise(node, "aten.mul.Tensor", grad, b.view(node, weight, column))
         args = (b.view(node, scaled, inner), grouped, (inner[2],), mean, rstd, None, None, (True, False, False))
         norm = b.call(node, "aten.native_layer_norm_backward.default", args, TensorType(inner, type.dtype), None, None)
-        made[0] = b.view(node, norm, type.shape)
+        made[0] = _cast(b, node, b.view(node, norm, type.shape), narrow.dtype)
     if mask[1]:
         centred = b.pointwise(node, "aten.sub.Tensor", grouped, mean)
         unit = b.view(node, b.pointwise(node, "aten.mul.Tensor", centred, rstd), type.shape)

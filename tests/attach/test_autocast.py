@@ -13,7 +13,7 @@ from torch.nn import functional
 import autopar
 from autopar.errors import TraceError
 from autopar.trace.ambient import ambient_state, autocast_state
-from tests.processes.compare import near
+from tests.processes.compare import near, whole
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -143,3 +143,21 @@ def test_autocast_beside_a_precision_casts_once(one: DeviceMesh) -> None:
     assert products(parallel) == {"bfloat16"}
     casts = [n for n in parallel.plan.graph.nodes if n.op == "aten._to_copy.default" and n.phase == "forward"]
     assert len({n.operands for n in casts}) == len(casts)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norm_takes_half_precision_beside_float32(one: DeviceMesh, affine: bool) -> None:
+    """As in each block of a diffusion model; its parameters stay as they are on CPUs."""
+    plain = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False), nn.GroupNorm(4, 8, affine=affine), nn.SiLU(), nn.Conv2d(8, 3, 3, bias=False)
+    )
+    parallel, x = autopar.compile(copy.deepcopy(plain), one), torch.randn(4, 3, 8, 8)
+    outputs = list[Tensor]()
+    for model in (parallel, plain):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs.append(model(x))
+        outputs[-1].float().square().mean().backward()
+    assert outputs[0].dtype == outputs[1].dtype == torch.bfloat16
+    near(outputs[0].float(), outputs[1].float(), 4 * ROUNDING[torch.bfloat16], "output")
+    for ours, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        near(whole(ours.grad), theirs.grad, 8 * ROUNDING[torch.bfloat16], "gradient")

@@ -271,3 +271,27 @@ def test_hooks_of_backward_are_refused(one: DeviceMesh, kind: str) -> None:
     getattr(parallel.a, kind)(lambda *_: None)
     with pytest.raises(RuntimeError, match=r"module a has the hook .*backward.* never call: remove it"):
         parallel(torch.randn(5, 8))
+
+
+class Distilled(nn.Module):
+    """A teacher that is not registered, of which a hook keeps what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.kept = nn.Linear(8, 8), dict[str, Tensor]()
+        teacher = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        teacher[1].register_forward_hook(lambda module, args, output: self.kept.__setitem__("made", output))
+        object.__setattr__(self, "teacher", teacher)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher(x)
+        return nn.functional.mse_loss(self.student(x), self.kept["made"])
+
+
+def test_a_hook_of_a_part_that_is_not_registered_looks_at_the_copy(one: DeviceMesh) -> None:
+    plain = Distilled()
+    x = torch.randn(4, 8)
+    wanted = plain(x)
+    plain.kept.clear()
+    near(autopar.compile(plain, one)(x), wanted, 1e-6, "loss")

@@ -69,6 +69,16 @@ def check_parts_that_are_written_to(ranks: Ranks) -> None:
         parallel = autopar.compile(copy.deepcopy(plain), ranks.mesh(), plan=plan)
         _edit_all(plain, parallel, x)
         _write_with_gradients(parallel)
+        _turn_what_is_drawn(parallel)
+
+
+def _turn_what_is_drawn(parallel: Any) -> None:
+    """`t_()` of fewer rows than columns, within `nn.init`."""
+    made = list[Tensor]()
+    for weight in (parallel.first.weight, whole(parallel.first.weight)):
+        torch.manual_seed(3)
+        made.append(nn.init.orthogonal_(weight.detach().new_empty(4, 8)))
+    near(whole(made[0]), made[1], 1e-6, "orthogonal rows")
 
 
 def _write_with_gradients(parallel: Any) -> None:
